@@ -1,0 +1,151 @@
+"""Four differentiable collectives for tensor parallelism, and the plain ones that other floors use.
+
+The name says what happens forward; the table gives backward:
+
+    copy_in      identity       | all-reduce        f of arXiv:1909.08053
+    reduce_out   all-reduce     | identity          g
+    gather_seq   all-gather     | reduce-scatter    arXiv:2205.05198
+    scatter_seq  reduce-scatter | all-gather
+
+Sequence is dim 0, so a gather is a concatenation of contiguous blocks: x_sBD of tp rank r holds positions
+r*s .. (r+1)*s of x_SBD. On an axis of size 1 all of them are the identity.
+
+gloo's reduce_scatter is several times slower than its all_reduce (docs/performance.md), so on CPU a
+reduce-scatter is an all-reduce of which one part is kept: the same sum, one collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from megalite.parallel.mesh import Axis
+
+
+class Pending:
+    """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
+
+    def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None):
+        self._result, self._work, self._keep = result, work, keep
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._keep = None
+        return self._result
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    """[n, ...] on each rank -> [n * size, ...] on all, concatenated along dim 0 in axis order."""
+    if axis.group is None:
+        return Pending(x)
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    return Pending(out, dist.all_gather_into_tensor(out, x, group=axis.group, async_op=True), keep=x)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """[n * size, ...] on each rank -> the sum over ranks of this rank's block, [n, ...]. `x` may be overwritten."""
+    if axis.group is None:
+        return Pending(x)
+    if x.shape[0] % axis.size:
+        raise ValueError(f"dim 0 of {tuple(x.shape)} does not split over {axis.name}={axis.size}")
+    x = x.contiguous()
+    n = x.shape[0] // axis.size
+    if x.device.type == "cpu":
+        work = dist.all_reduce(x, group=axis.group, async_op=True)
+        return _Narrowed(x, work, axis.rank * n, n)
+    out = x.new_empty(n, *x.shape[1:])
+    return Pending(out, dist.reduce_scatter_tensor(out, x, group=axis.group, async_op=True), keep=x)
+
+
+class _Narrowed(Pending):
+    """An all-reduce of which one block is kept; the copy lets go of the other blocks' memory."""
+
+    def __init__(self, x: Tensor, work: Any, start: int, length: int):
+        super().__init__(x, work)
+        self._start, self._length = start, length
+
+    def wait(self) -> Tensor:
+        return super().wait().narrow(0, self._start, self._length).clone()
+
+
+def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce in place over the axis; returns `x`."""
+    if axis.group is not None:
+        dist.all_reduce(x, op=op, group=axis.group)
+    return x
+
+
+def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Overwrite `x` by that of the axis position `source`; returns `x`."""
+    if axis.group is not None:
+        dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+    return x
+
+
+class _CopyIn(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce_(dy.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _ReduceOut(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce_(x.clone(memory_format=torch.contiguous_format), axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dy, None
+
+
+class _GatherSeq(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_all_gather(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return start_reduce_scatter(dy.clone(memory_format=torch.contiguous_format), ctx.axis).wait(), None
+
+
+class _ScatterSeq(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_reduce_scatter(x.clone(memory_format=torch.contiguous_format), axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return start_all_gather(dy, ctx.axis).wait(), None
+
+
+def copy_in(x: Tensor, axis: Axis) -> Tensor:
+    """Identity; backward sums the gradients of all ranks (f of arXiv:1909.08053)."""
+    return x if axis.group is None else _CopyIn.apply(x, axis)  # type: ignore[return-value]
+
+
+def reduce_out(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over ranks; backward is the identity (g of arXiv:1909.08053)."""
+    return x if axis.group is None else _ReduceOut.apply(x, axis)  # type: ignore[return-value]
+
+
+def gather_seq(x_sBD: Tensor, axis: Axis) -> Tensor:
+    """x_sBD -> x_SBD; backward is a reduce-scatter."""
+    return x_sBD if axis.group is None else _GatherSeq.apply(x_sBD, axis)  # type: ignore[return-value]
+
+
+def scatter_seq(x_SBD: Tensor, axis: Axis) -> Tensor:
+    """Summands x_SBD on each rank -> their sum, split along the sequence: x_sBD; backward is an all-gather."""
+    return x_SBD if axis.group is None else _ScatterSeq.apply(x_SBD, axis)  # type: ignore[return-value]

@@ -1,0 +1,138 @@
+"""The grid of ranks: (pp, dp, cp, tp), tp innermost.
+
+    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
+
+tp neighbours are adjacent ranks, so tensor parallelism stays inside a node; pipeline stages, which exchange the
+least, are farthest apart. Groups come from torch's DeviceMesh; an axis of size 1 has no group at all and its
+collectives are the identity, so that one process is not a special case. A `Mesh` is passed explicitly: there is
+no module state.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Mapping
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the mesh, seen from this rank. `group` is None exactly when `size` is 1."""
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: ProcessGroup | None = None
+    ranks: tuple[int, ...] = (0,)  # global ranks along the axis, in axis order
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes of the run, and the device this rank computes on."""
+
+    pp: Axis = field(default_factory=lambda: Axis("pp"))
+    dp: Axis = field(default_factory=lambda: Axis("dp"))
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
+    tp: Axis = field(default_factory=lambda: Axis("tp"))
+    pp_back: Axis = field(default_factory=lambda: Axis("pp_back"))  # the ranks of pp again: gradients' own channel
+    ends: Axis = field(default_factory=lambda: Axis("ends"))  # first and last stage, for tied embeddings
+    world: Axis = field(default_factory=lambda: Axis("world"))
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def alone(cls, device: str | torch.device = "cpu") -> Mesh:
+        """The mesh of a single process: no torch.distributed at all."""
+        return cls(device=torch.device(device))
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {axis.name: axis.size for axis in (self.pp, self.dp, self.cp, self.tp)}
+
+    @property
+    def position(self) -> Mapping[str, int]:
+        return {axis.name: axis.rank for axis in (self.pp, self.dp, self.cp, self.tp)}
+
+    def describe(self) -> str:
+        """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""
+        where = ", ".join(f"{k} {v}" for k, v in self.position.items() if self.sizes[k] > 1)
+        return f"rank {self.world.rank}" + (f" ({where})" if where else "")
+
+
+def rank_grid(world: int, tp: int, pp: int, cp: int = 1) -> list[list[list[list[int]]]]:
+    """grid[pp][dp][cp][tp] = global rank. `world` must be divisible by tp * pp * cp.
+
+    >>> rank_grid(8, tp=2, pp=2)
+    [[[[0, 1]], [[2, 3]]], [[[4, 5]], [[6, 7]]]]
+    """
+    dp = world // (tp * pp * cp)
+    numbers = iter(range(world))
+    return [[[[next(numbers) for _ in range(tp)] for _ in range(cp)] for _ in range(dp)] for _ in range(pp)]
+
+
+def build_mesh(
+    *, tp: int, pp: int, cp: int = 1, device: torch.device, timeout: datetime.timedelta | None = None
+) -> Mesh:
+    """Make every group of the run; collective over the default group, so all ranks call it in the same way.
+
+    The world size (of the default process group) must be a multiple of tp * pp * cp; what remains is dp.
+    Groups made by `new_group` do not inherit the default group's timeout, so `timeout` is given to each.
+    """
+    if not dist.is_initialized():
+        if tp * pp * cp != 1:
+            raise ValueError(f"one process cannot hold tp={tp} x pp={pp} x cp={cp}")
+        return Mesh.alone(device)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world % (tp * pp * cp):
+        raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
+    grid = torch.tensor(rank_grid(world, tp, pp, cp))
+    here = [int(i) for i in (grid == rank).nonzero()[0]]
+    mesh = dist.DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "cp", "tp"))
+
+    def axis(name: str, dim: int) -> Axis:
+        index = [slice(i, i + 1) for i in here]
+        index[dim] = slice(None)
+        ranks = tuple(int(r) for r in grid[tuple(index)].flatten())
+        group = mesh.get_group(name) if len(ranks) > 1 else None
+        if group is not None and timeout is not None:
+            group._get_backend(device).options._timeout = timeout
+        return Axis(name, len(ranks), here[dim], group, ranks)
+
+    pp_axis = axis("pp", 0)
+    columns = [[int(r) for r in column] for column in grid.flatten(1).T]  # one pipeline each
+
+    def extra(name: str, members: list[list[int]]) -> Axis:
+        made = Axis(name)
+        for ranks in members:  # every rank takes part in making every group
+            group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+            if rank in ranks:
+                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks))
+        return made
+
+    pp_back = extra("pp_back", columns if pp > 1 else [[r] for r in range(world)])
+    ends_members = [[c[0], c[-1]] for c in columns] if pp > 1 else [[r] for r in range(world)]
+    ends = extra("ends", ends_members)
+    world_axis = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, tuple(range(world)))
+    return Mesh(
+        pp=pp_axis,
+        dp=axis("dp", 1),
+        cp=axis("cp", 2),
+        tp=axis("tp", 3),
+        pp_back=pp_back,
+        ends=ends,
+        world=world_axis,
+        device=device,
+    )

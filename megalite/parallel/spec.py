@@ -1,0 +1,115 @@
+"""Where a value lives in the whole tensor: the one place that knows how a parameter is sharded.
+
+A `ParamSpec` says everything that anyone needs to know about a parameter: its canonical name (the same under
+every layout), the shape of the whole tensor, which dimension is split over which mesh axis, how it is
+initialised, whether it decays, and whether a second copy lives at the other end of the pipeline.
+Initialisation, gradient reduction, optimizer, gradient norm, checkpoint and conversion all read it; none of
+them keeps a copy of these facts.
+
+Pure Python: no torch. Shapes are in elements; a `Box` is half open, `start <= index < stop` per dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Mapping
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Draw from N(0, std^2)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Fill with one value (norm weights: 1, biases: 0)."""
+
+    value: float
+
+
+Init = Normal | Constant
+
+
+@dataclass(frozen=True)
+class Box:
+    """A half-open rectangle of a whole tensor: `start[d] <= index[d] < stop[d]`."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of the model, as a fact about the whole tensor.
+
+    name    canonical, with the global layer number: "layers.17.mlp.gate_up"
+    shape   of the whole tensor, in elements
+    shards  (dim, axis name) pairs: ((0, "tp"),) splits dim 0 evenly over the tp axis
+    grad    "whole": every rank computes the full gradient of what it holds;
+            "partial": the tensor is replicated over tp, but each tp rank holds only a summand of its gradient
+            (norms under sequence parallelism, row-parallel biases, replicated key/value projections)
+    init    how the whole tensor is drawn; bits do not depend on the layout (see parallel/rng.py)
+    decay   whether weight decay applies
+    tied    a second copy of this parameter lives at the other end of the pipeline; both copies carry the flag,
+            and only when the pipeline has more than one rank
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shards: tuple[tuple[int, str], ...] = ()
+    grad: Literal["whole", "partial"] = "whole"
+    init: Init = field(default_factory=lambda: Normal(0.02))
+    decay: bool = True
+    tied: bool = False
+
+    def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape on one rank; `sizes` maps axis names to their sizes (absent: 1)."""
+        shape = list(self.shape)
+        for dim, axis in self.shards:
+            size = sizes.get(axis, 1)
+            if shape[dim] % size:
+                raise ValueError(f"{self.name}: dim {dim} of {self.shape} does not split over {axis}={size}")
+            shape[dim] //= size
+        return tuple(shape)
+
+    def box(self, sizes: Mapping[str, int], ranks: Mapping[str, int]) -> Box:
+        """The part of the whole tensor that the rank at position `ranks` holds."""
+        start, stop = [0] * len(self.shape), list(self.shape)
+        for dim, axis in self.shards:
+            step = self.shape[dim] // sizes.get(axis, 1)
+            start[dim] = step * ranks.get(axis, 0)
+            stop[dim] = start[dim] + step
+        return Box(tuple(start), tuple(stop))
+
+    def replicas(self, sizes: Mapping[str, int]) -> int:
+        """How many (pp, tp) positions hold each element, dp aside: its squared gradient counts 1/replicas."""
+        sharded = {axis for _, axis in self.shards}
+        return (1 if "tp" in sharded else sizes.get("tp", 1)) * (2 if self.tied else 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of one named value: a contiguous range of the flattened (row-major) `box`.
+
+    `span` counts elements inside the flattened box: range(0, box.numel) is the whole box; a ZeRO shard is a
+    proper part of it. `data` is the 1-D tensor of `len(span)` elements, a view that loading may write into.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    span: range
+    data: Any
