@@ -1,0 +1,48 @@
+"""Randomness with coordinates instead of state: a value depends on what it is, never on who draws it.
+
+Initial weights are a function of (seed, name, block). A whole tensor is cut into fixed blocks of `BLOCK` indices
+along its sharded dimension and each block has a generator of its own, so a rank draws just the blocks that meet
+its part and every layout gets the same bits. Blocks are drawn on the CPU in float32 (the same on every device and
+in every precision) and then converted. Dropout has coordinates too: see kernels/dropout.py.
+
+Rejected: one generator per rank (Megatron-LM's RNG tracker); the run then depends on the layout and the state
+must be saved and resharded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import Constant, ParamSpec
+
+BLOCK = 128  # indices along the sharded dimension that share one generator
+
+
+def seed_of(*coordinates: int | str) -> int:
+    """A 63-bit seed from a tuple of coordinates; the same on every machine."""
+    digest = hashlib.sha256("/".join(str(c) for c in coordinates).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@torch.no_grad()
+def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int) -> Tensor:
+    """Fill `tensor`, this rank's part of `spec`, with its part of the whole initial tensor."""
+    if isinstance(spec.init, Constant):
+        return tensor.fill_(spec.init.value)
+    box = spec.box(mesh.sizes, mesh.position)
+    if len(spec.shards) > 1:
+        raise ValueError(f"{spec.name}: blocks run along one sharded dim, not {spec.shards}")
+    dim = spec.shards[0][0] if spec.shards else 0
+    start, stop = box.start[dim], box.stop[dim]
+    rows = tensor.movedim(dim, 0)
+    for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, spec.shape[dim])
+        generator = torch.Generator().manual_seed(seed_of(seed, spec.name, block))
+        values = torch.randn(last - first, *rows.shape[1:], generator=generator) * spec.init.std
+        a, b = max(first, start), min(last, stop)
+        rows[a - start : b - start].copy_(values[a - first : b - first])
+    return tensor
