@@ -1,0 +1,205 @@
+"""A decoder-only transformer, cut into pipeline stages; GPT-2/3, Llama, Mistral and Qwen are settings of it.
+
+    tokens_SB -> Embedding -> Block * layers -> Head -> loss        a Stage holds a range of this line
+
+    Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))
+
+A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last); it does not know the schedule.
+Everything but the schedule is called here, where it happens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.kernels.dropout import dropout_add, fold
+from megalite.kernels.rope import RopeScaling, rope_tables
+from megalite.nn.attention import Attention, Rope
+from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, word_spec
+from megalite.nn.linear import gather_linear
+from megalite.nn.loss import cross_entropy
+from megalite.nn.mlp import MLP
+from megalite.nn.norm import Norm
+from megalite.nn.parameter import Maker
+from megalite.nn.recompute import recompute
+from megalite.parallel.spec import Normal, ParamSpec
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. labels_SB None: the last stage returns logits_SBv. mask_SB: 1 where a token counts; None: all.
+
+    sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
+    """
+
+    tokens_SB: Tensor
+    labels_SB: Tensor | None
+    mask_SB: Tensor | None
+    sample_ids_B: Tensor
+    step: int
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """granularity None | "selective" (attention core) | "full"; full: "uniform" groups of `num_layers` layers, or
+    "block": the first `num_layers` layers of each stage."""
+
+    granularity: str | None = None
+    method: str = "uniform"
+    num_layers: int = 1
+
+
+class Block(nn.Module):
+    def __init__(self, make: Maker, model: ModelConfig, layer: int, seed: int, recompute_core: bool):
+        super().__init__()
+        self.layer, self.seed, self.dropout_p = layer, seed, model.hidden_dropout
+        self.tp = make.mesh.tp
+        std = model.init_method_std
+        out_std = std / math.sqrt(2.0 * model.num_layers)
+        norm = (model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
+        self.attention_norm = Norm(make, f"layers.{layer}.attention.norm", *norm)
+        self.attention = Attention(
+            make,
+            f"layers.{layer}.attention",
+            hidden_size=model.hidden_size,
+            heads=model.num_attention_heads,
+            groups=model.groups,
+            head_size=model.head_size,
+            std=std,
+            out_std=out_std,
+            bias=model.add_bias_linear,
+            qkv_bias=model.add_qkv_bias,
+            qk_norm=(model.normalization, model.norm_epsilon) if model.qk_layernorm else None,
+            dropout_p=model.attention_dropout,
+            layer=layer,
+            seed=seed,
+            recompute_core=recompute_core,
+        )
+        self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
+        self.mlp = MLP(
+            make,
+            f"layers.{layer}.mlp",
+            hidden_size=model.hidden_size,
+            ffn_size=model.ffn_size,
+            activation=model.activation,
+            std=std,
+            out_std=out_std,
+            bias=model.add_bias_linear,
+        )
+
+    def forward(self, x_sBD: Tensor, rope: Rope | None, sample_ids_B: Tensor, step: int) -> Tensor:
+        x_sBD = self._add(self.attention(self.attention_norm(x_sBD), rope, sample_ids_B, step), x_sBD, SITE_HIDDEN_1, sample_ids_B, step)
+        return self._add(self.mlp(self.mlp_norm(x_sBD)), x_sBD, SITE_HIDDEN_2, sample_ids_B, step)
+
+    def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, sample_ids_B: Tensor, step: int) -> Tensor:
+        if not (self.dropout_p and self.training):
+            return x_sBD + y_sBD
+        key = fold(self.seed, step, self.layer, site)
+        return dropout_add(y_sBD, x_sBD, self.dropout_p, key, sample_ids_B, self.tp.rank * x_sBD.shape[0])
+
+
+class Head(nn.Module):
+    """Final norm, logits over this rank's part of the vocabulary, loss. `word` is the tied weight, or None."""
+
+    def __init__(self, make: Maker, model: ModelConfig, spec: ParamSpec, word: nn.Parameter | None, vocab_size: int):
+        super().__init__()
+        self.tp, self.vocab_size = make.mesh.tp, vocab_size
+        self.norm = Norm(
+            make, "final_norm", model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p
+        )
+        self.weight = word if word is not None else make(spec)
+
+    def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+        (logits_SBv,) = gather_linear(self.norm(x_sBD), [self.weight], self.tp)
+        if batch.labels_SB is None:
+            return logits_SBv
+        loss_SB = cross_entropy(logits_SBv, batch.labels_SB, self.tp, self.vocab_size)
+        return loss_SB.sum() if batch.mask_SB is None else (loss_SB * batch.mask_SB).sum()
+
+
+class Stage(nn.Module):
+    """Layers `layers` (global numbers), with the embedding when `first` and the head when `last`.
+
+    vocab_size is the true one; padded_vocab_size what the tensors have.
+    """
+
+    def __init__(
+        self,
+        make: Maker,
+        model: ModelConfig,
+        layers: range,
+        *,
+        first: bool,
+        last: bool,
+        vocab_size: int,
+        padded_vocab_size: int,
+        dropout_seed: int,
+        recompute: Recompute | None = None,
+    ):
+        super().__init__()
+        self.recompute = recompute or Recompute()
+        mesh = make.mesh
+        tied = not model.untie_embeddings_and_output_weights
+        word = word_spec(padded_vocab_size, model.hidden_size, model.init_method_std, tied and mesh.pp.size > 1)
+        self.embedding = None
+        if first:
+            positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+            self.embedding = Embedding(
+                make, word, positions=positions, dropout_p=model.hidden_dropout, seed=dropout_seed
+            )
+        selective = self.recompute.granularity == "selective"
+        self.blocks = nn.ModuleList(Block(make, model, layer, dropout_seed, selective) for layer in layers)
+        self.head = None
+        if last:
+            spec = word
+            if not tied:
+                shape = (padded_vocab_size, model.hidden_size)
+                spec = ParamSpec("head", shape, shards=((0, "tp"),), init=Normal(model.init_method_std))
+            shared = self.embedding.word if tied and self.embedding is not None else None
+            self.head = Head(make, model, spec, shared, vocab_size)
+        self.rope: Rope | None = None
+        if model.position_embedding_type == "rope" and not make.meta:
+            scaling = None
+            if model.use_rope_scaling:
+                scaling = RopeScaling(factor=model.rope_scaling_factor)
+            self.rope = rope_tables(
+                model.max_position_embeddings,
+                int(model.head_size * model.rotary_percent),
+                model.rotary_base,
+                scaling,
+                device=mesh.device,
+                dtype=torch.float64 if make.dtype == torch.float64 else torch.float32,
+            )
+
+    def forward(self, x_sBD: Tensor | None, batch: Batch) -> Tensor:
+        """Hidden states x_sBD; on the last stage the summed loss (or the logits when there are no labels)."""
+        if self.embedding is not None:
+            x_sBD = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step)
+        assert x_sBD is not None
+        rope = None
+        if self.rope is not None:
+            length = batch.tokens_SB.shape[0]
+            rope = (self.rope[0][:length], self.rope[1][:length])
+        for blocks, again in self._groups():
+
+            def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks) -> Tensor:
+                for block in blocks:
+                    x_sBD = block(x_sBD, rope, batch.sample_ids_B, batch.step)
+                return x_sBD
+
+            x_sBD = recompute(run, x_sBD) if again and self.training else run(x_sBD)
+        return x_sBD if self.head is None else self.head(x_sBD, batch)
+
+    def _groups(self) -> list[tuple[list[nn.Module], bool]]:
+        """Consecutive blocks, and whether their activations are recomputed as one."""
+        blocks, n = list(self.blocks), self.recompute.num_layers
+        if self.recompute.granularity != "full":
+            return [(blocks, False)]
+        if self.recompute.method == "uniform":
+            return [(blocks[i : i + n], True) for i in range(0, len(blocks), n)]
+        return [([block], i < n) for i, block in enumerate(blocks)]

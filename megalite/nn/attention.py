@@ -1,0 +1,109 @@
+"""Tensor-parallel self-attention: heads split over tp, grouped key/value heads, rotary positions, q/k norm.
+
+    x_sBD --gather--> q_SBhK, k_SBgK, v_SBgK -> rope -> softmax(q k^T / sqrt(K)) v -> o_SBhK @ W --scatter--> y_sBD
+
+q [H*K, D] and kv [2, G*K, D] are two parameters. With G >= tp both are split over tp. With G < tp, kv is
+replicated, each rank computes only the one group that its query heads use, and the gradients of the replicas are
+summed over tp with the norms' (grad="partial"). One fused qkv tensor has no box for that case.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from megalite.kernels.attention import attention
+from megalite.kernels.dropout import fold
+from megalite.kernels.rope import apply_rope
+from megalite.nn.embedding import SITE_ATTENTION
+from megalite.nn.linear import add_bias, gather_linear, linear_scatter
+from megalite.nn.norm import Norm
+from megalite.nn.parameter import Maker
+from megalite.nn.recompute import recompute
+from megalite.parallel.spec import Constant, Normal, ParamSpec
+
+Rope = tuple[Tensor, Tensor]  # cos_SK, sin_SK
+
+
+class Attention(nn.Module):
+    """`qk_norm`: the kind and eps of a norm on q and k per head, or None. `recompute_core`: selective recompute."""
+
+    def __init__(
+        self,
+        make: Maker,
+        name: str,
+        *,
+        hidden_size: int,
+        heads: int,
+        groups: int,
+        head_size: int,
+        std: float,
+        out_std: float,
+        bias: bool,
+        qkv_bias: bool,
+        qk_norm: tuple[str, float] | None,
+        dropout_p: float,
+        layer: int,
+        seed: int,
+        recompute_core: bool,
+    ):
+        super().__init__()
+        tp = make.mesh.tp
+        self.tp, self.layer, self.seed, self.dropout_p = tp, layer, seed, dropout_p
+        self.head_size, self.recompute_core = head_size, recompute_core
+        D, H, G, K = hidden_size, heads, groups, head_size
+        self.replicated = G < tp.size
+        self.group = tp.rank * G // tp.size  # the one group of this rank when replicated
+        kv_shards, kv_grad = ((), "partial") if self.replicated else (((1, "tp"),), "whole")
+        zero = Constant(0.0)
+        self.q = make(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
+        self.kv = make(ParamSpec(f"{name}.kv", (2, G * K, D), shards=kv_shards, grad=kv_grad, init=Normal(std)))
+        self.q_bias = self.kv_bias = self.out_bias = None
+        if bias or qkv_bias:
+            self.q_bias = make(ParamSpec(f"{name}.q_bias", (H * K,), shards=((0, "tp"),), init=zero, decay=False))
+            self.kv_bias = make(
+                ParamSpec(f"{name}.kv_bias", (2, G * K), shards=kv_shards, grad=kv_grad, init=zero, decay=False)
+            )
+        self.q_norm = self.k_norm = None
+        if qk_norm is not None:
+            kind, eps = qk_norm
+            self.q_norm = Norm(make, f"{name}.q_norm", K, kind, eps)
+            self.k_norm = Norm(make, f"{name}.k_norm", K, kind, eps)
+        self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(out_std)))
+        if bias:
+            self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), grad="partial", init=zero, decay=False))
+
+    def forward(self, x_sBD: Tensor, rope: Rope | None, sample_ids_B: Tensor, step: int) -> Tensor:
+        K = self.head_size
+        kv, kv_bias = self.kv, self.kv_bias
+        if self.replicated:
+            mine = slice(self.group * K, (self.group + 1) * K)
+            kv = kv[:, mine]
+            kv_bias = None if kv_bias is None else kv_bias[:, mine]
+        q, kv_out = gather_linear(x_sBD, [self.q, kv], self.tp)
+        q_SBhK = add_bias(q, self.q_bias).unflatten(-1, (-1, K))
+        k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_SBhK, k_SBgK = self.q_norm(q_SBhK), self.k_norm(k_SBgK)
+        if rope is not None:
+            q_SBhK, k_SBgK = apply_rope(q_SBhK, *rope), apply_rope(k_SBgK, *rope)
+        dropout_p = self.dropout_p if self.training else 0.0
+
+        def core(q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor) -> Tensor:
+            return attention(
+                q_SBhK,
+                k_SBgK,
+                v_SBgK,
+                scale=1.0 / math.sqrt(K),
+                dropout_p=dropout_p,
+                dropout_key=fold(self.seed, step, self.layer, SITE_ATTENTION) if dropout_p else None,
+                sample_ids_B=sample_ids_B,
+                head_offset=self.tp.rank * q_SBhK.shape[2],
+            )
+
+        if self.recompute_core and self.training:
+            o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK)
+        else:
+            o_SBhK = core(q_SBhK, k_SBgK, v_SBgK)
+        return add_bias(linear_scatter(o_SBhK.flatten(-2), self.out, self.tp), self.out_bias)

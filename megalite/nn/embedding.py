@@ -1,0 +1,63 @@
+"""Vocabulary-parallel word embedding, learned positions, and the dropout after them.
+
+Each tp rank holds the rows of its part of the vocabulary, looks up what it has (zero elsewhere) and the sum over
+tp arrives already split along the sequence: tokens_SB -> x_sBD, one reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.kernels.dropout import dropout, fold
+from megalite.nn.parameter import Maker
+from megalite.parallel.comm import scatter_seq
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import Normal, ParamSpec
+
+SITE_EMBEDDING, SITE_ATTENTION, SITE_HIDDEN_1, SITE_HIDDEN_2 = range(4)  # where in a layer a dropout sits
+
+
+def word_spec(vocab_size: int, hidden_size: int, std: float, tied: bool) -> ParamSpec:
+    """The word embedding [V, D]; a tied head at the other end of the pipeline has this very spec."""
+    return ParamSpec("embedding.word", (vocab_size, hidden_size), shards=((0, "tp"),), init=Normal(std), tied=tied)
+
+
+class Embedding(nn.Module):
+    def __init__(
+        self, make: Maker, spec: ParamSpec, *, positions: int | None, dropout_p: float, seed: int
+    ):
+        super().__init__()
+        self.mesh: Mesh = make.mesh
+        self.dropout_p, self.seed = dropout_p, seed
+        self.word = make(spec)
+        self.position = None
+        if positions is not None:
+            size = spec.shape[1]
+            self.position = make(ParamSpec("embedding.position", (positions, size), grad="partial", init=spec.init))
+
+    def forward(self, tokens_SB: Tensor, sample_ids_B: Tensor, step: int) -> Tensor:
+        tp = self.mesh.tp
+        rows = self.word.shape[0]
+        if tp.size == 1:
+            x_sBD = F.embedding(tokens_SB, self.word)
+        else:
+            local_SB = tokens_SB - rows * tp.rank
+            elsewhere_SB = (local_SB < 0) | (local_SB >= rows)
+            x_SBD = F.embedding(local_SB.masked_fill(elsewhere_SB, 0), self.word)
+            x_sBD = scatter_seq(x_SBD.masked_fill(elsewhere_SB.unsqueeze(-1), 0), tp)
+        first = tp.rank * x_sBD.shape[0]
+        if self.position is not None:
+            x_sBD = x_sBD + self.position[first : first + x_sBD.shape[0]].unsqueeze(1)
+        if self.dropout_p and self.training:
+            key = fold(self.seed, step, -1, SITE_EMBEDDING)
+            x_sBD = dropout(x_sBD, self.dropout_p, key, sample_ids_B, first)
+        return x_sBD
+
+
+def check_ids(tokens: Tensor, vocab_size: int) -> None:
+    """Refuse ids outside [0, vocab_size): an index error on a GPU names neither the id nor its place."""
+    low, high = (int(v) for v in torch.aminmax(tokens))
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token id {low if low < 0 else high} is outside [0, {vocab_size}): wrong tokenizer for this data?")

@@ -1,0 +1,87 @@
+"""Column- and row-parallel matmuls with their collectives inside, for sequence-parallel activations.
+
+    gather_linear    x_sBD --all-gather--> x_SBD @ W^T -> y_SBf          weights [f, D], f split over tp
+    linear_scatter   a(u_SBf) @ W^T -> y_SBD --reduce-scatter--> y_sBD   weight [D, f], a: optional activation
+
+Only the shard x_sBD is saved (arXiv:2205.05198, sec. 4.2.2) and gathered once more in backward, where the gather
+hides behind the matmul for dx, and the reduce-scatter of dx behind the matmuls for dW:
+
+    before   | gather x ||  dx = dy W  || scatter dx || dW = dy^T x |
+    after    | gather x ............  |  scatter dx ..............  |
+             | dx = dy W              |  dW = dy^T x                |
+
+The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored.
+Rejected: autograd through gather_seq, which saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megalite.kernels.activation import ACTIVATIONS
+from megalite.parallel.comm import start_all_gather, start_reduce_scatter
+from megalite.parallel.mesh import Axis
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _GatherLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x_sBD: Tensor, tp: Axis, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.tp = tp
+        ctx.save_for_backward(x_sBD, *weights)
+        x_SBD = start_all_gather(x_sBD, tp).wait()
+        return tuple(x_SBD @ w.reshape(-1, w.shape[-1]).T for w in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_sBD, *weights = ctx.saved_tensors
+        gathering = start_all_gather(x_sBD, ctx.tp)
+        dx_SBD = dys[0] @ _rows(weights[0])
+        for dy, w in zip(dys[1:], weights[1:], strict=True):
+            dx_SBD += dy @ _rows(w)
+        scattering = start_reduce_scatter(dx_SBD, ctx.tp)
+        x_ND = _rows(gathering.wait())
+        dws = [(_rows(dy).T @ x_ND).view_as(w) for dy, w in zip(dys, weights, strict=True)]
+        return scattering.wait(), None, *dws
+
+
+class _LinearScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: str | None) -> Tensor:
+        ctx.tp, ctx.activation = tp, activation
+        ctx.save_for_backward(u_SBf, weight)
+        a_SBf = u_SBf if activation is None else ACTIVATIONS[activation].forward(u_SBf)
+        return start_reduce_scatter(a_SBf @ weight.T, tp).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy_sBD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        u_SBf, weight = ctx.saved_tensors
+        gathering = start_all_gather(dy_sBD, ctx.tp)
+        a_SBf = u_SBf if ctx.activation is None else ACTIVATIONS[ctx.activation].forward(u_SBf)
+        dy_SBD = gathering.wait()
+        da_SBf = dy_SBD @ weight
+        dweight = _rows(dy_SBD).T @ _rows(a_SBf)
+        du_SBf = da_SBf if ctx.activation is None else ACTIVATIONS[ctx.activation].backward(u_SBf, da_SBf)
+        return du_SBf, dweight, None, None
+
+
+def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis) -> tuple[Tensor, ...]:
+    """One gather, one matmul per weight [..., D] (leading dims are flattened): the outputs [S, B, rows]."""
+    return _GatherLinear.apply(x_sBD, tp, *weights)  # type: ignore[return-value]
+
+
+def linear_scatter(u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: str | None = None) -> Tensor:
+    """Apply `activation` (a name of kernels/activation.py), multiply, sum over tp, keep this rank's positions."""
+    return _LinearScatter.apply(u_SBf, weight_Df, tp, activation)  # type: ignore[return-value]
+
+
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a bias to the last dim; a multi-dim bias is flattened as its weight is."""
+    return x if bias is None else x + torch.flatten(bias)

@@ -1,0 +1,41 @@
+"""Tensor-parallel feed-forward block.
+
+    x_sBD --gather--> u_SBf = x @ up^T -> act(u) @ down^T --scatter--> y_sBD
+
+Gated activations (swiglu) have gate and up in one tensor [2, F, D], split over F, so that one matmul gives
+[gate | up] and any slice along F holds both halves of its columns.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megalite.kernels.activation import ACTIVATIONS
+from megalite.nn.linear import add_bias, gather_linear, linear_scatter
+from megalite.nn.parameter import Maker
+from megalite.parallel.spec import Constant, Normal, ParamSpec
+
+
+class MLP(nn.Module):
+    """`activation` is a name of kernels/activation.py; its width (1 or 2) says whether it is gated."""
+
+    def __init__(
+        self, make: Maker, name: str, *, hidden_size: int, ffn_size: int, activation: str, std: float, out_std: float, bias: bool
+    ):
+        super().__init__()
+        self.tp, self.activation = make.mesh.tp, activation
+        D, F, zero = hidden_size, ffn_size, Constant(0.0)
+        gated = ACTIVATIONS[activation].width == 2
+        up, lead, shards = ("gate_up", (2, F), ((1, "tp"),)) if gated else ("up", (F,), ((0, "tp"),))
+        self.up = make(ParamSpec(f"{name}.{up}", (*lead, D), shards=shards, init=Normal(std)))
+        self.up_bias = self.down_bias = None
+        if bias:
+            self.up_bias = make(ParamSpec(f"{name}.{up}_bias", lead, shards=shards, init=zero, decay=False))
+        self.down = make(ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(out_std)))
+        if bias:
+            self.down_bias = make(ParamSpec(f"{name}.down_bias", (D,), grad="partial", init=zero, decay=False))
+
+    def forward(self, x_sBD: Tensor) -> Tensor:
+        (u_SBf,) = gather_linear(x_sBD, [self.up], self.tp)
+        y_sBD = linear_scatter(add_bias(u_SBf, self.up_bias), self.down, self.tp, self.activation)
+        return add_bias(y_sBD, self.down_bias)

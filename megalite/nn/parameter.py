@@ -1,0 +1,46 @@
+"""Make this rank's part of a parameter from its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.rng import initialize_
+from megalite.parallel.spec import ParamSpec
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What every parameter of a run has in common: the mesh, the dtype, the seed of the initial weights.
+
+    `meta` leaves the memory out (shapes only), for plans and dry runs.
+    """
+
+    mesh: Mesh
+    dtype: torch.dtype
+    seed: int
+    meta: bool = False
+
+    def __call__(self, spec: ParamSpec) -> nn.Parameter:
+        device = "meta" if self.meta else self.mesh.device
+        data = torch.empty(spec.local_shape(self.mesh.sizes), dtype=self.dtype, device=device)
+        if not self.meta:
+            initialize_(data, spec, self.mesh, self.seed)
+        parameter = nn.Parameter(data)
+        parameter.spec = spec  # type: ignore[attr-defined]
+        return parameter
+
+
+def spec_of(parameter: nn.Parameter) -> ParamSpec:
+    """The spec that `Maker` attached."""
+    return parameter.spec  # type: ignore[attr-defined]
+
+
+def named_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+    """Every parameter of `module` with its spec, in order of registration, which is the order of use."""
+    for parameter in module.parameters():
+        yield spec_of(parameter), parameter

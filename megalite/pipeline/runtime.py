@@ -1,0 +1,162 @@
+"""The executor: a loop over this rank's list of actions (pipeline/schedule.py), and nothing else decides.
+
+    F  s,m   y = stage(x)             x received or embedded; only the graph's edge of y is kept, so y's memory
+                                      goes as soon as it is sent
+    B  s,m   backward from y's edge   with the received gradient, or the loss weight on the last stage
+    SEND/RECV post an isend or irecv and go on; the wait is where the value is used
+
+Activations travel on mesh.pp, gradients on mesh.pp_back: two groups, so that the two directions do not queue behind
+each other. The last backward of a chunk arms its gradient buckets (optim/buffer.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from megalite.parallel.mesh import Axis, Mesh
+from megalite.pipeline.schedule import Action, Op, plan
+
+Key = tuple[int, int]  # stage, micro-batch
+
+
+@dataclass
+class Timed:
+    """When an action ran, in seconds from the start of the step."""
+
+    action: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class _Flight:
+    """What is alive between the actions of one step."""
+
+    inputs: dict[Key, Tensor] = field(default_factory=dict)  # x of F, kept until B for its gradient
+    edges: dict[Key, Any] = field(default_factory=dict)
+    ready: dict[Key, Tensor] = field(default_factory=dict)  # computed, not yet sent
+    coming: dict[tuple[Op, int, int], tuple[Tensor, Any]] = field(default_factory=dict)
+    sent: list[tuple[Tensor, Any]] = field(default_factory=list)
+
+
+class Pipeline:
+    """The chunks of one pipeline rank; chunk c is stage c * pp + pp_rank.
+
+    width        hidden size D of the activations that travel, [S / tp, B, D] in `dtype`
+    on_last_backward(chunk) is called before the last backward of each chunk
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        mesh: Mesh,
+        *,
+        schedule: str,
+        width: int,
+        dtype: torch.dtype,
+        on_last_backward: Callable[[int], None] = lambda chunk: None,
+    ):
+        self.stages, self.mesh, self.schedule = list(stages), mesh, schedule
+        self.width, self.dtype, self.on_last_backward = width, dtype, on_last_backward
+        self.num_stages = mesh.pp.size * len(self.stages)
+        self.timeline: list[Timed] | None = None  # set to [] to record the next step
+
+    def step(self, batches: Sequence[Any], loss_weight: float | Tensor) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of their losses (zero but on the last stage).
+
+        The gradient is that of loss_weight * sum of losses.
+        """
+        return self._run(plan(self.schedule, self.mesh.pp.size, len(batches), len(self.stages)), batches, loss_weight)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Any]) -> Tensor:
+        """Forward only, in evaluation mode; the sum of the losses (zero but on the last stage)."""
+        for stage in self.stages:
+            stage.eval()
+        try:
+            rows = plan("forward", self.mesh.pp.size, len(batches), len(self.stages))
+            return self._run(rows, batches, None)
+        finally:
+            for stage in self.stages:
+                stage.train()
+
+    def _run(self, rows: list[list[Action]], batches: Sequence[Any], weight: float | Tensor | None) -> Tensor:
+        mesh, flight = self.mesh, _Flight()
+        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        left = [len(batches)] * len(self.stages)  # backwards to go, per chunk
+        begin = time.perf_counter()
+        for action in rows[mesh.pp.rank]:
+            start = self._now(begin)
+            key, chunk = (action.stage, action.microbatch), action.stage // mesh.pp.size
+            if action.op is Op.F:
+                total += self._forward(flight, key, chunk, batches[action.microbatch], keep=weight is not None)
+            elif action.op is Op.B:
+                assert weight is not None
+                if left[chunk] == 1:
+                    self.on_last_backward(chunk)
+                left[chunk] -= 1
+                self._backward(flight, key, weight)
+            elif action.op in (Op.SEND_F, Op.SEND_B):
+                tensor = flight.ready.pop(key)
+                flight.sent = [(t, work) for t, work in flight.sent if not work.is_completed()]
+                flight.sent.append((tensor, self._post(dist.isend, action, tensor)))
+            else:
+                tokens_SB = batches[action.microbatch].tokens_SB
+                shape = (tokens_SB.shape[0] // mesh.tp.size, tokens_SB.shape[1], self.width)
+                tensor = torch.empty(shape, dtype=self.dtype, device=mesh.device)
+                flight.coming[action.op, *key] = (tensor, self._post(dist.irecv, action, tensor))
+            if self.timeline is not None:
+                self.timeline.append(Timed(str(action), start, self._now(begin)))
+        for _, work in flight.sent:
+            work.wait()
+        return total
+
+    def _forward(self, flight: _Flight, key: Key, chunk: int, batch: Any, keep: bool) -> Tensor:
+        stage, _ = key
+        x = None
+        if stage > 0:
+            x, work = flight.coming.pop((Op.RECV_F, *key))
+            work.wait()
+            if keep:
+                flight.inputs[key] = x.requires_grad_()
+        y = self.stages[chunk](x, batch)
+        if keep:
+            flight.edges[key] = y if stage == self.num_stages - 1 else get_gradient_edge(y)
+        if stage == self.num_stages - 1:
+            return y.detach().double()
+        flight.ready[key] = y.detach()
+        return y.new_zeros((), dtype=torch.float64)
+
+    def _backward(self, flight: _Flight, key: Key, weight: float | Tensor) -> None:
+        stage, _ = key
+        edge = flight.edges.pop(key)
+        if stage == self.num_stages - 1:
+            torch.autograd.backward(edge, torch.as_tensor(weight, dtype=edge.dtype, device=edge.device))
+        else:
+            grad, work = flight.coming.pop((Op.RECV_B, *key))
+            work.wait()
+            torch.autograd.backward([edge], [grad])
+        if stage > 0:
+            x = flight.inputs.pop(key)
+            assert x.grad is not None
+            flight.ready[key] = x.grad
+
+    def _post(self, send_or_receive: Callable[..., Any], action: Action, tensor: Tensor) -> Any:
+        """Post a message: upstream for inputs received and gradients sent, downstream for the other two."""
+        forward = action.op in (Op.SEND_F, Op.RECV_F)
+        axis: Axis = self.mesh.pp if forward else self.mesh.pp_back
+        step = 1 if action.op in (Op.SEND_F, Op.RECV_B) else -1
+        return send_or_receive(tensor.contiguous(), axis.ranks[(axis.rank + step) % axis.size], group=axis.group)
+
+    def _now(self, begin: float) -> float:
+        if self.timeline is not None and self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()  # only while a timeline is recorded
+        return time.perf_counter() - begin
