@@ -105,7 +105,7 @@ class Pipeline:
                 left[chunk] -= 1
                 self._backward(flight, key, weight)
             elif action.op in (Op.SEND_F, Op.SEND_B):
-                tensor = flight.ready.pop(key)
+                tensor = flight.ready.pop(key).contiguous()
                 flight.sent = [(t, work) for t, work in flight.sent if not work.is_completed()]
                 flight.sent.append((tensor, self._post(dist.isend, action, tensor)))
             else:
@@ -154,7 +154,7 @@ class Pipeline:
         forward = action.op in (Op.SEND_F, Op.RECV_F)
         axis: Axis = self.mesh.pp if forward else self.mesh.pp_back
         step = 1 if action.op in (Op.SEND_F, Op.RECV_B) else -1
-        return send_or_receive(tensor.contiguous(), axis.ranks[(axis.rank + step) % axis.size], group=axis.group)
+        return send_or_receive(tensor, axis.ranks[(axis.rank + step) % axis.size], group=axis.group)
 
     def _now(self, begin: float) -> float:
         if self.timeline is not None and self.mesh.device.type == "cuda":

@@ -1,0 +1,46 @@
+"""Causal attention with grouped key/value heads: softmax(scale * q k^T + causal) v.
+
+Layout in and out is sequence first: q_SBHK, k_SBGK, v_SBGK -> o_SBHK, H a multiple of G. Without dropout torch's
+fused attention runs (flash on CPU and CUDA): saved are q, k, v, o and one log-sum-exp per row, never the S x S
+scores. With dropout the scores are explicit, because the mask must depend on coordinates (sample, head, query, key)
+and not on a generator's state.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.kernels.dropout import keep_mask
+
+
+def attention(
+    q_SBHK: Tensor,
+    k_SBGK: Tensor,
+    v_SBGK: Tensor,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+    dropout_key: int | None = None,
+    sample_ids_B: Tensor | None = None,
+    head_offset: int = 0,
+) -> Tensor:
+    """`head_offset`: the global number of head 0, a coordinate of dropout like sample_ids_B and dropout_key."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
+    if dropout_p == 0.0:
+        grouped = q.shape[1] != k.shape[1]
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return o.permute(2, 0, 1, 3)
+    assert dropout_key is not None and sample_ids_B is not None
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    length = torch.arange(q.shape[2], device=q.device)
+    heads = torch.arange(head_offset, head_offset + q.shape[1], device=q.device)
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = scores.masked_fill(length[None, :] > length[:, None], float("-inf"))
+    keep = keep_mask(
+        dropout_key, dropout_p, sample_ids_B.view(-1, 1, 1, 1), heads.view(-1, 1, 1), length.view(-1, 1), length
+    )
+    weights = (scores.softmax(-1) * keep / (1 - dropout_p)).to(q.dtype)
+    return (weights @ v).permute(2, 0, 1, 3)

@@ -1,0 +1,187 @@
+"""One flat weight and one flat gradient tensor; gradients are reduced as they arrive, weights gathered as needed.
+
+    backward (last of a chunk)   ... layer 3 | layer 2 | layer 1 ...
+    reduce-scatter over dp                    bucket 0 | bucket 1         one per bucket and step
+    update of this rank's shard                                  |----|
+    all-gather over dp                                                | bucket 1 | bucket 0      one per bucket and step
+    next forward                                                        layer 1  | layer 2 ...
+
+A post-accumulate hook adds each gradient into its fp32 view and drops it, so gradients exist once and in one place.
+The pipeline says which backward of a chunk is the last one; nothing here counts micro-batches. Gradients are sums:
+division by tokens, loss scale and clipping are one factor in the optimizer. The extra sums (partial gradients over
+tp, tied ones over the ends of the pipeline) run on the dp shard, where they move 1/dp of the bytes.
+
+Rejected: hooks that count backward passes to find the last (torch DDP); they break when a micro-batch skips a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.optim.layout import Bucket, Entry, Layout, lay_out
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh
+
+DEFAULT_BUCKET_SIZE = 40_000_000  # elements
+
+
+class ParamBuffer:
+    """Takes over the storage of all parameters of `chunks` (modules whose parameters carry `.spec`).
+
+    shard    True: ZeRO-1, gradients are reduce-scattered and each dp rank owns its part of each bucket;
+             False: gradients are all-reduced and each rank owns everything
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        mesh: Mesh,
+        *,
+        bucket_size: int | None = None,
+        grad_dtype: torch.dtype = torch.float32,
+        shard: bool = True,
+        overlap_grad_reduce: bool = True,
+        overlap_param_gather: bool = True,
+    ):
+        self.mesh, self.sharded = mesh, shard
+        self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
+        parameters: list[tuple[int, nn.Parameter]] = []
+        seen: set[int] = set()
+        for chunk, module in enumerate(chunks):
+            for p in module.parameters():
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    parameters.append((chunk, p))
+        dtype = parameters[0][1].dtype
+        entries = [Entry(p.spec, p.numel(), chunk) for chunk, p in parameters]  # type: ignore[attr-defined]
+        size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
+        self.layout: Layout = lay_out(entries, bucket_size=size, dp=mesh.dp.size, tp=mesh.tp.size)
+        self.weights = torch.zeros(self.layout.size, dtype=dtype, device=mesh.device)
+        self.grads = torch.zeros(self.layout.size, dtype=grad_dtype, device=mesh.device)
+        self._missing = [0] * len(self.layout.buckets)  # gradients still to land, once armed
+        self._armed = [False] * len(self.layout.buckets)
+        self._reducing: dict[int, Any] = {}
+        self._gathering: dict[int, Any] = {}
+        bucket_of: dict[int, int] = {}
+        for b, bucket in enumerate(self.layout.buckets):
+            for slot in bucket.slots:
+                _, p = parameters[slot.entry]
+                view = self.weights[slot.start : slot.stop].view_as(p)
+                view.copy_(p.data)
+                p.data = view
+                bucket_of[id(p)] = b
+                grad = self.grads[slot.start : slot.stop].view_as(p)
+                p.register_post_accumulate_grad_hook(self._adder(grad, b))
+        for module in (m for chunk in chunks for m in chunk.modules()):
+            needs = sorted({bucket_of[id(p)] for p in module.parameters(recurse=False)})
+            if needs and shard and mesh.dp.size > 1:
+                module.register_forward_pre_hook(self._waiter(needs))
+
+    def _adder(self, grad: Tensor, b: int) -> Any:
+        def add(p: Tensor) -> None:
+            assert p.grad is not None
+            grad.add_(p.grad)
+            p.grad = None
+            if self._armed[b]:
+                self._missing[b] -= 1
+                if self._missing[b] == 0:
+                    self._start_reduce(b)
+
+        return add
+
+    def _waiter(self, needs: list[int]) -> Any:
+        def wait(module: nn.Module, args: Any) -> None:
+            for b in needs:
+                self._finish_gather(b)
+
+        return wait
+
+    # ---- gradients
+
+    def zero_grad(self) -> None:
+        self.grads.zero_()
+
+    def on_last_backward(self, chunk: int) -> None:
+        """The next backward of `chunk` is its last in this step: reduce each bucket when its last gradient lands."""
+        if not self.overlap_grad_reduce:
+            return
+        for b, bucket in enumerate(self.layout.buckets):
+            if bucket.chunk == chunk:
+                self._armed[b], self._missing[b] = True, len(bucket.slots)
+
+    def _start_reduce(self, b: int) -> None:
+        bucket, dp = self.layout.buckets[b], self.mesh.dp
+        self._reducing[b] = None
+        if dp.group is None:
+            return
+        whole = self.grads[bucket.start : bucket.stop]
+        if self.sharded and self.mesh.device.type != "cpu":
+            shard = self.grads[bucket.shard(dp.size, dp.rank).start : bucket.shard(dp.size, dp.rank).stop]
+            self._reducing[b] = dist.reduce_scatter_tensor(shard, whole, group=dp.group, async_op=True)
+        else:  # on gloo a reduce-scatter is an all-reduce of which one part is used (parallel/comm.py)
+            self._reducing[b] = dist.all_reduce(whole, group=dp.group, async_op=True)
+
+    def finish(self) -> None:
+        """After the last backward: every gradient this rank owns is complete (summed over dp, tp and ends)."""
+        for b in range(len(self.layout.buckets)):
+            if b not in self._reducing:  # not overlapped, or a parameter that got no gradient
+                self._start_reduce(b)
+        for work in self._reducing.values():
+            if work is not None:
+                work.wait()
+        for bucket in self.layout.buckets:
+            if bucket.kind.partial:
+                all_reduce_(self.owned_grad(bucket), self.mesh.tp)
+        for bucket in self.layout.buckets:
+            if bucket.kind.tied:
+                all_reduce_(self.owned_grad(bucket), self.mesh.ends)
+        self._reducing.clear()
+        self._armed = [False] * len(self._armed)
+
+    # ---- weights
+
+    def gather(self) -> None:
+        """Give every dp rank the updated shards of the others; in order of use, hidden behind the next forward."""
+        dp = self.mesh.dp
+        if not self.sharded or dp.group is None:
+            return
+        for chunk in sorted({bucket.chunk for bucket in self.layout.buckets}):
+            for b in reversed(range(len(self.layout.buckets))):
+                bucket = self.layout.buckets[b]
+                if bucket.chunk == chunk:
+                    mine = self.owned_weight(bucket)
+                    mine = mine.clone() if mine.device.type == "cpu" else mine  # gloo's input must not alias
+                    whole = self.weights[bucket.start : bucket.stop]
+                    work = dist.all_gather_into_tensor(whole, mine, group=dp.group, async_op=True)
+                    self._gathering[b] = (work, mine)
+        if not self.overlap_param_gather:
+            self.wait_gather()
+
+    def _finish_gather(self, b: int) -> None:
+        pending = self._gathering.pop(b, None)
+        if pending is not None:
+            pending[0].wait()
+
+    def wait_gather(self) -> None:
+        """All weights are whole."""
+        for b in list(self._gathering):
+            self._finish_gather(b)
+
+    # ---- what this rank owns
+
+    def owned_range(self, bucket: Bucket) -> range:
+        dp = self.mesh.dp
+        return bucket.shard(dp.size, dp.rank) if self.sharded else range(bucket.start, bucket.stop)
+
+    def owned_grad(self, bucket: Bucket) -> Tensor:
+        owned = self.owned_range(bucket)
+        return self.grads[owned.start : owned.stop]
+
+    def owned_weight(self, bucket: Bucket) -> Tensor:
+        owned = self.owned_range(bucket)
+        return self.weights[owned.start : owned.stop]

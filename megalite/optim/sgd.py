@@ -1,0 +1,25 @@
+"""SGD with momentum as a rule for the sharded optimizer; equals torch.optim.SGD (decay is added to the gradient)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SGD:
+    momentum: float = 0.9
+    states: tuple[str, ...] = ("momentum_buffer",)
+
+    @torch.no_grad()
+    def update_(
+        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int, scale: float
+    ) -> None:
+        grad.mul_(scale)
+        if weight_decay:
+            grad.add_(param, alpha=weight_decay)
+        # torch starts the buffer as the first gradient; so does 0 * momentum + gradient
+        param.add_(state["momentum_buffer"].mul_(self.momentum).add_(grad), alpha=-lr)

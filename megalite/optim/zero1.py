@@ -1,0 +1,117 @@
+"""The distributed optimizer: main weights and states in fp32 for the part that this rank owns (arXiv:1910.02054, stage 1).
+
+Memory per parameter in bf16: 2 (weight) + 4 (gradient) + 12/dp (main weight and two moments) bytes. When the weights
+are fp32 already, the main weights are the owned part of the weights themselves. Everything in a bucket is of one
+kind (optim/layout.py), so an update is one call per bucket.
+
+The step is in two halves with the caller's one all-reduce between them: `local_norm_sq` (what this rank owns, each
+element weighted by 1/replicas, so that the sum over the world is the true squared norm), then `step` with the one
+factor that unscales, averages and clips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.optim.buffer import ParamBuffer
+from megalite.parallel.spec import Piece
+
+
+class Rule(Protocol):
+    """How one flat parameter moves; `states` names the tensors that it keeps beside it."""
+
+    @property
+    def states(self) -> tuple[str, ...]: ...
+
+    def update_(
+        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int, scale: float
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A piece, and whether this rank is the one of its replicas that saves it."""
+
+    piece: Piece
+    owned: bool
+
+
+class Zero1:
+    """`rule` applied to what `buffer` says this rank owns. `updates` counts the steps taken, skipped ones excluded."""
+
+    def __init__(self, buffer: ParamBuffer, rule: Rule):
+        self.buffer, self.rule, self.updates = buffer, rule, 0
+        self.same = buffer.weights.dtype == buffer.grads.dtype  # then main weights are the weights
+        self.main: list[Tensor] = []
+        self.state: list[dict[str, Tensor]] = []
+        for bucket in buffer.layout.buckets:
+            weight = buffer.owned_weight(bucket)
+            main = weight if self.same else weight.to(buffer.grads.dtype)
+            self.main.append(main)
+            self.state.append({name: torch.zeros_like(main) for name in rule.states})
+
+    def local_norm_sq(self) -> Tensor:
+        """This rank's share of the squared gradient norm, fp64 scalar; unscaled sums of gradients. NaN and inf stay."""
+        buffer = self.buffer
+        total = torch.zeros((), dtype=torch.float64, device=buffer.mesh.device)
+        for bucket in buffer.layout.buckets:
+            copies = bucket.kind.replicas * (1 if buffer.sharded else buffer.mesh.dp.size)
+            norm = torch.linalg.vector_norm(buffer.owned_grad(bucket), dtype=_accumulator(buffer.grads))
+            total += norm.double().square() / copies
+        return total
+
+    def step(self, *, lr: float, weight_decay: float, scale: float) -> None:
+        """Update by scale * gradient; then `buffer.gather()` spreads the weights. The gradients are used up."""
+        self.updates += 1
+        for bucket, main, state in zip(self.buffer.layout.buckets, self.main, self.state, strict=True):
+            decay = weight_decay if bucket.kind.decay else 0.0
+            grad = self.buffer.owned_grad(bucket)
+            self.rule.update_(main, grad, state, lr=lr, weight_decay=decay, step=self.updates, scale=scale)
+            if not self.same:
+                self.buffer.owned_weight(bucket).copy_(main)
+
+    def pieces(self) -> list[Owned]:
+        """Everything a checkpoint needs of this rank, as views that loading may write: names are
+        model/NAME, optimizer.main/NAME (unless the weights are the main weights) and optimizer.STATE/NAME."""
+        buffer, mesh = self.buffer, self.buffer.mesh
+        result = []
+        for b, bucket in enumerate(buffer.layout.buckets):
+            owned = buffer.owned_range(bucket)
+            flats = {"model": buffer.owned_weight(bucket)}
+            if not self.same:
+                flats["optimizer.main"] = self.main[b]
+            flats |= {f"optimizer.{name}": flat for name, flat in self.state[b].items()}
+            for slot in bucket.slots:
+                first, last = max(slot.start, owned.start), min(slot.stop, owned.stop)
+                if first >= last:
+                    continue
+                spec = buffer.layout.entries[slot.entry].spec
+                replicated = not any(axis == "tp" for _, axis in spec.shards)
+                mine = (
+                    (mesh.tp.is_first or not replicated)
+                    and (mesh.ends.is_first or not spec.tied)
+                    and (mesh.dp.is_first or buffer.sharded)
+                )
+                box = spec.box(mesh.sizes, mesh.position)
+                span = range(first - slot.start, last - slot.start)
+                for prefix, flat in flats.items():
+                    data = flat[first - owned.start : last - owned.start]
+                    result.append(Owned(Piece(f"{prefix}/{spec.name}", spec.shape, box, span, data), mine))
+        return result
+
+    def after_load(self, main_loaded: bool = True) -> None:
+        """Make the copies agree after `pieces()` were written: weights from main weights, or the other way round."""
+        for bucket, main in zip(self.buffer.layout.buckets, self.main, strict=True):
+            if not self.same:
+                weight = self.buffer.owned_weight(bucket)
+                weight.copy_(main) if main_loaded else main.copy_(weight)
+        self.buffer.gather()
+
+
+def _accumulator(grads: Tensor) -> torch.dtype:
+    return torch.float64 if grads.dtype == torch.float64 or grads.device.type == "cpu" else torch.float32

@@ -1,0 +1,69 @@
+"""What a run consists of, and the few numbers that a resume needs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megalite.data.batches import Prefetcher
+from megalite.optim.buffer import ParamBuffer
+from megalite.optim.loss_scale import LossScaler
+from megalite.optim.lr import LrSchedule
+from megalite.optim.zero1 import Zero1
+from megalite.parallel.mesh import Mesh
+from megalite.pipeline.runtime import Pipeline
+from megalite.train.batch_size import BatchSizes
+
+
+@dataclass
+class State:
+    """Where the run is. Everything else that training needs is a pure function of these and the configuration."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_steps: int = 0
+
+    def advance(self, samples: int, tokens: int, skipped: bool) -> None:
+        self.step += 1
+        self.consumed_samples += samples
+        self.consumed_tokens += tokens
+        self.skipped_steps += skipped
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step tells; the same on every rank but for the times. Seconds; loss in nats per token."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    batch_size: int
+    skipped: bool
+    stop: bool
+    data_s: float
+    step_s: float
+
+
+@dataclass
+class Run:
+    """The parts that train/setup.py built and introduced to each other."""
+
+    mesh: Mesh
+    pipeline: Pipeline
+    buffer: ParamBuffer
+    optimizer: Zero1
+    schedule: LrSchedule
+    loss_scaler: LossScaler
+    batch_sizes: BatchSizes
+    data: Prefetcher
+    seq_length: int
+    max_norm: float
+    check_finite: bool
+    vocab_size: int
+    state: State = field(default_factory=State)
+    valid: Any = None  # Batches of the validation set, or None
+    test: Any = None

@@ -1,0 +1,90 @@
+"""One training step, as a sentence: get the batch, forward and backward, reduce, decide, update.
+
+One all-reduce over the world carries everything that the ranks must agree on: the squared gradient norm, the loss,
+the number of tokens that counted, and whether some rank wants to stop. So every rank takes the same decision at the
+same step, and rank 0 knows the loss although it lives on the last stage.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megalite.models.gpt import Batch
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh
+from megalite.train.state import Run, StepResult
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient is NaN or infinite; nothing was updated on any rank."""
+
+
+def to_batch(micro: object, mesh: Mesh, step: int) -> Batch:
+    """A numpy micro-batch [B, S+1] -> tensors [S, B] on this rank's device; labels are the tokens one ahead."""
+
+    def tensor(array: object) -> torch.Tensor:
+        return torch.as_tensor(array).to(mesh.device, non_blocking=True)
+
+    tokens_BS = tensor(micro.tokens)  # type: ignore[attr-defined]
+    mask_BS = micro.loss_mask  # type: ignore[attr-defined]
+    return Batch(
+        tokens_SB=tokens_BS[:, :-1].T.contiguous(),
+        labels_SB=tokens_BS[:, 1:].T.contiguous(),
+        mask_SB=None if mask_BS is None else tensor(mask_BS).T.contiguous(),
+        sample_ids_B=tensor(micro.sample_ids),  # type: ignore[attr-defined]
+        step=step,
+    )
+
+
+def counted_tokens(batches: list[Batch]) -> float:
+    return float(sum(b.tokens_SB.numel() if b.mask_SB is None else float(b.mask_SB.sum()) for b in batches))
+
+
+def train_step(run: Run, want_stop: bool = False) -> StepResult:
+    """Advance `run` by one step. Raises NonFiniteError, on all ranks, unless the loss scaler handles it."""
+    begin, mesh, state = time.perf_counter(), run.mesh, run.state
+    size = run.batch_sizes.at(state.consumed_samples)
+    micro_batches, data_s = run.data.get(state.consumed_samples, size)
+    batches = [to_batch(micro, mesh, state.step + 1) for micro in micro_batches]
+    nominal = size * run.seq_length  # tokens, were none masked: keeps the gradients' size in the range of the dtype
+
+    run.buffer.zero_grad()
+    loss = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
+    run.buffer.finish()
+
+    speaks = mesh.pp.is_last and mesh.tp.is_first  # one voice per data-parallel rank for what is replicated
+    mine = torch.zeros(4, dtype=torch.float64, device=mesh.device)
+    mine[0] = run.optimizer.local_norm_sq()
+    if speaks:
+        mine[1], mine[2] = loss, counted_tokens(batches)
+    mine[3] = float(want_stop)
+    norm_sq, loss_sum, tokens, stop = all_reduce_(mine, mesh.world).tolist()  # the step's one sync with the device
+
+    unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
+    grad_norm = norm_sq**0.5 * unscale
+    finite = bool(torch.isfinite(torch.tensor([norm_sq, loss_sum])).all())
+    lr, weight_decay = run.schedule.at(state.consumed_samples + size), run.schedule.weight_decay_at(state.consumed_samples)
+    if finite:
+        clip = min(1.0, run.max_norm / (grad_norm + 1e-6)) if run.max_norm > 0 else 1.0
+        run.optimizer.step(lr=lr, weight_decay=weight_decay, scale=clip * unscale)
+        run.buffer.gather()
+    elif run.check_finite and not run.loss_scaler.dynamic:
+        ids = f"{state.consumed_samples}..{state.consumed_samples + size - 1}"
+        raise NonFiniteError(
+            f"step {state.step + 1}: loss {loss_sum / max(tokens, 1):.4g}, grad norm {grad_norm:.4g} at samples {ids}; nothing was "
+            "updated: look at these samples, lower --lr, or skip such steps with --no-check-for-nan-in-loss-and-grad"
+        )
+    run.loss_scaler.update(overflow=not finite)
+    state.advance(size, tokens=size * run.seq_length, skipped=not finite)
+    return StepResult(
+        loss=loss_sum / tokens if tokens else 0.0,
+        grad_norm=grad_norm,
+        lr=lr,
+        batch_size=size,
+        skipped=not finite,
+        stop=stop > 0,
+        data_s=data_s,
+        step_s=time.perf_counter() - begin,
+    )

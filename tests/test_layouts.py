@@ -1,0 +1,202 @@
+"""The specification of parallelism: one table of layouts, and every one trains exactly as one process does.
+
+Per step: loss and gradient norm. At the end: every weight, gathered from the pieces that the ranks own. In float64
+to a relative 1e-10, where no mistake can hide behind rounding; in fp32 to 1e-5 for pp and dp and 1e-4 for tp; bf16
+within BF16 of its own one-process twin.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from megalite import cli
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train.setup import build_run
+from megalite.train.step import train_step
+
+STEPS = 3
+BF16 = 0.02  # relative bound on loss, measured about a tenth of it
+
+COMMON = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+ --micro-batch-size 2 --global-batch-size 16 --train-iters 3 --lr 0.01 --lr-decay-style constant --seed 7 --mock-data
+ --tokenizer-type NullTokenizer --vocab-size 93 --make-vocab-size-divisible-by 8 --clip-grad 0.5 --weight-decay 0.1
+ --eval-iters 0 --log-interval 1 --init-method-std 0.2 --adam-eps 1e-3"""
+GPT = "--hidden-dropout 0 --attention-dropout 0"
+LLAMA = """--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMSNorm --position-embedding-type rope
+ --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
+ --ffn-hidden-size 48"""
+QWEN = LLAMA.replace("--num-query-groups 2", "--num-query-groups 1") + " --add-qkv-bias --qk-layernorm"
+DROP = GPT.replace("dropout 0", "dropout 0.2")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of one model; `world` ranks, what is left over tp x pp is dp."""
+
+    world: int
+    model: str
+    layout: str
+    name: str
+
+    @property
+    def has_tp(self) -> bool:
+        return "--tensor-model-parallel-size" in self.layout
+
+
+def row(name: str, world: int, model: str, *, tp: int = 1, pp: int = 1, vpp: int = 1, extra: str = "") -> Row:
+    parts = [extra]
+    if tp > 1:
+        parts.append(f"--tensor-model-parallel-size {tp}")
+    if pp > 1:
+        parts.append(f"--pipeline-model-parallel-size {pp}")
+    if vpp > 1:
+        parts.append(f"--num-virtual-stages-per-pipeline-rank {vpp}")
+    return Row(world, model, " ".join(parts), name)
+
+
+NOZERO = "--no-use-distributed-optimizer"
+FULL = "--recompute-granularity full --recompute-method"
+ROWS = [
+    row("gpt tp2", 2, GPT, tp=2),
+    row("gpt pp2 tied", 2, GPT, pp=2),
+    row("gpt dp2", 2, GPT),
+    row("gpt dp2 ddp", 2, GPT, extra=NOZERO),
+    row("gpt tp2 pp2 tied", 4, GPT, tp=2, pp=2),
+    row("gpt tp2 dp2", 4, GPT, tp=2),
+    row("gpt pp2 dp2 ddp tied", 4, GPT, pp=2, extra=NOZERO),
+    row("gpt pp4 gpipe", 4, GPT, pp=4, extra="--pipeline-schedule gpipe"),
+    row("gpt tp2 pp2 dp2", 8, GPT, tp=2, pp=2),
+    row("gpt pp2 vpp2 tied", 2, GPT, pp=2, vpp=2),
+    row("gpt dropout tp2", 2, DROP, tp=2),
+    row("gpt dropout pp2 dp2 vpp2", 4, DROP, pp=2, vpp=2),
+    row("gpt dropout tp2 recompute full", 2, DROP, tp=2, extra=f"{FULL} uniform --recompute-num-layers 2"),
+    row("gpt selective recompute", 1, GPT, extra="--recompute-granularity selective"),
+    row("gpt sgd tp2 dp2", 4, GPT, tp=2, extra="--optimizer sgd"),
+    row("llama tp2", 2, LLAMA, tp=2),
+    row("llama tp4 groups 2 replicated", 4, LLAMA, tp=4),
+    row("llama pp2", 2, LLAMA, pp=2),
+    row("llama pp2 vpp2", 2, LLAMA, pp=2, vpp=2),
+    row("llama tp2 pp2 vpp2", 4, LLAMA, tp=2, pp=2, vpp=2),
+    row("llama pp3 uneven layers", 3, LLAMA, pp=3),
+    row("llama pp3 dp2 uneven", 6, LLAMA, pp=3),
+    row("llama pp4 fewer micro-batches than pp", 4, LLAMA, pp=4, extra="--micro-batch-size 8"),
+    row("llama pp2 vpp2, micro-batches no multiple", 2, LLAMA, pp=2, vpp=2, extra="--global-batch-size 6"),
+    row("llama dp4", 4, LLAMA),
+    row("llama dp8 tiny buckets", 8, LLAMA, extra="--ddp-bucket-size 500"),
+    row("llama tp2 dp2 ddp", 4, LLAMA, tp=2, extra=NOZERO),
+    row("llama tp2 pp2 dp2 vpp2", 8, LLAMA, tp=2, pp=2, vpp=2),
+    row("llama recompute block tp2 pp2", 4, LLAMA, tp=2, pp=2, extra=f"{FULL} block --recompute-num-layers 1"),
+    row("llama micro-batch 1 dp2", 2, LLAMA, extra="--micro-batch-size 1"),
+    row("qwen tp2 pp2 one group", 4, QWEN, tp=2, pp=2),
+]
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, np.ndarray]
+
+
+def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], list[tuple]]:
+    """On one rank: train, then the pieces of the weights that this rank owns."""
+    config = cli.parse([*COMMON.split(), *flags.split()], PRESETS)
+    import torch.distributed as dist
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if world > 1 else 0
+    run = build_run(
+        config, Ranks(rank, world), torch.device("cpu"), dtype=None if dtype is None else getattr(torch, dtype)
+    )
+    results = [train_step(run) for _ in range(STEPS)]
+    run.buffer.wait_gather()
+    pieces = []
+    for entry in run.optimizer.pieces():
+        piece = entry.piece
+        if entry.owned and piece.name.startswith("model/"):
+            pieces.append((piece.name, piece.shape, piece.box, piece.span, piece.data.double().numpy().copy()))
+    run.data.close()
+    return [r.loss for r in results], [r.grad_norm for r in results], pieces
+
+
+def _assemble(parts: list[tuple]) -> Trained:
+    weights: dict[str, np.ndarray] = {}
+    boxes: dict[tuple, np.ndarray] = {}
+    for _, _, pieces in parts:
+        for name, shape, box, span, data in pieces:
+            flat = boxes.setdefault((name, shape, box), np.full(box.numel, np.nan))
+            assert np.isnan(flat[span.start : span.stop]).all(), f"{name} {box} {span} is owned twice"
+            flat[span.start : span.stop] = data
+    for (name, shape, box), flat in boxes.items():
+        whole = weights.setdefault(name, np.full(shape, np.nan))
+        whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = flat.reshape(box.shape)
+    for name, whole in weights.items():
+        assert not np.isnan(whole).any(), f"{name}: some elements are owned by nobody"
+    return Trained(parts[0][0], parts[0][1], weights)
+
+
+@functools.cache
+def alone(flags: str, dtype: str | None) -> Trained:
+    return _assemble([_parts(flags, dtype)])
+
+
+def _twin(item: Row) -> str:
+    """The flags of the one-process run: the model and what changes the batch or the update, not the layout."""
+    words, kept = item.layout.split(), []
+    for flag in ("--global-batch-size", "--optimizer"):
+        if flag in words:
+            kept += [flag, words[words.index(flag) + 1]]
+    return f"{item.model} {' '.join(kept)}"
+
+
+def _far(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+
+
+def _compare(item: Row, dtype: str | None, bound: float, weights_bound: float) -> None:
+    flags = f"{item.model} {item.layout}"
+    parts = run_ranks(item.world, _parts, flags, dtype) if item.world > 1 else [_parts(flags, dtype)]
+    got, want = _assemble(parts), alone(_twin(item), dtype)
+    for losses, norms, _ in parts:
+        assert (losses, norms) == (got.losses, got.grad_norms), "ranks disagree"
+    np.testing.assert_allclose(got.losses, want.losses, rtol=bound, err_msg=f"{item.name}: loss")
+    np.testing.assert_allclose(got.grad_norms, want.grad_norms, rtol=bound, err_msg=f"{item.name}: grad norm")
+    assert got.weights.keys() == want.weights.keys()
+    worst = max(want.weights, key=lambda n: _far(got.weights[n], want.weights[n]))
+    assert _far(got.weights[worst], want.weights[worst]) <= weights_bound, f"{item.name}: {worst} differs most"
+    assert want.losses[0] != want.losses[-1]
+
+
+@pytest.mark.parametrize("item", ROWS, ids=lambda r: r.name)
+def test_layout_equals_one_process_in_fp64(item: Row) -> None:
+    _compare(item, "float64", 1e-10, 1e-9)
+
+
+@pytest.mark.parametrize("item", ROWS, ids=lambda r: r.name)
+def test_layout_equals_one_process_in_fp32(item: Row) -> None:
+    bound = 1e-4 if item.has_tp else 1e-5
+    _compare(item, None, bound, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        row("gpt tp2 pp2", 4, GPT + " --bf16", tp=2, pp=2),
+        row("llama dp2 vpp2 pp2", 4, LLAMA + " --bf16", pp=2, vpp=2),
+        row("llama tp2 dp2", 4, LLAMA + " --bf16", tp=2),
+    ],
+    ids=lambda r: r.name,
+)
+def test_bf16_stays_close(item: Row) -> None:
+    _compare(item, None, BF16, 0.1)
+
+
+def test_the_table_covers_what_it_claims() -> None:
+    assert len(ROWS) >= 24 and len({r.name for r in ROWS}) == len(ROWS)
