@@ -148,7 +148,7 @@ class Stage(nn.Module):
         word = word_spec(padded_vocab_size, model.hidden_size, model.init_method_std, tied and mesh.pp.size > 1)
         self.embedding = None
         if first:
-            positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+            positions = model.positions if model.position_embedding_type == "learned_absolute" else None
             self.embedding = Embedding(
                 make, word, positions=positions, dropout_p=model.hidden_dropout, seed=dropout_seed
             )
@@ -168,7 +168,7 @@ class Stage(nn.Module):
             if model.use_rope_scaling:
                 scaling = RopeScaling(factor=model.rope_scaling_factor)
             self.rope = rope_tables(
-                model.max_position_embeddings,
+                model.positions,
                 int(model.head_size * model.rotary_percent),
                 model.rotary_base,
                 scaling,
