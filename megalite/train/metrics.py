@@ -1,0 +1,201 @@
+"""What a run tells: one log line per interval, metrics.jsonl, TensorBoard with Megatron-LM's tags, W&B.
+
+Only rank 0 has a `Reporter`. MFU is model FLOPs (causal, no recompute) per second over the dense peak of all devices.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Means and totals over the steps since the last line. Times in seconds; loss in nats per token."""
+
+    step: int
+    last_step: int
+    consumed_samples: int
+    consumed_tokens: int
+    batch_size: int
+    loss: float
+    lr: float
+    grad_norm: float
+    loss_scale: float
+    skipped: int
+    step_s: float
+    data_s: float
+    tokens_per_step: int
+    memory_gib: float
+    memory_limit_gib: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What turns seconds into rates: model FLOPs per token, devices, dense peak of one device (None: unknown)."""
+
+    flops_per_token: float
+    devices: int
+    peak_tflops: float | None
+
+    def tokens_per_s(self, i: Interval) -> float:
+        """Per device."""
+        return i.tokens_per_step / i.step_s / self.devices
+
+    def tflops(self, i: Interval) -> float:
+        """Per device."""
+        return self.tokens_per_s(i) * self.flops_per_token / 1e12
+
+    def mfu(self, i: Interval) -> float | None:
+        return None if self.peak_tflops is None else self.tflops(i) / self.peak_tflops
+
+
+def megalite_line(i: Interval, speed: Speed, now: str) -> str:
+    mfu = speed.mfu(i)
+    share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
+    tokens = speed.tokens_per_s(i)
+    rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
+    eta = time.strftime("%H:%M:%S", time.gmtime(min(86399, (i.last_step - i.step) * i.step_s)))
+    days = int((i.last_step - i.step) * i.step_s // 86400)
+    skipped = f" | skipped {i.skipped}" if i.skipped else ""
+    scale = f"  scale {i.loss_scale:.0f}" if i.loss_scale != 1.0 else ""
+    return (
+        f"{now}  step {i.step:5d}/{i.last_step}  loss {i.loss:.4f}  lr {i.lr:.1e}  gnorm {i.grad_norm:.2f}{scale} | "
+        f"{rate} tok/s/gpu  {speed.tflops(i):.3g} TF/s  MFU {share} | {i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB | "
+        f"data {100 * i.data_s / i.step_s:.1f}% | eta {f'{days}d ' if days else ''}{eta}{skipped}"
+    )
+
+
+def megatron_line(i: Interval, speed: Speed, now: str, throughput: bool) -> str:
+    """Field for field Megatron-LM's training log line."""
+    parts = [
+        f" [{now}] iteration {i.step:8d}/{i.last_step:8d} |",
+        f" consumed samples: {i.consumed_samples:12d} |",
+        f" elapsed time per iteration (ms): {i.step_s * 1000:.1f} |",
+        f" throughput per GPU (TFLOP/s/GPU): {speed.tflops(i):.1f} |" if throughput else "",
+        f" learning rate: {i.lr:.6E} |",
+        f" global batch size: {i.batch_size:5d} |",
+        f" lm loss: {i.loss:.6E} |",
+        f" loss scale: {i.loss_scale:.1f} |",
+        f" grad norm: {i.grad_norm:.3f} |",
+        f" number of skipped iterations: {i.skipped:3d} |",
+        f" number of nan iterations: {0:3d} |",
+    ]
+    return "".join(parts)
+
+
+def validation_lines(prefix: str, loss: float) -> str:
+    """Megatron-LM's framed validation line; `prefix` as in "iteration 100"."""
+    ppl = math.exp(min(20.0, loss))
+    line = f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
+    return f"{'-' * len(line)}\n{line}\n{'-' * len(line)}"
+
+
+class Reporter:
+    """Writes to the console, RUN_DIR/log.txt and metrics.jsonl always; to TensorBoard and W&B when asked.
+
+    Raises RuntimeError, before training, when a package that was asked for is missing.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        speed: Speed,
+        *,
+        style: str = "megalite",
+        throughput: bool = False,
+        tensorboard_dir: str | None = None,
+        wandb_project: str | None = None,
+        wandb_name: str | None = None,
+        wandb_config: dict[str, Any] | None = None,
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.speed, self.style, self.throughput = speed, style, throughput
+        self._log = open(folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
+        self._rows = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._board: Any = None
+        self._wandb: Any = None
+        if tensorboard_dir is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise RuntimeError("tensorboard_dir is set but tensorboard is missing; pip install tensorboard") from error
+            self._board = SummaryWriter(tensorboard_dir)
+        if wandb_project is not None:
+            try:
+                import wandb  # type: ignore[import-not-found]
+            except ImportError as error:
+                raise RuntimeError("wandb_project is set but wandb is missing; pip install wandb") from error
+            self._wandb = wandb.init(project=wandb_project, name=wandb_name, config=wandb_config)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        self._log.write(text + "\n")
+        self._log.flush()
+
+    def train(self, i: Interval) -> None:
+        speed = self.speed
+        if self.style == "megatron":
+            self.say(megatron_line(i, speed, time.strftime("%Y-%m-%d %H:%M:%S.000000"), self.throughput))
+        else:
+            self.say(megalite_line(i, speed, time.strftime("%H:%M:%S")))
+        mfu = speed.mfu(i)
+        row = {
+            "train/loss": i.loss,
+            "train/lr": i.lr,
+            "train/grad_norm": i.grad_norm,
+            "train/batch_size": i.batch_size,
+            "train/loss_scale": i.loss_scale,
+            "train/skipped": i.skipped,
+            "perf/tokens_per_s_per_gpu": speed.tokens_per_s(i),
+            "perf/tflops_per_gpu": speed.tflops(i),
+            "perf/mfu": mfu,
+            "perf/step_s": i.step_s,
+            "perf/data_s": i.data_s,
+            "mem/max_allocated_gib": i.memory_gib,
+        }
+        self._row(i.step, i.consumed_tokens, row)
+        tags = {
+            "learning-rate": i.lr,
+            "batch-size": i.batch_size,
+            "lm loss": i.loss,
+            "loss-scale": i.loss_scale,
+            "grad-norm": i.grad_norm,
+        }
+        self._tags(tags, i.step, i.consumed_samples)
+        if self._board is not None:
+            self._board.add_scalar("iteration-time", i.step_s, i.step)
+            self._board.add_scalar("throughput", speed.tflops(i), i.step)
+
+    def validation(self, step: int, samples: int, tokens: int, loss: float, what: str = "") -> None:
+        """`what`: "" during training, " on validation set" or " on test set" at the end."""
+        self.say(validation_lines(f"iteration {step}{what}", loss))
+        name = "test" if "test" in what else "valid"
+        self._row(step, tokens, {f"val/{name}/loss": loss, f"val/{name}/ppl": math.exp(min(20.0, loss))})
+        if name == "valid":
+            self._tags({"lm loss validation": loss, "lm loss validation ppl": math.exp(min(20.0, loss))}, step, samples)
+
+    def _tags(self, tags: dict[str, float], step: int, samples: int) -> None:
+        if self._board is not None:
+            for tag, value in tags.items():
+                self._board.add_scalar(tag, value, step)
+                self._board.add_scalar(f"{tag} vs samples", value, samples)
+
+    def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._rows.write(json.dumps({"step": step, "tokens": tokens, **finite}) + "\n")
+        self._rows.flush()
+        if self._wandb is not None:
+            self._wandb.log({"tokens": tokens, **finite}, step=step)
+
+    def close(self) -> None:
+        self._log.close()
+        self._rows.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
