@@ -57,8 +57,10 @@ class Run:
     buffer: ParamBuffer
     optimizer: Zero1
     schedule: LrSchedule
+    weight_decay: float
     loss_scaler: LossScaler
     batch_sizes: BatchSizes
+    last_step: int
     data: Prefetcher
     seq_length: int
     max_norm: float

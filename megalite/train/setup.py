@@ -1,0 +1,255 @@
+"""Where the parts meet: the only module that sees the whole configuration and hands each part the values it needs."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config import Config, check, padded_vocab_size
+from megalite.data.batches import Batches, Prefetcher
+from megalite.models.flops import head_flops, layer_flops
+from megalite.models.gpt import Recompute, Stage
+from megalite.nn.parameter import Maker
+from megalite.optim.adamw import AdamW, ApexAdamW
+from megalite.optim.buffer import ParamBuffer
+from megalite.optim.loss_scale import LossScaler
+from megalite.optim.lr import LrSchedule
+from megalite.optim.sgd import SGD
+from megalite.optim.zero1 import Rule, Zero1
+from megalite.parallel.launch import Ranks, set_timeout
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.pipeline.partition import parse_layout, partition
+from megalite.pipeline.runtime import Pipeline
+from megalite.train.batch_size import BatchSizes
+from megalite.train.datasets import Sources, open_sources
+from megalite.train.state import Run
+
+
+class SetupError(Exception):
+    """The configuration does not fit this world, this data or this machine; nothing was started. One line each."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, in steps and samples."""
+
+    steps: int
+    samples: int
+
+
+def params_dtype(config: Config) -> torch.dtype:
+    if config.precision.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.precision.fp16 else torch.float32
+
+
+def batch_sizes(config: Config, dp: int) -> BatchSizes:
+    t = config.train
+    assert t.micro_batch_size
+    final = t.global_batch_size or t.micro_batch_size * dp
+    ramp = None if t.rampup_batch_size is None else (t.rampup_batch_size[0], t.rampup_batch_size[1], t.rampup_batch_size[2])
+    return BatchSizes(final, ramp)
+
+
+def run_length(config: Config, sizes: BatchSizes) -> Length:
+    if config.train.train_samples is not None:
+        steps = sizes.steps_for(config.train.train_samples)
+    else:
+        assert config.train.train_iters
+        steps = config.train.train_iters
+    return Length(steps, sizes.consumed_at(steps))
+
+
+def chunks_per_rank(config: Config) -> int:
+    m, p = config.model, config.parallel
+    if p.pipeline_model_parallel_layout is not None:
+        assert m.num_layers
+        stages = parse_layout(p.pipeline_model_parallel_layout, m.num_layers, p.pipeline_model_parallel_size)
+        return len(stages) // p.pipeline_model_parallel_size
+    if p.num_layers_per_virtual_pipeline_stage is not None:
+        assert m.num_layers
+        return m.num_layers // (p.pipeline_model_parallel_size * p.num_layers_per_virtual_pipeline_stage)
+    return p.num_virtual_stages_per_pipeline_rank or 1
+
+
+def layers_of_stages(config: Config, padded_vocab: int) -> list[range]:
+    """The layers of every stage: the explicit layout, or balanced with the head's cost counted in layers."""
+    m, p = config.model, config.parallel
+    assert m.num_layers and m.seq_length
+    pp = p.pipeline_model_parallel_size
+    if p.pipeline_model_parallel_layout is not None:
+        return parse_layout(p.pipeline_model_parallel_layout, m.num_layers, pp)
+    stages = pp * chunks_per_rank(config)
+    if p.num_layers_per_virtual_pipeline_stage is not None or stages == 1:
+        return partition(m.num_layers, stages)
+    head = head_flops(m, padded_vocab) / layer_flops(m, m.seq_length)
+    if m.num_layers < stages + 1:
+        head = 0.0
+    return partition(m.num_layers, stages, head_cost=head)
+
+
+def schedule(config: Config, sizes: BatchSizes, length: Length) -> LrSchedule:
+    """Everything in samples; iterations count as iterations x global batch size."""
+    o = config.optim
+    assert o.lr is not None
+
+    def samples(iters: int | None, count: int | None) -> float:
+        return float(count) if count else float((iters or 0) * sizes.final)
+
+    decay = samples(o.lr_decay_iters, o.lr_decay_samples) or float(length.samples)
+    warm_up = samples(o.lr_warmup_iters, o.lr_warmup_samples)
+    if o.lr_warmup_fraction is not None:
+        warm_up = o.lr_warmup_fraction * decay
+    return LrSchedule(
+        peak=o.lr,
+        minimum=o.min_lr,
+        style=o.lr_decay_style,
+        warm_up=warm_up,
+        decay=decay,
+        warm_up_init=o.lr_warmup_init,
+        wsd=samples(o.lr_wsd_decay_iters, o.lr_wsd_decay_samples),
+        wsd_style=o.lr_wsd_decay_style,
+    )
+
+
+def update_rule(config: Config) -> Rule:
+    o = config.optim
+    if o.optimizer == "sgd":
+        return SGD(o.sgd_momentum)
+    if o.optimizer_impl == "apex":
+        if not ApexAdamW.available():
+            raise SetupError("optimizer_impl=apex needs apex's CUDA extension amp_C on a CUDA device; use auto")
+        return ApexAdamW((o.adam_beta1, o.adam_beta2), o.adam_eps)
+    return AdamW((o.adam_beta1, o.adam_beta2), o.adam_eps)
+
+
+def loss_scaler(config: Config) -> LossScaler:
+    p = config.precision
+    if not p.fp16:
+        return LossScaler()
+    if p.loss_scale is not None:
+        return LossScaler(scale=p.loss_scale)
+    return LossScaler(p.initial_loss_scale, True, p.min_loss_scale, p.loss_scale_window, p.hysteresis)
+
+
+def build_stages(
+    config: Config, mesh: Mesh, vocab_size: int, dtype: torch.dtype, meta: bool = False
+) -> list[Stage]:
+    """This rank's chunks of the model."""
+    model, t = config.model, config.train
+    padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, mesh.tp.size)
+    layers = layers_of_stages(config, padded)
+    make = Maker(mesh, dtype, t.seed, meta)
+    recompute = Recompute(t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1)
+    return [
+        Stage(
+            make,
+            model,
+            layers[s],
+            first=s == 0,
+            last=s == len(layers) - 1,
+            vocab_size=vocab_size,
+            padded_vocab_size=padded,
+            dropout_seed=t.seed,
+            recompute=recompute,
+        )
+        for s in range(mesh.pp.rank, len(layers), mesh.pp.size)
+    ]
+
+
+def build_run(
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    sources: Sources | None = None,
+) -> Run:
+    """All parts of a run on this rank; collective. Raises SetupError before any memory is taken.
+
+    `dtype`: of the weights, instead of what the configuration says (tests use fp64). `sources`: data that is open
+    already.
+    """
+    problems = check(config, ranks.world)
+    if problems:
+        raise SetupError("\n".join(problems))
+    m, p, t = config.model, config.parallel, config.train
+    assert m.seq_length and t.micro_batch_size and m.hidden_size
+    dp = ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
+    sizes = batch_sizes(config, dp)
+    length = run_length(config, sizes)
+    sources = sources or open_sources(config.data, m.seq_length, t.seed, length.samples, t.eval_iters * sizes.final)
+    mesh = build_mesh(
+        tp=p.tensor_model_parallel_size,
+        pp=p.pipeline_model_parallel_size,
+        device=device,
+        timeout=datetime.timedelta(minutes=p.distributed_timeout_minutes),
+    )
+    dtype = dtype or params_dtype(config)
+    stages = build_stages(config, mesh, sources.vocab_size, dtype)
+    buffer = ParamBuffer(
+        stages,
+        mesh,
+        bucket_size=p.ddp_bucket_size,
+        grad_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        shard=p.use_distributed_optimizer,
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        overlap_param_gather=p.overlap_param_gather,
+    )
+    pipeline = Pipeline(
+        stages,
+        mesh,
+        schedule=p.pipeline_schedule,
+        width=m.hidden_size,
+        dtype=dtype,
+        on_last_backward=buffer.on_last_backward,
+    )
+
+    def batches(dataset: object) -> Batches:
+        return Batches(
+            dataset,
+            m.seq_length,
+            t.micro_batch_size,
+            mesh.dp.rank,
+            mesh.dp.size,
+            sources.vocab_size,
+            eod=sources.eod,
+            eod_mask_loss=config.data.eod_mask_loss,
+        )
+
+    if p.distributed_timeout_seconds_after_init is not None:
+        after = datetime.timedelta(seconds=p.distributed_timeout_seconds_after_init)
+        axes = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.pp_back, mesh.ends, mesh.world)
+        set_timeout([axis.group for axis in axes if axis.group is not None], after)
+    return Run(
+        mesh=mesh,
+        pipeline=pipeline,
+        buffer=buffer,
+        optimizer=Zero1(buffer, update_rule(config)),
+        schedule=schedule(config, sizes, length),
+        weight_decay=config.optim.weight_decay,
+        loss_scaler=loss_scaler(config),
+        batch_sizes=sizes,
+        last_step=length.steps,
+        data=Prefetcher(batches(sources.train)),
+        valid=None if sources.valid is None else batches(sources.valid),
+        test=None if sources.test is None else batches(sources.test),
+        seq_length=m.seq_length,
+        max_norm=config.optim.clip_grad,
+        check_finite=t.check_for_nan_in_loss_and_grad,
+        vocab_size=sources.vocab_size,
+    )
+
+
+def memory_bytes(parameters: int, *, dp: int, half: bool, sharded: bool) -> float:
+    """Weights, gradients and optimizer of one rank: 6 + 12/dp bytes per parameter in bf16, 8 + 8/dp in fp32."""
+    share = dp if sharded else 1
+    return parameters * (6 + 12 / share if half else 8 + 8 / share)
+
+
+def parameters_of(stages: list[Stage]) -> int:
+    """Local elements, a tied weight once."""
+    return sum(math.prod(p.shape) for p in {id(p): p for s in stages for p in s.parameters()}.values())
