@@ -89,18 +89,17 @@ class IndexedDataset:
         self.pointers: NDArray[np.int64] = column(start + 4 * count, "<i8", count)
         self.document_ends: NDArray[np.int64] = column(start + 12 * count, "<i8", entries)
         self.dtype = np.dtype(DTYPES[code])
-        end = self._check(refuse)
-
         data = _map(bin_path)
+        end = self._check(refuse, data.size)
         if data.size != end:
             raise DataError(
-                f"{bin_path}: size is {data.size} bytes, but {index_path} accounts for {end} bytes of {self.dtype} tokens; "
-                "the file is truncated or belongs to another index: write the pair again"
+                f"{bin_path}: size is {data.size} bytes, but {index_path} accounts for {end} bytes of {self.dtype} "
+                "tokens; the file is truncated or belongs to another index: write the pair again"
             )
         self.tokens: NDArray[Any] = data.view(self.dtype.newbyteorder("<"))
 
-    def _check(self, refuse: Any) -> int:
-        """The size in bytes that the .bin file must have; refuses an index that is inconsistent."""
+    def _check(self, refuse: Any, limit: int) -> int:
+        """The bytes that the index accounts for; refuses one that is inconsistent, or passes `limit` bytes early."""
         end, width = 0, self.dtype.itemsize
         for a in range(0, len(self.lengths), CHUNK):
             bytes_ = self.lengths[a : a + CHUNK].astype(np.int64) * width
@@ -115,6 +114,8 @@ class IndexedDataset:
                 expected = int(ends[i - a] - bytes_[i - a])
                 raise refuse(f"pointers[{i}]", f"is {self.pointers[i]}, but the sequence before ends at {expected}")
             end = int(ends[-1])
+            if end > limit:
+                break
         ends = self.document_ends
         if not len(ends) or ends[0] != 0:
             raise refuse("document_indices[0]", f"is {ends[0] if len(ends) else 'missing'}, not 0")
@@ -159,7 +160,8 @@ class IndexedWriter:
         self._lengths = array("i")
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._partial = Path(self.prefix + ".bin.partial")
-        self._file = open(self._partial, "ab")  # not "wb": another writer's bytes are only cut after the lock
+        # stays open until finish(); not "wb", which would cut another writer's bytes before the lock is tried
+        self._file = open(self._partial, "ab")  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -189,7 +191,9 @@ class IndexedWriter:
                         f"({self._min}..{self._max}); check the vocabulary size or use int32"
                     )
         if len(lengths) and int(np.max(lengths)) >= 1 << 31:
-            raise DataError(f"a document of {int(np.max(lengths))} tokens is too long for the format (2^31 - 1); split it")
+            raise DataError(
+                f"a document of {int(np.max(lengths))} tokens is too long for the format (2^31 - 1); split it"
+            )
         self._file.write(np.ascontiguousarray(flat, self.dtype.newbyteorder("<")).tobytes())
         self._lengths.frombytes(np.ascontiguousarray(lengths, np.intc).tobytes())
 
@@ -233,7 +237,9 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.abort()  # does nothing after finish()
 
 

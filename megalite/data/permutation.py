@@ -1,8 +1,8 @@
 """A shuffle without a table: `permute(i, n, key)` is a bijection of 0..n-1 that is computed, not stored.
 
 i = l + a * r with l in [0, a), r in [0, b), a * b >= n, a ~ b ~ sqrt(n). A round adds a hash of one half to the other
-(a Feistel network over Z_a x Z_b, arXiv: "Ciphers with Arbitrary Finite Domains", Black and Rogaway, 2002). What
-lands in [n, a * b), less than one in sqrt(n), is sent through again until it does not (cycle walking).
+(a Feistel network over Z_a x Z_b; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). What lands in
+[n, a * b), less than one in sqrt(n), is sent through again until it does not (cycle walking).
 
 Why: the order of a billion samples costs no memory, no start-up time and no file, any part of it can be computed
 alone, and it depends on integers only, not on a library's random stream. numpy's permutation of 10^9 costs 8 GB.
@@ -48,7 +48,7 @@ def permute(index: NDArray[Any], n: int, key: int) -> NDArray[np.int64]:
     """Where the bijection of 0..n-1 named `key` sends each of `index`, 1-D. n < 2^62."""
     index = np.asarray(index)
     out = np.empty(index.shape, np.int64)
-    if index.size and not (0 <= int(index.min()) and int(index.max()) < n):
+    if index.size and (int(index.min()) < 0 or int(index.max()) >= n):
         raise IndexError(f"index {int(index.min())}..{int(index.max())} is outside 0..{n - 1}")
     a = math.isqrt(n - 1) + 1 if n > 1 else 1
     b = -(-n // a)

@@ -73,7 +73,7 @@ def first_sample(epoch: int, tokens: int, seq_length: int) -> int:
 
 
 def place(index: NDArray[Any], tokens: int, seq_length: int, seed_key: int) -> tuple[NDArray[np.int64], ...]:
-    """(epoch, first token in that epoch) of the samples `index`; they end seq_length tokens later, maybe in the next."""
+    """(epoch, first token in that epoch) of the samples `index`. They end seq_length tokens later."""
     index = np.asarray(index, np.int64)
     epoch = index * seq_length // tokens
     offset = np.empty_like(index)
