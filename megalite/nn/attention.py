@@ -58,7 +58,9 @@ class Attention(nn.Module):
         kv_shards, kv_grad = ((), "partial") if self.replicated else (((1, "tp"),), "whole")
         zero = Constant(0.0)
         self.q = make(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
-        self.kv = make(ParamSpec(f"{name}.kv", (2, G * K, D), shards=kv_shards, grad=kv_grad, init=Normal(std)))
+        self.kv = make(
+            ParamSpec(f"{name}.kv", (2, G * K, D), shards=kv_shards, grad=kv_grad, init=Normal(std), block_dim=1)
+        )
         self.q_bias = self.kv_bias = self.out_bias = None
         if bias or qkv_bias:
             self.q_bias = make(ParamSpec(f"{name}.q_bias", (H * K,), shards=((0, "tp"),), init=zero, decay=False))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.optim.layout import Bucket, Entry, Layout, lay_out
-from megalite.parallel.comm import all_reduce_
+from megalite.parallel.comm import all_gather_flat, all_reduce_, reduce_scatter_flat
 from megalite.parallel.mesh import Mesh
 
 DEFAULT_BUCKET_SIZE = 40_000_000  # elements
@@ -122,7 +122,7 @@ class ParamBuffer:
         whole = self.grads[bucket.start : bucket.stop]
         if self.sharded and self.mesh.device.type != "cpu":
             shard = self.grads[bucket.shard(dp.size, dp.rank).start : bucket.shard(dp.size, dp.rank).stop]
-            self._reducing[b] = dist.reduce_scatter_tensor(shard, whole, group=dp.group, async_op=True)
+            self._reducing[b] = reduce_scatter_flat(shard, whole, group=dp.group, async_op=True)
         else:  # on gloo a reduce-scatter is an all-reduce of which one part is used (parallel/comm.py)
             self._reducing[b] = dist.all_reduce(whole, group=dp.group, async_op=True)
 
@@ -157,7 +157,7 @@ class ParamBuffer:
                     mine = self.owned_weight(bucket)
                     mine = mine.clone() if mine.device.type == "cpu" else mine  # gloo's input must not alias
                     whole = self.weights[bucket.start : bucket.stop]
-                    work = dist.all_gather_into_tensor(whole, mine, group=dp.group, async_op=True)
+                    work = all_gather_flat(whole, mine, group=dp.group, async_op=True)
                     self._gathering[b] = (work, mine)
         if not self.overlap_param_gather:
             self.wait_gather()

@@ -26,6 +26,11 @@ from torch.autograd import Function
 from megalite.parallel.mesh import Axis
 
 
+# torch 2.13 renamed them; both names do the same
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Pending:
     """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
 
@@ -45,7 +50,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    return Pending(out, dist.all_gather_into_tensor(out, x, group=axis.group, async_op=True), keep=x)
+    return Pending(out, all_gather_flat(out, x, group=axis.group, async_op=True), keep=x)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -60,7 +65,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         work = dist.all_reduce(x, group=axis.group, async_op=True)
         return _Narrowed(x, work, axis.rank * n, n)
     out = x.new_empty(n, *x.shape[1:])
-    return Pending(out, dist.reduce_scatter_tensor(out, x, group=axis.group, async_op=True), keep=x)
+    return Pending(out, reduce_scatter_flat(out, x, group=axis.group, async_op=True), keep=x)
 
 
 class _Narrowed(Pending):

@@ -36,7 +36,7 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int) -> Tenso
     box = spec.box(mesh.sizes, mesh.position)
     if len(spec.shards) > 1:
         raise ValueError(f"{spec.name}: blocks run along one sharded dim, not {spec.shards}")
-    dim = spec.shards[0][0] if spec.shards else 0
+    dim = spec.block_dim if spec.block_dim is not None else spec.shards[0][0] if spec.shards else 0
     start, stop = box.start[dim], box.stop[dim]
     rows = tensor.movedim(dim, 0)
     for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):

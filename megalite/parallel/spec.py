@@ -65,6 +65,7 @@ class ParamSpec:
     decay   whether weight decay applies
     tied    a second copy of this parameter lives at the other end of the pipeline; both copies carry the flag,
             and only when the pipeline has more than one rank
+    block_dim  the dim along which initial values are drawn in blocks; default: the sharded one, or 0
     """
 
     name: str
@@ -74,6 +75,7 @@ class ParamSpec:
     init: Init = field(default_factory=lambda: Normal(0.02))
     decay: bool = True
     tied: bool = False
+    block_dim: int | None = None
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape on one rank; `sizes` maps axis names to their sizes (absent: 1)."""

@@ -10,6 +10,7 @@ import torch
 
 from megalite.config import Config, check, padded_vocab_size
 from megalite.data.batches import Batches, Prefetcher
+from megalite.data.datasets import Dataset
 from megalite.models.flops import head_flops, layer_flops
 from megalite.models.gpt import Recompute, Stage
 from megalite.nn.parameter import Maker
@@ -208,7 +209,7 @@ def build_run(
         on_last_backward=buffer.on_last_backward,
     )
 
-    def batches(dataset: object) -> Batches:
+    def batches(dataset: Dataset) -> Batches:
         return Batches(
             dataset,
             m.seq_length,
@@ -234,7 +235,7 @@ def build_run(
         loss_scaler=loss_scaler(config),
         batch_sizes=sizes,
         last_step=length.steps,
-        data=Prefetcher(batches(sources.train)),
+        data=Prefetcher(batches(sources.train), sizes.at),
         valid=None if sources.valid is None else batches(sources.valid),
         test=None if sources.test is None else batches(sources.test),
         seq_length=m.seq_length,
