@@ -1,0 +1,85 @@
+#!/usr/bin/env python
+"""Real text that is on every machine with Python: the standard library's own source, as train.jsonl and valid.jsonl.
+
+    python tools/python_corpus.py --out data
+
+One document per .py file, in sorted order, each content once, without site-packages. Every --valid-every-th document
+goes to validation. The same interpreter gives the same files; different Python versions give different ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
+
+
+def python_files(root: Path) -> Iterator[Path]:
+    for directory, below, names in os.walk(root):
+        below[:] = sorted(name for name in below if name not in SKIP)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                yield Path(directory, name)
+
+
+def documents(root: Path, min_bytes: int = 64, max_bytes: int = 1 << 20) -> Iterator[dict[str, str]]:
+    """{"path", "text"} of each file that is UTF-8, new, and of a usual size."""
+    seen: set[bytes] = set()
+    for path in python_files(root):
+        try:
+            raw = path.read_bytes()
+            text = raw.decode("utf-8")
+        except (OSError, UnicodeDecodeError):  # some of the library's tests are unreadable on purpose
+            continue
+        digest = hashlib.sha256(raw).digest()
+        if not min_bytes <= len(raw) <= max_bytes or digest in seen:
+            continue
+        seen.add(digest)
+        yield {"path": path.relative_to(root).as_posix(), "text": text}
+
+
+def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]:
+    """Write both files; {name: (documents, bytes)}."""
+    out.mkdir(parents=True, exist_ok=True)
+    counts = {"train": (0, 0), "valid": (0, 0)}
+    partial = {name: out / f"{name}.jsonl.partial" for name in counts}
+    with open(partial["train"], "w", encoding="utf-8") as train, open(partial["valid"], "w", encoding="utf-8") as valid:
+        for number, document in enumerate(documents(root)):
+            name, file = ("valid", valid) if number % valid_every == valid_every // 2 else ("train", train)
+            n, size = counts[name]
+            line = json.dumps(document, ensure_ascii=False) + "\n"
+            file.write(line)
+            counts[name] = (n + 1, size + len(line.encode("utf-8")))
+    for name, path in partial.items():
+        os.replace(path, out / f"{name}.jsonl")
+    return counts
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory for train.jsonl and valid.jsonl")
+    parser.add_argument("--valid-every", type=int, default=50, metavar="N", help="one document in N is for validation")
+    args = parser.parse_args(argv)
+    if args.valid_every < 2:
+        parser.error(f"--valid-every={args.valid_every} leaves nothing to train on; use 2 or more")
+    root = Path(sysconfig.get_paths()["stdlib"])
+    counts = write(root, args.out, args.valid_every)
+    if not counts["train"][0] or not counts["valid"][0]:
+        print(f"python_corpus.py: {root} holds too few .py files", file=sys.stderr)
+        return 3
+    for name, (n, size) in counts.items():
+        print(f"{args.out / name}.jsonl: {n} documents, {size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
