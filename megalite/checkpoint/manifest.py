@@ -1,0 +1,122 @@
+"""manifest.json: for every whole tensor its shape and dtype, and which file holds which box; a sha256 per file.
+
+Everything read from disk is checked here before it is used: names of files stay inside the directory, boxes inside
+their tensors, and the boxes of a tensor cover it exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.pieces import intersect
+from megalite.parallel.spec import Box
+
+FORMAT = 1
+_FILE = re.compile(r"rank-\d{5}\.safetensors")
+_LARGEST = 1 << 30  # bytes of JSON
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the text names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One box of one tensor: `key` in the safetensors file `file`."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Whole:
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Stored, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`files`: name -> (bytes, sha256); `state`: plain JSON, what the run needs beside tensors."""
+
+    tensors: dict[str, Whole]
+    files: dict[str, tuple[int, str]]
+    state: dict[str, Any]
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def dump(manifest: Manifest) -> str:
+    tensors = {
+        name: {
+            "shape": whole.shape,
+            "dtype": whole.dtype,
+            "parts": [[p.file, p.key, p.box.start, p.box.stop] for p in whole.parts],
+        }
+        for name, whole in manifest.tensors.items()
+    }
+    return json.dumps({"format": FORMAT, "state": manifest.state, "files": manifest.files, "tensors": tensors})
+
+
+def load(folder: Path) -> Manifest:
+    """Read and check the manifest of a committed checkpoint, whose sha256 is in COMPLETE."""
+    path = folder / "manifest.json"
+
+    def refuse(reason: str) -> CheckpointError:
+        return CheckpointError(f"{path}: {reason}; use another checkpoint")
+
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise refuse("it is implausibly large")
+        text = path.read_bytes()
+        complete = (folder / "COMPLETE").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(f"cannot be read ({error})") from None
+    if hashlib.sha256(text).hexdigest() != complete:
+        raise refuse("it is not the one that COMPLETE names")
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise refuse(f"format {data['format']!r} is not {FORMAT}")
+        files = {str(name): (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
+        tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
+        state = dict(data["state"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise refuse(f"is damaged ({error!r})") from None
+    return Manifest(tensors, files, state)
+
+
+def _whole(name: str, entry: dict[str, Any], files: dict[str, tuple[int, str]]) -> Whole:
+    shape = tuple(int(n) for n in entry["shape"])
+    parts, covered = [], 0
+    for file, key, start, stop in entry["parts"]:
+        box = Box(tuple(int(n) for n in start), tuple(int(n) for n in stop))
+        if not _FILE.fullmatch(file) or file not in files:
+            raise ValueError(f"{name} is in a file {file!r} that is not part of the checkpoint")
+        inner = len(box.start) == len(box.stop) == len(shape)
+        if not inner or any(not 0 <= a < b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)):
+            raise ValueError(f"{name} has a box outside {shape}")
+        covered += box.numel
+        parts.append(Stored(str(file), str(key), box))
+    if covered != math.prod(shape):
+        raise ValueError(f"{name}: its boxes hold {covered} of {math.prod(shape)} elements")
+    return Whole(shape, str(entry["dtype"]), tuple(parts))
+
+
+def overlapping(whole: Whole) -> bool:
+    """Whether two boxes of a tensor share elements; quadratic, for tests and tools."""
+    parts = whole.parts
+    return any(intersect(a.box, b.box) for i, a in enumerate(parts) for b in parts[:i])

@@ -1,0 +1,199 @@
+"""One rank from its place in the world to its exit code: set up, resume, train, leave a status behind."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.config import Config, check, differences, padded_vocab_size, to_toml
+from megalite.data.indexed import DataError
+from megalite.models.flops import num_parameters, train_flops_per_token
+from megalite.parallel.launch import LaunchError, Ranks, process_group
+from megalite.train.datasets import Sources, open_sources
+from megalite.train.hardware import Peak, find_peak
+from megalite.train.loop import Plan, StopSignal, resume, train
+from megalite.train.metrics import Reporter, Speed
+from megalite.train.run_dir import Exit, keep_rows_until, write_atomically, write_status
+from megalite.train.setup import SetupError, batch_sizes, build_run, layers_of_stages, memory_bytes, params_dtype, run_length
+from megalite.train.state import Run
+from megalite.train.step import NonFiniteError
+
+
+def choose_device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SetupError("device=cuda but torch sees no card; use --device cpu")
+    return wanted
+
+
+def pretrain(config: Config, ranks: Ranks) -> int:
+    """Returns the exit code of this rank (train/run_dir.py)."""
+    folder = Path(config.log.run_dir or config.checkpoint.save or "runs/last")
+    try:
+        sources = preflight(config, ranks)
+        if config.train.dry_run:
+            if ranks.rank == 0:
+                print(describe(config, sources, ranks.world, None), flush=True)
+            return Exit.DONE
+        device = choose_device(config.parallel.device)
+        startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        backend = config.parallel.distributed_backend
+        with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
+            return _pretrain(config, ranks, here, sources, folder)
+    except (SetupError, DataError, LaunchError) as error:
+        if ranks.local_rank == 0:  # every rank found the same
+            for line in str(error).splitlines():
+                print(f"pretrain_gpt.py: {line}", file=sys.stderr, flush=True)
+        return Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
+
+
+def preflight(config: Config, ranks: Ranks) -> Sources:
+    """All that can be refused before a process group exists."""
+    problems = check(config, ranks.world)
+    if problems:
+        raise SetupError("\n".join(problems))
+    m, p, t = config.model, config.parallel, config.train
+    assert m.seq_length
+    sizes = batch_sizes(config, ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
+    length = run_length(config, sizes)
+    sources = open_sources(config.data, m.seq_length, t.seed, length.samples, t.eval_iters * sizes.final)
+    try:
+        layers_of_stages(config, sources.vocab_size)
+    except ValueError as error:
+        raise SetupError(str(error)) from None
+    return sources
+
+
+def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sources, folder: Path) -> int:
+    run = build_run(config, ranks, device, sources=sources)
+    stop = StopSignal()
+    if config.train.exit_signal_handler:
+        stop.install()
+    report: Reporter | None = None
+    outcome, reason, loaded = Exit.CRASH, "", None
+    try:
+        if config.checkpoint.load is not None:
+            loaded = resume(run, config.checkpoint.load)
+            if loaded is None and config.checkpoint.exit_on_missing_checkpoint:
+                raise SetupError(f"load={config.checkpoint.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away")
+        if ranks.rank == 0:
+            report = _reporter(config, run, sources, folder, ranks.world)
+            if loaded is not None:
+                report.say(f"resumed from {loaded} at step {run.state.step}")
+        outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop)
+    except SetupError:
+        raise
+    except NonFiniteError as error:
+        outcome, reason = Exit.BAD_RESULT, str(error)
+        if ranks.rank == 0:
+            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+    except CheckpointError as error:
+        outcome, reason = Exit.CRASH, str(error)
+        print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        print(f"{run.mesh.describe()}, step {run.state.step + 1}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    finally:
+        run.data.close()
+        if report is not None:
+            report.close()
+        if ranks.rank == 0 and folder.is_dir():
+            state = run.state
+            write_status(
+                folder,
+                outcome,
+                step=state.step,
+                tokens=state.consumed_tokens,
+                checkpoint=config.checkpoint.save,
+                reason=reason,
+                rank=ranks.rank,
+            )
+    if outcome is Exit.CRASH:
+        os._exit(int(outcome))  # the group may be in the middle of a collective that never ends: do not wait for it
+    return outcome
+
+
+def plan_of(config: Config) -> Plan:
+    t, c = config.train, config.checkpoint
+    return Plan(
+        log_interval=config.log.log_interval,
+        eval_interval=t.eval_interval,
+        eval_iters=t.eval_iters,
+        save=c.save,
+        save_interval=c.save_interval,
+        keep_last=c.keep_last,
+        exit_interval=t.exit_interval,
+        exit_after_s=None if t.exit_duration_in_mins is None else 60 * t.exit_duration_in_mins,
+        profile_step=config.log.profile_pipeline,
+    )
+
+
+def _reporter(config: Config, run: Run, sources: Sources, folder: Path, world: int) -> Reporter:
+    m, log = config.model, config.log
+    assert m.seq_length
+    peak = find_peak(run.mesh.device, params_dtype(config), log.peak_tflops)
+    padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
+    speed = Speed(train_flops_per_token(m, m.seq_length, padded), world, peak.tflops)
+    folder.mkdir(parents=True, exist_ok=True)
+    keep_rows_until(folder / "metrics.jsonl", run.state.step)
+    write_atomically(folder / "run_config.toml", to_toml(config))
+    report = Reporter(
+        folder,
+        speed,
+        style=log.log_style,
+        throughput=log.log_throughput,
+        tensorboard_dir=log.tensorboard_dir,
+        wandb_project=log.wandb_project,
+        wandb_name=log.wandb_exp_name,
+        wandb_config=differences(config),
+    )
+    report.say(describe(config, sources, world, peak))
+    return report
+
+
+def describe(config: Config, sources: Sources, world: int, peak: Peak | None) -> str:
+    """The plan as a table: what will run where, and how much of it there is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    m, p = config.model, config.parallel
+    assert m.seq_length
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    dp = world // (tp * pp)
+    sizes = batch_sizes(config, dp)
+    length = run_length(config, sizes)
+    padded = padded_vocab_size(sources.vocab_size, m.make_vocab_size_divisible_by, tp)
+    layers = layers_of_stages(config, padded)
+    total = num_parameters(replace(m), sources.vocab_size)
+    half = config.precision.bf16 or config.precision.fp16
+    memory = memory_bytes(total // (tp * pp), dp=dp, half=half, sharded=p.use_distributed_optimizer) / 2**30
+    counts = [len(r) for r in layers]
+    rows = {
+        "mesh": f"pp {pp} x dp {dp} x cp 1 x tp {tp} = {world} rank{'s' * (world > 1)}",
+        "parameters": f"{total:,} (vocabulary {sources.vocab_size:,}, padded to {padded:,})",
+        "layers per stage": " ".join(map(str, counts)),
+        "schedule": f"{p.pipeline_schedule}, {len(layers) // pp} chunk{'s' * (len(layers) > pp)} per rank",
+        "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
+        "weights and optimizer": f"about {memory:.2f} GiB per rank, without activations",
+        "steps": f"{length.steps:,} of {sizes.final} samples x {m.seq_length} tokens: {length.samples * m.seq_length:,} tokens",
+        "data": sources.train.describe(length.samples),
+    }
+    if peak is not None:
+        rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    text = io.StringIO()
+    Console(file=text, width=110, color_system=None).print(table)
+    return text.getvalue().rstrip()
