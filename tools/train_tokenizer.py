@@ -97,7 +97,8 @@ def train(
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        raise DataError(f"vocab_size={vocab_size}: {error}; give more text or a smaller vocabulary") from error
+        reason = str(error).strip().rstrip(".")
+        raise DataError(f"vocab_size={vocab_size}: {reason}; give more text or a smaller vocabulary") from error
     for suffix in (".vocab", ".model"):
         os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
 

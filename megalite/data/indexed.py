@@ -11,6 +11,7 @@ A .bin file that is truncated while it is mapped ends the process with SIGBUS: d
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import mmap
@@ -231,8 +232,10 @@ class IndexedWriter:
     def abort(self) -> None:
         """Remove what was written; an earlier pair of this name stays as it was."""
         if not self._file.closed:
-            self._partial.unlink(missing_ok=True)
-            self._file.close()
+            for suffix in (".bin", ".idx", ".json"):
+                Path(f"{self.prefix}{suffix}.partial").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a full disk refuses the last bytes again
+                self._file.close()
 
     def __enter__(self) -> IndexedWriter:
         return self

@@ -246,7 +246,7 @@ def preprocess(
 ) -> list[str]:
     """Write `{output_prefix}_{key}_document.bin/.idx/.json` for every key; returns these prefixes.
 
-    All pairs appear at the end, or none. log_interval counts documents.
+    No file has its final name before all input is read. log_interval counts documents.
     """
     files = expand(patterns)
     if len(keys) > 1 and any(name.endswith(".txt") for name in files):

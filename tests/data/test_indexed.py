@@ -196,6 +196,17 @@ def test_failed_writer_leaves_the_earlier_pair(tmp_path: Path) -> None:
     assert IndexedDataset(prefix).document(0).tolist() == DOCUMENTS[0]
 
 
+def test_full_disk_while_finishing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megalite.data.indexed.os.fsync", full)
+    with pytest.raises(OSError, match="No space"), IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add([1, 2, 3])
+        writer.finish({"documents": 1})
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_writers_of_one_prefix_are_refused(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", np.uint16) as first:
         first.add([1, 2, 3])

@@ -1,0 +1,114 @@
+"""The batch of a step is a pure function, the same for every data-parallel size; the prefetcher only makes it early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megalite.data.batches import Batches, MicroBatch, Prefetcher
+from megalite.data.datasets import build_datasets
+from megalite.data.indexed import DataError, IndexedWriter
+from megalite.data.mock import MockDataset
+
+S, V = 6, 40
+
+
+def batches(dp_rank: int = 0, dp_size: int = 1, micro: int = 2, **options: object) -> Batches:
+    return Batches(MockDataset(V, S, 1), S, micro, dp_rank, dp_size, V, **options)  # type: ignore[arg-type]
+
+
+def in_order(parts: list[list[MicroBatch]]) -> tuple[list[int], NDArray[np.int64]]:
+    """All ranks' rows by sample id."""
+    ids = np.concatenate([m.sample_ids for part in parts for m in part])
+    rows = np.concatenate([m.tokens for part in parts for m in part])
+    order = np.argsort(ids)
+    return ids[order].tolist(), rows[order]
+
+
+def test_any_data_parallel_and_micro_batch_size_sees_the_same_samples() -> None:
+    want_ids, want = in_order([batches().at(36, 24)])
+    assert want_ids == list(range(36, 60))
+    for dp, micro in [(1, 1), (1, 24), (2, 3), (3, 4), (4, 2), (6, 4)]:
+        ids, rows = in_order([batches(r, dp, micro).at(36, 24) for r in range(dp)])
+        assert ids == want_ids
+        assert np.array_equal(rows, want)
+
+
+def test_place_of_every_sample() -> None:
+    got = batches(1, 2, 3).at(100, 12)
+    assert [m.sample_ids.tolist() for m in got] == [[103, 104, 105], [109, 110, 111]]
+    assert all(m.tokens.shape == (3, S + 1) and m.tokens.dtype == np.int64 and m.loss_mask is None for m in got)
+
+
+def test_batch_size_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"global_batch_size=10 is not a multiple of .* 2 x data parallel 2 = 4"):
+        batches(0, 2).at(0, 10)
+
+
+def test_loss_after_end_of_document_is_masked() -> None:
+    plain = batches().at(0, 4)[0]
+    eod = int(plain.tokens[0, 2])
+    masked = batches(eod=eod, eod_mask_loss=True).at(0, 4)[0]
+    assert masked.loss_mask is not None and masked.loss_mask.dtype == np.float32
+    assert np.array_equal(masked.loss_mask, (plain.tokens[:, :-1] != eod).astype(np.float32))
+    assert masked.loss_mask[0, 2] == 0
+    with pytest.raises(ValueError, match="eod_mask_loss needs"):
+        batches(eod_mask_loss=True)
+
+
+@pytest.mark.parametrize(("bad", "dtype"), [(V, np.uint16), (-3, np.int32)])
+def test_ids_beyond_the_vocabulary_name_file_and_document(tmp_path: Path, bad: int, dtype: type[np.generic]) -> None:
+    with IndexedWriter(tmp_path / "a", dtype) as writer:
+        for document in range(4):
+            writer.add([1, 2, bad if document == 2 else 3, 4, 5])
+        writer.finish()
+    train, _, _ = build_datasets([str(tmp_path / "a")], "1,0,0", S, 1, (8, 0, 0))
+    assert train is not None
+    with pytest.raises(DataError, match=rf"a.bin, document 2, token 2: token id {bad} is outside the vocabulary 0..39"):
+        Batches(train, S, 4, 0, 1, V).at(0, 4)
+
+
+def same(a: list[MicroBatch], b: list[MicroBatch]) -> bool:
+    return all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))
+
+
+def test_prefetcher_answers_rightly_in_any_order() -> None:
+    source = batches()
+    prefetcher = Prefetcher(source)
+    try:
+        for consumed, n in [(0, 4), (4, 4), (8, 8), (16, 8), (0, 4), (100, 2), (102, 2), (104, 6)]:
+            got, waited = prefetcher.get(consumed, n)
+            assert same(got, source.at(consumed, n)) and waited >= 0
+    finally:
+        prefetcher.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("megalite-data")]
+
+
+class Slow(MockDataset):
+    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        time.sleep(0.1)
+        if int(index[0]) >= 8:
+            raise DataError("sample 8 is broken")
+        return super().samples(index)
+
+
+def test_prefetcher_reads_while_the_caller_computes_and_passes_errors_on() -> None:
+    prefetcher = Prefetcher(Batches(Slow(V, S, 1), S, 2, 0, 1, V), size_at=lambda consumed: 2 if consumed < 4 else 4)
+    try:
+        _, first = prefetcher.get(0, 2)
+        time.sleep(0.15)
+        _, second = prefetcher.get(2, 2)
+        time.sleep(0.15)
+        _, third = prefetcher.get(4, 4)  # the batch size grows as size_at says: read ahead all the same
+        assert first >= 0.1 and second < 0.09 and third < 0.09
+        for _ in range(2):
+            with pytest.raises(DataError, match="sample 8 is broken"):
+                prefetcher.get(8, 4)
+        assert len(prefetcher.get(0, 2)[0]) == 1  # an error is not the end
+    finally:
+        prefetcher.close()

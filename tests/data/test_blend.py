@@ -1,0 +1,93 @@
+"""A blend holds its weights at every prefix, and any sample of it can be found without the ones before."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data import blend
+from megalite.data.blend import BlendOrder
+from megalite.data.datasets import Blend, build_mock_datasets
+from megalite.data.indexed import DataError
+from megalite.data.mock import MockDataset
+
+WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0, 1e-6]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.lists(WEIGHTS, min_size=1, max_size=8))
+def test_counts_are_the_quota_at_every_prefix(weights: list[float]) -> None:
+    n = 600
+    source, number = BlendOrder(weights).at(np.arange(n))
+    exact = [Fraction(str(w)) for w in weights]
+    total = sum(exact)
+    for k, weight in enumerate(exact):
+        counts = np.cumsum(source == k).tolist()
+        for length in range(1, n + 1):
+            quota = weight / total * length
+            assert math.floor(quota) <= counts[length - 1] <= math.ceil(quota)
+        assert number[source == k].tolist() == list(range(counts[-1]))  # each of its samples once, in order
+
+
+def test_small_example() -> None:
+    source, number = BlendOrder([0.3, 0.7]).at(np.arange(10))
+    assert source.tolist() == [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
+    assert number.tolist() == [0, 1, 0, 2, 3, 1, 4, 5, 2, 6]
+
+
+def test_far_samples_need_not_the_ones_before() -> None:
+    weights = [1, 2, 4.5]
+    order = BlendOrder(weights)
+    near = BlendOrder(weights).at(np.arange(4000))
+    for i in (3999, 15, 0, 16, 2500):  # any order, from a fresh object or not
+        for one in (order, BlendOrder(weights)):
+            source, number = one.at(np.array([i]))
+            assert (source[0], number[0]) == (near[0][i], near[1][i])
+    far = 10**12 + 3
+    source, number = order.at(np.array([far]))
+    assert abs(number[0] - far * [2 / 15, 4 / 15, 9 / 15][source[0]]) <= 1
+
+
+def test_long_periods_are_cut_and_still_consistent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blend, "PERIOD", 1000)
+    weights = [123_456_789, 987_654_321, 1_000_003]
+    source, number = BlendOrder(weights).at(np.arange(10_000))
+    for k in range(3):
+        assert number[source == k].tolist() == list(range(int((source == k).sum())))
+        assert abs((source == k).sum() - 10_000 * weights[k] / sum(weights)) < 1 + 10_000 / 1000
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
+def test_bad_weights_are_refused(weight: float) -> None:
+    with pytest.raises(DataError, match="blend weight"):
+        BlendOrder([1.0, weight])
+
+
+def test_blend_gives_the_sources_samples() -> None:
+    a, b = (MockDataset(50, 8, seed) for seed in (1, 2))
+    mixed = Blend([a, b], [0.25, 0.75])
+    source, number = mixed.order.at(np.arange(40))
+    rows = mixed.samples(np.arange(40))
+    for i in range(40):
+        assert np.array_equal(rows[i], (a, b)[source[i]].sample(int(number[i])))
+        assert mixed.where(i, 3) == f"mock sample {number[i]}, token 3"
+    assert (source == 0).sum() == 10
+
+
+def test_mock_data_is_learnable_noisy_and_within_the_vocabulary() -> None:
+    for vocab_size in (2, 93, 50_257):
+        train, valid, test = build_mock_datasets(vocab_size, 64, 7, (10, 10, 0))
+        assert train is not None and valid is not None and test is None
+        tokens = train.samples(np.arange(50))
+        assert tokens.shape == (50, 65) and tokens.min() >= 0 and tokens.max() < vocab_size
+        assert np.array_equal(tokens[3], train.samples(np.array([3]))[0])
+        assert not np.array_equal(tokens, valid.samples(np.arange(50)))
+    assert tokens.max() > 49_000  # every part of a split vocabulary is used
+    steps = (tokens[:, 1:] - tokens[:, :-1]) % (512 * 98) // 98
+    usual = [np.bincount(row).max() / row.size for row in steps]
+    assert 0.7 < np.mean(usual) < 0.95  # most steps are the same, some are noise

@@ -1,0 +1,172 @@
+"""From --data-path and --split to datasets, and the cache of their orders."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data import cache
+from megalite.data.datasets import Blend, Dataset, GptDataset, build_datasets, parse_data_path
+from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+
+
+def write(prefix: Path, documents: int, length: int = 10, first: int = 0) -> str:
+    with IndexedWriter(prefix, np.int32) as writer:
+        writer.add_many(first + np.arange(documents * length), np.full(documents, length))
+        writer.finish()
+    return str(prefix)
+
+
+def tokens(dataset: Dataset | None, n: int = 200) -> set[int]:
+    assert dataset is not None
+    return set(dataset.samples(np.arange(n)).reshape(-1).tolist())
+
+
+def test_splits_share_no_document(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 100)
+    train, valid, test = build_datasets([prefix], "80,15,5", 4, 1, (9, 9, 9))
+    assert tokens(train, 300) == set(range(800))
+    assert tokens(valid) == set(range(800, 950))
+    assert tokens(test) == set(range(950, 1000))
+
+
+def test_what_is_not_needed_is_none(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10)
+    train, valid, test = build_datasets([prefix], "9,1,0", 4, 1, (5, 0, 5))
+    assert train is not None and valid is None and test is None
+
+
+def test_too_little_validation_data_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10)
+    with pytest.raises(DataError, match="the test split has 0 tokens in 0 documents.*larger part in --split"):
+        build_datasets([prefix], "969,30,1", 4, 1, (5, 0, 5))
+
+
+def test_blend_of_files(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 30), write(tmp_path / "b", 90, first=1000)
+    weighted, _, _ = build_datasets(["0.25", a, "0.75", b], "1", 4, 1, (5, 0, 0))
+    by_size, _, _ = build_datasets([a, b], "1", 4, 1, (5, 0, 0))
+    assert isinstance(weighted, Blend) and isinstance(by_size, Blend)
+    rows = weighted.samples(np.arange(100))
+    assert (rows[:, 0] < 1000).sum() == 25
+    assert np.array_equal(rows, by_size.samples(np.arange(100)))  # 300 : 900 tokens
+    assert weighted.describe(150) == f"0.2500 of {a}: 30 documents, 300 tokens, 0.51 epochs\n" + (
+        f"0.7500 of {b}: 90 documents, 900 tokens, 0.50 epochs"
+    )
+
+
+def test_parse_data_path() -> None:
+    assert parse_data_path(["a"]) == (["a"], None)
+    assert parse_data_path(["a", "b", "c"]) == (["a", "b", "c"], None)
+    assert parse_data_path(["1", "a", "2e-1", "b"]) == (["a", "b"], [1.0, 0.2])
+    for bad in (["0.3", "a", "b"], ["0.3", "a", "b", "0.7"], ["0.3"]):
+        with pytest.raises(DataError, match="is not a list of WEIGHT PREFIX pairs"):
+            parse_data_path(bad)
+    with pytest.raises(DataError, match="data_path is empty"):
+        parse_data_path([])
+
+
+def dataset(prefix: str, directory: Path | None, seed: int = 1) -> GptDataset:
+    data = IndexedDataset(prefix)
+    return GptDataset(data, range(len(data)), 7, seed, "train", directory)
+
+
+def test_cache_gives_the_same_samples_and_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix, directory = write(tmp_path / "a", 50), tmp_path / "cache"
+    want = dataset(prefix, None).samples(np.arange(150))  # over two epoch borders
+    assert np.array_equal(dataset(prefix, directory).samples(np.arange(150)), want)
+    names = sorted(p.name for p in directory.iterdir() if p.suffix == ".npy")
+    assert len(names) == 6  # order and starts of epochs 0, 1 and 2
+
+    def never(*_: object) -> None:
+        raise AssertionError("built although it was cached")
+
+    monkeypatch.setattr("megalite.data.datasets.build_epoch", never)
+    assert np.array_equal(dataset(prefix, directory).samples(np.arange(150)), want)
+
+
+def test_other_data_seed_or_split_has_other_files(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    prefix = write(tmp_path / "a", 50)
+    seen: set[str] = set()
+    for step in range(4):
+        if step == 2:
+            prefix = write(tmp_path / "a", 51)  # the same name, other documents
+        dataset(prefix, directory, seed=2 if step == 1 else 1).sample(0)
+        if step == 3:
+            data = IndexedDataset(prefix)
+            GptDataset(data, range(50), 7, 1, "train", directory).sample(0)  # the first data's lengths again
+        found = {p.name for p in directory.iterdir() if p.suffix == ".npy"}
+        assert len(found - seen) == (2 if step < 3 else 0)
+        seen = found
+
+
+@pytest.mark.parametrize("damage", ["truncated", "pickled", "empty", "shape", "order", "starts"])
+def test_damaged_cache_is_rebuilt_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    prefix, directory = write(tmp_path / "a", 50), tmp_path / "cache"
+    want = dataset(prefix, None).samples(np.arange(60))
+    dataset(prefix, directory).samples(np.arange(60))
+    for path in directory.glob("*.order.npy" if damage != "starts" else "*.starts.npy"):
+        if damage == "truncated":
+            path.write_bytes(path.read_bytes()[:-3])
+        elif damage == "empty":
+            path.write_bytes(b"")
+        elif damage == "pickled":
+            np.save(path, np.array([{"a": 1}], object), allow_pickle=True)
+        elif damage == "shape":
+            np.save(path, np.zeros(49, np.int32))
+        else:
+            array = np.load(path)
+            array[7] = 10**6
+            np.save(path, array)
+    with caplog.at_level(logging.WARNING):
+        assert np.array_equal(dataset(prefix, directory).samples(np.arange(60)), want)
+    assert "damaged index cache" in caplog.text
+    caplog.clear()
+    assert np.array_equal(dataset(prefix, directory).samples(np.arange(60)), want)
+    assert not caplog.text  # it was repaired
+
+
+def test_cache_directory_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefix = write(tmp_path / "a", 50)
+    (tmp_path / "file").write_text("not a directory")
+    got = dataset(prefix, tmp_path / "file").samples(np.arange(10))
+    assert np.array_equal(got, dataset(prefix, None).samples(np.arange(10)))
+    assert "building the index in memory" in caplog.text
+
+
+def _build(prefix: str, directory: str, results: object) -> None:
+    rows = dataset(prefix, Path(directory)).samples(np.arange(150))
+    results.put(int((rows * np.arange(1, rows.size + 1).reshape(rows.shape)).sum()))  # type: ignore[attr-defined]
+
+
+def test_processes_that_build_one_cache_at_once(tmp_path: Path) -> None:
+    prefix, directory = write(tmp_path / "a", 3000), tmp_path / "cache"
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [context.Process(target=_build, args=(prefix, str(directory), results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    sums = {results.get(timeout=30) for _ in processes}
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    _build(prefix, str(tmp_path / "other"), results)
+    assert sums == {results.get(timeout=30)}
+    assert not list(directory.glob("*.partial"))
+
+
+def test_cache_is_whole_or_absent_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix, directory = write(tmp_path / "a", 50), tmp_path / "cache"
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.np, "save", full)
+    got = dataset(prefix, directory).samples(np.arange(10))
+    assert not [p for p in directory.iterdir() if p.suffix != ".lock"]
+    assert np.array_equal(got, dataset(prefix, None).samples(np.arange(10)))

@@ -1,0 +1,254 @@
+"""From text files to token files through the tools, as a user runs them; bad input, and runs that end early."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalite.data import preprocess as module
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.info import check_tokenizer, read_info
+from megalite.data.preprocess import expand, parse_line, preprocess
+from megalite.data.tokenizer import build_tokenizer
+from tools import python_corpus, train_tokenizer
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
+NULL = {"tokenizer_type": "NullTokenizer", "vocab_size": 500}
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def run_tool(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+
+
+def test_documents_and_sidecar(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", ["abc", "", "d"])
+    (tmp_path / "a.txt").write_text("xy\nz")
+    got = run_tool(
+        *("--input", tmp_path / "*.jsonl", tmp_path / "a.txt", "--output-prefix", tmp_path / "out/my"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--append-eod", "--workers", "2"),
+        "--keep-sequential-samples",
+    )
+    assert got.returncode == 0, got.stderr
+    assert "3 documents, 11 tokens (uint16)" in got.stdout
+    data = IndexedDataset(tmp_path / "out/my_text_document")
+    want = [[*map(ord, text), 500] for text in ("abc", "d", "xy\nz")]  # the empty document is left out
+    assert [data.document(i).tolist() for i in range(len(data))] == want
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=500)
+    assert read_info(tmp_path / "out/my_text_document") == {
+        "version": 1,
+        "documents": 3,
+        "tokens": 11,
+        "sources": ["b.jsonl", "a.txt"],
+        "tokenizer": {
+            "name": "NullTokenizer(500)",
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": 501,
+            "eod": 500,
+        },
+    }
+    assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
+
+
+def test_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", 2000)  # some 40 blocks
+    write_jsonl(tmp_path / "a.jsonl", [f"document {i} " * (i % 17) for i in range(900)])
+    made = {}
+    for workers in (1, 3):
+        [prefix] = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / f"w{workers}"), workers=workers, **NULL)
+        made[workers] = [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx", ".json")]
+    assert made[1] == made[3]
+    assert len(IndexedDataset(prefix)) == 900 - 53
+
+
+def test_each_key_gets_its_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"title": "ab", "text": "c"}\n{"title": "d", "text": ""}\n')
+    prefixes = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), keys=("text", "title"), **NULL)
+    assert [Path(p).name for p in prefixes] == ["o_text_document", "o_title_document"]
+    assert [len(IndexedDataset(p)) for p in prefixes] == [1, 2]
+
+
+BAD_LINES = {
+    "not json": (b"{oops}", "Expecting property name"),
+    "cut": (b'{"text": "abc', "Unterminated string"),
+    "null": (b"null", "not a JSON object but NoneType"),
+    "number": (b"17", "not a JSON object but int"),
+    "list": (b'["text"]', "not a JSON object but list"),
+    "missing key": (b'{"txt": "a"}', "key 'text' is missing"),
+    "not a string": (b'{"text": 5}', "key 'text' is not a string"),
+    "null text": (b'{"text": null}', "key 'text' is not a string"),
+    "invalid utf-8": (b'{"text": "\xff"}', "can't decode byte 0xff"),
+    "byte order mark": (b'\xef\xbb\xbf{"text": "a"}', "byte order mark"),
+    "raw nul": (b'{"text": "a\0b"}', "Invalid control character"),
+    "lone surrogate": (b'{"text": "\\ud800"}', "surrogates not allowed"),
+    "nan": (b'{"text": "a", "score": NaN}', "NaN is not JSON"),
+    "same key twice": (b'{"text": "a", "text": "b"}', "same key twice"),
+    "deep": (b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    "two objects": (b'{"text": "a"} {"text": "b"}', "Extra data"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_bad_line_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> None:
+    line, reason = BAD_LINES[name]
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "fine"}\r\n\n' + line + b'\n{"text": "fine"}\n')
+    with pytest.raises(DataError, match=reason) as caught:
+        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **NULL)
+    assert f"{tmp_path / 'in.jsonl'}:3: " in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_unusual_lines_that_are_right() -> None:
+    assert parse_line(b'  {"text": "a\\u0000b"}\r', ("text",)) == ["a\0b"]
+    assert parse_line(b" \t\r", ("text",)) is None
+    assert parse_line(b'{"text": "' + b"x" * 50_000_000 + b'"}', ("text",)) == ["x" * 50_000_000]
+
+
+def test_bad_line_in_a_worker_ends_the_tool(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["abc"] * 50)
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write("17\n")
+    output = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "NullTokenizer", "--vocab-size", "500")
+    got = run_tool("--input", tmp_path / "a.jsonl", *output, "--workers", "2")
+    assert got.returncode == 3
+    assert got.stderr.strip() == f"preprocess_data.py: {tmp_path / 'a.jsonl'}:51: is not a JSON object but int"
+    got = run_tool("--input", tmp_path / "none*.jsonl", *output)
+    assert got.returncode == 3 and "none*.jsonl matches no file" in got.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_worker_that_dies_is_an_error_and_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_work", _die)
+    write_jsonl(tmp_path / "a.jsonl", ["abc"] * 50)
+    with pytest.raises(DataError, match="a worker process ended with code -9; -9 means that memory ran out"):
+        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), workers=2, **NULL)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_killed_run_leaves_nothing_that_looks_complete_and_can_be_repeated(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["some text, again and again " * 20] * 40_000)
+    prefix = tmp_path / "o"
+    command = [sys.executable, str(TOOL), "--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(prefix)]
+    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--workers", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    partial = Path(f"{prefix}_text_document.bin.partial")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert partial.exists() and not list(tmp_path.glob("*.idx")) and not list(tmp_path.glob("*document.bin"))
+    write_jsonl(tmp_path / "a.jsonl", ["short"] * 10)
+    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert len(IndexedDataset(f"{prefix}_text_document")) == 10 and not partial.exists()
+
+
+def test_full_disk_is_an_error_and_the_earlier_pair_stays(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["first"])
+    arguments = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "NullTokenizer", "--vocab-size", "500")
+    assert run_tool("--input", tmp_path / "a.jsonl", *arguments, "--workers", "1").returncode == 0
+    write_jsonl(tmp_path / "a.jsonl", ["x" * 1000] * 200)
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+
+    got = run_tool("--input", tmp_path / "a.jsonl", *arguments, "--workers", "1", preexec_fn=limit)
+    assert got.returncode == 3 and "File too large; nothing was written" in got.stderr
+    assert len(IndexedDataset(tmp_path / "o_text_document")) == 1
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_input_without_text_or_of_unknown_kind_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["", ""])
+    with pytest.raises(DataError, match="holds no text"):
+        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), **NULL)
+    (tmp_path / "a.pdf").touch()
+    with pytest.raises(DataError, match="a.pdf is not a .jsonl"):
+        expand([str(tmp_path / "a.pdf")])
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match="a.txt:1: .*can't decode byte 0xff in position 2"):
+        preprocess([str(tmp_path / "a.txt")], str(tmp_path / "o"), **NULL)
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("\n".join(f"some words and number {i}" for i in range(400)))
+    models = []
+    for size in (300, 310):
+        train_tokenizer.train([str(tmp_path / "t.txt")], str(tmp_path / f"m{size}"), size, ["text"], 10**6, None, 1)
+        models.append(str(tmp_path / f"m{size}.model"))
+    arguments = {"tokenizer_type": "SentencePieceTokenizer"}
+    [prefix] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "o"), tokenizer_model=models[1], **arguments)
+    check_tokenizer(prefix, build_tokenizer("Llama2Tokenizer", models[1]))  # the same model under another name
+    with pytest.raises(DataError, match="made with a vocabulary of 310.*m300.model has 300"):
+        check_tokenizer(prefix, build_tokenizer("SentencePieceTokenizer", models[0]))
+    [small] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "s"), tokenizer_model=models[0], **arguments)
+    with pytest.raises(DataError, match="made with tokenizer m300.model .*this run has m310.model"):
+        check_tokenizer(small, build_tokenizer("SentencePieceTokenizer", models[1]))
+    check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=320))  # stands for any, if it is large enough
+    with pytest.raises(DataError, match="made with a vocabulary of 310"):
+        check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=300))
+    Path(prefix + ".json").write_text('{"tokenizer": {"fingerprint": 5}}')
+    with pytest.raises(DataError, match="o_text_document.json: damaged"):
+        check_tokenizer(prefix, build_tokenizer("SentencePieceTokenizer", models[1]))
+    Path(prefix + ".json").unlink()  # data made by Megatron-LM has none
+    check_tokenizer(prefix, build_tokenizer("SentencePieceTokenizer", models[1]))
+
+
+def test_tokenizer_training_takes_text_evenly_up_to_a_bound() -> None:
+    pieces = [f"{i:04d}" * 10 for i in range(1000)]
+    some = list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 4_000, None))
+    assert len(some) == 100
+    assert [int(piece[:4]) // 100 for piece in some] == sorted([*range(10)] * 10)
+    assert len(list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 40_000, None))) == 1000
+    assert len(list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 40_000, 7))) == 7
+
+
+def test_tokenizer_that_needs_more_text_says_so(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("abc")
+    code = train_tokenizer.main(
+        ["--input", str(tmp_path / "t.txt"), "--model-prefix", str(tmp_path / "m"), "--vocab-size", "5000"]
+    )
+    assert code == 3 and not (tmp_path / "m.model").exists()
+
+
+def test_python_corpus(tmp_path: Path) -> None:
+    root = tmp_path / "lib"
+    for name, text in {
+        "b.py": "b = 1\n" * 20,
+        "a/c.py": "c = 'ü'\n" * 20,
+        "a/copy.py": "b = 1\n" * 20,
+        "z.py": "z = 1\n" * 20,
+        "tiny.py": "",
+        "site-packages/x.py": "x = 1\n" * 20,
+        "note.txt": "n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    (root / "latin.py").write_bytes(b"# \xe9\n" * 30)
+    made = []
+    for out in ("one", "two"):
+        counts = python_corpus.write(root, tmp_path / out, valid_every=3)
+        made.append([(tmp_path / out / name).read_bytes() for name in ("train.jsonl", "valid.jsonl")])
+        assert (counts["train"][0], counts["valid"][0]) == (2, 1)
+    assert made[0] == made[1]
+    lines = [json.loads(line) for part in made[0] for line in part.splitlines()]
+    assert sorted(line["path"] for line in lines) == ["a/c.py", "b.py", "z.py"]  # copy.py is b.py again
+    assert all(line["text"] == (root / line["path"]).read_text(encoding="utf-8") for line in lines)

@@ -1,0 +1,136 @@
+"""Properties of samples: every token once per epoch, whatever the documents, sequence length, seed and split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megalite.data.datasets import GptDataset
+from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.permutation import fold
+from megalite.data.samples import build_epoch, first_sample, place, split_ranges
+
+
+def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
+    """Every token of the file is another number: 0, 1, 2, ..."""
+    with IndexedWriter(prefix, np.int32) as writer:
+        writer.add_many(np.arange(sum(lengths)), np.array(lengths, np.int64))
+        writer.finish()
+    return IndexedDataset(prefix)
+
+
+def epoch_stream(data: IndexedDataset, documents: range, key_lengths: NDArray[np.int32], key: int) -> NDArray[np.int64]:
+    """The definition: the documents, end to end, in the order of the epoch."""
+    order = build_epoch(key_lengths, key).order
+    return np.concatenate([data.document(documents.start + int(d)) for d in order] or [np.empty(0, np.int64)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=25),
+    seq_length=st.integers(1, 30),
+    seed=st.integers(0, 2**31),
+    first=st.integers(0, 3),
+)
+def test_every_token_is_used_once_per_epoch(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, seed: int, first: int
+) -> None:
+    data = write(tmp_path_factory.mktemp("s") / "a", lengths)
+    documents = range(min(first, len(lengths) - 1), len(lengths))
+    tokens = sum(lengths[documents.start :])
+    assume(tokens >= seq_length + 1)
+    dataset = GptDataset(data, documents, seq_length, seed)
+    borders = [first_sample(e, tokens, seq_length) for e in range(4)]
+    samples = dataset.samples(np.arange(borders[3]))
+
+    own = Counter(data.tokens[data.start(documents.start) :].tolist())
+    used = Counter(samples[:, :-1].reshape(-1).tolist())  # inputs: windows that do not overlap
+    excess = borders[3] * seq_length - 3 * tokens  # the last sample may run into a fourth epoch
+    assert 0 <= excess < seq_length
+    assert set(used) == set(own)
+    assert sum(abs(used[t] - 3) for t in own) == excess
+
+
+def test_samples_are_the_windows_of_the_documented_stream(tmp_path: Path) -> None:
+    lengths, seq_length = [3, 0, 11, 1, 7, 0, 5], 4
+    data = write(tmp_path / "a", lengths)
+    dataset = GptDataset(data, range(len(lengths)), seq_length, 9)
+    tokens = sum(lengths)
+    counts = [first_sample(e, tokens, seq_length) for e in range(4)]
+    keep = np.array(lengths, np.int32)
+    stream = np.concatenate(
+        [epoch_stream(data, range(7), keep, fold(fold(9, "train"), "documents", e)) for e in range(4)]
+    )
+    for e in range(3):
+        got = {tuple(row) for row in dataset.samples(np.arange(counts[e], counts[e + 1])).tolist()}
+        want = {tuple(stream[j * 4 : j * 4 + 5].tolist()) for j in range(counts[e], counts[e + 1])}
+        assert got == want  # the same windows, in another order
+
+
+def test_epochs_and_samples_are_shuffled_differently(tmp_path: Path) -> None:
+    dataset = GptDataset(write(tmp_path / "a", [50] * 40), range(40), 10, 1)
+    assert dataset.num_tokens == 2000
+    first, second = dataset.samples(np.arange(200)), dataset.samples(np.arange(200, 400))
+    assert not np.array_equal(first, second)
+    assert (first[1:, 0] < first[:-1, 0]).any()
+    other = GptDataset(write(tmp_path / "b", [50] * 40), range(40), 10, 2).samples(np.arange(200))
+    assert not np.array_equal(first, other)
+
+
+def test_one_at_a_time_in_any_order_is_the_same(tmp_path: Path) -> None:
+    data = write(tmp_path / "a", [5, 17, 2, 30])
+    dataset = GptDataset(data, range(4), 6, 3)
+    together = dataset.samples(np.arange(60))
+    fresh = GptDataset(data, range(4), 6, 3)
+    for i in np.random.default_rng(0).permutation(60).tolist():
+        assert np.array_equal(fresh.sample(i), together[i])
+
+
+def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
+    lengths = [4, 0, 9, 6]
+    data = write(tmp_path / "a", lengths)
+    dataset = GptDataset(data, range(1, 4), 5, 3)
+    for i in range(12):
+        for position, token in enumerate(dataset.sample(i).tolist()):
+            prefix, document, place = dataset.where(i, position).split(", ")
+            assert prefix == data.prefix + ".bin"
+            assert data.document(int(document.split()[1]))[int(place.split()[1])] == token
+
+
+def test_too_little_data_is_refused(tmp_path: Path) -> None:
+    for lengths in ([], [0, 0], [3], [2, 2]):
+        with pytest.raises(DataError, match="tokens in .* documents, fewer than one sample of seq_length 4"):
+            GptDataset(write(tmp_path / "a", lengths), range(len(lengths)), 4, 1)
+    assert GptDataset(write(tmp_path / "a", [5]), range(1), 4, 1).sample(0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_billions_of_samples_need_no_table() -> None:
+    """Sizes beyond 32 bits, on arithmetic alone."""
+    tokens, seq_length = 15 * 10**12 + 7, 8192
+    index = np.array([0, 2**31, 2**32 + 5, 10**10])
+    epochs, offsets = place(index, tokens, seq_length, 1)
+    assert epochs.tolist() == [i * seq_length // tokens for i in index.tolist()]
+    assert ((offsets >= 0) & (offsets < tokens)).all()
+    assert ((epochs * tokens + offsets) % seq_length == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("split", "documents", "sizes"),
+    [("969, 30, 1", 1000, (969, 30, 1)), ("99,1,0", 200, (198, 2, 0)), ("1", 5, (5, 0, 0)), ("0.5,0.5", 10, (5, 5, 0))],
+)
+def test_split_ranges(split: str, documents: int, sizes: tuple[int, ...]) -> None:
+    ranges = split_ranges(split, documents)
+    assert tuple(map(len, ranges)) == sizes
+    assert [i for part in ranges for i in part] == list(range(documents))
+
+
+@pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "-1,2,3", "0,0,0", "nan", "1,inf"])
+def test_bad_splits_are_refused(split: str) -> None:
+    with pytest.raises(DataError, match="split="):
+        split_ranges(split, 10)
