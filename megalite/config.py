@@ -313,13 +313,22 @@ def convert(f: Field[Any], value: Any) -> Any:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """Option names to values from a TOML file, with or without [section] tables. Raises ConfigError."""
+    """Option names to values from a TOML file. Raises ConfigError."""
     try:
-        with open(path, "rb") as file:
-            data = tomllib.load(file)
-    except FileNotFoundError:
-        raise ConfigError([f"config={path!r} does not exist; give the path of a TOML file"]) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise ConfigError([f"config={path!r} cannot be read ({error.strerror}); give a TOML file"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"config={path!r} is not UTF-8 text ({error}); give a TOML file"]) from None
+    return parse_toml(text, path)
+
+
+def parse_toml(text: str, path: str) -> dict[str, Any]:
+    """Option names to values from a TOML text, with or without [section] tables; `path` names it in errors."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"config={path!r} is not TOML ({error}); mend that line"]) from None
     known = {f.name: section for section, f in options()}
     values: dict[str, Any] = {}

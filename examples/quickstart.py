@@ -1,0 +1,151 @@
+#!/usr/bin/env python
+"""The main job from end to end, with the commands a user would type: text, tokenizer, tokens, training with TP 2 x PP 2
+interleaved, a stop and a resume, the same run on one process, text from the model, pictures, a summary.
+
+Run by examples/quickstart.sh; `--fresh` forgets an earlier run. Everything lands in runs/quickstart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN, DATA = Path("runs/quickstart"), Path("runs/data")
+CONFIG = "examples/quickstart.toml"
+TWIN_STEPS = 20
+
+
+def command(*words: str | Path, quiet: bool = False, accept: tuple[int, ...] = (0,)) -> str:
+    """Run a command of this repository, showing it and its output; returns the output."""
+    print(f"\n$ {' '.join(str(w) for w in words)}", flush=True)
+    process = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if not quiet:
+            print("  " + line, end="", flush=True)
+    if process.wait() not in accept:
+        raise SystemExit(process.returncode)
+    return "".join(lines)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def prepare_data() -> None:
+    if not (ROOT / DATA / "corpus/train.jsonl").is_file():
+        command("tools/python_corpus.py", "--out", DATA / "corpus")
+    if not (ROOT / DATA / "spm.model").is_file():
+        train = ("--input", DATA / "corpus/train.jsonl", "--vocab-size", "8000", "--model-prefix", DATA / "spm")
+        command("tools/train_tokenizer.py", *train)
+    tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", DATA / "spm.model", "--append-eod")
+    if not (ROOT / DATA / "python_text_document.idx").is_file():
+        source = ("--input", DATA / "corpus/train.jsonl", "--output-prefix", DATA / "python")
+        command("tools/preprocess_data.py", *source, *tokenizer)
+
+
+def layout() -> tuple[list[str], list[str], int]:
+    """(flags of the model and length, flags of the layout, steps): larger where there are CUDA devices."""
+    import torch
+
+    cards = torch.cuda.device_count()
+    if cards == 0:
+        ranks, flags, steps = 4, [], 300
+    else:
+        ranks = 4 if cards >= 4 else 2 if cards >= 2 else 1
+        size = ["--micro-batch-size", "8", "--global-batch-size", "64", "--seq-length", "1024", "--lr", "1e-3"]
+        steps = 600
+        flags = ["--preset", "small", "--vocab-size", "8000", *size, "--bf16", "--train-iters", str(steps)]
+    if ranks == 1:
+        return flags, [], steps
+    pipeline = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
+    tensor = ["--tensor-model-parallel-size", str(ranks // 2)] if ranks > 2 else []
+    return flags, ["--nproc", str(ranks), *tensor, *pipeline], steps
+
+
+def train(flags: list[str], ranks: list[str], steps: int) -> None:
+    """Stop half way, resume, and keep both parts in one log."""
+    run = ["pretrain_gpt.py", "--config", CONFIG, *flags, *ranks]
+    keep = ["--save", str(RUN), "--load", str(RUN), "--tensorboard-dir", str(RUN / "tensorboard")]
+    if not (ROOT / RUN / f"iter_{steps // 2:07d}").is_dir():
+        command(*run, *keep, "--exit-interval", str(steps // 2), "--profile-pipeline", "10", accept=(0, 75))
+    command(*run, *keep)
+
+
+def twin_difference(flags: list[str]) -> tuple[float, int]:
+    """The first steps again on one process: (largest loss difference, steps compared)."""
+    folder = Path("runs/quickstart-one-process")
+    if not (ROOT / folder / "metrics.jsonl").is_file():
+        stop = ["--exit-interval", str(TWIN_STEPS), "--run-dir", str(folder)]
+        command("pretrain_gpt.py", "--config", CONFIG, *flags, *stop, accept=(0, 75))
+    ours = {r["step"]: r["train/loss"] for r in rows(RUN) if "train/loss" in r}
+    theirs = {r["step"]: r["train/loss"] for r in rows(folder) if "train/loss" in r}
+    both = sorted(ours.keys() & theirs.keys())
+    return max(abs(ours[s] - theirs[s]) for s in both), both[-1]
+
+
+def main() -> int:
+    os.chdir(ROOT)
+    if "--fresh" in sys.argv:
+        for folder in (RUN, Path("runs/quickstart-one-process"), DATA):
+            shutil.rmtree(folder, ignore_errors=True)
+    begin = time.perf_counter()
+    prepare_data()
+    flags, ranks, steps = layout()
+    status = RUN / "status.json"
+    if not (status.is_file() and json.loads(status.read_text())["outcome"] == "done"):
+        train(flags, ranks, steps)
+    difference, compared = twin_difference(flags)
+    generate = ("tools/generate.py", "--load", RUN, "--tokens", "60", "--prompt")
+    prompts = ("def __init__(self", "import os\n", "class Test")
+    samples = [re.sub(r"^\[step \d+\] ", "", command(*generate, p, quiet=True)) for p in prompts]
+    pictures = []
+    command("tools/plot.py", "loss", RUN, "--out", RUN / "loss.png")
+    pictures.append(RUN / "loss.png")
+    if (RUN / "timeline.json").is_file():
+        command("tools/plot.py", "pipeline", RUN, "--out", RUN / "pipeline.png")
+        pictures.append(RUN / "pipeline.png")
+    summary(difference, compared, samples, pictures, time.perf_counter() - begin)
+    return 0
+
+
+def summary(difference: float, compared: int, samples: list[str], pictures: list[Path], seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    log = rows(RUN)
+    last = [r for r in log if "train/loss" in r][-1]
+    valid = [r for r in log if "val/valid/loss" in r][-1]["val/valid/loss"]
+    ranks = json.loads((RUN / "timeline.json").read_text())["pp"] * 2 if (RUN / "timeline.json").is_file() else 1
+    mfu = last["perf/mfu"]
+    table = Table(title="megalite quickstart", show_header=False, title_justify="left")
+    table.add_row("training loss", f"{last['train/loss']:.3f} nats per token after {last['tokens']:,} tokens")
+    table.add_row("validation loss", f"{valid:.3f} nats per token")
+    speed = f"{last['perf/tokens_per_s_per_gpu'] * ranks:,.0f} tokens/s, {last['perf/tflops_per_gpu'] * ranks:.3f} TFLOP/s"
+    table.add_row("speed", f"{speed}, MFU {'n/a' if mfu is None else f'{100 * mfu:.1f} %'} ({ranks} ranks together)")
+    table.add_row("the same run on one process", f"largest loss difference {difference:.2e} over {compared} steps")
+    table.add_row("log, metrics", f"{RUN}/log.txt, {RUN}/metrics.jsonl")
+    table.add_row("TensorBoard", f".venv/bin/tensorboard --logdir {RUN}/tensorboard")
+    table.add_row("pictures", ", ".join(str(p) for p in pictures))
+    table.add_row("checkpoints", f"{RUN}/iter_*, the newest named in {RUN}/latest_checkpointed_iteration.txt")
+    table.add_row("time", f"{seconds:.0f} s")
+    console = Console()
+    console.print(table)
+    for sample in samples:
+        console.print(Text("--- sampled ---", style="bold"))
+        console.print(Text(sample.strip()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+#!/usr/bin/env python
+"""Pictures: a pipeline schedule, the measured timeline of a run beside its plan, loss curves.
+
+    python tools/plot.py schedule --pp 4 --vpp 2 --microbatches 8 --text
+    python tools/plot.py schedule --pp 4 --microbatches 8 --out schedule.png
+    python tools/plot.py pipeline RUN_DIR --out pipeline.png       RUN_DIR/timeline.json, from --profile-pipeline STEP
+    python tools/plot.py loss RUN_DIR [RUN_DIR ...] --out loss.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.pipeline.schedule import SCHEDULES, plan  # noqa: E402
+from megalite.pipeline.simulate import draw, in_flight, simulate  # noqa: E402
+
+FORWARD, BACKWARD = ("#4c8ed9", "#2f6bb3", "#1f4f8a", "#143861"), ("#f2a65a", "#d9822b", "#b3661a", "#8a4c10")
+
+
+def axes(rows: int, height: float) -> tuple[Any, Any]:
+    """A figure with `rows` axes; matplotlib is imported here, as only pictures need it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("plot.py: matplotlib is missing; pip install matplotlib, or use --text") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, many = plt.subplots(rows, 1, figsize=(13, height * rows + 0.6), squeeze=False, layout="constrained")
+    return figure, [a[0] for a in many]
+
+
+def bars(axis: Any, spans: list[tuple[int, str, float, float]], pp: int, title: str) -> None:
+    """spans: (pipeline rank, "F0.3" or "B0.3", start, end)."""
+    end = max(s[3] for s in spans)
+    for rank, name, start, stop in spans:
+        stage, microbatch = (int(x) for x in name[1:].split("."))
+        colours = FORWARD if name[0] == "F" else BACKWARD
+        colour = colours[min(stage // pp, len(colours) - 1)]
+        axis.barh(rank, stop - start, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
+        if (stop - start) / end > 0.009:
+            axis.text((start + stop) / 2, rank, str(microbatch), ha="center", va="center", color="white", fontsize=8)
+    axis.set_yticks(range(pp), [f"rank {r}" for r in range(pp)])
+    axis.invert_yaxis()
+    axis.set_xlim(0, end * 1.005)
+    axis.set_title(title, loc="left", fontsize=10)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def planned(name: str, pp: int, vpp: int, microbatches: int, forward: float = 1.0, backward: float = 2.0) -> Any:
+    return simulate(plan(name, pp, microbatches, vpp), forward, backward)
+
+
+def schedule(args: argparse.Namespace) -> None:
+    rows = plan(args.schedule, args.pp, args.microbatches, args.vpp)
+    result = simulate(rows)
+    held = ", ".join(str(in_flight(row)) for row in rows)
+    summary = f"bubble {100 * result.bubble:.1f} %, activations held per rank: {held}"
+    if args.text:
+        print(draw(rows))
+        print(summary)
+        return
+    figure, (axis,) = axes(1, 0.5 + 0.35 * args.pp)
+    title = f"{args.schedule}, pp {args.pp}, vpp {args.vpp}, {args.microbatches} micro-batches: {summary}"
+    bars(axis, [(s.rank, str(s.action), s.start, s.end) for s in result.spans], args.pp, title)
+    axis.set_xlabel("time in forwards (blue: forward, orange: backward; darker: later chunk; number: micro-batch)")
+    figure.savefig(args.out, dpi=110)
+
+
+def pipeline(args: argparse.Namespace) -> None:
+    path = Path(args.run_dir) / "timeline.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SystemExit(f"plot.py: {path}: {error.strerror}; train with --profile-pipeline STEP") from None
+    pp, vpp = data["pp"], data["vpp"]
+    spans = [
+        (r["pp_rank"], s["action"], s["start_s"], s["end_s"])
+        for r in data["ranks"]
+        for s in r["spans"]
+        if s["action"][0] in "FB"
+    ]
+    end = max(s[3] for s in spans)
+    # a span includes the wait for its input, which is bubble too: work is what the shortest such action took
+    cost = {
+        kind: sorted(s[3] - s[2] for s in spans if s[1][0] == kind)[len([s for s in spans if s[1][0] == kind]) // 4]
+        for kind in "FB"
+    }
+    work = sum(min(s[3] - s[2], cost[s[1][0]]) for s in spans)
+    figure, (above, below) = axes(2, 0.7 + 0.4 * pp)
+    ideal = planned(data["schedule"], pp, vpp, data["microbatches"], cost["F"], cost["B"])
+    bars(
+        above,
+        [(s.rank, str(s.action), s.start, s.end) for s in ideal.spans],
+        pp,
+        f"planned: {data['schedule']}, pp {pp}, vpp {vpp}, {data['microbatches']} micro-batches, "
+        f"bubble {100 * ideal.bubble:.1f} % (action times as measured, no other cost)",
+    )
+    bars(below, spans, pp, f"measured: {end * 1000:.0f} ms, bubble and waits {100 * (1 - work / (pp * end)):.1f} %")
+    for axis in (above, below):
+        axis.set_xlim(0, max(end, ideal.end) * 1.005)
+    below.set_xlabel("seconds (blue: forward, orange: backward; darker: later chunk; number: micro-batch)")
+    figure.savefig(args.out, dpi=110)
+
+
+def loss(args: argparse.Namespace) -> None:
+    figure, (axis,) = axes(1, 5.0)
+    for folder in args.run_dirs:
+        path = Path(folder) / "metrics.jsonl" if Path(folder).is_dir() else Path(folder)
+        try:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        except OSError as error:
+            raise SystemExit(f"plot.py: {path}: {error.strerror}; give a run directory") from None
+        label = f"{Path(folder).name} " if len(args.run_dirs) > 1 else ""
+        for key, style, name in (("train/loss", "-", "training"), ("val/valid/loss", "o--", "validation")):
+            points = [(r["tokens"], r[key]) for r in rows if r.get(key) is not None]
+            if points:
+                x, y = zip(*points, strict=True)
+                axis.plot([t / 1e6 for t in x], y, style, markersize=5, linewidth=1.4, label=f"{label}{name} {y[-1]:.3f}")
+    axis.set_xlabel("million tokens")
+    axis.set_ylabel("loss, nats per token")
+    axis.grid(alpha=0.25)
+    axis.legend()
+    figure.savefig(args.out, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("schedule", help="a schedule as text or picture")
+    one.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
+    one.add_argument("--pp", type=int, default=4, help="pipeline ranks")
+    one.add_argument("--vpp", type=int, default=1, help="chunks per rank")
+    one.add_argument("--microbatches", type=int, default=8)
+    one.add_argument("--text", action="store_true", help="print it: digits are micro-batches, ' a later chunk, [] backward")
+    one.add_argument("--out", default="schedule.png")
+    one.set_defaults(run=schedule)
+    two = commands.add_parser("pipeline", help="measured beside planned")
+    two.add_argument("run_dir")
+    two.add_argument("--out", default="pipeline.png")
+    two.set_defaults(run=pipeline)
+    three = commands.add_parser("loss", help="loss curves")
+    three.add_argument("run_dirs", nargs="+")
+    three.add_argument("--out", default="loss.png")
+    three.set_defaults(run=loss)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

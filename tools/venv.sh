@@ -1,0 +1,14 @@
+# Sourced by examples/quickstart.sh and tests/run.sh: make .venv once, install the extras in $1, skip what is done.
+# Asks for Python 3.11+ with venv and pip; MEGALITE_PYTHON names another interpreter.
+python=${MEGALITE_PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+  echo "Python 3.11 or newer is needed; $python is $("$python" --version 2>&1). Set MEGALITE_PYTHON." >&2
+  exit 3
+}
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+stamp=.venv/.installed-$1-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+if [ ! -f "$stamp" ]; then
+  echo "installing (once) into .venv ..."
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$1]"
+  touch "$stamp"
+fi
