@@ -19,7 +19,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN, DATA = Path("runs/quickstart"), Path("runs/data")
-CONFIG = "examples/quickstart.toml"
 TWIN_STEPS = 20
 
 
@@ -54,40 +53,35 @@ def prepare_data() -> None:
         command("tools/preprocess_data.py", *source, *tokenizer)
 
 
-def layout() -> tuple[list[str], list[str], int]:
-    """(flags of the model and length, flags of the layout, steps): larger where there are CUDA devices."""
+def layout() -> tuple[str, list[str], int]:
+    """(configuration, flags of the layout, steps): a larger model where there are CUDA devices."""
     import torch
 
     cards = torch.cuda.device_count()
-    if cards == 0:
-        ranks, flags, steps = 4, [], 300
-    else:
-        ranks = 4 if cards >= 4 else 2 if cards >= 2 else 1
-        size = ["--micro-batch-size", "8", "--global-batch-size", "64", "--seq-length", "1024", "--lr", "1e-3"]
-        steps = 600
-        flags = ["--preset", "small", "--vocab-size", "8000", *size, "--bf16", "--train-iters", str(steps)]
-    if ranks == 1:
-        return flags, [], steps
+    config, steps = ("examples/quickstart_gpu.toml", 600) if cards else ("examples/quickstart.toml", 300)
+    ranks = 4 if cards == 0 or cards >= 4 else cards
+    if ranks < 2:
+        return config, [], steps
     pipeline = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
-    tensor = ["--tensor-model-parallel-size", str(ranks // 2)] if ranks > 2 else []
-    return flags, ["--nproc", str(ranks), *tensor, *pipeline], steps
+    tensor = ["--tensor-model-parallel-size", "2"] if ranks == 4 else []
+    return config, ["--nproc", str(ranks // 2 * 2), *tensor, *pipeline], steps
 
 
-def train(flags: list[str], ranks: list[str], steps: int) -> None:
+def train(config: str, ranks: list[str], steps: int) -> None:
     """Stop half way, resume, and keep both parts in one log."""
-    run = ["pretrain_gpt.py", "--config", CONFIG, *flags, *ranks]
+    run = ["pretrain_gpt.py", "--config", config, *ranks]
     keep = ["--save", str(RUN), "--load", str(RUN), "--tensorboard-dir", str(RUN / "tensorboard")]
     if not (ROOT / RUN / f"iter_{steps // 2:07d}").is_dir():
         command(*run, *keep, "--exit-interval", str(steps // 2), "--profile-pipeline", "10", accept=(0, 75))
     command(*run, *keep)
 
 
-def twin_difference(flags: list[str]) -> tuple[float, int]:
+def twin_difference(config: str) -> tuple[float, int]:
     """The first steps again on one process: (largest loss difference, steps compared)."""
     folder = Path("runs/quickstart-one-process")
     if not (ROOT / folder / "metrics.jsonl").is_file():
         stop = ["--exit-interval", str(TWIN_STEPS), "--run-dir", str(folder)]
-        command("pretrain_gpt.py", "--config", CONFIG, *flags, *stop, accept=(0, 75))
+        command("pretrain_gpt.py", "--config", config, *stop, accept=(0, 75))
     ours = {r["step"]: r["train/loss"] for r in rows(RUN) if "train/loss" in r}
     theirs = {r["step"]: r["train/loss"] for r in rows(folder) if "train/loss" in r}
     both = sorted(ours.keys() & theirs.keys())
@@ -101,11 +95,11 @@ def main() -> int:
             shutil.rmtree(folder, ignore_errors=True)
     begin = time.perf_counter()
     prepare_data()
-    flags, ranks, steps = layout()
+    config, ranks, steps = layout()
     status = RUN / "status.json"
     if not (status.is_file() and json.loads(status.read_text())["outcome"] == "done"):
-        train(flags, ranks, steps)
-    difference, compared = twin_difference(flags)
+        train(config, ranks, steps)
+    difference, compared = twin_difference(config)
     generate = ("tools/generate.py", "--load", RUN, "--tokens", "60", "--prompt")
     prompts = ("def __init__(self", "import os\n", "class Test")
     samples = [re.sub(r"^\[step \d+\] ", "", command(*generate, p, quiet=True)) for p in prompts]

@@ -1,0 +1,150 @@
+"""The flat layout owns every element once; updates equal torch's; counts of collectives do not depend on M."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+
+from megalite.optim.adamw import AdamW
+from megalite.optim.buffer import ParamBuffer
+from megalite.optim.layout import ALIGN, Entry, lay_out
+from megalite.optim.loss_scale import LossScaler, ScaleExhausted
+from megalite.optim.lr import LrSchedule
+from megalite.optim.sgd import SGD
+from megalite.optim.zero1 import Zero1
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.spec import ParamSpec
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 500), st.integers(0, 2), st.booleans(), st.booleans()), min_size=1, max_size=30),
+    st.integers(1, 800),
+    st.integers(1, 5),
+)
+def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bool]], bucket: int, dp: int) -> None:
+    entries = [
+        Entry(ParamSpec(f"p{i}", (n,), grad="partial" if partial else "whole", decay=decay), n, chunk)
+        for i, (n, chunk, partial, decay) in enumerate(rows)
+    ]
+    layout = lay_out(entries, bucket_size=bucket, dp=dp, tp=2)
+    slots = [(s, b) for b in layout.buckets for s in b.slots]
+    assert sorted(s.entry for s, _ in slots) == list(range(len(entries)))
+    position = 0
+    for b in layout.buckets:
+        assert b.start == position and (b.stop - b.start) % (dp * ALIGN) == 0
+        position = b.stop
+        assert [i for r in range(dp) for i in b.shard(dp, r)] == list(range(b.start, b.stop))
+    assert position == layout.size
+    for s, b in slots:
+        entry = entries[s.entry]
+        assert s.stop - s.start == entry.numel and s.start % ALIGN == 0 and b.start <= s.start and s.stop <= b.stop
+        assert (entry.chunk, entry.spec.grad == "partial", entry.spec.decay) == (b.chunk, b.kind.partial, b.kind.decay)
+    str(layout)
+
+
+def _module(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    for name, p in model.named_parameters():
+        p.spec = ParamSpec(name, tuple(p.shape), decay=p.dim() > 1)  # type: ignore[attr-defined]
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
+def test_updates_equal_torch(dtype: torch.dtype, rule: str) -> None:
+    ours, theirs = _module(dtype), _module(dtype)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.3},
+        {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    if rule == "adamw":
+        reference: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.95), eps=1e-6)
+    else:
+        reference = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    buffer = ParamBuffer([ours], Mesh.alone(), bucket_size=20, grad_dtype=dtype)
+    optimizer = Zero1(buffer, AdamW((0.8, 0.95), 1e-6) if rule == "adamw" else SGD(0.9))
+    for step in range(6):
+        x = torch.randn(4, 7, dtype=dtype, generator=torch.Generator().manual_seed(step))
+        buffer.zero_grad()
+        buffer.on_last_backward(0)
+        ours(x).square().sum().backward()
+        buffer.finish()
+        reference.zero_grad()
+        theirs(x).square().sum().backward()
+        squares = sum(float(p.grad.double().square().sum()) for p in theirs.parameters())  # type: ignore[union-attr]
+        assert float(optimizer.local_norm_sq()) == pytest.approx(squares, rel=1e-6)
+        optimizer.step(lr=0.05, weight_decay=0.3, scale=1.0)
+        reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+def _counted(micro_batches: int, shard: bool) -> tuple[dict[str, int], int]:
+    mesh = build_mesh(tp=1, pp=1, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=20))
+    calls: dict[str, int] = {}
+
+    def spy(module: object, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            calls[name] = calls.get(name, 0) + 1
+            return real(*args, **kwargs)
+
+        setattr(module, name, call)
+
+    from megalite.optim import buffer as module
+
+    spy(module.dist, "all_reduce")
+    spy(module, "all_gather_flat")
+    model = _module(torch.float32)
+    buffer = ParamBuffer([model], mesh, bucket_size=20, shard=shard)
+    optimizer = Zero1(buffer, AdamW())
+    for m in range(micro_batches):
+        if m == micro_batches - 1:
+            buffer.on_last_backward(0)
+        model(torch.ones(2, 7)).square().sum().backward()
+    buffer.finish()
+    optimizer.step(lr=0.1, weight_decay=0.0, scale=1.0)
+    buffer.gather()
+    buffer.wait_gather()
+    return calls, len(buffer.layout.buckets)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 5])
+@pytest.mark.parametrize("shard", [True, False])
+def test_one_reduction_and_one_gather_per_bucket_and_step(micro_batches: int, shard: bool) -> None:
+    for calls, buckets in run_ranks(2, _counted, micro_batches, shard):
+        assert buckets > 1
+        assert calls == {"all_reduce": buckets} | ({"all_gather_flat": buckets} if shard else {})
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+def test_learning_rate_warms_up_and_ends_at_its_minimum(style: str) -> None:
+    lr = LrSchedule(peak=1.0, minimum=0.1, style=style, warm_up=10, decay=100, wsd=30, wsd_style="linear")
+    assert [lr.at(n) for n in (1, 5, 10)] == pytest.approx([0.1, 0.5, 1.0])
+    rates = [lr.at(n) for n in range(10, 120)]
+    assert all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+    assert rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
+    middle = {"constant": 1.0, "linear": 0.55, "cosine": 0.55, "inverse-square-root": (10 / 55) ** 0.5, "WSD": 1.0}
+    assert lr.at(55) == pytest.approx(middle[style])
+
+
+def test_loss_scale_halves_after_hysteresis_and_doubles_after_a_window() -> None:
+    scaler = LossScaler(scale=16.0, dynamic=True, minimum=4.0, window=3, hysteresis=2)
+    seen = []
+    for overflow in (True, True, False, False, False, True, True, True):
+        scaler.update(overflow)
+        seen.append(scaler.scale)
+    assert seen == [16, 8, 8, 8, 16, 16, 8, 4]
+    with pytest.raises(ScaleExhausted, match="min_loss_scale=4"):
+        scaler.update(True)
+    again = LossScaler(scale=1.0, dynamic=True)
+    again.from_json(scaler.to_json())
+    assert again.scale == 4.0

@@ -1,0 +1,122 @@
+"""Properties of every schedule, for all pp 1-8, vpp 1-4, 1-20 micro-batches; no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.pipeline.partition import parse_layout, partition
+from megalite.pipeline.schedule import SCHEDULES, Action, Op, plan, with_messages
+from megalite.pipeline.simulate import draw, in_flight, simulate
+
+SHAPES = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 5) if pp > 1 or vpp == 1]
+PAIR = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("pp,vpp", SHAPES)
+def test_every_schedule_is_complete_and_runs_with_rendezvous(name: str, pp: int, vpp: int) -> None:
+    for m in range(1, 21):
+        rows = plan(name, pp, m, vpp)
+        ops = (Op.F,) if name == "forward" else (Op.F, Op.B)
+        work = [a for row in rows for a in row if a.op in ops]
+        assert sorted(work) == sorted(Action(op, s, i) for op in ops for s in range(pp * vpp) for i in range(m))
+        assert all(a.stage % pp == rank for rank, row in enumerate(rows) for a in row)
+        rendezvous(rows)
+        simulate(rows)
+
+
+def rendezvous(rows: list[list[Action]]) -> None:
+    """Run the rows with sends that block until the receive is posted next, on either channel: nothing may get stuck,
+    and every action must have its inputs."""
+    pp, position = len(rows), [0] * len(rows)
+    last = max(a.stage for row in rows for a in row)
+    have: set[tuple[Op, int, int]] = set()
+    done: set[Action] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while position[rank] < len(row):
+                action = row[position[rank]]
+                op, s, m = action.op, action.stage, action.microbatch
+                if op in PAIR:
+                    target = s + 1 if op is Op.SEND_F else s - 1
+                    peer = target % pp
+                    assert peer != rank, "a message to itself"
+                    assert Action(Op.F if op is Op.SEND_F else Op.B, s, m) in done
+                    if position[peer] == len(rows[peer]) or rows[peer][position[peer]] != Action(PAIR[op], target, m):
+                        break
+                    have.add((Op.F if op is Op.SEND_F else Op.B, target, m))
+                    position[peer] += 1
+                elif op in (Op.RECV_F, Op.RECV_B):
+                    break  # its sender moves both
+                else:
+                    before = s - 1 if op is Op.F else s + 1
+                    if 0 <= before <= last:
+                        assert (op, s, m) in have or (before % pp == rank and Action(op, before, m) in done)
+                    if op is Op.B:
+                        assert Action(Op.F, s, m) in done
+                    done.add(action)
+                position[rank] += 1
+                moved = True
+    assert position == [len(row) for row in rows], "deadlock"
+
+
+@pytest.mark.parametrize("pp", range(1, 9))
+def test_bubble_and_activations_are_as_the_papers_say(pp: int) -> None:
+    for vpp in range(1, 5):
+        if pp == 1 and vpp > 1:
+            continue
+        for m in range(1, 21):
+            rows = plan("1f1b", pp, m, vpp)
+            if vpp == 1 or m % pp == 0:  # arXiv:2104.04473, sec. 2.2
+                assert simulate(rows).bubble == pytest.approx((pp - 1) / (vpp * m + pp - 1))
+            if vpp == 1:
+                assert [in_flight(row) for row in rows] == [min(m, pp - rank) for rank in range(pp)]
+            assert [in_flight(row) for row in plan("gpipe", pp, m, vpp)] == [m * vpp] * pp
+
+
+def test_the_picture_is_what_the_program_prints() -> None:
+    assert draw(plan("1f1b", 3, 4)).splitlines() == [
+        "0 | 0   1   2                  --[0]--- 3  --[1]---    --[2]---    --[3]---",
+        "1 |     0   1          --[0]--- 2  --[1]--- 3  --[2]---    --[3]---",
+        "2 |         0  --[0]--- 1  --[1]--- 2  --[2]--- 3  --[3]---",
+    ]
+
+
+def test_a_cycle_is_named() -> None:
+    with pytest.raises(ValueError, match="wait for each other: B0.0, F1.0"):
+        with_messages([[Action(Op.B, 0, 0), Action(Op.F, 0, 0)], [Action(Op.F, 1, 0), Action(Op.B, 1, 0)]])
+    with pytest.raises(ValueError, match="num_microbatches=0"):
+        plan("1f1b", 2, 0)
+
+
+def test_plans_need_no_torch() -> None:
+    code = "import sys; import megalite.pipeline.simulate, megalite.pipeline.partition; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.floats(0, 4), st.floats(0, 4))
+def test_partition_covers_all_layers_and_is_the_best(layers: int, stages: int, embedding: float, head: float) -> None:
+    if layers < stages:
+        return
+    ranges = partition(layers, stages, embedding_cost=embedding, head_cost=head)
+    assert [i for r in ranges for i in r] == list(range(layers)) and len(ranges) == stages
+    costs = [float(len(r)) for r in ranges]
+    costs[0] += embedding
+    costs[-1] += head
+    for a in range(stages - 1):  # moving one layer over a border never lowers the worst stage
+        for one, other in ((a, a + 1), (a + 1, a)):
+            if costs[one] == max(costs) and len(ranges[one]) > 1:
+                assert costs[other] + 1 >= max(costs) - 1e-9
+
+
+@pytest.mark.parametrize("text", ["tt|tL", "Ett", "Et|x|L", "Et|tt|L", "Ett|tL"])
+def test_a_bad_layout_says_what_to_write(text: str) -> None:
+    with pytest.raises(ValueError, match="pipeline_model_parallel_layout"):
+        parse_layout(text, 4 if text != "Ett|tL" else 3, 2 if text != "Ett|tL" else 4)
