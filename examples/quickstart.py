@@ -58,7 +58,7 @@ def layout() -> tuple[str, list[str], int]:
     import torch
 
     cards = torch.cuda.device_count()
-    config, steps = ("examples/quickstart_gpu.toml", 600) if cards else ("examples/quickstart.toml", 300)
+    config, steps = ("examples/quickstart_gpu.toml", 600) if cards else ("examples/quickstart.toml", 600)
     ranks = 4 if cards == 0 or cards >= 4 else cards
     if ranks < 2:
         return config, [], steps

@@ -99,6 +99,10 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
     except CheckpointError as error:
         outcome, reason = Exit.CRASH, str(error)
         print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+    except DataError as error:
+        outcome, reason = Exit.PREFLIGHT, str(error)
+        if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
+            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         print(f"{run.mesh.describe()}, step {run.state.step + 1}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
@@ -117,7 +121,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
                 reason=reason,
                 rank=ranks.rank,
             )
-    if outcome is Exit.CRASH:
+    if outcome in (Exit.CRASH, Exit.PREFLIGHT):
+        sys.stdout.flush()
         os._exit(int(outcome))  # the group may be in the middle of a collective that never ends: do not wait for it
     return outcome
 

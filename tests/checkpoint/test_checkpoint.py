@@ -1,0 +1,204 @@
+"""Pieces as pure geometry; saving under one split and loading under another; refusal of anything damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint import reader, writer
+from megalite.checkpoint.manifest import CheckpointError, overlapping
+from megalite.checkpoint.pieces import inside, rectangles
+from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.spec import Box, ParamSpec, Piece
+
+ALONE = Mesh.alone()
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_rectangles_are_the_span_in_order(shape: list[int], data: st.DataObject) -> None:
+    origin = tuple(data.draw(st.integers(0, 3)) for _ in shape)
+    box = Box(origin, tuple(o + n for o, n in zip(origin, shape, strict=True)))
+    start = data.draw(st.integers(0, box.numel))
+    stop = data.draw(st.integers(start, box.numel))
+    whole = np.arange(int(np.prod(box.stop))).reshape(box.stop)
+    flat = whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].reshape(-1)
+    parts = rectangles(box, range(start, stop))
+    zero = Box((0,) * len(shape), box.stop)
+    assert len(parts) <= 2 * len(shape) - 1
+    assert [i for _, span in parts for i in span] == list(range(stop - start))
+    got = [whole[inside(part, zero)].reshape(-1) for part, _ in parts]
+    np.testing.assert_array_equal(np.concatenate(got) if got else [], flat[start:stop])
+
+
+def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[list[Piece]]:
+    """The pieces of every (tp, dp) rank of a tensor that is split over tp along `dim` and over dp as a ZeRO shard."""
+    spec = ParamSpec(name, tuple(values.shape), shards=((dim, "tp"),))
+    ranks = []
+    for t in range(tp):
+        box = spec.box({"tp": tp}, {"tp": t})
+        local = values[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].reshape(-1)
+        borders = [round(d * box.numel / dp) for d in range(dp + 1)]
+        for d in range(dp):
+            span = range(borders[d], borders[d + 1])
+            ranks.append([Piece(name, spec.shape, box, span, local[span.start : span.stop].clone())])
+    return ranks
+
+
+def save_all(folder: Path, ranks: list[list[Piece]], step: int, state: dict | None = None) -> Path:
+    """What `writer.save` does on several ranks, here one after the other."""
+    part = folder / f".iter_{step:07d}.part"
+    part.mkdir(parents=True)
+    for rank, pieces in enumerate(ranks):
+        writer._write_rank(part, pieces, rank)
+    final = writer.folder_of(folder, step)
+    writer._commit(folder, part, final, state or {}, step, len(ranks))
+    return final
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.sampled_from([4, 8]), min_size=1, max_size=3),
+    tp=st.sampled_from([1, 2, 4]),
+    dp=st.integers(1, 5),
+    tp2=st.sampled_from([1, 2, 4]),
+    dp2=st.integers(1, 5),
+    data=st.data(),
+)
+def test_saved_under_one_layout_loads_under_another(shape, tp, dp, tp2, dp2, data, tmp_path_factory) -> None:
+    folder = tmp_path_factory.mktemp("saved")
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    values = torch.randn(shape)
+    final = save_all(folder, cut(values, "w", dim, tp, dp), 7)
+    loaded = manifests.load(final)
+    assert not overlapping(loaded.tensors["w"])
+    reader.verify(final, loaded)
+    for wanted, target in zip(cut(values, "w", dim, tp2, dp2), cut(values, "w", dim, tp2, dp2), strict=True):
+        target[0].data.fill_(float("nan"))
+        reader.fill(final, loaded, target, ALONE)
+        assert torch.equal(target[0].data, wanted[0].data)
+
+
+def whole(values: torch.Tensor, name: str = "w") -> Piece:
+    box = Box((0,) * values.dim(), tuple(values.shape))
+    return Piece(name, tuple(values.shape), box, range(values.numel()), values.reshape(-1).clone())
+
+
+def test_the_newest_valid_one_is_chosen_and_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2, 3):
+        writer.save(tmp_path, step, [whole(torch.full((4, 3), float(step)))], {"step": step}, ALONE)
+    assert (tmp_path / writer.TRACKER).read_text() == "3\n"
+    file = tmp_path / "iter_0000003" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (tmp_path / ".iter_0000009.part").mkdir()
+    (tmp_path / "iter_0000010").mkdir()  # incomplete
+    found = reader.newest(tmp_path, ALONE)
+    assert found is not None and found[0].name == "iter_0000002" and found[1].state == {"step": 2}
+    assert "rank-00000.safetensors: its content changed" in capsys.readouterr().out
+    for step in (1, 2):
+        os.truncate(tmp_path / f"iter_{step:07d}" / "rank-00000.safetensors", 8)
+    with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
+        reader.newest(tmp_path, ALONE)
+    assert reader.newest(tmp_path / "nothing", ALONE) is None
+
+
+@pytest.mark.parametrize("place", range(12))
+def test_every_flipped_bit_is_found(tmp_path: Path, place: int) -> None:
+    folder = writer.save(tmp_path, 1, [whole(torch.randn(5, 5))], {}, ALONE)
+    files = sorted(p for p in folder.iterdir())
+    file = files[place % len(files)]
+    content = bytearray(file.read_bytes())
+    content[(place * 7919) % len(content)] ^= 1 << (place % 8)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=file.name if file.name.startswith("rank") else "manifest.json"):
+        reader.verify(folder, manifests.load(folder))
+
+
+HOSTILE = {
+    "path": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(0, "../rank-00000.safetensors"),
+    "absolute": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(0, "/etc/passwd"),
+    "negative": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(2, [-1, 0]),
+    "beyond": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(3, [2**63, 5]),
+    "hole": lambda m: m["tensors"]["w"]["parts"][0].__setitem__(3, [4, 5]),
+    "shape": lambda m: m["tensors"]["w"].__setitem__("shape", [5]),
+    "format": lambda m: m.__setitem__("format", 99),
+    "missing": lambda m: m.pop("files"),
+    "text": lambda m: m["tensors"]["w"].__setitem__("shape", "many"),
+}
+
+
+@pytest.mark.parametrize("attack", sorted(HOSTILE))
+def test_a_hostile_manifest_is_refused(tmp_path: Path, attack: str) -> None:
+    folder = writer.save(tmp_path, 1, [whole(torch.randn(5, 5))], {}, ALONE)
+    data = json.loads((folder / "manifest.json").read_text())
+    HOSTILE[attack](data)
+    (folder / "manifest.json").write_text(json.dumps(data))
+    (folder / "COMPLETE").write_text(manifests.sha256_of(folder / "manifest.json"))
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        manifests.load(folder)
+
+
+def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> None:
+    folder = writer.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
+    pieces = [whole(torch.zeros(4, 2), "a"), whole(torch.zeros(5), "b"), whole(torch.zeros(1), "c")]
+    with pytest.raises(CheckpointError) as error:
+        reader.fill(folder, manifests.load(folder), pieces, ALONE)
+    assert "b: shape (5,) here, (3,) in" in str(error.value) and "c: shape (1,) here, not in" in str(error.value)
+    assert all(not p.data.any() for p in pieces)
+
+
+def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("save_file", "sha256_of", "_sync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, name, full)
+            with pytest.raises(CheckpointError, match="No space left"):
+                writer.save(tmp_path, 2, [whole(torch.ones(2))], {}, ALONE)
+        found = reader.newest(tmp_path, ALONE)
+        assert found is not None and found[0].name == "iter_0000001"
+        assert not list(tmp_path.glob(".iter_*"))
+
+
+def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    real_sync, real_replace = writer._sync, os.replace
+    monkeypatch.setattr(writer, "_sync", lambda p: (events.append(f"sync {Path(p).name}"), real_sync(p)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), real_replace(a, b)))
+    writer.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+    wanted = [
+        "sync rank-00000.safetensors",
+        "sync manifest.json",
+        "sync COMPLETE",
+        "sync .iter_0000001.part",
+        "rename iter_0000001",
+        f"sync {tmp_path.name}",
+        f"sync .{writer.TRACKER}.part",
+        f"rename {writer.TRACKER}",
+        f"sync {tmp_path.name}",
+    ]
+    assert events == wanted
+
+
+def test_keep_last_touches_only_complete_ones(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        writer.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+    (tmp_path / "iter_backup").mkdir()
+    (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
+    writer.prune(tmp_path, 2, ALONE)
+    left = sorted(p.name for p in tmp_path.glob("iter_*"))
+    assert left == ["iter_0000003", "iter_0000004", "iter_0000009", "iter_backup"]
+    writer.prune(tmp_path, 1, Mesh(world=Axis("world", 2, 1)))  # not rank 0: does nothing
+    assert (tmp_path / "iter_0000003").is_dir()

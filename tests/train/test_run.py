@@ -1,0 +1,166 @@
+"""The program as a user starts it: stop and resume, other layouts, bad input, dead ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from train_cases import SMALL, TP2_PP2
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pretrain(*flags: str, timeout: float = 90, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**os.environ, **(env or {})})
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["train/loss"] for r in rows if "train/loss" in r}
+
+
+@pytest.mark.parametrize("layout", [[], TP2_PP2], ids=["one process", "tp2 pp2"])
+def test_a_stopped_and_resumed_run_is_the_same_run_bit_for_bit(tmp_path: Path, layout: list[str]) -> None:
+    flags = [*SMALL, *layout, "--train-iters", "8", "--save-interval", "3", "--hidden-dropout", "0.1"]
+    straight = pretrain(*flags, "--save", str(tmp_path / "a"))
+    assert straight.returncode == 0, straight.stderr
+    first = pretrain(*flags, "--save", str(tmp_path / "b"), "--load", str(tmp_path / "b"), "--exit-interval", "5")
+    assert first.returncode == 75, first.stderr
+    assert json.loads((tmp_path / "b/status.json").read_text())["outcome"] == "requeue"
+    second = pretrain(*flags, "--save", str(tmp_path / "b"), "--load", str(tmp_path / "b"))
+    assert second.returncode == 0 and "resumed from" in second.stdout, second.stderr
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "a")) == 8
+    one, two = (json.loads((tmp_path / n / "iter_0000008/manifest.json").read_text()) for n in "ab")
+    assert one["files"] == two["files"]  # sha256 of weights and optimizer
+    assert json.loads((tmp_path / "b/status.json").read_text()) == {
+        "outcome": "done",
+        "step": 8,
+        "tokens": 8 * 8 * 16,
+        "checkpoint": str(tmp_path / "b"),
+        "reason": "reached the last step",
+        "rank": 0,
+    }
+
+
+def test_a_checkpoint_goes_on_under_another_layout(tmp_path: Path) -> None:
+    flags = [*SMALL, "--train-iters", "6", "--save-interval", "3", "--hidden-dropout", "0.1"]
+    assert pretrain(*flags, "--save", str(tmp_path / "a")).returncode == 0
+    half = pretrain(*flags, *TP2_PP2, "--save", str(tmp_path / "b"), "--exit-interval", "3")
+    assert half.returncode == 75, half.stderr
+    rest = pretrain(*flags, "--nproc", "2", "--save", str(tmp_path / "b"), "--load", str(tmp_path / "b"))
+    assert rest.returncode == 0, rest.stderr
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-4)
+
+
+def test_torchrun_starts_it_too(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "pretrain_gpt.py"]
+    flags = [*SMALL, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--run-dir", str(tmp_path)]
+    done = subprocess.run([*words, *flags], capture_output=True, text=True, timeout=90, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(tmp_path)) == [1, 2]
+
+
+BAD = {
+    "data missing": (["--data-path", "/no/such/prefix"], 3, "/no/such/prefix"),
+    "world size": (["--mock-data", "--nproc", "3", "--tensor-model-parallel-size", "2"], 2, "world size 3"),
+    "batch": (["--mock-data", "--nproc", "3"], 2, "global_batch_size=8 is not a multiple"),
+    "layers": (["--mock-data", "--pipeline-model-parallel-size", "8"], 2, "num_layers=4"),
+    "no checkpoint": (["--mock-data", "--load", "/no/such", "--exit-on-missing-checkpoint"], 2, "holds no checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_bad_input_is_one_clear_error(tmp_path: Path, name: str) -> None:
+    flags, code, text = BAD[name]
+    small = [f for f in SMALL if f != "--mock-data"]
+    begin = time.monotonic()
+    result = pretrain(*small, *flags, "--train-iters", "2", "--run-dir", str(tmp_path / "run"))
+    assert (result.returncode, time.monotonic() - begin < 30) == (code, True), result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("pretrain_gpt.py:")]
+    assert len(errors) == 1 and text in errors[0], result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
+    import numpy as np
+
+    from megalite.data.indexed import IndexedWriter
+
+    writer = IndexedWriter(tmp_path / "d", np.uint16)
+    for _ in range(20):
+        writer.add([1, 2, 3, 200, 4] * 20)
+    writer.finish()
+    small = [f for f in SMALL if f != "--mock-data"]
+    flags = ["--data-path", str(tmp_path / "d"), "--split", "1,0,0", "--train-iters", "2", "--run-dir", str(tmp_path / "r")]
+    result = pretrain(*small, *TP2_PP2, *flags)
+    assert result.returncode == 3, result.stderr
+    assert "token id 200" in result.stderr and "document" in result.stderr
+
+
+def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, *TP2_PP2, "--train-iters", "100000"]
+    process = subprocess.Popen(
+        [*words, "--run-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step     3/" in line:
+                break
+        os.kill(descendants(process.pid)[-1], signal.SIGKILL)  # the youngest process is the last rank
+        begin = time.monotonic()
+        process.communicate(timeout=30)
+        assert process.returncode not in (0, None) and time.monotonic() - begin < 15
+        assert not [p for p in descendants(process.pid)]
+    finally:
+        process.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (OSError, IndexError):
+                continue
+            if parent == pid:
+                found += [int(entry.name), *descendants(int(entry.name))]
+    return sorted(set(found))
+
+
+def test_sigterm_saves_and_says_requeue(tmp_path: Path) -> None:
+    flags = [*SMALL, *TP2_PP2, "--train-iters", "100000", "--exit-signal-handler"]
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--save", str(tmp_path), "--save-interval", "50000"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step     3/" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+        assert process.returncode == 75
+        status = json.loads((tmp_path / "status.json").read_text())
+        assert status["outcome"] == "requeue" and (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
+    finally:
+        process.kill()
+
+
+def test_fp16_overflow_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None:
+    flags = [*SMALL, "--train-iters", "4", "--fp16", "--hysteresis", "1", "--initial-loss-scale", str(2.0**40)]
+    result = pretrain(*flags, "--run-dir", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    train = [r for r in rows if "train/loss" in r]
+    assert [r["train/skipped"] for r in train] == [1, 1, 1, 1]
+    assert [r["train/loss_scale"] for r in train] == [2.0**39, 2.0**38, 2.0**37, 2.0**36]
+    low = pretrain(*SMALL, "--train-iters", "4", "--fp16", "--loss-scale", "128", "--run-dir", str(tmp_path / "low"))
+    assert low.returncode == 0 and losses(tmp_path / "low")[4] < losses(tmp_path / "low")[1]
