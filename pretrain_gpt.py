@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Pretrain a GPT: parse -> build -> train.
 
-    python pretrain_gpt.py FLAGS                        one process
-    python pretrain_gpt.py --nproc 4 FLAGS              four local ranks, started here
-    torchrun --nproc_per_node 4 pretrain_gpt.py FLAGS   the same, started by torchrun
-    srun python pretrain_gpt.py FLAGS                   the same, under SLURM
+python pretrain_gpt.py FLAGS                        one process
+python pretrain_gpt.py --nproc 4 FLAGS              four local ranks, started here
+torchrun --nproc_per_node 4 pretrain_gpt.py FLAGS   the same, started by torchrun
+srun python pretrain_gpt.py FLAGS                   the same, under SLURM
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def layout() -> tuple[str, list[str], int]:
     import torch
 
     cards = torch.cuda.device_count()
-    config, steps = ("examples/quickstart_gpu.toml", 600) if cards else ("examples/quickstart.toml", 600)
+    config, steps = ("examples/quickstart_gpu.toml", 600) if cards else ("examples/quickstart.toml", 540)
     ranks = 4 if cards == 0 or cards >= 4 else cards
     if ranks < 2:
         return config, [], steps
@@ -126,7 +126,9 @@ def summary(difference: float, compared: int, samples: list[str], pictures: list
     table = Table(title="megalite quickstart", show_header=False, title_justify="left")
     table.add_row("training loss", f"{last['train/loss']:.3f} nats per token after {last['tokens']:,} tokens")
     table.add_row("validation loss", f"{valid:.3f} nats per token")
-    speed = f"{last['perf/tokens_per_s_per_gpu'] * ranks:,.0f} tokens/s, {last['perf/tflops_per_gpu'] * ranks:.3f} TFLOP/s"
+    speed = (
+        f"{last['perf/tokens_per_s_per_gpu'] * ranks:,.0f} tokens/s, {last['perf/tflops_per_gpu'] * ranks:.3f} TFLOP/s"
+    )
     table.add_row("speed", f"{speed}, MFU {'n/a' if mfu is None else f'{100 * mfu:.1f} %'} ({ranks} ranks together)")
     table.add_row("the same run on one process", f"largest loss difference {difference:.2e} over {compared} steps")
     table.add_row("log, metrics", f"{RUN}/log.txt, {RUN}/metrics.jsonl")

@@ -53,14 +53,14 @@ def build_parser(presets: Sequence[str]) -> argparse.ArgumentParser:
         prog="pretrain_gpt.py",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Pretrain a GPT over a tensor x pipeline x data parallel mesh. Flags are spelled as in Megatron-LM.",
+        description="Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags.",
     )
     parser.add_argument("--preset", choices=presets, metavar="NAME", help="model shape: " + ", ".join(presets))
     parser.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
     groups = {name: parser.add_argument_group(name) for name in configs.SECTIONS}
     for section, f in options():
         kind = base_type(f)
-        shown = "" if f.default is None or kind == "bool" else f" (default {f.default})"
+        shown = "" if f.default is None or kind == "bool" or f.name in configs.REQUIRED else f" (default {f.default})"
         for flag, constant in spellings(f):
             text = f.metadata["help"] + shown if flag == flag_of(f.name) else f"{flag_of(f.name)} {constant}"
             text = text.replace("%", "%%")
@@ -124,10 +124,11 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
     path = given.pop("config", None)
     try:
         file = configs.read_toml(path) if path is not None else {}
-        preset = given.pop("preset", None) or file.pop("preset", None)
+        preset = str(given.pop("preset", "") or file.get("preset", ""))
         file.pop("preset", None)
-        if preset is not None and preset not in presets:
+        if preset and preset not in presets:
             problems.append(f"preset={preset!r} is unknown; use one of {', '.join(sorted(presets))}")
+        configs.build(file)  # a wrong type in the file is an error even where a flag wins over it
         values = {**presets.get(preset, {}), **file, **given}
         made = configs.build(values)
         problems += [] if problems else configs.check(made)

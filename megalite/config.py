@@ -23,14 +23,14 @@ def opt(default: Any, help: str, *, choices: tuple[str, ...] = (), flags: tuple[
 
 @dataclass(frozen=True)
 class ModelConfig:
-    num_layers: int | None = opt(None, "transformer layers")
-    hidden_size: int | None = opt(None, "model width D")
+    num_layers: int = opt(0, "transformer layers")
+    hidden_size: int = opt(0, "model width D")
     ffn_hidden_size: int | None = opt(None, "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu")
-    num_attention_heads: int | None = opt(None, "query heads H")
+    num_attention_heads: int = opt(0, "query heads H")
     kv_channels: int | None = opt(None, "head size K; default D / H")
     group_query_attention: bool = opt(False, "share key/value heads in --num-query-groups groups")
     num_query_groups: int | None = opt(None, "key/value heads G with --group-query-attention; default H")
-    seq_length: int | None = opt(None, "tokens per sequence", flags=("--encoder-seq-length",))
+    seq_length: int = opt(0, "tokens per sequence", flags=("--encoder-seq-length",))
     max_position_embeddings: int | None = opt(None, "longest sequence that positions are made for; default seq_length")
     normalization: str = opt("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = opt(1e-5, "added to the variance in norms", flags=("--layernorm-epsilon",))
@@ -109,9 +109,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    micro_batch_size: int | None = opt(None, "samples per micro-batch and dp rank")
+    micro_batch_size: int = opt(0, "samples per micro-batch and dp rank")
     global_batch_size: int | None = opt(None, "samples per step; default micro_batch_size x dp")
-    rampup_batch_size: tuple[int, ...] | None = opt(None, "START INCREMENT SAMPLES: grow the batch over SAMPLES samples")
+    rampup_batch_size: tuple[int, ...] | None = opt(
+        None, "START INCREMENT SAMPLES: grow the batch over SAMPLES samples"
+    )
     train_iters: int | None = opt(None, "steps")
     train_samples: int | None = opt(None, "samples, instead of --train-iters")
     seed: int = opt(1234, "of weights, dropout and data order")
@@ -126,7 +128,9 @@ class TrainConfig:
         choices=("selective", "full"),
         flags=("--recompute-activations=selective",),
     )
-    recompute_method: str | None = opt(None, "with full: every group of layers, or the first", choices=("uniform", "block"))
+    recompute_method: str | None = opt(
+        None, "with full: every group of layers, or the first", choices=("uniform", "block")
+    )
     recompute_num_layers: int | None = opt(None, "uniform: layers per group; block: layers per stage")
     check_for_nan_in_loss_and_grad: bool = opt(True, "stop at a loss or gradient that is not finite")
     dry_run: bool = opt(False, "print the plan and stop")
@@ -398,25 +402,19 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
             say(f"{f.name}={value} is not finite; give a number")
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
             say(f"{f.name}={value} is negative; give 0 or more")
+        elif value == 0 and f.name in REQUIRED:
+            say(f"{f.name}=0 is not set; give {'--' + f.name.replace('_', '-')} or a --preset")
         elif value == 0 and f.name in _POSITIVE:
             say(f"{f.name}=0 is too small; give 1 or more")
-    for value, name in (
-        (m.num_layers, "num_layers"),
-        (m.hidden_size, "hidden_size"),
-        (m.num_attention_heads, "num_attention_heads"),
-        (m.seq_length, "seq_length"),
-        (t.micro_batch_size, "micro_batch_size"),
-        (o.lr, "lr"),
-    ):
-        if value is None:
-            say(f"{name} is not set; give --{name.replace('_', '-')} or a --preset")
+    if o.lr is None:
+        say("lr is not set; give --lr")
     if problems:
         return problems
-    assert m.num_layers and m.hidden_size and m.num_attention_heads and m.seq_length and t.micro_batch_size and o.lr is not None
+    assert o.lr is not None
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     heads = m.num_attention_heads
     if m.kv_channels is None and m.hidden_size % heads:
-        say(f"hidden_size={m.hidden_size} is not a multiple of num_attention_heads={heads}; change one or set --kv-channels")
+        say(f"hidden_size={m.hidden_size} is not a multiple of num_attention_heads={heads}; or set --kv-channels")
     elif m.position_embedding_type == "rope" and int(m.head_size * m.rotary_percent) % 2:
         say(f"rotary_percent={m.rotary_percent} rotates an odd number of {m.head_size} channels; make it even")
     if heads % tp:
@@ -430,7 +428,7 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
     if m.ffn_size % tp:
         say(f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={m.ffn_size}; change one")
     if m.seq_length % tp:
-        say(f"tensor_model_parallel_size={tp} does not divide seq_length={m.seq_length} (sequence parallelism); change one")
+        say(f"tensor_model_parallel_size={tp} does not divide seq_length={m.seq_length} ; change one")
     if m.positions < m.seq_length:
         say(f"max_position_embeddings={m.positions} is below seq_length={m.seq_length}; make it at least that")
     for name in ("hidden_dropout", "attention_dropout"):
@@ -443,13 +441,18 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
     vpp = 1
     chunk, chunks = p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank
     if chunk is not None and chunks is not None:
-        say(f"num_layers_per_virtual_pipeline_stage={chunk} and num_virtual_stages_per_pipeline_rank={chunks}: give one")
+        say(
+            f"num_layers_per_virtual_pipeline_stage={chunk} and num_virtual_stages_per_pipeline_rank={chunks}: give one"
+        )
     if p.pipeline_model_parallel_layout is not None:
         if chunk is not None or chunks is not None:
             say("pipeline_model_parallel_layout already says the virtual stages; leave the other flag away")
     elif chunk is not None:
         if m.num_layers % (pp * chunk):
-            say(f"num_layers_per_virtual_pipeline_stage={chunk} x pp {pp} does not divide num_layers={m.num_layers}; change one")
+            say(
+                f"num_layers_per_virtual_pipeline_stage={chunk} x pp {pp} does not divide num_layers={m.num_layers}"
+                "; change one"
+            )
         else:
             vpp = m.num_layers // (pp * chunk)
     elif chunks is not None:
@@ -457,7 +460,7 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
     if pp == 1 and (chunk is not None or (chunks or 1) > 1):
         say("virtual pipeline stages need pipeline_model_parallel_size above 1; drop them or raise it")
     if p.pipeline_model_parallel_layout is None and pp * vpp > m.num_layers:
-        say(f"pipeline_model_parallel_size={pp} x {vpp} chunks is above num_layers={m.num_layers}: use at most that many")
+        say(f"pipeline_model_parallel_size={pp} x {vpp} chunks is above num_layers={m.num_layers}: use fewer")
     if t.train_iters is not None and t.train_samples is not None:
         say("train_iters and train_samples exclude each other; give one")
     if t.train_iters is None and t.train_samples is None:
@@ -509,9 +512,9 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
         say("tokenizer_type=NullTokenizer needs --vocab-size")
     if d.tokenizer_type == "GPT2BPETokenizer" and not (d.vocab_file and d.merge_file):
         say("tokenizer_type=GPT2BPETokenizer needs --vocab-file and --merge-file")
-    if d.tokenizer_type in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"):
-        if not d.tokenizer_model:
-            say(f"tokenizer_type={d.tokenizer_type} needs --tokenizer-model")
+    by_file = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer")
+    if d.tokenizer_type in by_file and not d.tokenizer_model:
+        say(f"tokenizer_type={d.tokenizer_type} needs --tokenizer-model")
     if world_size is not None:
         if world_size % (tp * pp):
             say(f"world size {world_size} is not a multiple of tp {tp} x pp {pp} = {tp * pp}; start a multiple of it")
@@ -525,19 +528,51 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
                 if size is not None and size % unit:
                     low, high = size // unit * unit, -(-size // unit) * unit
                     say(
-                        f"{name}={size} is not a multiple of micro_batch_size {t.micro_batch_size} x data parallel {dp} "
-                        f"= {unit}: use {f'{low} or ' if low else ''}{high}"
+                        f"{name}={size} is not a multiple of micro_batch_size {t.micro_batch_size} x data parallel "
+                        f"{dp} = {unit}: use {f'{low} or ' if low else ''}{high}"
                     )
     return problems
 
 
+REQUIRED = frozenset({"num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"})
 _POSITIVE = frozenset(
-    """num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length
-    max_position_embeddings make_vocab_size_divisible_by nproc tensor_model_parallel_size pipeline_model_parallel_size
-    context_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank ddp_bucket_size
-    distributed_timeout_minutes distributed_timeout_seconds_after_init micro_batch_size global_batch_size train_iters
-    train_samples eval_interval exit_interval recompute_num_layers save_interval keep_last log_interval vocab_size
-    loss_scale min_loss_scale loss_scale_window hysteresis rotary_base rope_scaling_factor""".split()
+    [
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "num_query_groups",
+        "seq_length",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+        "nproc",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "ddp_bucket_size",
+        "distributed_timeout_minutes",
+        "distributed_timeout_seconds_after_init",
+        "micro_batch_size",
+        "global_batch_size",
+        "train_iters",
+        "train_samples",
+        "eval_interval",
+        "exit_interval",
+        "recompute_num_layers",
+        "save_interval",
+        "keep_last",
+        "log_interval",
+        "vocab_size",
+        "loss_scale",
+        "min_loss_scale",
+        "loss_scale_window",
+        "hysteresis",
+        "rotary_base",
+        "rope_scaling_factor",
+    ]
 )
 
 

@@ -36,6 +36,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     context = multiprocessing.get_context("forkserver")
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     results: dict[int, tuple[bool, Any]] = {}
+
     def drain() -> None:  # results may be larger than a pipe's buffer
         open_ends = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
         while open_ends:

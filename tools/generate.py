@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Continue a prompt with the newest checkpoint of a run, on one process, whatever layout wrote it.
 
-    python tools/generate.py --load runs/quickstart --prompt 'def main(' --tokens 60
+python tools/generate.py --load runs/quickstart --prompt 'def main(' --tokens 60
 """
 
 from __future__ import annotations

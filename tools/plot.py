@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Pictures: a pipeline schedule, the measured timeline of a run beside its plan, loss curves.
 
-    python tools/plot.py schedule --pp 4 --vpp 2 --microbatches 8 --text
-    python tools/plot.py schedule --pp 4 --microbatches 8 --out schedule.png
-    python tools/plot.py pipeline RUN_DIR --out pipeline.png       RUN_DIR/timeline.json, from --profile-pipeline STEP
-    python tools/plot.py loss RUN_DIR [RUN_DIR ...] --out loss.png
+python tools/plot.py schedule --pp 4 --vpp 2 --microbatches 8 --text
+python tools/plot.py schedule --pp 4 --microbatches 8 --out schedule.png
+python tools/plot.py pipeline RUN_DIR --out pipeline.png       RUN_DIR/timeline.json, from --profile-pipeline STEP
+python tools/plot.py loss RUN_DIR [RUN_DIR ...] --out loss.png
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ def loss(args: argparse.Namespace) -> None:
             points = [(r["tokens"], r[key]) for r in rows if r.get(key) is not None]
             if points:
                 x, y = zip(*points, strict=True)
-                axis.plot([t / 1e6 for t in x], y, style, markersize=5, linewidth=1.4, label=f"{label}{name} {y[-1]:.3f}")
+                axis.plot(
+                    [t / 1e6 for t in x], y, style, markersize=5, linewidth=1.4, label=f"{label}{name} {y[-1]:.3f}"
+                )
     axis.set_xlabel("million tokens")
     axis.set_ylabel("loss, nats per token")
     axis.grid(alpha=0.25)
@@ -139,7 +141,9 @@ def main() -> None:
     one.add_argument("--pp", type=int, default=4, help="pipeline ranks")
     one.add_argument("--vpp", type=int, default=1, help="chunks per rank")
     one.add_argument("--microbatches", type=int, default=8)
-    one.add_argument("--text", action="store_true", help="print it: digits are micro-batches, ' a later chunk, [] backward")
+    one.add_argument(
+        "--text", action="store_true", help="print it: digits are micro-batches, ' a later chunk, [] backward"
+    )
     one.add_argument("--out", default="schedule.png")
     one.set_defaults(run=schedule)
     two = commands.add_parser("pipeline", help="measured beside planned")

@@ -1,7 +1,7 @@
 """Activations of the feed-forward block, with their backward from the input alone.
 
-    swiglu        a = silu(g) * u,  u_in = [g | u]     dg = da * u * s * (1 + g * (1 - s)), du = da * silu(g), s = sigmoid(g)
-    gelu          a = x/2 * (1 + tanh(k (x + 0.044715 x^3))), k = sqrt(2/pi)    (arXiv:1606.08415, the tanh form of GPT-2)
+    swiglu        a = silu(g) * u, input [g | u]       dg = da u s (1 + g (1 - s)),  du = da silu(g),  s = sigmoid(g)
+    gelu          a = x/2 * (1 + tanh(k (x + 0.044715 x^3))), k = sqrt(2/pi)    (arXiv:1606.08415, tanh form)
     squared_relu  a = max(x, 0)^2                      dx = 2 max(x, 0) da      (arXiv:2109.08668)
 
 Only the input is needed by backward, so a caller saves that and recomputes `a` (nn/linear.py).

@@ -1,7 +1,7 @@
 """AdamW with decoupled decay (arXiv:1711.05101), in place on flat tensors; equals torch.optim.AdamW.
 
-    g = scale * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
-    w = w (1 - lr wd);  w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+g = scale * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+w = w (1 - lr wd);  w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 """
 
 from __future__ import annotations

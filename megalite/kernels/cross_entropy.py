@@ -30,9 +30,7 @@ def shard_sums(logits_Nv: Tensor, max_N: Tensor, labels_N: Tensor, first: int, v
     return sums_N, target_N
 
 
-def shard_grad_(
-    logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int
-) -> Tensor:
+def shard_grad_(logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int) -> Tensor:
     """Overwrite the logits by their gradient and return them."""
     dloss_N1 = dloss_N.to(lse_N.dtype)[:, None]
     logits_Nv[:, :valid] = (logits_Nv[:, :valid].to(lse_N.dtype) - lse_N[:, None]).exp() * dloss_N1

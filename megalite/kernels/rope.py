@@ -45,7 +45,9 @@ def rope_tables(
         high = scaling.original_length / scaling.high_factor
         blend = (scaling.original_length / wavelength - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
         blended = (1 - blend) * inverse / scaling.factor + blend * inverse
-        inverse = torch.where(wavelength > low, inverse / scaling.factor, torch.where(wavelength < high, inverse, blended))
+        inverse = torch.where(
+            wavelength > low, inverse / scaling.factor, torch.where(wavelength < high, inverse, blended)
+        )
     angles = torch.outer(torch.arange(seq_length, dtype=torch.float64), inverse)
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
@@ -70,7 +72,8 @@ class _Rope(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _rotate(dy, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(dy, cos, sin, -1.0), None, None
 
 
 def apply_rope(x_SBHK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:

@@ -44,7 +44,12 @@ def layer_flops(model: ModelConfig, seq_length: int) -> float:
     assert m.hidden_size and m.num_attention_heads
     D, F = m.hidden_size, m.ffn_size
     q, kv = m.num_attention_heads * m.head_size, m.groups * m.head_size
-    return 2.0 * D * (q + 2 * kv) + 2.0 * q * D + 2.0 * D * F * (3 if m.activation == "swiglu" else 2) + 2.0 * q * seq_length
+    return (
+        2.0 * D * (q + 2 * kv)
+        + 2.0 * q * D
+        + 2.0 * D * F * (3 if m.activation == "swiglu" else 2)
+        + 2.0 * q * seq_length
+    )
 
 
 def head_flops(model: ModelConfig, padded_vocab_size: int) -> float:

@@ -93,7 +93,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x_sBD: Tensor, rope: Rope | None, sample_ids_B: Tensor, step: int) -> Tensor:
-        x_sBD = self._add(self.attention(self.attention_norm(x_sBD), rope, sample_ids_B, step), x_sBD, SITE_HIDDEN_1, sample_ids_B, step)
+        x_sBD = self._add(
+            self.attention(self.attention_norm(x_sBD), rope, sample_ids_B, step),
+            x_sBD,
+            SITE_HIDDEN_1,
+            sample_ids_B,
+            step,
+        )
         return self._add(self.mlp(self.mlp_norm(x_sBD)), x_sBD, SITE_HIDDEN_2, sample_ids_B, step)
 
     def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, sample_ids_B: Tensor, step: int) -> Tensor:
@@ -176,11 +182,13 @@ class Stage(nn.Module):
                 dtype=torch.float64 if make.dtype == torch.float64 else torch.float32,
             )
 
-    def forward(self, x_sBD: Tensor | None, batch: Batch) -> Tensor:
+    def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states x_sBD; on the last stage the summed loss (or the logits when there are no labels)."""
         if self.embedding is not None:
-            x_sBD = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step)
-        assert x_sBD is not None
+            x_sBD: Tensor = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step)
+        else:
+            assert received_sBD is not None, "only the first stage starts from tokens"
+            x_sBD = received_sBD
         rope = None
         if self.rope is not None:
             length = batch.tokens_SB.shape[0]

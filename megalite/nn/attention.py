@@ -53,7 +53,7 @@ class Attention(nn.Module):
         self.tp, self.layer, self.seed, self.dropout_p = tp, layer, seed, dropout_p
         self.head_size, self.recompute_core = head_size, recompute_core
         D, H, G, K = hidden_size, heads, groups, head_size
-        self.replicated = G < tp.size
+        self.replicated = tp.size > G
         self.group = tp.rank * G // tp.size  # the one group of this rank when replicated
         kv_shards, kv_grad = ((), "partial") if self.replicated else (((1, "tp"),), "whole")
         zero = Constant(0.0)

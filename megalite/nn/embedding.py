@@ -6,7 +6,6 @@ tp arrives already split along the sequence: tokens_SB -> x_sBD, one reduce-scat
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,9 +24,7 @@ def word_spec(vocab_size: int, hidden_size: int, std: float, tied: bool) -> Para
 
 
 class Embedding(nn.Module):
-    def __init__(
-        self, make: Maker, spec: ParamSpec, *, positions: int | None, dropout_p: float, seed: int
-    ):
+    def __init__(self, make: Maker, spec: ParamSpec, *, positions: int | None, dropout_p: float, seed: int):
         super().__init__()
         self.mesh: Mesh = make.mesh
         self.dropout_p, self.seed = dropout_p, seed
@@ -54,10 +51,3 @@ class Embedding(nn.Module):
             key = fold(self.seed, step, -1, SITE_EMBEDDING)
             x_sBD = dropout(x_sBD, self.dropout_p, key, sample_ids_B, first)
         return x_sBD
-
-
-def check_ids(tokens: Tensor, vocab_size: int) -> None:
-    """Refuse ids outside [0, vocab_size): an index error on a GPU names neither the id nor its place."""
-    low, high = (int(v) for v in torch.aminmax(tokens))
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"token id {low if low < 0 else high} is outside [0, {vocab_size}): wrong tokenizer for this data?")

@@ -20,7 +20,16 @@ class MLP(nn.Module):
     """`activation` is a name of kernels/activation.py; its width (1 or 2) says whether it is gated."""
 
     def __init__(
-        self, make: Maker, name: str, *, hidden_size: int, ffn_size: int, activation: str, std: float, out_std: float, bias: bool
+        self,
+        make: Maker,
+        name: str,
+        *,
+        hidden_size: int,
+        ffn_size: int,
+        activation: str,
+        std: float,
+        out_std: float,
+        bias: bool,
     ):
         super().__init__()
         self.tp, self.activation = make.mesh.tp, activation

@@ -19,7 +19,15 @@ class AdamW:
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update_(
-        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int, scale: float
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        scale: float,
     ) -> None:
         adamw_(
             param,
@@ -46,7 +54,15 @@ class ApexAdamW(AdamW):
         return importlib.util.find_spec("amp_C") is not None and torch.cuda.is_available()
 
     def update_(
-        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int, scale: float
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        scale: float,
     ) -> None:
         import amp_C  # type: ignore[import-not-found]
 

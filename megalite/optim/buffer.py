@@ -6,12 +6,11 @@
     all-gather over dp                                                | bucket 1 | bucket 0      one per bucket and step
     next forward                                                        layer 1  | layer 2 ...
 
-A post-accumulate hook adds each gradient into its fp32 view and drops it, so gradients exist once and in one place.
-The pipeline says which backward of a chunk is the last one; nothing here counts micro-batches. Gradients are sums:
-division by tokens, loss scale and clipping are one factor in the optimizer. The extra sums (partial gradients over
-tp, tied ones over the ends of the pipeline) run on the dp shard, where they move 1/dp of the bytes.
-
-Rejected: hooks that count backward passes to find the last (torch DDP); they break when a micro-batch skips a layer.
+A post-accumulate hook adds each gradient into its fp32 view and drops it. The pipeline says which backward of a
+chunk is the last. A full bucket waits for those before it, so every rank runs its collectives in one order, even
+where ranks get gradients for different parameters. Gradients are sums: tokens, loss scale and clipping are one
+factor in the optimizer. The extra sums (over tp, over the pipeline's ends) run on the dp shard: 1/dp of the bytes.
+Rejected: hooks that count backward passes to find the last one; they break when a micro-batch skips a layer.
 """
 
 from __future__ import annotations
@@ -28,6 +27,11 @@ from megalite.parallel.comm import all_gather_flat, all_reduce_, reduce_scatter_
 from megalite.parallel.mesh import Mesh
 
 DEFAULT_BUCKET_SIZE = 40_000_000  # elements
+
+
+def main_dtype(weights: torch.dtype) -> torch.dtype:
+    """What gradients, main weights and states are kept in."""
+    return torch.float64 if weights == torch.float64 else torch.float32
 
 
 class ParamBuffer:
@@ -57,14 +61,17 @@ class ParamBuffer:
                 if id(p) not in seen:
                     seen.add(id(p))
                     parameters.append((chunk, p))
-        dtype = parameters[0][1].dtype
+        dtypes = {p.dtype for _, p in parameters}
+        if len(dtypes) != 1:
+            raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
+        dtype = dtypes.pop()
+        if grad_dtype != main_dtype(dtype):
+            raise ValueError(f"grad_dtype={grad_dtype} does not fit {dtype} weights: use {main_dtype(dtype)}")
         entries = [Entry(p.spec, p.numel(), chunk) for chunk, p in parameters]  # type: ignore[attr-defined]
         size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
         self.layout: Layout = lay_out(entries, bucket_size=size, dp=mesh.dp.size, tp=mesh.tp.size)
         self.weights = torch.zeros(self.layout.size, dtype=dtype, device=mesh.device)
-        self.grads = torch.zeros(self.layout.size, dtype=grad_dtype, device=mesh.device)
-        self._missing = [0] * len(self.layout.buckets)  # gradients still to land, once armed
-        self._armed = [False] * len(self.layout.buckets)
+        self._waiting: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
         self._reducing: dict[int, Any] = {}
         self._gathering: dict[int, Any] = {}
         bucket_of: dict[int, int] = {}
@@ -75,22 +82,28 @@ class ParamBuffer:
                 view.copy_(p.data)
                 p.data = view
                 bucket_of[id(p)] = b
+        self.grads = torch.zeros(self.layout.size, dtype=grad_dtype, device=mesh.device)  # the old weights are gone
+        for b, bucket in enumerate(self.layout.buckets):
+            for slot in bucket.slots:
+                _, p = parameters[slot.entry]
                 grad = self.grads[slot.start : slot.stop].view_as(p)
-                p.register_post_accumulate_grad_hook(self._adder(grad, b))
+                p.register_post_accumulate_grad_hook(self._adder(grad, b, slot.entry))
         for module in (m for chunk in chunks for m in chunk.modules()):
             needs = sorted({bucket_of[id(p)] for p in module.parameters(recurse=False)})
             if needs and shard and mesh.dp.size > 1:
                 module.register_forward_pre_hook(self._waiter(needs))
 
-    def _adder(self, grad: Tensor, b: int) -> Any:
+    def _adder(self, grad: Tensor, b: int, entry: int) -> Any:
         def add(p: Tensor) -> None:
             assert p.grad is not None
+            if b in self._reducing:
+                name = self.layout.entries[entry].spec.name
+                raise RuntimeError(f"{name}: a gradient came after its bucket was reduced; arm only the last backward")
             grad.add_(p.grad)
             p.grad = None
-            if self._armed[b]:
-                self._missing[b] -= 1
-                if self._missing[b] == 0:
-                    self._start_reduce(b)
+            if b in self._waiting:
+                self._waiting[b].discard(entry)
+                self._start_full()
 
         return add
 
@@ -112,7 +125,16 @@ class ParamBuffer:
             return
         for b, bucket in enumerate(self.layout.buckets):
             if bucket.chunk == chunk:
-                self._armed[b], self._missing[b] = True, len(bucket.slots)
+                self._waiting[b] = {slot.entry for slot in bucket.slots}
+
+    def _start_full(self) -> None:
+        """Reduce the full buckets at the head of the queue. One behind a bucket that is not full waits: dp ranks
+        that start collectives in different orders would sum gradients of different parameters."""
+        for b in list(self._waiting):
+            if self._waiting[b]:
+                return
+            del self._waiting[b]
+            self._start_reduce(b)
 
     def _start_reduce(self, b: int) -> None:
         bucket, dp = self.layout.buckets[b], self.mesh.dp
@@ -128,9 +150,10 @@ class ParamBuffer:
 
     def finish(self) -> None:
         """After the last backward: every gradient this rank owns is complete (summed over dp, tp and ends)."""
-        for b in range(len(self.layout.buckets)):
-            if b not in self._reducing:  # not overlapped, or a parameter that got no gradient
+        for b in [*self._waiting, *range(len(self.layout.buckets))]:
+            if b not in self._reducing:  # behind a parameter that got no gradient here, or never armed
                 self._start_reduce(b)
+        self._waiting.clear()
         for work in self._reducing.values():
             if work is not None:
                 work.wait()
@@ -141,7 +164,6 @@ class ParamBuffer:
             if bucket.kind.tied:
                 all_reduce_(self.owned_grad(bucket), self.mesh.ends)
         self._reducing.clear()
-        self._armed = [False] * len(self._armed)
 
     # ---- weights
 

@@ -84,7 +84,10 @@ class Layout:
 
 
 def lay_out(entries: Sequence[Entry], *, bucket_size: int, dp: int, tp: int = 1) -> Layout:
-    """Lay the entries (in order of use) into buckets of at least `bucket_size` elements, the last of a kind excepted."""
+    """Lay the entries (in order of use) into buckets of at least `bucket_size` elements (the last of a kind: less).
+
+    Buckets of a chunk are in the order in which backward fills them: that of their last members.
+    """
     unit = ALIGN * dp
     buckets: list[Bucket] = []
     position = 0
@@ -101,7 +104,7 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, dp: int, tp: int = 1)
             members.append(index)
             if sum(entries[i].numel for i in members) >= bucket_size:
                 closed.append((kind, open_slots.pop(kind)))
-        for kind, members in closed + list(open_slots.items()):
+        for kind, members in sorted([*closed, *open_slots.items()], key=lambda bucket: -bucket[1][-1]):
             start, slots = position, []
             for index in members:
                 slots.append(Slot(index, position, position + entries[index].numel))

@@ -1,16 +1,18 @@
 """Loss scaling for fp16 (arXiv:1710.03740): the loss is multiplied before backward, the gradients divided after.
 
-Dynamic: an overflow skips the step; after `hysteresis` of them in a row of windows the scale halves, and after
-`window` clean steps it doubles. Scale 1 and not dynamic for fp32 and bf16.
+A step whose gradients overflow is skipped. Dynamic, counted as in Megatron-LM: each overflow takes one of
+`hysteresis` lives, and from the last on halves the scale; `window` clean steps in a row double it and give the lives
+back. Fewer clean steps give none back, so that a scale on the edge comes down soon. fp32 and bf16: constant, 1.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 class ScaleExhausted(RuntimeError):
-    """The scale is at its floor and gradients still overflow."""
+    """The scale is at its floor and gradients still overflow: no step would ever be taken again."""
 
 
 @dataclass
@@ -21,34 +23,41 @@ class LossScaler:
     window: int = 1000
     hysteresis: int = 2
     clean_steps: int = 0
-    patience: int | None = None  # overflows left before the scale halves
+    patience: int | None = None  # overflows left before the scale halves; None: all of `hysteresis`
 
     def update(self, overflow: bool) -> None:
         if not self.dynamic:
             return
-        patience = self.hysteresis if self.patience is None else self.patience
-        if overflow:
-            self.clean_steps = 0
-            self.patience = patience - 1
-            if self.patience <= 0:
-                if self.scale <= self.minimum:
-                    raise ScaleExhausted(
-                        f"min_loss_scale={self.minimum} is reached and gradients still overflow; lower --lr or use --bf16"
-                    )
-                self.scale = max(self.scale / 2, self.minimum)
-        else:
+        if not overflow:
             self.clean_steps += 1
             if self.clean_steps == self.window:
-                self.clean_steps, self.patience = 0, self.hysteresis
+                self.clean_steps, self.patience = 0, None
                 self.scale *= 2
+            return
+        self.clean_steps = 0
+        self.patience = (self.hysteresis if self.patience is None else self.patience) - 1
+        if self.patience <= 0:
+            if self.scale <= self.minimum:
+                raise ScaleExhausted(
+                    f"min_loss_scale={self.minimum:g} is reached and gradients still overflow; lower --lr or use --bf16"
+                )
+            self.scale = max(self.scale / 2, self.minimum)
 
     def to_json(self) -> dict[str, float | int | bool | None]:
-        return asdict(self)
+        """The moving numbers; `dynamic` says whether they mean anything."""
+        return {
+            "dynamic": self.dynamic,
+            "scale": self.scale,
+            "clean_steps": self.clean_steps,
+            "patience": self.patience,
+        }
 
-    def from_json(self, state: dict[str, float | int | bool | None]) -> None:
-        """Take the moving numbers of a saved state; the settings stay those of this run."""
-        if self.dynamic and state.get("dynamic"):
-            self.scale = float(state["scale"] or self.scale)
-            self.clean_steps = int(state["clean_steps"] or 0)
-            patience = state["patience"]
-            self.patience = None if patience is None else int(patience)
+    def from_json(self, state: Mapping[str, float | int | bool | None]) -> None:
+        """Go on from a saved state. The settings stay those of this run; a run that was not dynamic says nothing."""
+        if not (self.dynamic and state["dynamic"]):
+            return
+        scale, clean_steps, patience = state["scale"], state["clean_steps"], state["patience"]
+        assert scale is not None and clean_steps is not None
+        self.scale = max(float(scale), self.minimum)
+        self.clean_steps = min(int(clean_steps), self.window - 1)  # the window may have been shortened
+        self.patience = None if patience is None else min(int(patience), self.hysteresis)

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the samples consumed. Shapes as in Megatron-LM.
+"""Learning rate as a pure function of the samples consumed: the curves of Megatron-LM.
 
     warm-up    init + (peak - init) * n / warm_up                        n <= warm_up
     linear     min + (peak - min) * (1 - r)            r = (n - warm_up) / (decay - warm_up)
@@ -6,8 +6,9 @@
     inverse-square-root   peak * sqrt(warm_up / n), at least min
     WSD        peak until decay - wsd, then to min by wsd_style          arXiv:2404.06395
 
-`n` counts samples up to and including the step that uses the rate, so the first step is not spent at rate 0.
-Iterations count as iterations x global batch size.
+Samples are the one unit, because a batch may grow: iterations count as iterations x global batch size. `n` includes
+the batch of the step that uses the rate, so the first step is not spent at rate 0 (Megatron-LM logs this value too,
+but its update uses the one before). A step that overflowed has consumed its samples and counts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Counts in samples. `decay` includes the warm-up; beyond it the rate is `minimum` (but for constant)."""
+    """Counts in samples. `decay` includes the warm-up; beyond it the rate is `minimum` (but for constant).
+
+    >>> lr = LrSchedule(peak=1.0, minimum=0.1, style="linear", warm_up=10, decay=100)
+    >>> [round(lr.at(n), 3) for n in (5, 10, 55, 100, 101)]
+    [0.5, 1.0, 0.55, 0.1, 0.1]
+    """
 
     peak: float
     minimum: float
@@ -41,8 +47,8 @@ class LrSchedule:
         return self.minimum + (self.peak - self.minimum) * self._height(n)
 
     def _height(self, n: float) -> float:
-        """1 at the peak, 0 at the minimum."""
-        ratio = (n - self.warm_up) / max(self.decay - self.warm_up, 1e-12)
+        """1 at the peak, 0 at the minimum; for warm_up < n <= decay, so no length here is 0."""
+        ratio = (n - self.warm_up) / (self.decay - self.warm_up)
         if self.style == "linear":
             return 1.0 - ratio
         if self.style == "cosine":

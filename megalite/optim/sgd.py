@@ -12,14 +12,26 @@ from torch import Tensor
 @dataclass(frozen=True)
 class SGD:
     momentum: float = 0.9
-    states: tuple[str, ...] = ("momentum_buffer",)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()  # plain SGD keeps nothing
 
     @torch.no_grad()
     def update_(
-        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int, scale: float
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        scale: float,
     ) -> None:
         grad.mul_(scale)
         if weight_decay:
             grad.add_(param, alpha=weight_decay)
-        # torch starts the buffer as the first gradient; so does 0 * momentum + gradient
-        param.add_(state["momentum_buffer"].mul_(self.momentum).add_(grad), alpha=-lr)
+        if self.momentum:  # torch starts the buffer as the first gradient; so does 0 * momentum + gradient
+            grad = state["momentum_buffer"].mul_(self.momentum).add_(grad)
+        param.add_(grad, alpha=-lr)

@@ -25,7 +25,6 @@ from torch.autograd import Function
 
 from megalite.parallel.mesh import Axis
 
-
 # torch 2.13 renamed them; both names do the same
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -109,7 +109,9 @@ def process_group(
     if device == "cuda":
         count = torch.cuda.device_count()
         if ranks.local_rank >= count:
-            raise LaunchError(f"local rank {ranks.local_rank} has no card, {count} visible: use --nproc {count} or less")
+            raise LaunchError(
+                f"local rank {ranks.local_rank} has no card, {count} visible: use --nproc {count} or less"
+            )
         here = torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(here)
     else:
@@ -129,7 +131,7 @@ def process_group(
         where = ranks.init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
             f"rank {ranks.rank} of {ranks.world} could not meet the others at {where} within "
-            f"{startup_timeout.total_seconds():.0f} s: check that all ranks were started and reach that address ({error})"
+            f"{startup_timeout.total_seconds():.0f} s: check that all ranks run and reach that address ({error})"
         ) from error
     try:
         yield here

@@ -11,11 +11,13 @@ no module state.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,7 +102,7 @@ def build_mesh(
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
     grid = torch.tensor(rank_grid(world, tp, pp, cp))
     here = [int(i) for i in (grid == rank).nonzero()[0]]
-    mesh = dist.DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "cp", "tp"))
 
     def axis(name: str, dim: int) -> Axis:
         index = [slice(i, i + 1) for i in here]
@@ -117,7 +119,7 @@ def build_mesh(
     def extra(name: str, members: list[list[int]]) -> Axis:
         made = Axis(name)
         for ranks in members:  # every rank takes part in making every group
-            group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+            group: Any = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
             if rank in ranks:
                 made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks))
         return made

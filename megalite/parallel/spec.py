@@ -11,8 +11,9 @@ Pure Python: no torch. Shapes are in elements; a `Box` is half open, `start <= i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Mapping
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 
 
-def partition(
-    num_layers: int, num_stages: int, *, embedding_cost: float = 0.0, head_cost: float = 0.0
-) -> list[range]:
+def partition(num_layers: int, num_stages: int, *, embedding_cost: float = 0.0, head_cost: float = 0.0) -> list[range]:
     """Contiguous ranges of layers per stage that minimise the cost of the dearest stage; a layer costs 1.
 
     The first stage also pays `embedding_cost`, the last `head_cost`, in layers. Only they may be left without a

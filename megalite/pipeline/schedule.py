@@ -16,11 +16,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 
 
-class Op(str, Enum):
+class Op(StrEnum):
     F = "F"
     B = "B"
     SEND_F = "SF"

@@ -104,7 +104,9 @@ def memory_gib(mesh: Mesh) -> tuple[float, float]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30, total / 2**30
 
 
-def train(run: Run, plan: Plan, config_toml: str, folder: Path, report: Reporter | None, stop: StopSignal) -> tuple[Exit, str]:
+def train(
+    run: Run, plan: Plan, config_toml: str, folder: Path, report: Reporter | None, stop: StopSignal
+) -> tuple[Exit, str]:
     """Train to the last step. `report` is rank 0's. Returns the outcome and its reason; the same on all ranks."""
     begin, saved = time.monotonic(), -1
     since: list[StepResult] = []
@@ -145,7 +147,10 @@ def train(run: Run, plan: Plan, config_toml: str, folder: Path, report: Reporter
         if plan.save_interval and step % plan.save_interval == 0:
             checkpoint()
         if result.stop:
-            outcome, reason = Exit.REQUEUE, "SIGTERM" if stop.seen else "exit_duration_in_mins, or a signal on another rank"
+            outcome, reason = (
+                Exit.REQUEUE,
+                "SIGTERM" if stop.seen else "exit_duration_in_mins, or a signal on another rank",
+            )
             break
         if plan.exit_interval and step % plan.exit_interval == 0 and step < run.last_step:
             outcome, reason = Exit.REQUEUE, f"exit_interval={plan.exit_interval}"

@@ -1,13 +1,15 @@
 """What a run tells: one log line per interval, metrics.jsonl, TensorBoard with Megatron-LM's tags, W&B.
 
 Only rank 0 has a `Reporter`. MFU is model FLOPs (causal, no recompute) per second over the dense peak of all devices.
+A figure that does not exist (the loss when every step was skipped, the MFU of an unknown card) is None: "n/a" in the
+line, null in metrics.jsonl, absent from TensorBoard; never 0 or -1.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Interval:
-    """Means and totals over the steps since the last line. Times in seconds; loss in nats per token."""
+    """Means and totals over the steps since the last line. Times in seconds; loss in nats per token.
+
+    `loss` is the mean over the steps that updated; `skipped` counts those that did not, `nan` those whose loss was
+    not finite. `lr`, `grad_norm`, `loss_scale`, `batch_size` are the last step's.
+    """
 
     step: int
     last_step: int
     consumed_samples: int
     consumed_tokens: int
     batch_size: int
-    loss: float
+    loss: float | None
     lr: float
     grad_norm: float
     loss_scale: float
@@ -32,6 +38,8 @@ class Interval:
     tokens_per_step: int
     memory_gib: float
     memory_limit_gib: float
+    reserved_gib: float | None = None  # by the CUDA allocator
+    nan: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,44 +62,62 @@ class Speed:
         return None if self.peak_tflops is None else self.tflops(i) / self.peak_tflops
 
 
-def megalite_line(i: Interval, speed: Speed, now: str) -> str:
-    mfu = speed.mfu(i)
-    share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
-    tokens = speed.tokens_per_s(i)
-    rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
-    eta = time.strftime("%H:%M:%S", time.gmtime(min(86399, (i.last_step - i.step) * i.step_s)))
-    days = int((i.last_step - i.step) * i.step_s // 86400)
-    skipped = f" | skipped {i.skipped}" if i.skipped else ""
+def duration(seconds: float) -> str:
+    """
+    >>> duration(850), duration(200_000)
+    ('00:14:10', '2d 07:33:20')
+    """
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return f"{days}d " * (days > 0) + f"{h:02d}:{m:02d}:{s:02d}"
+
+
+def perplexity(loss: float) -> float:
+    """Capped at exp(20), as in Megatron-LM, so that a diverged run does not overflow."""
+    return math.exp(min(20.0, loss))
+
+
+def megalite_line(i: Interval, speed: Speed, now: datetime.datetime) -> str:
+    tokens, tflops, mfu = speed.tokens_per_s(i), speed.tflops(i), speed.mfu(i)
+    loss = "n/a" if i.loss is None else f"{i.loss:.4f}"
     scale = f"  scale {i.loss_scale:.0f}" if i.loss_scale != 1.0 else ""
+    rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
+    share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
+    skipped = f" | skipped {i.skipped}" if i.skipped else ""
     return (
-        f"{now}  step {i.step:5d}/{i.last_step}  loss {i.loss:.4f}  lr {i.lr:.1e}  gnorm {i.grad_norm:.2f}{scale} | "
-        f"{rate} tok/s/gpu  {speed.tflops(i):.3g} TF/s  MFU {share} | {i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB | "
-        f"data {100 * i.data_s / i.step_s:.1f}% | eta {f'{days}d ' if days else ''}{eta}{skipped}"
+        f"{now:%H:%M:%S}  step {i.step:5d}/{i.last_step}  loss {loss}  lr {i.lr:.1e}  gnorm {i.grad_norm:.2f}{scale} | "
+        f"{rate} tok/s/gpu  {f'{tflops:.0f}' if tflops >= 100 else f'{tflops:.3g}'} TF/s  MFU {share} | "
+        f"{i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB | data {100 * i.data_s / i.step_s:.1f}% | "
+        f"eta {duration((i.last_step - i.step) * i.step_s)}{skipped}"
     )
 
 
-def megatron_line(i: Interval, speed: Speed, now: str, throughput: bool) -> str:
-    """Field for field Megatron-LM's training log line."""
+def megatron_line(i: Interval, speed: Speed, now: datetime.datetime, throughput: bool) -> str:
+    """Field for field Megatron-LM's training log line, which users' scripts parse."""
     parts = [
-        f" [{now}] iteration {i.step:8d}/{i.last_step:8d} |",
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {i.step:8d}/{i.last_step:8d} |",
         f" consumed samples: {i.consumed_samples:12d} |",
         f" elapsed time per iteration (ms): {i.step_s * 1000:.1f} |",
         f" throughput per GPU (TFLOP/s/GPU): {speed.tflops(i):.1f} |" if throughput else "",
         f" learning rate: {i.lr:.6E} |",
         f" global batch size: {i.batch_size:5d} |",
-        f" lm loss: {i.loss:.6E} |",
+        "" if i.loss is None else f" lm loss: {i.loss:.6E} |",
         f" loss scale: {i.loss_scale:.1f} |",
         f" grad norm: {i.grad_norm:.3f} |",
         f" number of skipped iterations: {i.skipped:3d} |",
-        f" number of nan iterations: {0:3d} |",
+        f" number of nan iterations: {i.nan:3d} |",
     ]
     return "".join(parts)
 
 
-def validation_lines(prefix: str, loss: float) -> str:
-    """Megatron-LM's framed validation line; `prefix` as in "iteration 100"."""
-    ppl = math.exp(min(20.0, loss))
-    line = f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
+def megalite_validation_line(step: int, name: str, loss: float, now: datetime.datetime) -> str:
+    return f"{now:%H:%M:%S}  step {step:5d}  {name} loss {loss:.4f}  ppl {perplexity(loss):.5g}"
+
+
+def megatron_validation_lines(prefix: str, loss: float) -> str:
+    """Megatron-LM's framed line; `prefix` as in "iteration 100" or "iteration 100 on test set"."""
+    line = f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     return f"{'-' * len(line)}\n{line}\n{'-' * len(line)}"
 
 
@@ -113,24 +139,28 @@ class Reporter:
         wandb_name: str | None = None,
         wandb_config: dict[str, Any] | None = None,
     ):
-        folder.mkdir(parents=True, exist_ok=True)
         self.speed, self.style, self.throughput = speed, style, throughput
-        self._log = open(folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
-        self._rows = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._board: Any = None
         self._wandb: Any = None
         if tensorboard_dir is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise RuntimeError("tensorboard_dir is set but tensorboard is missing; pip install tensorboard") from error
+                raise RuntimeError(
+                    f"tensorboard_dir={tensorboard_dir!r} needs the package tensorboard; pip install tensorboard"
+                ) from error
             self._board = SummaryWriter(tensorboard_dir)
         if wandb_project is not None:
             try:
                 import wandb  # type: ignore[import-not-found]
             except ImportError as error:
-                raise RuntimeError("wandb_project is set but wandb is missing; pip install wandb") from error
+                raise RuntimeError(
+                    f"wandb_project={wandb_project!r} needs the package wandb; pip install wandb"
+                ) from error
             self._wandb = wandb.init(project=wandb_project, name=wandb_name, config=wandb_config)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = open(folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
+        self._rows = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -138,26 +168,28 @@ class Reporter:
         self._log.flush()
 
     def train(self, i: Interval) -> None:
-        speed = self.speed
+        speed, now = self.speed, datetime.datetime.now()
         if self.style == "megatron":
-            self.say(megatron_line(i, speed, time.strftime("%Y-%m-%d %H:%M:%S.000000"), self.throughput))
+            self.say(megatron_line(i, speed, now, self.throughput))
         else:
-            self.say(megalite_line(i, speed, time.strftime("%H:%M:%S")))
-        mfu = speed.mfu(i)
+            self.say(megalite_line(i, speed, now))
         row = {
             "train/loss": i.loss,
             "train/lr": i.lr,
             "train/grad_norm": i.grad_norm,
+            "train/tokens": i.consumed_tokens,
             "train/batch_size": i.batch_size,
             "train/loss_scale": i.loss_scale,
             "train/skipped": i.skipped,
             "perf/tokens_per_s_per_gpu": speed.tokens_per_s(i),
             "perf/tflops_per_gpu": speed.tflops(i),
-            "perf/mfu": mfu,
+            "perf/mfu": speed.mfu(i),
             "perf/step_s": i.step_s,
             "perf/data_s": i.data_s,
             "mem/max_allocated_gib": i.memory_gib,
         }
+        if i.reserved_gib is not None:
+            row["mem/max_reserved_gib"] = i.reserved_gib
         self._row(i.step, i.consumed_tokens, row)
         tags = {
             "learning-rate": i.lr,
@@ -173,24 +205,31 @@ class Reporter:
 
     def validation(self, step: int, samples: int, tokens: int, loss: float, what: str = "") -> None:
         """`what`: "" during training, " on validation set" or " on test set" at the end."""
-        self.say(validation_lines(f"iteration {step}{what}", loss))
-        name = "test" if "test" in what else "valid"
-        self._row(step, tokens, {f"val/{name}/loss": loss, f"val/{name}/ppl": math.exp(min(20.0, loss))})
-        if name == "valid":
-            self._tags({"lm loss validation": loss, "lm loss validation ppl": math.exp(min(20.0, loss))}, step, samples)
+        test = "test" in what
+        if self.style == "megatron":
+            self.say(megatron_validation_lines(f"iteration {step}{what}", loss))
+        else:
+            self.say(megalite_validation_line(step, "test" if test else "validation", loss, datetime.datetime.now()))
+        name = "test" if test else "valid"
+        self._row(step, tokens, {f"val/{name}/loss": loss, f"val/{name}/ppl": perplexity(loss)})
+        if not test:
+            self._tags({"lm loss validation": loss, "lm loss validation ppl": perplexity(loss)}, step, samples)
 
-    def _tags(self, tags: dict[str, float], step: int, samples: int) -> None:
+    def _tags(self, tags: dict[str, float | None], step: int, samples: int) -> None:
         if self._board is not None:
             for tag, value in tags.items():
-                self._board.add_scalar(tag, value, step)
-                self._board.add_scalar(f"{tag} vs samples", value, samples)
+                if value is not None:
+                    self._board.add_scalar(tag, value, step)
+                    self._board.add_scalar(f"{tag} vs samples", value, samples)
 
     def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        finite = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+        }  # JSON has no nan
         self._rows.write(json.dumps({"step": step, "tokens": tokens, **finite}) + "\n")
         self._rows.flush()
         if self._wandb is not None:
-            self._wandb.log({"tokens": tokens, **finite}, step=step)
+            self._wandb.log({"tokens": tokens, **{k: v for k, v in finite.items() if v is not None}}, step=step)
 
     def close(self) -> None:
         self._log.close()

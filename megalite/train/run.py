@@ -22,7 +22,15 @@ from megalite.train.hardware import Peak, find_peak
 from megalite.train.loop import Plan, StopSignal, resume, train
 from megalite.train.metrics import Reporter, Speed
 from megalite.train.run_dir import Exit, keep_rows_until, write_atomically, write_status
-from megalite.train.setup import SetupError, batch_sizes, build_run, layers_of_stages, memory_bytes, params_dtype, run_length
+from megalite.train.setup import (
+    SetupError,
+    batch_sizes,
+    build_run,
+    layers_of_stages,
+    memory_bytes,
+    params_dtype,
+    run_length,
+)
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError
 
@@ -84,7 +92,9 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         if config.checkpoint.load is not None:
             loaded = resume(run, config.checkpoint.load)
             if loaded is None and config.checkpoint.exit_on_missing_checkpoint:
-                raise SetupError(f"load={config.checkpoint.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away")
+                raise SetupError(
+                    f"load={config.checkpoint.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away"
+                )
         if ranks.rank == 0:
             report = _reporter(config, run, sources, folder, ranks.world)
             if loaded is not None:
@@ -105,7 +115,9 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
             print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        print(f"{run.mesh.describe()}, step {run.state.step + 1}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        print(
+            f"{run.mesh.describe()}, step {run.state.step + 1}:\n{traceback.format_exc()}", file=sys.stderr, flush=True
+        )
     finally:
         run.data.close()
         if report is not None:
@@ -189,7 +201,7 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None) ->
         "schedule": f"{p.pipeline_schedule}, {len(layers) // pp} chunk{'s' * (len(layers) > pp)} per rank",
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
         "weights and optimizer": f"about {memory:.2f} GiB per rank, without activations",
-        "steps": f"{length.steps:,} of {sizes.final} samples x {m.seq_length} tokens: {length.samples * m.seq_length:,} tokens",
+        "steps": f"{length.steps:,} of {sizes.final} x {m.seq_length} tokens: {length.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(length.samples),
     }
     if peak is not None:

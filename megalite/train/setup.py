@@ -51,7 +51,11 @@ def batch_sizes(config: Config, dp: int) -> BatchSizes:
     t = config.train
     assert t.micro_batch_size
     final = t.global_batch_size or t.micro_batch_size * dp
-    ramp = None if t.rampup_batch_size is None else (t.rampup_batch_size[0], t.rampup_batch_size[1], t.rampup_batch_size[2])
+    ramp = (
+        None
+        if t.rampup_batch_size is None
+        else (t.rampup_batch_size[0], t.rampup_batch_size[1], t.rampup_batch_size[2])
+    )
     return BatchSizes(final, ramp)
 
 
@@ -136,9 +140,7 @@ def loss_scaler(config: Config) -> LossScaler:
     return LossScaler(p.initial_loss_scale, True, p.min_loss_scale, p.loss_scale_window, p.hysteresis)
 
 
-def build_stages(
-    config: Config, mesh: Mesh, vocab_size: int, dtype: torch.dtype, meta: bool = False
-) -> list[Stage]:
+def build_stages(config: Config, mesh: Mesh, vocab_size: int, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
     """This rank's chunks of the model."""
     model, t = config.model, config.train
     padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, mesh.tp.size)

@@ -83,7 +83,9 @@ def test_updates_equal_torch(dtype: torch.dtype, rule: str) -> None:
         optimizer.step(lr=0.05, weight_decay=0.3, scale=1.0)
         reference.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=1e-12 if dtype == torch.float64 else 1e-6)
+        torch.testing.assert_close(
+            a, b, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=1e-12 if dtype == torch.float64 else 1e-6
+        )
 
 
 def _counted(micro_batches: int, shard: bool) -> tuple[dict[str, int], int]:

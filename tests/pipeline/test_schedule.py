@@ -97,7 +97,9 @@ def test_a_cycle_is_named() -> None:
 
 
 def test_plans_need_no_torch() -> None:
-    code = "import sys; import megalite.pipeline.simulate, megalite.pipeline.partition; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; import megalite.pipeline.simulate, megalite.pipeline.partition; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def pretrain(*flags: str, timeout: float = 90, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**os.environ, **(env or {})})
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**os.environ, **(env or {})}
+    )
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -98,7 +100,16 @@ def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
         writer.add([1, 2, 3, 200, 4] * 20)
     writer.finish()
     small = [f for f in SMALL if f != "--mock-data"]
-    flags = ["--data-path", str(tmp_path / "d"), "--split", "1,0,0", "--train-iters", "2", "--run-dir", str(tmp_path / "r")]
+    flags = [
+        "--data-path",
+        str(tmp_path / "d"),
+        "--split",
+        "1,0,0",
+        "--train-iters",
+        "2",
+        "--run-dir",
+        str(tmp_path / "r"),
+    ]
     result = pretrain(*small, *TP2_PP2, *flags)
     assert result.returncode == 3, result.stderr
     assert "token id 200" in result.stderr and "document" in result.stderr

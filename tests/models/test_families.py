@@ -1,0 +1,57 @@
+"""Presets have the published numbers of parameters, and so have the tensors that are built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalite.config import build
+from megalite.models.families import PRESETS
+from megalite.models.flops import num_parameters, train_flops_per_token
+from megalite.parallel.mesh import Mesh
+from megalite.train.setup import build_stages, parameters_of
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_the_count_is_the_published_one(name: str) -> None:
+    config = build(PRESETS[name])
+    assert config.data.vocab_size
+    assert num_parameters(config.model, config.data.vocab_size) == PUBLISHED[name]
+
+
+def test_gpt3_is_175_billion() -> None:
+    config = build(PRESETS["gpt3-175b"])
+    assert round(num_parameters(config.model, 50257) / 1e9) == 175
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_tensors_add_up_to_the_count(name: str) -> None:
+    config = build({**PRESETS[name], "make_vocab_size_divisible_by": 1})
+    vocab = config.data.vocab_size
+    assert vocab
+    stages = build_stages(config, Mesh.alone(), vocab, torch.bfloat16, meta=True)
+    assert parameters_of(stages) == num_parameters(config.model, vocab)
+
+
+def test_flops_follow_the_formula() -> None:
+    """Llama-3-8B at 8192 tokens, by hand: 3 * (32 layers * (qkv + out + mlp + causal attention) + head)."""
+    config = build(PRESETS["llama3-8b"])
+    D, F, S, V = 4096, 14336, 8192, 128256
+    layer = 2 * D * (4096 + 2 * 1024) + 2 * D * D + 2 * D * F * 3 + 2 * 4096 * S
+    assert train_flops_per_token(config.model, S, V) == 3 * (32 * layer + 2 * D * V)

@@ -1,0 +1,212 @@
+"""The flat buffer: gradients land once and in one order, weights are whole wherever they are read."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from megalite.optim import buffer as buffer_module
+from megalite.optim.buffer import ParamBuffer
+from megalite.optim.zero1 import Zero1
+from megalite.parallel import comm
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.spec import ParamSpec
+
+SIZE = 128  # elements; each of two dp ranks owns half
+
+
+class Scale(nn.Module):
+    """y = x * weight."""
+
+    def __init__(self, name: str, value: float = 1.0, dtype: torch.dtype = torch.float32, **facts: Any):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((SIZE,), value, dtype=dtype))
+        self.weight.spec = ParamSpec(name, (SIZE,), **facts)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _mesh(tp: int = 1, pp: int = 1) -> Mesh:
+    return build_mesh(tp=tp, pp=pp, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=20))
+
+
+def _spy(module: Any, name: str, seen: list[tuple[Any, int]]) -> None:
+    """Record (group, elements) of every call; the calls go through."""
+    real = getattr(module, name)
+
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs.get("group"), x.numel()))
+        return real(x, *args, **kwargs)
+
+    setattr(module, name, call)
+
+
+def _grads(buffer: ParamBuffer) -> dict[str, float]:
+    """The value of each parameter's (uniform) gradient where this rank owns it."""
+    values = {}
+    for bucket in buffer.layout.buckets:
+        owned = buffer.owned_range(bucket)
+        for slot in bucket.slots:
+            mine = buffer.grads[max(slot.start, owned.start) : min(slot.stop, owned.stop)]
+            if mine.numel():
+                assert (mine == mine[0]).all()
+                values[buffer.layout.entries[slot.entry].spec.name] = float(mine[0])
+    return values
+
+
+def test_parameters_are_views_and_gradients_live_in_the_buffer_alone() -> None:
+    model = nn.Sequential(Scale("a", 2.0), Scale("b", 3.0))
+    buffer = ParamBuffer([model], Mesh.alone())
+    a, b = model[0].weight, model[1].weight
+    assert [p.spec.name for p in model.parameters()] == ["a", "b"]  # type: ignore[attr-defined]
+    buffer.weights.mul_(2)
+    assert a.detach().unique().tolist() == [4.0] and b.detach().unique().tolist() == [6.0]
+    for _ in range(3):
+        model(torch.ones(SIZE)).sum().backward()
+    assert a.grad is None and b.grad is None
+    buffer.finish()
+    assert _grads(buffer) == {"a": 18.0, "b": 12.0}
+    buffer.zero_grad()
+    assert _grads(buffer) == {"a": 0.0, "b": 0.0}
+
+
+def test_a_gradient_after_the_reduction_is_an_error_that_names_the_parameter() -> None:
+    model = Scale("layers.3.mlp.up")
+    buffer = ParamBuffer([model], Mesh.alone())
+    buffer.on_last_backward(0)
+    model(torch.ones(SIZE)).sum().backward()
+    with pytest.raises(RuntimeError, match="layers.3.mlp.up: a gradient came after its bucket was reduced"):
+        model(torch.ones(SIZE)).sum().backward()
+
+
+def test_dtypes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtypes \['torch.bfloat16', 'torch.float32'\]"):
+        ParamBuffer([nn.Sequential(Scale("a"), Scale("b", dtype=torch.bfloat16))], Mesh.alone())
+    with pytest.raises(ValueError, match="grad_dtype=torch.bfloat16"):
+        ParamBuffer([Scale("a", dtype=torch.bfloat16)], Mesh.alone(), grad_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="use torch.float64"):
+        ParamBuffer([Scale("a", dtype=torch.float64)], Mesh.alone(), grad_dtype=torch.float32)
+
+
+def _different_parameters(shard: bool) -> dict[str, float]:
+    """Rank 0 uses a, rank 1 uses b, nobody uses c. Begun as they fill, a's reduction would meet b's."""
+    mesh = _mesh()
+    parts = [Scale("a"), Scale("b"), Scale("c")]
+    buffer = ParamBuffer([nn.ModuleList(parts)], mesh, bucket_size=1, shard=shard)
+    buffer.on_last_backward(0)
+    (parts[mesh.dp.rank](torch.ones(SIZE)).sum() * (3 if mesh.dp.rank == 0 else 5)).backward()
+    buffer.finish()
+    return _grads(buffer)
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_ranks_may_get_gradients_for_different_parameters(shard: bool) -> None:
+    want = {"a": 3.0, "b": 5.0, "c": 0.0}
+    assert run_ranks(2, _different_parameters, shard) == [want, want]
+
+
+def _early(overlap: bool) -> tuple[list[int], int]:
+    """Reductions begun after each of: first backward, last backward, finish."""
+    mesh, seen, counts = _mesh(), [], []
+    model = nn.Sequential(Scale("a"), Scale("b"), Scale("c"))
+    buffer = ParamBuffer([model], mesh, bucket_size=1, overlap_grad_reduce=overlap)
+    _spy(buffer_module.dist, "all_reduce", seen)
+    model(torch.ones(SIZE)).sum().backward()
+    counts.append(len(seen))
+    buffer.on_last_backward(0)
+    model(torch.ones(SIZE)).sum().backward()
+    counts.append(len(seen))
+    buffer.finish()
+    counts.append(len(seen))
+    assert _grads(buffer) == {"a": 4.0, "b": 4.0, "c": 4.0}
+    return counts, len(buffer.layout.buckets)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_reductions_begin_inside_the_last_backward_when_overlapped(overlap: bool) -> None:
+    for counts, buckets in run_ranks(2, _early, overlap):
+        assert buckets == 3
+        assert counts == [0, buckets if overlap else 0, buckets]
+
+
+class _Late:
+    """An all-gather whose result appears only when somebody waits for it, as on a slow network."""
+
+    def __init__(self, whole: Tensor, mine: Tensor, group: Any, async_op: bool):
+        self.whole, self.arrived = whole, torch.empty_like(whole)
+        self.work = comm.all_gather_flat(self.arrived, mine.contiguous(), group=group, async_op=async_op)
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.whole.copy_(self.arrived)
+
+
+class Half:
+    """An update rule: w <- w / 2, to see where weights come from."""
+
+    states: tuple[str, ...] = ()
+
+    def update_(self, param: Tensor, grad: Tensor, state: Any, **_: Any) -> None:
+        param.mul_(0.5)
+
+
+def _late_weights(dtype: torch.dtype, overlap: bool, training: bool) -> tuple[float, float, bool]:
+    mesh = _mesh()
+    buffer_module.all_gather_flat = _Late  # type: ignore[assignment]
+    model = nn.Sequential(Scale("a", 4.0, dtype), Scale("b", 6.0, dtype)).train(training)
+    buffer = ParamBuffer([model], mesh, bucket_size=1, overlap_param_gather=overlap)
+    optimizer = Zero1(buffer, Half())
+    optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
+    buffer.gather()
+    waits = buffer.weights[:SIZE].unique().numel() > 1  # the other rank's half is still the old one
+    with torch.set_grad_enabled(training):
+        x = model[0](torch.ones(SIZE, dtype=dtype))  # no wait_gather: the modules' own hooks do it
+        y = model(torch.ones(SIZE, dtype=dtype))
+    return float(x.detach().unique()), float(y.detach().unique()), waits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overlap", "training"),
+    [
+        (torch.float32, True, True),
+        (torch.float32, True, False),
+        (torch.float32, False, True),
+        (torch.bfloat16, True, True),
+    ],
+)
+def test_a_forward_waits_for_the_weights_that_it_uses(dtype: torch.dtype, overlap: bool, training: bool) -> None:
+    assert run_ranks(2, _late_weights, dtype, overlap, training) == [(2.0, 6.0, overlap)] * 2
+
+
+def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, list[int]]]:
+    """dp 2 beside tp 2 or pp 2; rank r's loss is (r + 1) * sum. Elements moved per axis."""
+    mesh = _mesh(tp=2 if axis == "tp" else 1, pp=2 if axis == "pp" else 1)
+    facts: dict[str, Any] = {"grad": "partial"} if axis == "tp" else {"tied": True}
+    model = nn.Sequential(Scale("whole"), Scale("extra", **facts))
+    buffer = ParamBuffer([model], mesh, shard=shard)
+    seen: list[tuple[Any, int]] = []
+    _spy(buffer_module.dist, "all_reduce", seen)  # the same module as comm's
+    buffer.on_last_backward(0)
+    (model(torch.ones(SIZE)).sum() * (mesh.world.rank + 1)).backward()
+    buffer.finish()
+    moved: dict[str, list[int]] = {}
+    for group, numel in seen:
+        moved.setdefault(next(a.name for a in (mesh.dp, mesh.tp, mesh.ends) if a.group is group), []).append(numel)
+    return _grads(buffer), moved
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_partial_and_tied_gradients_are_summed_once_and_on_the_shard(axis: str, shard: bool) -> None:
+    results = run_ranks(4, _extra_sums, axis, shard)
+    for rank, (grads, moved) in enumerate(results):
+        same_dp = [r for r in range(4) if (r % 2 == rank % 2 if axis == "tp" else r // 2 == rank // 2)]
+        want = {"whole": float(sum(r + 1 for r in same_dp)), "extra": 10.0}
+        assert grads == want
+        assert moved == {"dp": [SIZE, SIZE], "tp" if axis == "tp" else "ends": [SIZE // 2 if shard else SIZE]}

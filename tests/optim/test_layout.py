@@ -1,0 +1,82 @@
+"""The order of buckets, their picture, and that the two ends of a pipeline agree on the tied one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.optim.layout import Entry, lay_out
+from megalite.parallel.spec import ParamSpec
+
+
+def _entry(name: str, numel: int, chunk: int = 0, **facts: object) -> Entry:
+    return Entry(ParamSpec(name, (numel,), **facts), numel, chunk)  # type: ignore[arg-type]
+
+
+def test_the_picture_of_a_layout() -> None:
+    layout = lay_out(
+        [
+            _entry("embedding.word", 300, tied=True),
+            _entry("layers.0.norm", 8, grad="partial", decay=False),
+            _entry("layers.0.up", 200),
+            _entry("layers.0.up_bias", 20, decay=False),
+            _entry("layers.1.norm", 8, grad="partial", decay=False),
+            _entry("layers.1.up", 200),
+            _entry("layers.8.up", 130, chunk=1),
+        ],
+        bucket_size=150,
+        dp=2,
+        tp=2,
+    )
+    assert str(layout).splitlines() == [
+        "bucket   0 chunk 0 whole   decay         256 elements  layers.1.up .. layers.1.up",
+        "bucket   1 chunk 0 whole   plain         128 elements  layers.0.up_bias .. layers.0.up_bias",
+        "bucket   2 chunk 0 whole   decay         256 elements  layers.0.up .. layers.0.up",
+        "bucket   3 chunk 0 partial plain         128 elements  layers.1.norm .. layers.0.norm",
+        "bucket   4 chunk 0 tied    decay         384 elements  embedding.word .. embedding.word",
+        "bucket   5 chunk 1 whole   decay         256 elements  layers.8.up .. layers.8.up",
+    ]
+    assert layout.size == 256 + 256 + 384 + 128 + 128 + 256
+
+
+ROWS = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2), st.booleans(), st.booleans()), max_size=20)
+
+
+def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[Entry]:
+    return [
+        _entry(f"p{i}", n, chunk, grad="partial" if partial else "whole", decay=decay)
+        for i, (n, chunk, partial, decay) in enumerate(rows)
+    ]
+
+
+@given(ROWS, st.integers(1, 600), st.integers(1, 4))
+def test_buckets_are_in_the_order_in_which_backward_fills_them(
+    rows: list[tuple[int, int, bool, bool]], bucket_size: int, dp: int
+) -> None:
+    layout = lay_out(_entries(rows), bucket_size=bucket_size, dp=dp, tp=2)
+    filled = [(b.chunk, -min(slot.entry for slot in b.slots)) for b in layout.buckets]
+    assert filled == sorted(filled)
+    for b in layout.buckets:  # and every bucket closes with the member that fills it
+        sizes = [layout.entries[slot.entry].numel for slot in b.slots]
+        assert sum(sizes[:-1]) < bucket_size
+
+
+@given(ROWS, ROWS, st.integers(1, 2000), st.integers(1, 600), st.integers(1, 4))
+def test_both_ends_of_the_pipeline_lay_the_tied_weight_out_alike(
+    first: list[tuple[int, int, bool, bool]],
+    last: list[tuple[int, int, bool, bool]],
+    words: int,
+    bucket_size: int,
+    dp: int,
+) -> None:
+    word = _entry("embedding.word", words, tied=True)
+    ends = [
+        lay_out([word, *_entries(first)], bucket_size=bucket_size, dp=dp),
+        lay_out([*_entries(last), word], bucket_size=bucket_size, dp=dp),
+    ]
+    seen = []
+    for layout in ends:
+        (bucket,) = [b for b in layout.buckets if b.kind.tied]
+        (slot,) = bucket.slots
+        seen.append((bucket.stop - bucket.start, slot.start - bucket.start, slot.stop - slot.start))
+    assert seen[0] == seen[1]
