@@ -1,9 +1,11 @@
 """The run directory and the exit codes: what is left of a run when its process is gone.
 
-run_config.toml   makes the same run again
-log.txt           what the console showed
-metrics.jsonl     one JSON object per log line and evaluation
-status.json       how it ended; torchrun turns every exit code but 0 into 1, so scripts that requeue read this
+    run_config.toml   makes the same run again
+    log.txt           what the console showed
+    metrics.jsonl     one JSON object per log line and evaluation
+    status.json       how it ended
+
+torchrun turns every exit code but 0 into 1, so scripts that requeue a run read status.json.
 """
 
 from __future__ import annotations

@@ -1,0 +1,80 @@
+"""The scale against an independent account of its rules, over any history of overflows; and over a stop in between."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.optim.loss_scale import LossScaler, ScaleExhausted
+
+
+def scaler(**changes: float) -> LossScaler:
+    return LossScaler(scale=2.0**20, dynamic=True, minimum=1.0, window=3, hysteresis=2, **changes)  # type: ignore[arg-type]
+
+
+def account(history: list[bool], window: int, hysteresis: int) -> int:
+    """log2 of the scale's change, from the history alone: no counters carried from step to step."""
+    change, doubled, last_overflow = 0, 0, 0  # positions one past the last doubling and the last overflow
+    for i, overflow in enumerate(history, 1):
+        if overflow:
+            last_overflow = i
+            change -= sum(history[doubled:i]) >= hysteresis
+        elif (i - max(doubled, last_overflow)) == window:
+            doubled, change = i, change + 1
+    return change
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.integers(1, 4))
+def test_any_history_of_overflows(history: list[bool], window: int, hysteresis: int) -> None:
+    s = LossScaler(scale=2.0**60, dynamic=True, window=window, hysteresis=hysteresis)
+    for overflow in history:
+        s.update(overflow)
+    assert s.scale == 2.0 ** (60 + account(history, window, hysteresis))
+
+
+@given(st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), max_size=20))
+def test_a_stop_in_between_changes_nothing(before: list[bool], after: list[bool]) -> None:
+    straight, first, second = scaler(), scaler(), scaler()
+    for overflow in before:
+        first.update(overflow)
+    second.from_json(json.loads(json.dumps(first.to_json())))
+    for overflow in before + after:
+        straight.update(overflow)
+    for overflow in after:
+        second.update(overflow)
+    assert second == straight
+
+
+def test_a_constant_scale_stays() -> None:
+    s = LossScaler(scale=128.0)
+    for overflow in (True, False) * 2000:
+        s.update(overflow)
+    assert s.scale == 128.0
+
+
+def test_the_floor_is_reached_before_it_is_refused() -> None:
+    s = LossScaler(scale=6.0, dynamic=True, minimum=4.0, hysteresis=1)
+    s.update(True)
+    assert s.scale == 4.0  # not 3
+    with pytest.raises(ScaleExhausted, match=r"min_loss_scale=4 .*--bf16"):
+        s.update(True)
+
+
+def test_a_resume_keeps_the_settings_of_the_new_run() -> None:
+    old = scaler()
+    for overflow in (True, False, False):
+        old.update(overflow)
+    new = LossScaler(scale=1.0, dynamic=True, minimum=2.0**21, window=2, hysteresis=1)
+    new.from_json(old.to_json())
+    assert new.scale == 2.0**21  # not under the new floor
+    new.update(False)
+    assert new.scale == 2.0**22  # two clean steps were behind it, the new window is 2
+    constant = LossScaler(scale=8.0)
+    constant.from_json(old.to_json())
+    assert constant.scale == 8.0
+    fresh = scaler()
+    fresh.from_json(LossScaler(scale=8.0).to_json())  # the old run was constant
+    assert fresh == scaler()

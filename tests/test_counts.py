@@ -1,0 +1,162 @@
+"""Performance as counts: collectives and bytes per step and group, activations saved per layer. Nothing is timed."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megalite import cli
+from megalite.models.families import PRESETS
+from megalite.models.gpt import Batch
+from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import Mesh
+from megalite.train.setup import build_run, build_stages
+from megalite.train.step import train_step
+
+S, B, D, L, M = 16, 2, 32, 4, 4
+MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
+ --micro-batch-size {B} --train-iters 2 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
+ --attention-dropout 0 --ddp-bucket-size 9000"""
+Count = dict[tuple[str, str], tuple[int, int]]  # (operation, group) -> (calls, elements)
+
+
+def _counted(flags: str) -> tuple[Count, dict[str, Any]]:
+    """Collectives of the second step on this rank, by the axis of their group."""
+    config, _ = cli.read(f"{MODEL} {flags}".split(), PRESETS)
+    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
+    mesh = run.mesh
+    # an axis over all ranks shares the world's group, so the world comes first, and its one message is told by its size
+    axes = {id(a.group): a.name for a in (mesh.world, mesh.pp, mesh.dp, mesh.tp, mesh.pp_back, mesh.ends) if a.group}
+    calls: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
+    train_step(run)
+    from megalite.optim import buffer
+    from megalite.parallel import comm
+    from megalite.pipeline import runtime
+
+    def spy(owner: Any, name: str, operation: str, which: int) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            agreement = operation == "all_reduce" and args[0].shape == (4,) and args[0].dtype == torch.float64
+            entry = calls[operation, "world" if agreement else axes[id(kwargs["group"])]]
+            entry[0] += 1
+            entry[1] += args[which].numel()
+            return real(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    spy(dist, "all_reduce", "all_reduce", 0)
+    spy(dist, "isend", "isend", 0)
+    spy(dist, "irecv", "irecv", 0)
+    spy(comm, "all_gather_flat", "all_gather", 1)
+    spy(buffer, "all_gather_flat", "all_gather", 1)
+    assert runtime.dist is dist and buffer.dist is dist
+    train_step(run)
+    run.buffer.wait_gather()
+    run.data.close()
+    buckets = run.buffer.layout.buckets
+    facts = {
+        "buckets": len(buckets),
+        "partial": sum(b.kind.partial for b in buckets),
+        "tied": sum(b.kind.tied for b in buckets),
+        "size": run.buffer.layout.size,
+        "pp": mesh.pp.rank,
+    }
+    return {k: (v[0], v[1]) for k, v in calls.items()}, facts
+
+
+@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("shard", [True, False])
+def test_data_parallel(m: int, shard: bool) -> None:
+    flags = f"--global-batch-size {m * B * 2}" + ("" if shard else " --no-use-distributed-optimizer")
+    for calls, facts in run_ranks(2, _counted, flags):
+        assert facts["buckets"] > 2
+        want = {
+            ("all_reduce", "dp"): (facts["buckets"], facts["size"]),  # a reduce-scatter on gloo
+            ("all_reduce", "world"): (1, 4),
+        }
+        if shard:
+            want["all_gather", "dp"] = (facts["buckets"], facts["size"] // 2)
+        assert calls == want
+
+
+def test_tensor_parallel() -> None:
+    for calls, facts in run_ranks(2, _counted, f"--global-batch-size {M * B} --tensor-model-parallel-size 2"):
+        shard = S // 2 * B * D
+        # forward: 2 gathers per block and the head's; backward: 2 for the gradients of row-parallel outputs and 2 for
+        # the inputs again; the embedding's scatter mirrors into one, the head's input is gathered again
+        gathers = M * (L * (2 + 2 + 2) + 1 + 1 + 1)
+        assert calls["all_gather", "tp"] == (gathers, gathers * shard)
+        # scatters (all-reduces on gloo): 2 per block forward and backward, the embedding's, the head's backward
+        scatters = M * (L * (2 + 2) + 1 + 1)
+        loss = M * 2  # maximum; (sum of exponentials, logit of the label) stacked
+        reduces, elements = calls["all_reduce", "tp"]
+        assert reduces == scatters + loss + facts["partial"]
+        assert elements >= scatters * S * B * D
+        assert set(calls) == {("all_gather", "tp"), ("all_reduce", "tp"), ("all_reduce", "world")}
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_pipeline_parallel(vpp: int) -> None:
+    flags = f"--global-batch-size {M * B} --pipeline-model-parallel-size 2"
+    if vpp == 2:
+        flags += " --num-virtual-stages-per-pipeline-rank 2"
+    activation, borders = S * B * D, 2 * vpp - 1
+    for calls, facts in run_ranks(2, _counted, flags):
+        sent = vpp if facts["pp"] == 0 else vpp - 1  # borders whose activations this rank sends
+        want = {
+            ("isend", "pp"): M * sent,
+            ("irecv", "pp"): M * (borders - sent),
+            ("isend", "pp_back"): M * (borders - sent),
+            ("irecv", "pp_back"): M * sent,
+        }
+        for key, count in want.items():
+            assert calls.get(key, (0, 0)) == (count, count * activation)
+        assert calls["all_reduce", "ends"][0] == facts["tied"] == 1
+        assert calls["all_reduce", "world"] == (1, 4)
+        assert {k[1] for k in calls} == {"pp", "pp_back", "ends", "world"}
+
+
+GPT = "--hidden-dropout 0.1"
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --ffn-hidden-size 340"""
+
+
+@pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_saved_activations_per_layer(style: str, recompute: str) -> None:
+    """bf16, no recompute: at most 34 s b h bytes per layer (arXiv:2205.05198, eq. 2, without its attention scores)."""
+    s, b, h = 64, 2, 128
+    flags = f"""--hidden-size {h} --num-attention-heads 2 --seq-length {s} --max-position-embeddings {s} --bf16
+     --attention-dropout 0 --hidden-dropout 0 {style}"""
+    if recompute != "none":
+        flags += f" --recompute-granularity {recompute}"
+    if recompute == "full":
+        flags += " --recompute-method uniform"
+
+    def saved(layers: int) -> int:
+        config, _ = cli.read([*MODEL.split(), *flags.split(), "--num-layers", str(layers)], PRESETS)
+        (stage,) = build_stages(config, Mesh.alone(), 64, torch.bfloat16)
+        known = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+        known |= {t.untyped_storage().data_ptr() for t in stage.rope or ()}
+        kept: dict[int, int] = {}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            if t.untyped_storage().data_ptr() not in known:
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        tokens = torch.zeros(s, b, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = stage(None, Batch(tokens, tokens, None, torch.arange(b), 1))
+        loss.backward()
+        return sum(kept.values())
+
+    per_layer = (saved(5) - saved(1)) / 4
+    bound = {"none": 34, "selective": 34, "full": 2.1}[recompute]
+    assert 0 < per_layer <= bound * s * b * h, per_layer / (s * b * h)
