@@ -16,6 +16,7 @@ from megalite.checkpoint.manifest import CheckpointError
 from megalite.config import Config, check, differences, padded_vocab_size, to_toml
 from megalite.data.indexed import DataError
 from megalite.models.flops import num_parameters, train_flops_per_token
+from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import LaunchError, Ranks, process_group
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.hardware import Peak, find_peak
@@ -102,7 +103,7 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop)
     except SetupError:
         raise
-    except NonFiniteError as error:
+    except (NonFiniteError, ScaleExhausted) as error:
         outcome, reason = Exit.BAD_RESULT, str(error)
         if ranks.rank == 0:
             print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
