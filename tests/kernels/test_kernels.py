@@ -1,0 +1,197 @@
+"""Every kernel against its definition: gradients in fp64, bf16 no worse than twice the plain torch version's own error,
+what is saved, and masks that depend on coordinates alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.kernels.activation import ACTIVATIONS
+from megalite.kernels.attention import attention
+from megalite.kernels.dropout import dropout, dropout_add, fold, keep_mask
+from megalite.kernels.layer_norm import layer_norm
+from megalite.kernels.rms_norm import rms_norm
+from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
+from megalite.nn.linear import gather_linear, linear_scatter
+from megalite.nn.loss import cross_entropy
+from megalite.parallel.mesh import Mesh
+
+TP = Mesh.alone().tp
+SIZES = [(3, 8), (5, 7), (1, 1), (2, 129)]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v in plain torch, [S, B, H, K]."""
+    repeat = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
+    scores = torch.einsum("sbhk,tbhk->bhst", q, k) / math.sqrt(q.shape[-1])
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return torch.einsum("bhst,tbhk->sbhk", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+
+def plain_rope(x: Tensor) -> Tensor:
+    cos, sin = rope_tables(x.shape[0], x.shape[-1], 10000.0, dtype=torch.float64)
+    cos, sin = (torch.cat([t, t], -1)[:, None, None].to(x.dtype) for t in (cos, sin))
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def fused_rope(x: Tensor) -> Tensor:
+    return apply_rope(
+        x,
+        *rope_tables(
+            x.shape[0], x.shape[-1], 10000.0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
+        ),
+    )
+
+
+def plain_swiglu(u: Tensor) -> Tensor:
+    gate, up = u.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def act_linear(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda u, w: linear_scatter(u, w, TP, name)
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[tuple[int, ...]]]]] = {
+    "rms_norm": (
+        lambda x, w: rms_norm(x, w, 1e-5),
+        lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w,
+        [[s, s[-1:]] for s in SIZES],
+    ),
+    "layer_norm": (
+        lambda x, w, b: layer_norm(x, w, b, 1e-5),
+        lambda x, w, b: (
+            (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + 1e-5) * w + b
+        ),
+        [[s, s[-1:], s[-1:]] for s in SIZES if s[-1] > 1],
+    ),
+    "rope": (fused_rope, plain_rope, [[(5, 2, 3, 8)], [(3, 1, 1, 2)]]),
+    "attention": (
+        lambda q, k, v: attention(q, k, v, scale=1 / math.sqrt(q.shape[-1])),
+        causal,
+        [[(7, 2, 4, 8)] + [(7, 2, g, 8)] * 2 for g in (1, 2, 4)],
+    ),
+    "swiglu linear": (act_linear("swiglu"), lambda u, w: plain_swiglu(u) @ w.T, [[(3, 2, 10), (4, 5)]]),
+    "gelu linear": (act_linear("gelu"), lambda u, w: F.gelu(u, approximate="tanh") @ w.T, [[(3, 2, 5), (4, 5)]]),
+    "squared_relu linear": (act_linear("squared_relu"), lambda u, w: F.relu(u) ** 2 @ w.T, [[(3, 2, 5), (4, 5)]]),
+    "gather_linear": (
+        lambda x, a, b: torch.cat(gather_linear(x, [a, b], TP), -1),
+        lambda x, a, b: torch.cat([x @ a.T, x @ b.flatten(0, 1).T], -1),
+        [[(3, 2, 5), (4, 5), (2, 3, 5)]],
+    ),
+}
+ROWS = [(name, i) for name, case in CASES.items() for i in range(len(case[2]))]
+
+
+def results(fn: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    y = fn(*inputs)
+    y.backward(normal(*y.shape, seed=99, dtype=y.dtype))
+    return [y.detach(), *(x.grad for x in inputs)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name,i", ROWS)
+def test_equals_its_definition_in_fp64(name: str, i: int) -> None:
+    op, reference, shapes = CASES[name]
+    inputs = [normal(*shape, seed=k) for k, shape in enumerate(shapes[i])]
+    for got, want in zip(results(op, inputs), results(reference, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name,i", ROWS)
+def test_bf16_error_is_at_most_twice_that_of_plain_torch(name: str, i: int) -> None:
+    op, reference, shapes = CASES[name]
+    inputs = [normal(*shape, seed=k).to(torch.bfloat16) for k, shape in enumerate(shapes[i])]
+    exact = results(reference, [x.double() for x in inputs])
+    for got, plain, want in zip(results(op, inputs), results(reference, inputs), exact, strict=True):
+        assert got.dtype == torch.bfloat16
+        floor = 2.0**-8 * want.abs().max()  # one rounding of the result
+        assert (got.double() - want).abs().max() <= 2 * max((plain.double() - want).abs().max(), floor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_cross_entropy_with_padding(dtype: torch.dtype) -> None:
+    vocab, padded = 11, 16
+    logits = normal(3, 2, padded).mul(3).to(dtype).requires_grad_()
+    labels = torch.tensor([[0, 10], [5, 5], [3, 9]])
+    want_logits = logits.detach().double()[..., :vocab].requires_grad_()
+    want = F.cross_entropy(want_logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    upstream = normal(3, 2, seed=4)
+    want.backward(upstream)
+    got = cross_entropy(logits.clone(), labels, TP, vocab)
+    got.backward(upstream.to(got.dtype))
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(got.double(), want, rtol=bound, atol=bound)
+    assert logits.grad is not None and not logits.grad[..., vocab:].any()
+    torch.testing.assert_close(logits.grad[..., :vocab].double(), want_logits.grad, rtol=2 * bound, atol=2 * bound)
+
+
+def test_dropout_depends_on_coordinates_alone() -> None:
+    key, p = fold(1, 2, 3, 4), 0.25
+    x, ids = torch.ones(8, 3, 16, dtype=torch.float64), torch.tensor([5, 70, 2**33])
+    whole = dropout(x, p, key, ids)
+    assert torch.equal(dropout(x[4:], p, key, ids, 4), whole[4:])  # another tp rank's positions
+    assert torch.equal(dropout(x[:, 1:2], p, key, ids[1:2]), whole[:, 1:2])  # another micro-batch
+    assert not torch.equal(dropout(x, p, fold(1, 2, 3, 5), ids), whole)
+    assert set(whole.unique().tolist()) == {0.0, 1 / 0.75}
+
+
+def test_dropout_has_its_probability_and_no_pattern() -> None:
+    axes = torch.arange(300).view(-1, 1), torch.arange(400)
+    keep = keep_mask(fold(7), 0.1, *axes).double()
+    assert abs(keep.mean() - 0.9) < 4 * math.sqrt(0.09 / keep.numel())
+    assert (keep.mean(0) - 0.9).abs().max() < 6 * math.sqrt(0.09 / 300)
+    assert (keep.mean(1) - 0.9).abs().max() < 6 * math.sqrt(0.09 / 400)
+    centred = keep - keep.mean()
+    for other in (centred.roll(1, 0), centred.roll(1, 1)):
+        assert abs((centred * other).mean() / 0.09) < 0.02
+
+
+def test_dropout_backward_uses_the_same_mask_and_saves_nothing() -> None:
+    saved: list[Tensor] = []
+    x, residual = normal(4, 2, 8).requires_grad_(), normal(4, 2, 8, seed=1).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        y = dropout_add(x, residual, 0.5, fold(3), torch.tensor([1, 2]))
+    y.sum().backward()
+    assert x.grad is not None and residual.grad is not None and not saved
+    torch.testing.assert_close(x.grad * x.detach() + residual.detach(), y.detach())
+    assert (residual.grad == 1).all()
+
+
+def test_attention_dropout_splits_over_heads_and_keeps_the_mean() -> None:
+    q, k, v = (normal(6, 2, 4, 8, seed=i) for i in range(3))
+    args = {"scale": 0.3, "dropout_p": 0.3, "dropout_key": fold(1), "sample_ids_B": torch.tensor([3, 4])}
+    whole = attention(q, k, v, **args)
+    half = attention(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], head_offset=2, **args)
+    torch.testing.assert_close(half, whole[:, :, 2:], rtol=1e-12, atol=1e-12)
+    many = torch.stack([attention(q, k, v, **{**args, "dropout_key": fold(i)}) for i in range(400)]).mean(0)
+    assert (many - attention(q, k, v, scale=0.3)).abs().max() < 0.5
+
+
+def test_llama3_scaling_leaves_short_waves_and_stretches_long_ones() -> None:
+    _, plain = rope_tables(2, 128, 500000.0, dtype=torch.float64)
+    _, scaled = rope_tables(2, 128, 500000.0, RopeScaling(factor=8.0), dtype=torch.float64)
+    angle, stretched = plain[1].asin(), scaled[1].asin()  # angles of position 1; the first is 1 < pi / 2
+    wavelength = 2 * math.pi / angle
+    short, long = wavelength < 8192 / 4, wavelength > 8192
+    torch.testing.assert_close(stretched[short], angle[short])
+    torch.testing.assert_close(stretched[long], angle[long] / 8, rtol=1e-6, atol=1e-12)
+    assert (stretched <= angle + 1e-12).all() and short.any() and long.any()
+
+
+def test_widths_are_what_the_functions_need() -> None:
+    for name, activation in ACTIVATIONS.items():
+        u = normal(2, 6)
+        assert activation.forward(u).shape[-1] == 6 // activation.width, name
