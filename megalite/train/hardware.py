@@ -105,9 +105,9 @@ def measure_cpu_peak(dtype: torch.dtype, seconds: float = 0.25, local_ranks: int
     best, size, end = 0.0, 128, time.perf_counter() + seconds
     while True:
         a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-        a @ b  # the first call makes the kernel
+        torch.mm(a, b)  # the first call makes the kernel
         start = time.perf_counter()
-        a @ b
+        torch.mm(a, b)
         took = time.perf_counter() - start
         best = max(best, 2 * size**3 / took)
         if time.perf_counter() + took > end:

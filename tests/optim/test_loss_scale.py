@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megalite.optim.loss_scale import LossScaler, ScaleExhausted
 
 
-def scaler(**changes: float) -> LossScaler:
-    return LossScaler(scale=2.0**20, dynamic=True, minimum=1.0, window=3, hysteresis=2, **changes)  # type: ignore[arg-type]
+def scaler() -> LossScaler:
+    return LossScaler(scale=2.0**60, dynamic=True, minimum=1.0, window=3, hysteresis=2)
 
 
 def account(history: list[bool], window: int, hysteresis: int) -> int:
@@ -67,11 +67,11 @@ def test_a_resume_keeps_the_settings_of_the_new_run() -> None:
     old = scaler()
     for overflow in (True, False, False):
         old.update(overflow)
-    new = LossScaler(scale=1.0, dynamic=True, minimum=2.0**21, window=2, hysteresis=1)
+    new = LossScaler(scale=1.0, dynamic=True, minimum=2.0**61, window=2, hysteresis=1)
     new.from_json(old.to_json())
-    assert new.scale == 2.0**21  # not under the new floor
+    assert new.scale == 2.0**61  # not under the new floor
     new.update(False)
-    assert new.scale == 2.0**22  # two clean steps were behind it, the new window is 2
+    assert new.scale == 2.0**62  # two clean steps were behind it, the new window is 2
     constant = LossScaler(scale=8.0)
     constant.from_json(old.to_json())
     assert constant.scale == 8.0

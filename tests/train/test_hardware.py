@@ -1,0 +1,112 @@
+"""Peaks by device name, and the measured one of this CPU."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from megalite.train.hardware import PEAKS, SHORT, find_peak, measure_cpu_peak, peak_of
+
+# names as torch.cuda.get_device_name reports them
+BF16 = {
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA H200": 989.4,
+    "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA H20": 148.0,
+    "NVIDIA GB200": 2500.0,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A10": 125.0,
+    "NVIDIA A10G": 70.0,
+    "NVIDIA A40": 149.7,
+    "NVIDIA L4": 121.0,
+    "NVIDIA L40S": 362.05,
+    "NVIDIA GeForce RTX 3090": 71.0,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "AMD Instinct MI300X": 1307.4,
+    "AMD Instinct MI250X": 191.5,  # one of its two dies: what torch calls a device
+}
+# other cards whose names hold the letters of one in the table, and parts of cards
+UNKNOWN = [
+    "NVIDIA RTX A4000",
+    "NVIDIA RTX A1000",
+    "NVIDIA RTX A3000",
+    "NVIDIA H200 MIG 1g.18gb",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce GTX 1080",
+]
+
+
+@pytest.mark.parametrize("name", sorted(BF16))
+def test_the_peak_of_a_card(name: str) -> None:
+    peak = peak_of(name, torch.bfloat16)
+    assert peak.tflops == BF16[name]
+    assert peak.source == f"{name} bf16 dense"
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_card_has_no_peak(name: str) -> None:
+    peak = peak_of(name, torch.bfloat16)
+    assert peak.tflops is None
+    assert name in peak.source and "--peak-tflops" in peak.source
+
+
+def test_the_dtype_chooses_the_column() -> None:
+    assert [peak_of("NVIDIA A100-SXM4-40GB", d).tflops for d in (torch.float16, torch.float32)] == [312.0, 19.5]
+    assert peak_of("Tesla V100-SXM2-16GB", torch.float16).tflops == 125.0
+    for name, dtype in (("Tesla V100-SXM2-16GB", torch.bfloat16), ("NVIDIA H100 80GB HBM3", torch.float64)):
+        peak = peak_of(name, dtype)
+        assert peak.tflops is None and SHORT[dtype] in peak.source
+
+
+def test_no_row_of_the_table_is_hidden_by_an_earlier_one() -> None:
+    for words, bf16, fp16, fp32 in PEAKS:
+        found = tuple(peak_of(words, d).tflops for d in (torch.bfloat16, torch.float16, torch.float32))
+        assert found == (bf16, fp16, fp32), words
+        assert fp16 > fp32
+
+
+@pytest.mark.parametrize("dtype", list(SHORT), ids=SHORT.values())
+def test_a_cpu_is_measured_in_the_time_it_was_given(dtype: torch.dtype) -> None:
+    begin = time.perf_counter()
+    peak = measure_cpu_peak(dtype, seconds=0.05)
+    assert time.perf_counter() - begin < 1.0  # fp16 at a fixed size of 1024 would take seconds
+    assert peak.tflops is not None and 1e-5 < peak.tflops < 100
+    assert SHORT[dtype] in peak.source and "thread" in peak.source
+
+
+def test_ranks_that_share_cores_share_the_peak() -> None:
+    crowd = measure_cpu_peak(torch.float32, seconds=0.05, local_ranks=10_000)
+    alone = measure_cpu_peak(torch.float32, seconds=0.05)
+    assert crowd.tflops is not None and alone.tflops is not None
+    assert crowd.tflops < alone.tflops / 10  # 10,000 ranks on at most a few hundred cores
+    assert "of their cores" in crowd.source
+
+
+def test_the_flag_wins() -> None:
+    peak = find_peak(torch.device("cuda"), torch.bfloat16, override_tflops=12.5)
+    assert (peak.tflops, peak.source) == (12.5, "given by --peak-tflops")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_matmul_on_this_card_is_faster_than_its_peak() -> None:
+    device, size = torch.device("cuda"), 8192
+    peak = find_peak(device, torch.bfloat16)
+    if peak.tflops is None:
+        assert "--peak-tflops" in peak.source
+        return
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    torch.mm(a, a)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(10):
+        torch.mm(a, a)
+    stop.record()
+    torch.cuda.synchronize()
+    reached = 10 * 2 * size**3 / (start.elapsed_time(stop) / 1000) / 1e12
+    assert 0.2 * peak.tflops < reached < peak.tflops

@@ -1,0 +1,58 @@
+"""Files of the run directory: replaced whole or not at all, and cut back to the step that a run resumes from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalite.train.run_dir import Exit, keep_rows_until, write_atomically, write_status
+
+
+def test_exit_codes_and_outcomes_are_the_documented_ones() -> None:
+    documented = {"done": 0, "crash": 1, "usage": 2, "preflight": 3, "bad-result": 17, "requeue": 75}
+    assert {e.outcome: int(e) for e in Exit} == documented
+
+
+def test_status(tmp_path: Path) -> None:
+    write_status(tmp_path, Exit.CRASH, step=1, tokens=8, checkpoint=None, reason="first", rank=2)
+    write_status(tmp_path, Exit.BAD_RESULT, step=7, tokens=56, checkpoint="ckpt", reason='loss "nan"', rank=0)
+    assert json.loads((tmp_path / "status.json").read_text()) == {
+        "outcome": "bad-result",
+        "step": 7,
+        "tokens": 56,
+        "checkpoint": "ckpt",
+        "reason": 'loss "nan"',
+        "rank": 0,
+    }
+    assert os.listdir(tmp_path) == ["status.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("old\n")
+
+    def broken() -> Iterator[str]:
+        yield "new\n" * 10_000
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, broken())
+    assert path.read_text() == "old\n" and os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_rows_beyond_the_resumed_step_and_torn_rows_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = ['{"step": 1, "train/loss": 5.0}', '{"step": 2, "note": "\u2028 ü"}', '{"step": 2, "val/valid/loss": 4.0}']
+    bad = ['{"step": 3}', "", "3", '{"tokens": 5}', '{"step": "2"}', '{"step": 1, "train/lo']
+    torn = b'{"step": 2, "note": "\xff\x00'
+    path.write_bytes("\n".join([good[0], bad[0], *good[1:], *bad[1:]]).encode() + b"\n" + torn)
+    keep_rows_until(path, 2)
+    assert path.read_text(encoding="utf-8").split("\n") == [*good, ""]
+    keep_rows_until(path, 0)
+    assert path.read_text() == ""
+    keep_rows_until(tmp_path / "none.jsonl", 2)
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
