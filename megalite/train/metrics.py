@@ -8,6 +8,7 @@ line, null in metrics.jsonl, absent from TensorBoard; never 0 or -1.
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import math
 from dataclasses import dataclass
@@ -121,6 +122,19 @@ def megatron_validation_lines(prefix: str, loss: float) -> str:
     return f"{'-' * len(line)}\n{line}\n{'-' * len(line)}"
 
 
+def missing_packages(tensorboard_dir: str | None, wandb_project: str | None) -> list[str]:
+    """One line for each option whose optional package is not installed; imports nothing."""
+    wanted = (
+        ("tensorboard_dir", tensorboard_dir, "tensorboard"),
+        ("wandb_project", wandb_project, "wandb"),
+    )
+    return [
+        f"{option}={value!r} needs the package {package}; pip install {package}"
+        for option, value, package in wanted
+        if value is not None and importlib.util.find_spec(package) is None
+    ]
+
+
 class Reporter:
     """Writes to the console, RUN_DIR/log.txt and metrics.jsonl always; to TensorBoard and W&B when asked.
 
@@ -142,21 +156,16 @@ class Reporter:
         self.speed, self.style, self.throughput = speed, style, throughput
         self._board: Any = None
         self._wandb: Any = None
+        missing = missing_packages(tensorboard_dir, wandb_project)
+        if missing:
+            raise RuntimeError("\n".join(missing))
         if tensorboard_dir is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise RuntimeError(
-                    f"tensorboard_dir={tensorboard_dir!r} needs the package tensorboard; pip install tensorboard"
-                ) from error
+            from torch.utils.tensorboard import SummaryWriter
+
             self._board = SummaryWriter(tensorboard_dir)
         if wandb_project is not None:
-            try:
-                import wandb  # type: ignore[import-not-found]
-            except ImportError as error:
-                raise RuntimeError(
-                    f"wandb_project={wandb_project!r} needs the package wandb; pip install wandb"
-                ) from error
+            import wandb  # type: ignore[import-not-found]
+
             self._wandb = wandb.init(project=wandb_project, name=wandb_name, config=wandb_config)
         folder.mkdir(parents=True, exist_ok=True)
         self._log = open(folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 (closed in close)

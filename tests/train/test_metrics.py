@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import math
 import sys
@@ -22,6 +23,7 @@ from megalite.train.metrics import (
     megalite_validation_line,
     megatron_line,
     megatron_validation_lines,
+    missing_packages,
 )
 
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
@@ -179,24 +181,28 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
         assert event.value == twin.value == pytest.approx(value, rel=1e-6)
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+@pytest.mark.parametrize(
+    ("package", "option"),
+    [("tensorboard", "tensorboard_dir"), ("wandb", "wandb_project")],
+    ids=["tensorboard", "wandb"],
+)
 def test_a_missing_package_is_named_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, option: str
 ) -> None:
-    module, option = {
-        "tensorboard": ("torch.utils.tensorboard", {"tensorboard_dir": str(tmp_path / "tb")}),
-        "wandb": ("wandb", {"wandb_project": "p"}),
-    }[package]
-    monkeypatch.setitem(sys.modules, module, None)  # import raises ImportError, as without the package
-    with pytest.raises(RuntimeError, match=f"needs the package {package}; pip install {package}"):
-        Reporter(tmp_path / "run", SPEED, **option)  # type: ignore[arg-type]
-    assert not (tmp_path / "run").exists()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    options: Any = {option: str(tmp_path / "there")}
+    with pytest.raises(RuntimeError, match=f"{option}=.* needs the package {package}; pip install {package}"):
+        Reporter(tmp_path / "run", SPEED, **options)
+    assert not list(tmp_path.iterdir())
+    assert missing_packages(None, None) == []
 
 
 def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     run = SimpleNamespace(log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append("finished"))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **kw: calls.append(kw) or run))
+    wandb = SimpleNamespace(init=lambda **kw: calls.append(kw) or run, __spec__="installed")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     report = Reporter(tmp_path, SPEED, wandb_project="p", wandb_name="n", wandb_config={"train": {"seed": 1}})
     report.train(replace(SEEN, loss=None))
     report.validation(100, 25_600, 52_428_800, 7.5)
