@@ -475,9 +475,11 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
         say(f"lr_warmup_fraction={o.lr_warmup_fraction} and a warm-up count; give one")
     if o.lr_warmup_fraction is not None and not 0 <= o.lr_warmup_fraction <= 1:
         say(f"lr_warmup_fraction={o.lr_warmup_fraction} is not in [0, 1]; give a fraction of the decay")
-    decay = o.lr_decay_iters or t.train_iters
-    if not by_samples and decay and o.lr_warmup_iters and o.lr_warmup_iters >= decay:
-        say(f"lr_warmup_iters={o.lr_warmup_iters} is not below lr_decay_iters={decay}; shorten the warm-up")
+    unit = "samples" if by_samples else "iters"
+    decay = getattr(o, f"lr_decay_{unit}") or getattr(t, f"train_{unit}")
+    warm_up = getattr(o, f"lr_warmup_{unit}")
+    if decay and warm_up >= decay:
+        say(f"lr_warmup_{unit}={warm_up} is not below lr_decay_{unit}={decay}; shorten the warm-up")
     if o.min_lr > o.lr:
         say(f"min_lr={o.min_lr} is above lr={o.lr}; lower it")
     if o.lr_decay_style == "WSD" and not (o.lr_wsd_decay_samples if by_samples else o.lr_wsd_decay_iters):
@@ -485,6 +487,9 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(o, name) >= 1:
             say(f"{name}={getattr(o, name)} is not below 1; use 0.9 to 0.999")
+    scale = config.precision
+    if scale.min_loss_scale > scale.initial_loss_scale:
+        say(f"min_loss_scale={scale.min_loss_scale} is above initial_loss_scale={scale.initial_loss_scale}; lower it")
     if config.precision.bf16 and config.precision.fp16:
         say("bf16 and fp16 exclude each other; give one")
     if t.recompute_granularity == "full" and t.recompute_method is None:

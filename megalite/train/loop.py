@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import signal
 import time
@@ -173,7 +174,7 @@ def summarise(run: Run, since: list[StepResult]) -> Interval:
         consumed_samples=run.state.consumed_samples,
         consumed_tokens=run.state.consumed_tokens,
         batch_size=last.batch_size,
-        loss=sum(r.loss for r in used) / max(1, len(used)),
+        loss=sum(r.loss for r in used) / len(used) if used else None,
         lr=last.lr,
         grad_norm=last.grad_norm,
         loss_scale=run.loss_scaler.scale,
@@ -183,6 +184,8 @@ def summarise(run: Run, since: list[StepResult]) -> Interval:
         tokens_per_step=sum(r.batch_size for r in since) * run.seq_length // n,
         memory_gib=memory,
         memory_limit_gib=limit,
+        reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if run.mesh.device.type == "cuda" else None,
+        nan=sum(not math.isfinite(r.loss) for r in since),
     )
 
 

@@ -21,7 +21,7 @@ from megalite.parallel.launch import LaunchError, Ranks, process_group
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.hardware import Peak, find_peak
 from megalite.train.loop import Plan, StopSignal, resume, train
-from megalite.train.metrics import Reporter, Speed
+from megalite.train.metrics import Reporter, Speed, missing_packages
 from megalite.train.run_dir import Exit, keep_rows_until, write_atomically, write_status
 from megalite.train.setup import (
     SetupError,
@@ -68,11 +68,15 @@ def pretrain(config: Config, ranks: Ranks) -> int:
 def preflight(config: Config, ranks: Ranks) -> Sources:
     """All that can be refused before a process group exists."""
     problems = check(config, ranks.world)
+    problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
     if problems:
         raise SetupError("\n".join(problems))
     m, p, t = config.model, config.parallel, config.train
     assert m.seq_length
-    sizes = batch_sizes(config, ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
+    try:
+        sizes = batch_sizes(config, ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
+    except ValueError as error:
+        raise SetupError(str(error)) from None
     length = run_length(config, sizes)
     sources = open_sources(config.data, m.seq_length, t.seed, length.samples, t.eval_iters * sizes.final)
     try:
@@ -97,7 +101,7 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
                     f"load={config.checkpoint.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away"
                 )
         if ranks.rank == 0:
-            report = _reporter(config, run, sources, folder, ranks.world)
+            report = _reporter(config, run, sources, folder, ranks)
             if loaded is not None:
                 report.say(f"resumed from {loaded} at step {run.state.step}")
         outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop)
@@ -155,12 +159,12 @@ def plan_of(config: Config) -> Plan:
     )
 
 
-def _reporter(config: Config, run: Run, sources: Sources, folder: Path, world: int) -> Reporter:
+def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: Ranks) -> Reporter:
     m, log = config.model, config.log
     assert m.seq_length
-    peak = find_peak(run.mesh.device, params_dtype(config), log.peak_tflops)
+    peak = find_peak(run.mesh.device, params_dtype(config), log.peak_tflops, ranks.local_world)
     padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
-    speed = Speed(train_flops_per_token(m, m.seq_length, padded), world, peak.tflops)
+    speed = Speed(train_flops_per_token(m, m.seq_length, padded), ranks.world, peak.tflops)
     folder.mkdir(parents=True, exist_ok=True)
     keep_rows_until(folder / "metrics.jsonl", run.state.step)
     write_atomically(folder / "run_config.toml", to_toml(config))
@@ -174,7 +178,7 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, world: i
         wandb_name=log.wandb_exp_name,
         wandb_config=differences(config),
     )
-    report.say(describe(config, sources, world, peak))
+    report.say(describe(config, sources, ranks.world, peak))
     return report
 
 
