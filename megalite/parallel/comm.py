@@ -10,7 +10,7 @@ The name says what happens forward; the table gives backward:
 Sequence is dim 0, so a gather is a concatenation of contiguous blocks: x_sBD of tp rank r holds positions
 r*s .. (r+1)*s of x_SBD. On an axis of size 1 all of them are the identity.
 
-gloo's reduce_scatter is several times slower than its all_reduce (docs/performance.md), so on CPU a
+gloo's reduce_scatter is several times slower than its all_reduce (docs/decisions.md), so on CPU a
 reduce-scatter is an all-reduce of which one part is kept: the same sum, one collective.
 """
 
