@@ -425,10 +425,12 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
         say(f"num_query_groups={m.groups} does not divide num_attention_heads={heads}: use {_divisors(heads)}")
     elif m.groups % tp and tp % m.groups:
         say(f"tensor_model_parallel_size={tp} and num_query_groups={m.groups}: neither divides the other; change one")
+    if m.ffn_size < 1:
+        say(f"hidden_size={m.hidden_size} is too small for the default width of swiglu; give --ffn-hidden-size")
     if m.ffn_size % tp:
         say(f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={m.ffn_size}; change one")
     if m.seq_length % tp:
-        say(f"tensor_model_parallel_size={tp} does not divide seq_length={m.seq_length} ; change one")
+        say(f"tensor_model_parallel_size={tp} does not divide seq_length={m.seq_length}; change one")
     if m.positions < m.seq_length:
         say(f"max_position_embeddings={m.positions} is below seq_length={m.seq_length}; make it at least that")
     for name in ("hidden_dropout", "attention_dropout"):
@@ -484,6 +486,9 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
         say(f"min_lr={o.min_lr} is above lr={o.lr}; lower it")
     if o.lr_decay_style == "WSD" and not (o.lr_wsd_decay_samples if by_samples else o.lr_wsd_decay_iters):
         say(f"lr_decay_style=WSD needs --lr-wsd-decay-{'samples' if by_samples else 'iters'}")
+    wsd = getattr(o, f"lr_wsd_decay_{unit}") or 0
+    if o.lr_decay_style == "WSD" and decay and wsd > decay - warm_up:
+        say(f"lr_wsd_decay_{unit}={wsd} is longer than what the warm-up leaves, {decay - warm_up}; shorten it")
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(o, name) >= 1:
             say(f"{name}={getattr(o, name)} is not below 1; use 0.9 to 0.999")

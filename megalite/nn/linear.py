@@ -11,7 +11,7 @@ hides behind the matmul for dx, and the reduce-scatter of dx behind the matmuls 
              | dx = dy W              |  dW = dy^T x                |
 
 The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored.
-Rejected: autograd through gather_seq, which saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
+Rejected: a differentiable gather before the matmul, which saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
 """
 
 from __future__ import annotations

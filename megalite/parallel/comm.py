@@ -1,14 +1,12 @@
-"""Four differentiable collectives for tensor parallelism, and the plain ones that other floors use.
+"""Collectives over one axis: those that can be waited for later, those in place, and a differentiable one.
 
-The name says what happens forward; the table gives backward:
-
-    copy_in      identity       | all-reduce        f of arXiv:1909.08053
-    reduce_out   all-reduce     | identity          g
-    gather_seq   all-gather     | reduce-scatter    arXiv:2205.05198
-    scatter_seq  reduce-scatter | all-gather
+    start_all_gather       [n, ...] -> [n * size, ...]
+    start_reduce_scatter   [n * size, ...] -> [n, ...]
+    scatter_seq            forward reduce-scatter, backward all-gather       arXiv:2205.05198
 
 Sequence is dim 0, so a gather is a concatenation of contiguous blocks: x_sBD of tp rank r holds positions
-r*s .. (r+1)*s of x_SBD. On an axis of size 1 all of them are the identity.
+r*s .. (r+1)*s of x_SBD. On an axis of size 1 all of them are the identity. The other differentiable collectives are
+inside the matmuls that they overlap with (nn/linear.py).
 
 gloo's reduce_scatter is several times slower than its all_reduce (docs/decisions.md), so on CPU a
 reduce-scatter is an all-reduce of which one part is kept: the same sum, one collective.
@@ -92,38 +90,6 @@ def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     return x
 
 
-class _CopyIn(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_reduce_(dy.clone(memory_format=torch.contiguous_format), ctx.axis), None
-
-
-class _ReduceOut(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce_(x.clone(memory_format=torch.contiguous_format), axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return dy, None
-
-
-class _GatherSeq(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return start_all_gather(x, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return start_reduce_scatter(dy.clone(memory_format=torch.contiguous_format), ctx.axis).wait(), None
-
-
 class _ScatterSeq(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -133,21 +99,6 @@ class _ScatterSeq(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return start_all_gather(dy, ctx.axis).wait(), None
-
-
-def copy_in(x: Tensor, axis: Axis) -> Tensor:
-    """Identity; backward sums the gradients of all ranks (f of arXiv:1909.08053)."""
-    return x if axis.group is None else _CopyIn.apply(x, axis)  # type: ignore[return-value]
-
-
-def reduce_out(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over ranks; backward is the identity (g of arXiv:1909.08053)."""
-    return x if axis.group is None else _ReduceOut.apply(x, axis)  # type: ignore[return-value]
-
-
-def gather_seq(x_sBD: Tensor, axis: Axis) -> Tensor:
-    """x_sBD -> x_SBD; backward is a reduce-scatter."""
-    return x_sBD if axis.group is None else _GatherSeq.apply(x_sBD, axis)  # type: ignore[return-value]
 
 
 def scatter_seq(x_SBD: Tensor, axis: Axis) -> Tensor:

@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
+REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
+ORDERLY_S = 600.0
+
 
 class LaunchError(Exception):
     """The environment does not describe a process group; the text says what to set."""
@@ -101,7 +104,7 @@ def process_group(
 
     device   "cpu" or "cuda"; with "cuda" the local rank picks the card
     backend  None: nccl on CUDA, gloo elsewhere
-    Yields the torch.device. `startup_timeout` covers the rendezvous and all that happens before `set_timeout`.
+    Yields the torch.device. `startup_timeout` covers the rendezvous and all that happens before `Mesh.set_timeout`.
     """
     import torch
     import torch.distributed as dist
@@ -139,27 +142,20 @@ def process_group(
         dist.destroy_process_group()
 
 
-def set_timeout(groups: list[Any], timeout: datetime.timedelta) -> None:
-    """Give every group the training timeout once start-up, which may be much slower, is over."""
-    from torch.distributed import distributed_c10d
-
-    for group in groups:
-        distributed_c10d._set_pg_timeout(timeout, group)
-
-
 def start_local(
     nproc: int,
     target: Callable[..., None],
     args: tuple[Any, ...] = (),
     *,
     threads: int | None = None,
-    grace_s: float = 5.0,
+    grace_s: float = 1.5,
     timeout_s: float | None = None,
 ) -> int:
     """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code.
 
     `target` must be importable (a module-level function). SIGTERM, SIGINT and SIGUSR1 are passed on to every rank.
-    When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL.
+    When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL; after an orderly stop
+    (75) they get ORDERLY_S, since rank 0 may still be closing its logs.
     `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -193,9 +189,9 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None) -> int
             if code and not failed:
                 failed = code if code > 0 else 128 - code
                 died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                if code not in (2, 3, 75):  # these have said what they had to say
+                if code not in (2, 3, REQUEUE):  # these have said what they had to say
                     print(f"{process.name} ended {died}; ending the others", file=sys.stderr, flush=True)
-                deadline = time.monotonic() + grace_s
+                deadline = time.monotonic() + (ORDERLY_S if code == REQUEUE else grace_s)
         alive = [p for p in alive if p.is_alive()]
     return failed
 

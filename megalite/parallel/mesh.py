@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ class Mesh:
     def position(self) -> Mapping[str, int]:
         return {axis.name: axis.rank for axis in (self.pp, self.dp, self.cp, self.tp)}
 
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """How long a collective of any group may take; torch makes groups with other defaults than the first one's."""
+        for axis in (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world):
+            if axis.group is not None:
+                distributed_c10d._set_pg_timeout(timeout, axis.group)
+
     def describe(self) -> str:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""
         where = ", ".join(f"{k} {v}" for k, v in self.position.items() if self.sizes[k] > 1)
@@ -91,7 +98,7 @@ def build_mesh(
     """Make every group of the run; collective over the default group, so all ranks call it in the same way.
 
     The world size (of the default process group) must be a multiple of tp * pp * cp; what remains is dp.
-    Groups made by `new_group` do not inherit the default group's timeout, so `timeout` is given to each.
+    Groups made by DeviceMesh and `new_group` do not inherit the default group's timeout: `timeout` is given to each.
     """
     if not dist.is_initialized():
         if tp * pp * cp != 1:
@@ -109,8 +116,6 @@ def build_mesh(
         index[dim] = slice(None)
         ranks = tuple(int(r) for r in grid[tuple(index)].flatten())
         group = mesh.get_group(name) if len(ranks) > 1 else None
-        if group is not None and timeout is not None:
-            group._get_backend(device).options._timeout = timeout
         return Axis(name, len(ranks), here[dim], group, ranks)
 
     pp_axis = axis("pp", 0)
@@ -128,7 +133,7 @@ def build_mesh(
     ends_members = [[c[0], c[-1]] for c in columns] if pp > 1 else [[r] for r in range(world)]
     ends = extra("ends", ends_members)
     world_axis = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, tuple(range(world)))
-    return Mesh(
+    made = Mesh(
         pp=pp_axis,
         dp=axis("dp", 1),
         cp=axis("cp", 2),
@@ -138,3 +143,6 @@ def build_mesh(
         world=world_axis,
         device=device,
     )
+    if timeout is not None:
+        made.set_timeout(timeout)
+    return made

@@ -44,6 +44,24 @@ def choose_device(wanted: str) -> str:
     return wanted
 
 
+def cuda_environment(tp: int, folder: Path) -> dict[str, str]:
+    """Variables that CUDA, its allocator and NCCL read when they start; what the user has set wins.
+
+    One hardware queue keeps the order in which kernels were launched, so that a tensor-parallel collective starts
+    before the matmul that it hides behind; devices from Blackwell on do not need it. The flight recorder keeps the
+    last collectives of a group and writes them when one times out.
+    """
+    wanted = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl_trace_rank_"),
+    }
+    if tp > 1 and torch.cuda.get_device_capability()[0] < 10:
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
 def pretrain(config: Config, ranks: Ranks) -> int:
     """Returns the exit code of this rank (train/run_dir.py)."""
     folder = Path(config.log.run_dir or config.checkpoint.save or "runs/last")
@@ -54,6 +72,8 @@ def pretrain(config: Config, ranks: Ranks) -> int:
                 print(describe(config, sources, ranks.world, None), flush=True)
             return Exit.DONE
         device = choose_device(config.parallel.device)
+        if device == "cuda":
+            os.environ.update(cuda_environment(config.parallel.tensor_model_parallel_size, folder))
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
@@ -179,6 +199,9 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: R
         wandb_config=differences(config),
     )
     report.say(describe(config, sources, ranks.world, peak))
+    if run.mesh.device.type == "cuda":
+        shown = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+        report.say("environment: " + " ".join(f"{name}={os.environ[name]}" for name in shown if name in os.environ))
     return report
 
 

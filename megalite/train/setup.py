@@ -20,7 +20,7 @@ from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule
 from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Rule, Zero1
-from megalite.parallel.launch import Ranks, set_timeout
+from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.pipeline.partition import parse_layout, partition
 from megalite.pipeline.runtime import Pipeline
@@ -225,8 +225,7 @@ def build_run(
 
     if p.distributed_timeout_seconds_after_init is not None:
         after = datetime.timedelta(seconds=p.distributed_timeout_seconds_after_init)
-        axes = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.pp_back, mesh.ends, mesh.world)
-        set_timeout([axis.group for axis in axes if axis.group is not None], after)
+        mesh.set_timeout(after)
     return Run(
         mesh=mesh,
         pipeline=pipeline,

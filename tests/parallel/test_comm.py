@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,41 +26,64 @@ def _input(rank: int, rows: int) -> torch.Tensor:
     return torch.arange(rows * 3, dtype=torch.float64).reshape(rows, 3) * (rank + 1) + rank
 
 
-def _collective(name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pending(name: str, rows: int) -> torch.Tensor:
+    tp = _mesh(WORLD).tp
+    return getattr(comm, name)(_input(tp.rank, rows), tp).wait()
+
+
+def _scatter_seq(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     tp = _mesh(WORLD).tp
     x = _input(tp.rank, rows).requires_grad_()
-    y = getattr(comm, name)(x, tp)
+    y = comm.scatter_seq(x, tp)
     y.backward(_input(tp.rank + 5, y.shape[0]))
     return y.detach(), x.grad  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", ["copy_in", "reduce_out", "gather_seq", "scatter_seq"])
-def test_collective_does_what_its_table_says(name: str) -> None:
-    rows = 4
-    xs = [_input(r, rows) for r in range(WORLD)]
-    out_rows = {"gather_seq": rows * WORLD, "scatter_seq": rows // WORLD}.get(name, rows)
-    gs = [_input(r + 5, out_rows) for r in range(WORLD)]
-    actions = {
-        "identity": lambda ts: ts,
-        "all-reduce": lambda ts: [sum(ts)] * WORLD,
-        "all-gather": lambda ts: [torch.cat(ts)] * WORLD,
-        "reduce-scatter": lambda ts: list(sum(ts).chunk(WORLD)),
-    }
-    forward, backward = {
-        "copy_in": ("identity", "all-reduce"),
-        "reduce_out": ("all-reduce", "identity"),
-        "gather_seq": ("all-gather", "reduce-scatter"),
-        "scatter_seq": ("reduce-scatter", "all-gather"),
-    }[name]
-    for rank, (y, grad) in enumerate(run_ranks(WORLD, _collective, name, rows)):
-        torch.testing.assert_close(y, actions[forward](xs)[rank], rtol=0, atol=0)
-        torch.testing.assert_close(grad, actions[backward](gs)[rank], rtol=0, atol=0)
+def _gathered(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.cat(parts)] * WORLD
 
 
-@pytest.mark.parametrize("name", ["copy_in", "reduce_out", "gather_seq", "scatter_seq"])
-def test_one_process_is_the_identity(name: str) -> None:
+def _scattered(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(torch.stack(parts).sum(0).chunk(WORLD))
+
+
+@pytest.mark.parametrize("name,want", [("start_all_gather", _gathered), ("start_reduce_scatter", _scattered)])
+def test_collective_does_what_it_says(name: str, want: Callable[..., list[torch.Tensor]]) -> None:
+    inputs = [_input(rank, 4) for rank in range(WORLD)]
+    for got, expected in zip(run_ranks(WORLD, _pending, name, 4), want(inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
     x = _input(0, 4)
-    assert getattr(comm, name)(x, Mesh.alone().tp) is x
+    assert getattr(comm, name)(x, Mesh.alone().tp).wait() is x
+
+
+def test_scatter_seq_is_a_reduce_scatter_whose_gradient_is_an_all_gather() -> None:
+    inputs, grads = [_input(rank, 4) for rank in range(WORLD)], [_input(rank + 5, 2) for rank in range(WORLD)]
+    for rank, (y, grad) in enumerate(run_ranks(WORLD, _scatter_seq, 4)):
+        torch.testing.assert_close(y, _scattered(inputs)[rank], rtol=0, atol=0)
+        torch.testing.assert_close(grad, _gathered(grads)[rank], rtol=0, atol=0)
+    x = _input(0, 4)
+    assert comm.scatter_seq(x, Mesh.alone().tp) is x
+
+
+def _miss_one(name: str, later: float | None) -> float | None:
+    """Every rank but the last takes part in a collective of axis `name`; seconds until it gave up."""
+    mesh = build_mesh(tp=2, pp=2, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=1))
+    if later is not None:
+        mesh.set_timeout(datetime.timedelta(seconds=later))
+    axis, begin = getattr(mesh, name), time.monotonic()
+    if axis.is_last:
+        time.sleep(4)  # stays alive: a rank that is gone is noticed at once
+        return None
+    with pytest.raises(RuntimeError, match="(?i)time|closed"):  # closed by a rank that gave up before
+        comm.all_reduce_(torch.zeros(1), axis)
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("name,later", [("tp", None), ("pp_back", None), ("ends", 2.0), ("world", 2.0)])
+def test_every_group_has_the_timeout_that_was_set(name: str, later: float | None) -> None:
+    limit = later or 1.0
+    waited = [seconds for seconds in run_ranks(4, _miss_one, name, later) if seconds is not None]
+    assert waited and all(limit * 0.9 < seconds < limit + 1.5 for seconds in waited), waited
 
 
 def _positions(tp: int, pp: int) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
