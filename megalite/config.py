@@ -177,11 +177,20 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    data_path: tuple[str, ...] | None = opt(None, "PREFIX, or WEIGHT PREFIX pairs, of .bin/.idx files")
+    data_path: tuple[str, ...] | None = opt(None, "PREFIX, or WEIGHT PREFIX pairs, of .bin/.idx files; see --split")
+    train_data_path: tuple[str, ...] | None = opt(None, "the same for training only; no split")
+    valid_data_path: tuple[str, ...] | None = opt(None, "the same for validation only")
+    test_data_path: tuple[str, ...] | None = opt(None, "the same for the test only")
+    data_args_path: str | None = opt(None, "file that holds what --data-path would, for long blends")
+    per_split_data_args_path: str | None = opt(None, "JSON file with train, valid, test: the three lists above")
+    multiple_validation_sets: bool = opt(False, "each prefix of --valid-data-path is a set with a loss of its own")
+    validation_set_names: tuple[str, ...] | None = opt(None, "their names; default: the last part of each prefix")
     split: str = opt("969, 30, 1", "parts of the documents for training, validation, test")
     data_cache_path: str | None = opt(None, "directory of index caches")
     mock_data: bool = opt(False, "generated tokens instead of files")
     eod_mask_loss: bool = opt(False, "no loss after an end-of-document token")
+    reset_position_ids: bool = opt(False, "count positions from the begin of each document")
+    reset_attention_mask: bool = opt(False, "attend within the document only (variable-length attention)")
     tokenizer_type: str | None = opt(
         None,
         "kind of tokenizer",
@@ -514,8 +523,22 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
         say("save needs --save-interval")
     if d.mock_data and d.data_path:
         say("mock_data and data_path exclude each other; give one")
-    if not d.mock_data and not d.data_path:
+    per_split = ("train_data_path", "valid_data_path", "test_data_path")
+    ways = [n for n in ("data_path", "data_args_path", "per_split_data_args_path", "mock_data") if getattr(d, n)]
+    ways += [" ".join(n for n in per_split if getattr(d, n))] if any(getattr(d, n) for n in per_split) else []
+    if not ways:
         say("data_path is not set; give --data-path PREFIX, or --mock-data")
+    elif len(ways) > 1 and not (d.mock_data and d.data_path):
+        say(f"{' and '.join(ways)} exclude each other; give the data in one way")
+    elif ways[0] in per_split[1:]:
+        say(f"train_data_path is not set beside {ways[0]}; give it")
+    if d.multiple_validation_sets and not (d.valid_data_path or d.per_split_data_args_path):
+        say("multiple_validation_sets needs --valid-data-path")
+    if d.validation_set_names and not d.multiple_validation_sets:
+        say(f"validation_set_names={' '.join(d.validation_set_names)} has no effect; add --multiple-validation-sets")
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        if getattr(d, name) and d.tokenizer_type is None:
+            say(f"{name} needs a tokenizer that knows the end of a document; give --tokenizer-type")
     if d.tokenizer_type is None and d.vocab_size is None:
         say("vocab_size is not set; give a tokenizer (--tokenizer-type, --tokenizer-model) or --vocab-size")
     if d.tokenizer_type == "NullTokenizer" and d.vocab_size is None:

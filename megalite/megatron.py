@@ -101,9 +101,7 @@ step-batch-size-schedule=1 iterations-to-skip=-1 decoupled-lr=1 decoupled-min-lr
 end-weight-decay=1 weight-decay-incr-style=1 cuda-graph-impl=1 recompute-modules=-1
 
 this part of the data path is not supported (yet); use --data-path
-train-data-path=-1 valid-data-path=-1 test-data-path=-1 data-args-path=1 per-split-data-args-path=1
-reset-position-ids reset-attention-mask full-validation multiple-validation-sets validation-set-names=-1
-padded-vocab-size=1 skip-train
+full-validation padded-vocab-size=1 skip-train
 
 this part of checkpoints is not supported (yet); leave it away
 no-load-optim no-load-rng no-save-optim no-save-rng finetune pretrained-checkpoint=1 use-checkpoint-args

@@ -35,6 +35,7 @@ LLAMA = """--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMS
  --ffn-hidden-size 48"""
 QWEN = LLAMA.replace("--num-query-groups 2", "--num-query-groups 1") + " --add-qkv-bias --qk-layernorm"
 DROP = GPT.replace("dropout 0", "dropout 0.2")
+BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # generated data has ends of documents too
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ ROWS = [
     row("llama recompute block tp2 pp2", 4, LLAMA, tp=2, pp=2, extra=f"{FULL} block --recompute-num-layers 1"),
     row("llama micro-batch 1 dp2", 2, LLAMA, extra="--micro-batch-size 1"),
     row("qwen tp2 pp2 one group", 4, QWEN, tp=2, pp=2),
+    row("gpt documents tp2 pp2 vpp2", 4, GPT + BORDERS, tp=2, pp=2, vpp=2),
+    row("gpt documents dropout tp2 dp2", 4, DROP + BORDERS, tp=2),
+    row("llama documents tp2 pp2", 4, LLAMA + BORDERS, tp=2, pp=2),
+    row("llama documents pp4 recompute", 4, LLAMA + BORDERS, pp=4, extra=f"{FULL} uniform --recompute-num-layers 1"),
 ]
 
 
@@ -208,6 +213,13 @@ def test_layout_equals_one_process_in_fp32(item: Row) -> None:
 )
 def test_bf16_stays_close(item: Row) -> None:
     _compare(item, None, BF16, 0.1)
+
+
+def test_borders_of_documents_change_the_result() -> None:
+    """The rows with documents say nothing unless there are some."""
+    assert alone(GPT + BORDERS + " ", "float64").losses[0] != alone(GPT + " ", "float64").losses[0]
+    only = [alone(GPT + f" --{flag} ", "float64").losses[0] for flag in BORDERS.replace("--", "").split()]
+    assert len({*only, alone(GPT + " ", "float64").losses[0]}) == 4
 
 
 def test_the_table_covers_what_it_claims() -> None:

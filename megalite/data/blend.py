@@ -58,6 +58,15 @@ class BlendOrder:
             number += periods * np.asarray(self._counts, np.int64)[source]
         return source, number
 
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples each source gives."""
+        periods, within = divmod(samples, self.period)
+        self._extend(self.period if periods else within)
+        counts = np.bincount(self._source[:within], minlength=len(self._counts))
+        if periods:
+            counts = counts + periods * np.asarray(self._counts, np.int64)
+        return [int(n) for n in counts]
+
     def _extend(self, length: int) -> None:
         done = len(self._source)
         if length <= done:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +20,39 @@ from megalite.data.blend import BlendOrder
 from megalite.data.cache import load_or_build
 from megalite.data.indexed import DataError, IndexedDataset
 from megalite.data.info import check_tokenizer
-from megalite.data.mock import MockDataset
 from megalite.data.permutation import fold
-from megalite.data.samples import Epoch, build_epoch, place, split_ranges
+from megalite.data.samples import Epoch, build_epoch
+from megalite.data.stream import Line
 from megalite.data.tokenizer import Tokenizer
 
-SPLITS = ("train", "valid", "test")
+MANY_EPOCHS = 4  # up to here repeated data is nearly as good as new (arXiv:2305.16264, fig. 1)
 
 
 class Dataset(Protocol):
-    """What `Batches` needs. `where` names file, document and position of a token, for errors."""
+    """What `Batches` needs. `where` names file, document and position of a token, for errors. `layout`: where each
+    sample was packed, the lengths of its pieces (what is beyond them is padding); None: it is one run of text."""
 
     @property
     def seq_length(self) -> int: ...
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None: ...
     def where(self, i: int, position: int) -> str: ...
     def describe(self, samples: int) -> str: ...
+
+
+class Source(Dataset, Protocol):
+    """A dataset of one file, for the ledger. digest: equal for equal documents; name: for people."""
+
+    name: str
+    num_tokens: int
+
+    @property
+    def digest(self) -> str: ...
+    def go_on(self, taken: Sequence[tuple[int, int]]) -> None:
+        """Begin behind what was taken before: (sequence length, samples), in order."""
+
+    def tokens_in(self, samples: int) -> int: ...
+    def documents_begun(self, samples: range) -> int: ...
 
 
 class GptDataset:
@@ -46,24 +64,47 @@ class GptDataset:
         documents: range,
         seq_length: int,
         seed: int,
-        name: str = "train",
+        split: str = "train",
         cache_path: str | Path | None = None,
     ):
-        self.seq_length, self.name = seq_length, name
+        self.seq_length, self.name, self._split = seq_length, data.prefix, split
         self._data, self._documents = data, documents
         self._lengths = np.array(data.lengths[documents.start : documents.stop])  # aligned, in memory: 4 bytes each
         self.num_tokens = int(np.sum(self._lengths, dtype=np.int64))
         if self.num_tokens < seq_length + 1:
             raise DataError(
-                f"{data.prefix}: the {name} split has {self.num_tokens} tokens in {len(documents)} documents, fewer "
+                f"{data.prefix}: the {split} split has {self.num_tokens} tokens in {len(documents)} documents, fewer "
                 f"than one sample of seq_length {seq_length} + 1: use a larger part in --split, more data or a smaller "
                 "--seq-length"
             )
-        self._key = fold(seed, name)
+        self._key = fold(seed, split)
+        self._line, self._taken = Line(self.num_tokens, self._key), 0  # the next sample is number `taken` of the line
         self._cache_path = cache_path
-        self._digest = hashlib.blake2b(self._lengths.data, digest_size=16).hexdigest() if cache_path else ""
         self._epochs: dict[int, Epoch] = {}  # the last two used
         self._lock = threading.Lock()  # the prefetch thread and the main one may meet here
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the documents' lengths."""
+        return hashlib.blake2b(self._lengths.data, digest_size=16).hexdigest()
+
+    def go_on(self, taken: Sequence[tuple[int, int]]) -> None:
+        line, length, count = Line(self.num_tokens, self._key), self.seq_length, 0
+        for seq_length, samples in [*taken, (self.seq_length, 0)]:
+            if seq_length != length:
+                line, length, count = line.after(count, length) if count else line, seq_length, 0
+            count += samples
+        self._line, self._taken = line, count
+
+    def tokens_in(self, samples: int) -> int:
+        return samples * self.seq_length
+
+    def documents_begun(self, samples: range) -> int:
+        moved = range(samples.start + self._taken, samples.stop + self._taken)
+        return self._line.documents_begun(moved, self.seq_length, lambda epoch: self._epoch(epoch).starts)
+
+    def layout(self, index: NDArray[np.int64]) -> None:
+        return None
 
     def _epoch(self, number: int) -> Epoch:
         with self._lock:
@@ -78,25 +119,25 @@ class GptDataset:
         if not self._cache_path:
             return build_epoch(self._lengths, key)
         stem = Path(self._data.prefix).name
-        file = f"{stem}-{self.name}-{fold('epoch order 1', self._digest, len(self._lengths), key):016x}"
+        file = f"{stem}-{self._split}-{fold('epoch order 1', self.digest, len(self._lengths), key):016x}"
         return load_or_build(self._cache_path, file, self._lengths, lambda: build_epoch(self._lengths, key))
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         out = np.empty((len(index), self.seq_length + 1), np.int64)
-        epochs, offsets = place(index, self.num_tokens, self.seq_length, self._key)
-        for row, (number, offset) in enumerate(zip(epochs.tolist(), offsets.tolist(), strict=True)):
-            filled = self._copy(number, offset, out[row])
-            if filled < len(out[row]):  # the sample ends in the next epoch
-                self._copy(number + 1, 0, out[row][filled:])
+        starts = self._line.place(np.asarray(index) + self._taken, self.seq_length)
+        for row, start in enumerate(starts.tolist()):
+            done = 0
+            for epoch, offset, length in self._line.spans(start, self.seq_length + 1):
+                self._copy(epoch, offset, out[row, done : done + length])
+                done += length
         return out
 
     def sample(self, i: int) -> NDArray[np.int64]:
         return self.samples(np.array([i]))[0]
 
-    def _copy(self, number: int, offset: int, out: NDArray[np.int64]) -> int:
-        """Copy tokens of epoch `number` from `offset` on; how many there were, at most len(out)."""
-        epoch = self._epoch(number)
-        length = min(len(out), self.num_tokens - offset)
+    def _copy(self, number: int, offset: int, out: NDArray[np.int64]) -> None:
+        """Fill `out` with the tokens of epoch `number` from `offset` on; the epoch holds them all."""
+        epoch, length = self._epoch(number), len(out)
         first, last = np.searchsorted(epoch.starts, (offset, offset + length - 1), side="right").tolist()
         documents = epoch.order[first - 1 : last] + self._documents.start  # those that hold [offset, offset + length)
         begins = self._data.pointers[documents] // self._data.dtype.itemsize
@@ -107,13 +148,10 @@ class GptDataset:
             n = min(end - offset, length) - done
             out[done : done + n] = tokens[begin + skip : begin + skip + n]
             done, skip = done + n, 0
-        return length
 
     def where(self, i: int, position: int) -> str:
-        number, offset = (int(a[0]) for a in place(np.array([i]), self.num_tokens, self.seq_length, self._key))
-        offset += position
-        if offset >= self.num_tokens:
-            number, offset = number + 1, offset - self.num_tokens
+        start = int(self._line.place(np.array([i + self._taken]), self.seq_length)[0]) + position
+        number, offset, _ = next(self._line.spans(start, 1))
         epoch = self._epoch(number)
         at = int(np.searchsorted(epoch.starts, offset, side="right")) - 1
         document = int(epoch.order[at]) + self._documents.start
@@ -121,13 +159,15 @@ class GptDataset:
 
     def describe(self, samples: int) -> str:
         epochs = samples * self.seq_length / self.num_tokens
-        return f"{self._data.prefix}: {len(self._documents)} documents, {self.num_tokens} tokens, {epochs:.2f} epochs"
+        many = f"; more than {MANY_EPOCHS} teach little" if epochs > MANY_EPOCHS else ""
+        counts = f"{len(self._documents)} documents, {self.num_tokens} tokens"
+        return f"{self._data.prefix}: {counts}, {epochs:.2f} epochs{many}"
 
 
 class Blend:
     """Samples of several datasets, interleaved so that every prefix holds the weights (see blend.py)."""
 
-    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float | int]):
+    def __init__(self, datasets: Sequence[Source], weights: Sequence[float | int]):
         if len(datasets) != len(weights):
             raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
         self.datasets, self.weights, self.order = list(datasets), list(weights), BlendOrder(weights)
@@ -144,11 +184,24 @@ class Blend:
     def sample(self, i: int) -> NDArray[np.int64]:
         return self.samples(np.array([i]))[0]
 
+    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None:
+        sources, numbers = self.order.at(index)
+        found: dict[int, NDArray[np.int32]] = {}
+        for k in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == k)
+            pieces = self.datasets[k].layout(numbers[rows])
+            if pieces is None:
+                return None  # the sources of a blend are all packed, or none
+            found |= dict(zip(rows.tolist(), pieces, strict=True))
+        return [found[row] for row in range(len(numbers))]
+
     def where(self, i: int, position: int) -> str:
         source, number = (int(a[0]) for a in self.order.at(np.array([i])))
         return self.datasets[source].where(number, position)
 
     def describe(self, samples: int) -> str:
+        if len(self.datasets) == 1:
+            return self.datasets[0].describe(samples)
         total = sum(self.weights)
         shares = [(weight / total, dataset) for weight, dataset in zip(self.weights, self.datasets, strict=True)]
         return "\n".join(f"{share:.4f} of {dataset.describe(round(samples * share))}" for share, dataset in shares)
@@ -180,48 +233,27 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
     return list(data_path[1::2]), weights
 
 
-def build_datasets(
+def build_blend(
     data_path: Sequence[str],
-    split: str,
     seq_length: int,
     seed: int,
-    samples: tuple[int, int, int],
-    *,
+    split: str,
+    part: tuple[float, float] = (0.0, 1.0),
     data_cache_path: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """Training, validation and test dataset; None where no samples are asked for, or whose part in `split` is 0.
+) -> Blend:
+    """The files of `data_path`, mixed.
 
     data_path  prefixes, or weight prefix pairs; without weights each file counts by its tokens
-    samples    how many each will be asked for at least: here only whether it is needed at all
+    split      its name, a coordinate of the shuffle; `part`: which documents of each file, begin and end as parts of 1
     tokenizer  when given, data made by another one is refused
     """
     prefixes, weights = parse_data_path(data_path)
-    files = []
+    sources = []
     for prefix in prefixes:
-        files.append(IndexedDataset(prefix))
+        file = IndexedDataset(prefix)
         if tokenizer is not None:
             check_tokenizer(prefix, tokenizer)
-    whole = split_ranges(split, 1 << 40)
-    built: list[Dataset | None] = []
-    for k, name in enumerate(SPLITS):
-        if samples[k] <= 0 or not whole[k]:
-            built.append(None)
-            continue
-        parts = [
-            GptDataset(file, split_ranges(split, len(file))[k], seq_length, seed, name, data_cache_path)
-            for file in files
-        ]
-        shares: Sequence[float | int] = weights or [part.num_tokens for part in parts]
-        built.append(parts[0] if len(parts) == 1 else Blend(parts, shares))
-    return built[0], built[1], built[2]
-
-
-def build_mock_datasets(
-    vocab_size: int, seq_length: int, seed: int, samples: tuple[int, int, int]
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """The same for --mock-data."""
-    built: list[Any] = [
-        MockDataset(vocab_size, seq_length, seed, name) if samples[k] > 0 else None for k, name in enumerate(SPLITS)
-    ]
-    return built[0], built[1], built[2]
+        documents = range(round(part[0] * len(file)), round(part[1] * len(file)))
+        sources.append(GptDataset(file, documents, seq_length, seed, split, data_cache_path))
+    return Blend(sources, weights or [source.num_tokens for source in sources])

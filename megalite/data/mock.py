@@ -48,6 +48,9 @@ class MockDataset:
     def sample(self, i: int) -> NDArray[np.int64]:
         return self.samples(np.array([i]))[0]
 
+    def layout(self, index: NDArray[np.int64]) -> None:
+        return None
+
     def where(self, i: int, position: int) -> str:
         return f"mock sample {i}, token {position}"
 

@@ -1,16 +1,9 @@
-"""How documents become samples: pure functions from integers to places in the token file.
+"""Which documents are of a split, and which order an epoch has: pure functions of lengths and keys.
 
-    epoch e    documents in the order of a shuffle of (seed, e), laid end to end: T tokens
-    stream     epoch 0 | epoch 1 | epoch 2 ...            one endless line of tokens
-    sample j   tokens j*S .. j*S + S of the stream        S inputs, and the S labels one token ahead
-    index i    the samples that begin in one epoch, shuffled among themselves
+    epoch e    the documents in the order of a shuffle of (seed, e), laid end to end: T tokens
 
-    stream  |--doc 7--|---doc 2---|-doc 9-|----- ...      S = 8
-    sample  0|-------|1|-------|2|-------|                each token is a label once (the very first never)
-
-Every token is used exactly once per epoch, document borders and epoch borders included. Sample i depends on (seed,
-lengths, S) alone: not on how many samples a run asks for, so a run can be extended. Only the two epochs in use
-exist, at 12 bytes per document (`Epoch`); no table of samples is kept: a binary search in `starts` finds one.
+Only the two epochs in use exist, at 12 bytes per document (`Epoch`). No table of samples is kept: where sample j begins
+is arithmetic (stream.py), and a binary search in `starts` finds the document there.
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.indexed import DataError
-from megalite.data.permutation import fold, permute
+from megalite.data.permutation import permute
 
 CHUNK = 1 << 18
 
@@ -36,11 +29,11 @@ class Epoch:
     starts: NDArray[np.int64]
 
 
-def split_ranges(split: str, num_documents: int) -> list[range]:
-    """Documents of training, validation and test: consecutive parts in proportion to three numbers.
+def split_parts(split: str) -> list[tuple[float, float] | None]:
+    """Training, validation and test: consecutive parts of 1 in proportion to three numbers; None for 0.
 
-    >>> split_ranges("969, 30, 1", 1000)
-    [range(0, 969), range(969, 999), range(999, 1000)]
+    >>> split_parts("3, 1")
+    [(0.0, 0.75), (0.75, 1.0), None]
     """
     texts = [part for part in re.split(r"[,/\s]+", split.strip()) if part]
     try:
@@ -50,8 +43,8 @@ def split_ranges(split: str, num_documents: int) -> list[range]:
     if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
         raise DataError(f"split={split!r} is not up to three numbers >= 0, comma-separated; use for example 969,30,1")
     parts += [0.0] * (3 - len(parts))
-    borders = [round(sum(parts[:k]) / sum(parts) * num_documents) for k in range(4)]
-    return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+    borders = [sum(parts[:k]) / sum(parts) for k in range(4)]
+    return [(a, b) if a < b else None for a, b in zip(borders, borders[1:], strict=False)]
 
 
 def build_epoch(lengths: NDArray[Any], key: int) -> Epoch:
@@ -65,22 +58,3 @@ def build_epoch(lengths: NDArray[Any], key: int) -> Epoch:
         np.cumsum(lengths[part], dtype=np.int64, out=starts[a + 1 : a + 1 + len(part)])
         starts[a + 1 : a + 1 + len(part)] += starts[a]
     return Epoch(order, starts)
-
-
-def first_sample(epoch: int, tokens: int, seq_length: int) -> int:
-    """Number of samples that begin before `epoch`, when each epoch has `tokens` tokens."""
-    return -(-epoch * tokens // seq_length)
-
-
-def place(index: NDArray[Any], tokens: int, seq_length: int, seed_key: int) -> tuple[NDArray[np.int64], ...]:
-    """(epoch, first token in that epoch) of the samples `index`. They end seq_length tokens later."""
-    index = np.asarray(index, np.int64)
-    epoch = index * seq_length // tokens
-    offset = np.empty_like(index)
-    for e in np.unique(epoch).tolist():
-        here = epoch == e
-        first = first_sample(e, tokens, seq_length)
-        count = first_sample(e + 1, tokens, seq_length) - first
-        shuffled = permute(index[here] - first, count, fold(seed_key, "samples", e))
-        offset[here] = (first + shuffled) * seq_length - e * tokens
-    return epoch, offset

@@ -4,6 +4,9 @@ Layout in and out is sequence first: q_SBHK, k_SBGK, v_SBGK -> o_SBHK, H a multi
 fused attention runs (flash on CPU and CUDA): saved are q, k, v, o and one log-sum-exp per row, never the S x S
 scores. With dropout the scores are explicit, because the mask must depend on coordinates (sample, head, query, key)
 and not on a generator's state.
+
+Where several documents share a sequence, each is attended to by itself: variable-length attention, whose work is the
+sum of the squared lengths and which never makes a mask of S x S.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.dropout import keep_mask
+
+Documents = tuple[tuple[int, int, int], ...]  # (sample of the micro-batch, first position, end), by sample and position
 
 
 def attention(
@@ -25,8 +30,12 @@ def attention(
     dropout_key: int | None = None,
     sample_ids_B: Tensor | None = None,
     head_offset: int = 0,
+    documents: Documents | None = None,
 ) -> Tensor:
-    """`head_offset`: the global number of head 0, a coordinate of dropout like sample_ids_B and dropout_key."""
+    """`head_offset`: the global number of head 0, a coordinate of dropout like sample_ids_B and dropout_key.
+    `documents` tile every sample; None: one per sample."""
+    if documents is not None and dropout_p == 0.0:
+        return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
     if dropout_p == 0.0:
         grouped = q.shape[1] != k.shape[1]
@@ -38,9 +47,29 @@ def attention(
     length = torch.arange(q.shape[2], device=q.device)
     heads = torch.arange(head_offset, head_offset + q.shape[1], device=q.device)
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    scores = scores.masked_fill(length[None, :] > length[:, None], float("-inf"))
+    hidden = length[None, :] > length[:, None]
+    if documents is not None:
+        first_BS = torch.tensor(_firsts(documents, q.shape[0]), device=q.device)
+        hidden = hidden | (length < first_BS.unsqueeze(-1)).unsqueeze(1)
+    scores = scores.masked_fill(hidden, float("-inf"))
     keep = keep_mask(
         dropout_key, dropout_p, sample_ids_B.view(-1, 1, 1, 1), heads.view(-1, 1, 1), length.view(-1, 1), length
     )
     weights = (scores.softmax(-1) * keep / (1 - dropout_p)).to(q.dtype)
     return (weights @ v).permute(2, 0, 1, 3)
+
+
+def _by_document(q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, documents: Documents, scale: float) -> Tensor:
+    rows: list[list[Tensor]] = [[] for _ in range(q_SBHK.shape[1])]
+    for row, start, end in documents:
+        part = (x[start:end, row : row + 1] for x in (q_SBHK, k_SBGK, v_SBGK))
+        rows[row].append(attention(*part, scale=scale))
+    return torch.cat([torch.cat(row) for row in rows], dim=1)
+
+
+def _firsts(documents: Documents, samples: int) -> list[list[int]]:
+    """For every position the first one of its document."""
+    firsts: list[list[int]] = [[] for _ in range(samples)]
+    for row, start, end in documents:
+        firsts[row] += [start] * (end - start)
+    return firsts

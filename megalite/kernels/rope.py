@@ -54,7 +54,9 @@ def rope_tables(
 
 def _rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     half = cos.shape[-1]
-    c, s = cos[:, None, None, :], sin[:, None, None, :] * sign
+    c, s = cos.unsqueeze(-2), sin.unsqueeze(-2) * sign
+    if cos.dim() == 2:  # the same angles for every sample
+        c, s = c.unsqueeze(1), s.unsqueeze(1)
     a, b, rest = x_SBHK[..., :half], x_SBHK[..., half : 2 * half], x_SBHK[..., 2 * half :]
     y = torch.empty(x_SBHK.shape, dtype=x_SBHK.dtype, device=x_SBHK.device)
     y[..., :half] = a * c - b * s
@@ -76,6 +78,7 @@ class _Rope(Function):
         return _rotate(dy, cos, sin, -1.0), None, None
 
 
-def apply_rope(x_SBHK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
-    """Rotate the first 2 * cos.shape[-1] channels of each head; tables as `rope_tables` makes them."""
-    return _Rope.apply(x_SBHK, cos_SK, sin_SK)  # type: ignore[return-value]
+def apply_rope(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first 2 * cos.shape[-1] channels of each head. Tables as `rope_tables` makes them, [S, R / 2], or
+    [S, B, R / 2] where each sample counts its positions in its own way."""
+    return _Rope.apply(x_SBHK, cos, sin)  # type: ignore[return-value]

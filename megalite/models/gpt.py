@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.kernels.attention import Documents
 from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, rope_tables
-from megalite.nn.attention import Attention, Rope
+from megalite.nn.attention import Attention, Coordinates
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, word_spec
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import cross_entropy
@@ -35,6 +36,7 @@ class Batch:
     """One micro-batch. labels_SB None: the last stage returns logits_SBv. mask_SB: 1 where a token counts; None: all.
 
     sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
+    positions_SB: of each token for the position embedding; None: 0 .. S - 1. documents: kernels/attention.py.
     """
 
     tokens_SB: Tensor
@@ -42,6 +44,8 @@ class Batch:
     mask_SB: Tensor | None
     sample_ids_B: Tensor
     step: int
+    positions_SB: Tensor | None = None
+    documents: Documents | None = None
 
 
 @dataclass(frozen=True)
@@ -92,21 +96,15 @@ class Block(nn.Module):
             bias=model.add_bias_linear,
         )
 
-    def forward(self, x_sBD: Tensor, rope: Rope | None, sample_ids_B: Tensor, step: int) -> Tensor:
-        x_sBD = self._add(
-            self.attention(self.attention_norm(x_sBD), rope, sample_ids_B, step),
-            x_sBD,
-            SITE_HIDDEN_1,
-            sample_ids_B,
-            step,
-        )
-        return self._add(self.mlp(self.mlp_norm(x_sBD)), x_sBD, SITE_HIDDEN_2, sample_ids_B, step)
+    def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
+        x_sBD = self._add(self.attention(self.attention_norm(x_sBD), where), x_sBD, SITE_HIDDEN_1, where)
+        return self._add(self.mlp(self.mlp_norm(x_sBD)), x_sBD, SITE_HIDDEN_2, where)
 
-    def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, sample_ids_B: Tensor, step: int) -> Tensor:
+    def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, where: Coordinates) -> Tensor:
         if not (self.dropout_p and self.training):
             return x_sBD + y_sBD
-        key = fold(self.seed, step, self.layer, site)
-        return dropout_add(y_sBD, x_sBD, self.dropout_p, key, sample_ids_B, self.tp.rank * x_sBD.shape[0])
+        key = fold(self.seed, where.step, self.layer, site)
+        return dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, self.tp.rank * x_sBD.shape[0])
 
 
 class Head(nn.Module):
@@ -168,7 +166,7 @@ class Stage(nn.Module):
                 spec = ParamSpec("head", shape, shards=((0, "tp"),), init=Normal(model.init_method_std))
             shared = self.embedding.word if tied and self.embedding is not None else None
             self.head = Head(make, model, spec, shared, vocab_size)
-        self.rope: Rope | None = None
+        self.rope: tuple[Tensor, Tensor] | None = None
         if model.position_embedding_type == "rope" and not make.meta:
             scaling = None
             if model.use_rope_scaling:
@@ -185,19 +183,20 @@ class Stage(nn.Module):
     def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states x_sBD; on the last stage the summed loss (or the logits when there are no labels)."""
         if self.embedding is not None:
-            x_sBD: Tensor = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step)
+            x_sBD: Tensor = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB)
         else:
             assert received_sBD is not None, "only the first stage starts from tokens"
             x_sBD = received_sBD
         rope = None
         if self.rope is not None:
-            length = batch.tokens_SB.shape[0]
-            rope = (self.rope[0][:length], self.rope[1][:length])
+            chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
+            rope = (self.rope[0][chosen], self.rope[1][chosen])
+        where = Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents)
         for blocks, again in self._groups():
 
             def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks) -> Tensor:
                 for block in blocks:
-                    x_sBD = block(x_sBD, rope, batch.sample_ids_B, batch.step)
+                    x_sBD = block(x_sBD, where)
                 return x_sBD
 
             x_sBD = recompute(run, x_sBD) if again and self.training else run(x_sBD)

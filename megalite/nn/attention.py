@@ -10,10 +10,11 @@ summed over tp with the norms' (grad="partial"). One fused qkv tensor has no box
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megalite.kernels.attention import attention
+from megalite.kernels.attention import Documents, attention
 from megalite.kernels.dropout import fold
 from megalite.kernels.rope import apply_rope
 from megalite.nn.embedding import SITE_ATTENTION
@@ -23,7 +24,20 @@ from megalite.nn.parameter import Maker
 from megalite.nn.recompute import recompute
 from megalite.parallel.spec import Constant, Normal, ParamSpec
 
-Rope = tuple[Tensor, Tensor]  # cos_SK, sin_SK
+
+@dataclass(frozen=True)
+class Coordinates:
+    """What attention and dropout must know of a micro-batch besides x.
+
+    rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
+    sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
+    documents     what may attend to what (kernels/attention.py); None: each sample is one document
+    """
+
+    rope: tuple[Tensor, Tensor] | None
+    sample_ids_B: Tensor
+    step: int
+    documents: Documents | None = None
 
 
 class Attention(nn.Module):
@@ -76,7 +90,7 @@ class Attention(nn.Module):
         if bias:
             self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), grad="partial", init=zero, decay=False))
 
-    def forward(self, x_sBD: Tensor, rope: Rope | None, sample_ids_B: Tensor, step: int) -> Tensor:
+    def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         K = self.head_size
         kv, kv_bias = self.kv, self.kv_bias
         if self.replicated:
@@ -88,8 +102,8 @@ class Attention(nn.Module):
         k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
         if self.q_norm is not None and self.k_norm is not None:
             q_SBhK, k_SBgK = self.q_norm(q_SBhK), self.k_norm(k_SBgK)
-        if rope is not None:
-            q_SBhK, k_SBgK = apply_rope(q_SBhK, *rope), apply_rope(k_SBgK, *rope)
+        if where.rope is not None:
+            q_SBhK, k_SBgK = apply_rope(q_SBhK, *where.rope), apply_rope(k_SBgK, *where.rope)
         dropout_p = self.dropout_p if self.training else 0.0
 
         def core(q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor) -> Tensor:
@@ -99,9 +113,10 @@ class Attention(nn.Module):
                 v_SBgK,
                 scale=1.0 / math.sqrt(K),
                 dropout_p=dropout_p,
-                dropout_key=fold(self.seed, step, self.layer, SITE_ATTENTION) if dropout_p else None,
-                sample_ids_B=sample_ids_B,
+                dropout_key=fold(self.seed, where.step, self.layer, SITE_ATTENTION) if dropout_p else None,
+                sample_ids_B=where.sample_ids_B,
                 head_offset=self.tp.rank * q_SBhK.shape[2],
+                documents=where.documents,
             )
 
         if self.recompute_core and self.training:

@@ -34,7 +34,8 @@ class Embedding(nn.Module):
             size = spec.shape[1]
             self.position = make(ParamSpec("embedding.position", (positions, size), grad="partial", init=spec.init))
 
-    def forward(self, tokens_SB: Tensor, sample_ids_B: Tensor, step: int) -> Tensor:
+    def forward(self, tokens_SB: Tensor, sample_ids_B: Tensor, step: int, positions_SB: Tensor | None = None) -> Tensor:
+        """`positions_SB`: for the learned positions, where they are not 0 .. S - 1."""
         tp = self.mesh.tp
         rows = self.word.shape[0]
         if tp.size == 1:
@@ -46,7 +47,11 @@ class Embedding(nn.Module):
             x_sBD = scatter_seq(x_SBD.masked_fill(elsewhere_SB.unsqueeze(-1), 0), tp)
         first = tp.rank * x_sBD.shape[0]
         if self.position is not None:
-            x_sBD = x_sBD + self.position[first : first + x_sBD.shape[0]].unsqueeze(1)
+            here = slice(first, first + x_sBD.shape[0])
+            if positions_SB is None:
+                x_sBD = x_sBD + self.position[here].unsqueeze(1)
+            else:
+                x_sBD = x_sBD + F.embedding(positions_SB[here], self.position)
         if self.dropout_p and self.training:
             key = fold(self.seed, step, -1, SITE_EMBEDDING)
             x_sBD = dropout(x_sBD, self.dropout_p, key, sample_ids_B, first)

@@ -7,7 +7,7 @@ import math
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import reader, writer
-from megalite.data.batches import Batches
+from megalite.data.batches import Prefetcher
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
+from megalite.train.batch import HostBatch, on_device
 from megalite.train.metrics import Interval, Reporter
 from megalite.train.run_dir import Exit, write_atomically
-from megalite.train.state import Run, StepResult
-from megalite.train.step import counted_tokens, to_batch, train_step
+from megalite.train.state import EvaluationSet, Run, StepResult
+from megalite.train.step import train_step
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,18 @@ class StopSignal:
         signal.signal(signal.SIGTERM, lambda number, frame: self.seen.append(number))
 
 
-def evaluate(run: Run, batches: Batches, iters: int) -> float:
+def evaluate(run: Run, data: Prefetcher[HostBatch], iters: int) -> float:
     """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective."""
     mesh, size = run.mesh, run.batch_sizes.final
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for i in range(iters):
-        micro = [to_batch(m, mesh, run.state.step) for m in batches.at(i * size, size)]
-        loss = run.pipeline.evaluate(micro)
+        hosts, _ = data.get(i * size, size)
+        loss = run.pipeline.evaluate([on_device(host, mesh.device, run.state.step) for host in hosts])
         if mesh.pp.is_last and mesh.tp.is_first:
-            sums += torch.tensor([float(loss), counted_tokens(micro)], dtype=torch.float64, device=mesh.device)
+            sums[0] += loss
+            sums[1] += float(sum(host.counted_tokens for host in hosts))
     loss_sum, tokens = all_reduce_(sums, mesh.world).tolist()
-    return loss_sum / tokens
+    return loss_sum / tokens if tokens else math.nan
 
 
 def save(run: Run, directory: str, config_toml: str, keep_last: int | None) -> Path:
@@ -72,14 +74,17 @@ def save(run: Run, directory: str, config_toml: str, keep_last: int | None) -> P
         "loss_scaler": run.loss_scaler.to_json(),
         "config": config_toml,
     }
+    if run.ledger is not None and run.mesh.world.is_first:  # the first rank's copy is the one that is written
+        state["data"] = run.ledger.to_json(run.state.consumed_samples)
     folder = writer.save(directory, run.state.step, owned, state, run.mesh)
     if keep_last is not None:
         writer.prune(directory, keep_last, run.mesh)
     return folder
 
 
-def resume(run: Run, directory: str) -> Path | None:
-    """Continue from the newest valid checkpoint of `directory`; None where there is none; collective."""
+def resume(run: Run, directory: str) -> tuple[Path, list[str]] | None:
+    """Continue from the newest valid checkpoint of `directory`: (it, what is worth telling); None where there is
+    none; collective."""
     found = reader.newest(directory, run.mesh)
     if found is None:
         return None
@@ -91,7 +96,9 @@ def resume(run: Run, directory: str) -> Path | None:
     run.optimizer.updates = int(manifest.state["updates"])
     run.loss_scaler.from_json(manifest.state["loss_scaler"])
     run.optimizer.after_load()
-    return folder
+    ledger = manifest.state.get("data")
+    notes = run.ledger.go_on(ledger) if run.ledger is not None and ledger is not None else []
+    return folder, notes
 
 
 def memory_gib(mesh: Mesh) -> tuple[float, float]:
@@ -122,12 +129,16 @@ def train(
             if report is not None:
                 report.say(f"saved {where.name} in {time.perf_counter() - start:.2f} s")
 
-    def validate(batches: Batches | None, what: str) -> None:
-        if batches is not None and plan.eval_iters:
-            loss = evaluate(run, batches, plan.eval_iters)
+    def validate(sets: Sequence[EvaluationSet], what: str) -> None:
+        for one in sets if plan.eval_iters else ():
+            loss = evaluate(run, one.data, plan.eval_iters)
             if report is not None:
                 s = run.state
-                report.validation(s.step, s.consumed_samples, s.consumed_tokens, loss, what)
+                report.validation(
+                    *(s.step, s.consumed_samples, s.consumed_tokens, loss, what),
+                    name=one.name,
+                    bytes_per_token=one.bytes_per_token,
+                )
 
     while run.state.step < run.last_step:
         late = plan.exit_after_s is not None and time.monotonic() - begin > plan.exit_after_s

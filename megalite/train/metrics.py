@@ -112,13 +112,20 @@ def megatron_line(i: Interval, speed: Speed, now: datetime.datetime, throughput:
     return "".join(parts)
 
 
-def megalite_validation_line(step: int, name: str, loss: float, now: datetime.datetime) -> str:
-    return f"{now:%H:%M:%S}  step {step:5d}  {name} loss {loss:.4f}  ppl {perplexity(loss):.5g}"
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """The loss per byte of text instead of per token, in bits: comparable between tokenizers."""
+    return loss / math.log(2) / bytes_per_token
 
 
-def megatron_validation_lines(prefix: str, loss: float) -> str:
+def megalite_validation_line(step: int, name: str, loss: float, bpb: float | None, now: datetime.datetime) -> str:
+    per_byte = "" if bpb is None else f"  bits per byte {bpb:.4f}"
+    return f"{now:%H:%M:%S}  step {step:5d}  {name} loss {loss:.4f}  ppl {perplexity(loss):.5g}{per_byte}"
+
+
+def megatron_validation_lines(prefix: str, loss: float, name: str = "") -> str:
     """Megatron-LM's framed line; `prefix` as in "iteration 100" or "iteration 100 on test set"."""
-    line = f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    which = f"-{name}" if name else ""
+    line = f" validation{which} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     return f"{'-' * len(line)}\n{line}\n{'-' * len(line)}"
 
 
@@ -212,17 +219,32 @@ class Reporter:
             self._board.add_scalar("iteration-time", i.step_s, i.step)
             self._board.add_scalar("throughput", speed.tflops(i), i.step)
 
-    def validation(self, step: int, samples: int, tokens: int, loss: float, what: str = "") -> None:
-        """`what`: "" during training, " on validation set" or " on test set" at the end."""
+    def validation(
+        self,
+        step: int,
+        samples: int,
+        tokens: int,
+        loss: float,
+        what: str = "",
+        *,
+        name: str = "",
+        bytes_per_token: float | None = None,
+    ) -> None:
+        """`what`: "" during training, " on validation set" or " on test set" at the end. `name`: of one of several
+        sets. bytes_per_token: of the set's text, where it is known."""
         test = "test" in what
+        bpb = None if bytes_per_token is None else bits_per_byte(loss, bytes_per_token)
         if self.style == "megatron":
-            self.say(megatron_validation_lines(f"iteration {step}{what}", loss))
+            self.say(megatron_validation_lines(f"iteration {step}{what}", loss, name))
         else:
-            self.say(megalite_validation_line(step, "test" if test else "validation", loss, datetime.datetime.now()))
-        name = "test" if test else "valid"
-        self._row(step, tokens, {f"val/{name}/loss": loss, f"val/{name}/ppl": perplexity(loss)})
+            which = ("test" if test else "validation") + (f" {name}" if name else "")
+            self.say(megalite_validation_line(step, which, loss, bpb, datetime.datetime.now()))
+        key = f"val/{name or ('test' if test else 'valid')}"
+        row = {f"{key}/loss": loss, f"{key}/ppl": perplexity(loss)}
+        self._row(step, tokens, row if bpb is None else {**row, f"{key}/bpb": bpb})
         if not test:
-            self._tags({"lm loss validation": loss, "lm loss validation ppl": perplexity(loss)}, step, samples)
+            tag = f"lm loss validation{'-' + name if name else ''}"
+            self._tags({tag: loss, f"{tag} ppl": perplexity(loss)}, step, samples)
 
     def _tags(self, tags: dict[str, float | None], step: int, samples: int) -> None:
         if self._board is not None:

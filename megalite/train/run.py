@@ -97,8 +97,7 @@ def preflight(config: Config, ranks: Ranks) -> Sources:
         sizes = batch_sizes(config, ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
     except ValueError as error:
         raise SetupError(str(error)) from None
-    length = run_length(config, sizes)
-    sources = open_sources(config.data, m.seq_length, t.seed, length.samples, t.eval_iters * sizes.final)
+    sources = open_sources(config.data, m.seq_length, t.seed, t.eval_iters * sizes.final)
     try:
         layers_of_stages(config, sources.vocab_size)
     except ValueError as error:
@@ -112,11 +111,13 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
     if config.train.exit_signal_handler:
         stop.install()
     report: Reporter | None = None
-    outcome, reason, loaded = Exit.CRASH, "", None
+    outcome, reason, loaded, notes = Exit.CRASH, "", None, []
     try:
         if config.checkpoint.load is not None:
-            loaded = resume(run, config.checkpoint.load)
-            if loaded is None and config.checkpoint.exit_on_missing_checkpoint:
+            resumed = resume(run, config.checkpoint.load)
+            if resumed is not None:
+                loaded, notes = resumed
+            if resumed is None and config.checkpoint.exit_on_missing_checkpoint:
                 raise SetupError(
                     f"load={config.checkpoint.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away"
                 )
@@ -124,6 +125,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
             report = _reporter(config, run, sources, folder, ranks)
             if loaded is not None:
                 report.say(f"resumed from {loaded} at step {run.state.step}")
+                for note in notes:
+                    report.say(f"note: {note}")
         outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop)
     except SetupError:
         raise
@@ -144,7 +147,7 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
             f"{run.mesh.describe()}, step {run.state.step + 1}:\n{traceback.format_exc()}", file=sys.stderr, flush=True
         )
     finally:
-        run.data.close()
+        run.close()
         if report is not None:
             report.close()
         if ranks.rank == 0 and folder.is_dir():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from megalite.config import Config, check, padded_vocab_size
-from megalite.data.batches import Batches, Prefetcher
+from megalite.data.batches import Batches, Prefetcher, Unread
 from megalite.data.datasets import Dataset
 from megalite.models.flops import head_flops, layer_flops
 from megalite.models.gpt import Recompute, Stage
@@ -24,9 +26,10 @@ from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.pipeline.partition import parse_layout, partition
 from megalite.pipeline.runtime import Pipeline
+from megalite.train.batch import HostBatch, host_batch
 from megalite.train.batch_size import BatchSizes
-from megalite.train.datasets import Sources, open_sources
-from megalite.train.state import Run
+from megalite.train.datasets import NamedSet, Sources, open_sources
+from megalite.train.state import EvaluationSet, Run
 
 
 class SetupError(Exception):
@@ -184,7 +187,7 @@ def build_run(
     dp = ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
     sizes = batch_sizes(config, dp)
     length = run_length(config, sizes)
-    sources = sources or open_sources(config.data, m.seq_length, t.seed, length.samples, t.eval_iters * sizes.final)
+    sources = sources or open_sources(config.data, m.seq_length, t.seed, t.eval_iters * sizes.final)
     mesh = build_mesh(
         tp=p.tensor_model_parallel_size,
         pp=p.pipeline_model_parallel_size,
@@ -211,17 +214,37 @@ def build_run(
         on_last_backward=buffer.on_last_backward,
     )
 
+    d = config.data
+    reads = mesh.pp.is_first or mesh.pp.is_last or d.reset_position_ids or d.reset_attention_mask
+
     def batches(dataset: Dataset) -> Batches:
         return Batches(
-            dataset,
+            dataset if reads else Unread(m.seq_length),
             m.seq_length,
             t.micro_batch_size,
             mesh.dp.rank,
             mesh.dp.size,
             sources.vocab_size,
             eod=sources.eod,
-            eod_mask_loss=config.data.eod_mask_loss,
+            eod_mask_loss=d.eod_mask_loss,
+            documents=d.reset_position_ids or d.reset_attention_mask,
         )
+
+    def loader(dataset: Dataset, size_at: Callable[[int], int]) -> Prefetcher[HostBatch]:
+        prepare = functools.partial(
+            host_batch,
+            pin=device.type == "cuda",
+            positions=d.reset_position_ids,
+            documents=d.reset_attention_mask,
+        )
+        return Prefetcher(batches(dataset), prepare, size_at)
+
+    def evaluation(sets: list[NamedSet]) -> list[EvaluationSet]:
+        end = t.eval_iters * sizes.final
+        return [
+            EvaluationSet(one.name, loader(one.dataset, lambda n: sizes.final if n < end else 0), one.bytes_per_token)
+            for one in sets
+        ]
 
     if p.distributed_timeout_seconds_after_init is not None:
         after = datetime.timedelta(seconds=p.distributed_timeout_seconds_after_init)
@@ -236,9 +259,10 @@ def build_run(
         loss_scaler=loss_scaler(config),
         batch_sizes=sizes,
         last_step=length.steps,
-        data=Prefetcher(batches(sources.train), sizes.at),
-        valid=None if sources.valid is None else batches(sources.valid),
-        test=None if sources.test is None else batches(sources.test),
+        data=loader(sources.train, sizes.at),
+        valid=evaluation(sources.valid),
+        test=evaluation(sources.test),
+        ledger=sources.ledger,
         seq_length=m.seq_length,
         max_norm=config.optim.clip_grad,
         check_finite=t.check_for_nan_in_loss_and_grad,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from megalite.data.batches import Prefetcher
+from megalite.data.ledger import Ledger
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
+from megalite.train.batch import HostBatch
 from megalite.train.batch_size import BatchSizes
 
 
@@ -48,6 +49,15 @@ class StepResult:
     step_s: float
 
 
+@dataclass(frozen=True)
+class EvaluationSet:
+    """`name` is empty where there is one set only. bytes_per_token: of its text, for bits per byte; None: unknown."""
+
+    name: str
+    data: Prefetcher[HostBatch]
+    bytes_per_token: float | None = None
+
+
 @dataclass
 class Run:
     """The parts that train/setup.py built and introduced to each other."""
@@ -61,11 +71,17 @@ class Run:
     loss_scaler: LossScaler
     batch_sizes: BatchSizes
     last_step: int
-    data: Prefetcher
+    data: Prefetcher[HostBatch]
     seq_length: int
     max_norm: float
     check_finite: bool
     vocab_size: int
     state: State = field(default_factory=State)
-    valid: Any = None  # Batches of the validation set, or None
-    test: Any = None
+    valid: list[EvaluationSet] = field(default_factory=list)
+    test: list[EvaluationSet] = field(default_factory=list)
+    ledger: Ledger | None = None  # of what was read; None: generated data
+
+    def close(self) -> None:
+        """Stop the threads that read."""
+        for data in (self.data, *(one.data for one in (*self.valid, *self.test))):
+            data.close()

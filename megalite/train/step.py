@@ -11,9 +11,8 @@ import time
 
 import torch
 
-from megalite.models.gpt import Batch
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.mesh import Mesh
+from megalite.train.batch import on_device
 from megalite.train.state import Run, StepResult
 
 
@@ -21,33 +20,12 @@ class NonFiniteError(RuntimeError):
     """The loss or a gradient is NaN or infinite; nothing was updated on any rank."""
 
 
-def to_batch(micro: object, mesh: Mesh, step: int) -> Batch:
-    """A numpy micro-batch [B, S+1] -> tensors [S, B] on this rank's device; labels are the tokens one ahead."""
-
-    def tensor(array: object) -> torch.Tensor:
-        return torch.as_tensor(array).to(mesh.device, non_blocking=True)
-
-    tokens_BS = tensor(micro.tokens)  # type: ignore[attr-defined]
-    mask_BS = micro.loss_mask  # type: ignore[attr-defined]
-    return Batch(
-        tokens_SB=tokens_BS[:, :-1].T.contiguous(),
-        labels_SB=tokens_BS[:, 1:].T.contiguous(),
-        mask_SB=None if mask_BS is None else tensor(mask_BS).T.contiguous(),
-        sample_ids_B=tensor(micro.sample_ids),  # type: ignore[attr-defined]
-        step=step,
-    )
-
-
-def counted_tokens(batches: list[Batch]) -> float:
-    return float(sum(b.tokens_SB.numel() if b.mask_SB is None else float(b.mask_SB.sum()) for b in batches))
-
-
 def train_step(run: Run, want_stop: bool = False) -> StepResult:
     """Advance `run` by one step. Raises NonFiniteError, on all ranks, unless the loss scaler handles it."""
     begin, mesh, state = time.perf_counter(), run.mesh, run.state
     size = run.batch_sizes.at(state.consumed_samples)
-    micro_batches, data_s = run.data.get(state.consumed_samples, size)
-    batches = [to_batch(micro, mesh, state.step + 1) for micro in micro_batches]
+    hosts, data_s = run.data.get(state.consumed_samples, size)
+    batches = [on_device(host, mesh.device, state.step + 1) for host in hosts]
     nominal = size * run.seq_length  # tokens, were none masked: keeps the gradients' size in the range of the dtype
 
     run.buffer.zero_grad()
@@ -58,7 +36,7 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
     mine = torch.zeros(4, dtype=torch.float64, device=mesh.device)
     mine[0] = run.optimizer.local_norm_sq()
     if speaks:
-        mine[1], mine[2] = loss, counted_tokens(batches)
+        mine[1], mine[2] = loss, float(sum(host.counted_tokens for host in hosts))
     mine[3] = float(want_stop)
     norm_sq, loss_sum, tokens, stop = all_reduce_(mine, mesh.world).tolist()  # the step's one sync with the device
 

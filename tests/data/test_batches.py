@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megalite.data.batches import Batches, MicroBatch, Prefetcher
-from megalite.data.datasets import build_datasets
+from megalite.data.batches import Batches, MicroBatch, Prefetcher, Unread
+from megalite.data.datasets import build_blend
 from megalite.data.indexed import DataError, IndexedWriter
 from megalite.data.mock import MockDataset
 
@@ -57,8 +57,41 @@ def test_loss_after_end_of_document_is_masked() -> None:
     assert masked.loss_mask is not None and masked.loss_mask.dtype == np.float32
     assert np.array_equal(masked.loss_mask, (plain.tokens[:, :-1] != eod).astype(np.float32))
     assert masked.loss_mask[0, 2] == 0
-    with pytest.raises(ValueError, match="eod_mask_loss needs"):
+    with pytest.raises(ValueError, match="need the id of the end-of-document token"):
         batches(eod_mask_loss=True)
+
+
+def test_where_documents_begin() -> None:
+    tokens = batches().at(0, 4)[0].tokens
+    eod = int(tokens[0, 2])
+    micro = batches(eod=eod, documents=True).at(0, 4)[0]
+    assert micro.loss_mask is None and micro.first is not None
+    for row, first in zip(tokens[:, :-1], micro.first, strict=True):
+        begin = 0
+        for t, token in enumerate(row):
+            assert first[t] == begin
+            begin = t + 1 if token == eod else begin
+    assert micro.first[0, 3] == 3
+
+
+class Packed(MockDataset):
+    """Pieces of 3 and 2 tokens, then padding; every second sample is one piece that fills it."""
+
+    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:  # type: ignore[override]
+        return [np.array([3, 2] if i % 2 == 0 else [S + 1], np.int32) for i in index.tolist()]
+
+
+def test_pieces_of_a_packed_sample_are_documents_and_padding_does_not_count() -> None:
+    micro = Batches(Packed(V, S, 1), S, 2, 0, 1, V, eod=0, documents=True).at(0, 2)[0]
+    assert micro.loss_mask is not None and micro.first is not None
+    assert micro.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [1] * S]  # labels: one ahead
+    assert micro.first.tolist() == [[0, 0, 0, 3, 3, 5], [0] * S]
+    assert micro.counted_tokens == 3 + S
+
+
+def test_a_rank_that_needs_no_tokens_reads_none_but_has_the_ids() -> None:
+    micro = Batches(Unread(S), S, 2, 1, 2, V).at(8, 4)[0]
+    assert micro.sample_ids.tolist() == [10, 11] and micro.tokens.shape == (2, S + 1)
 
 
 @pytest.mark.parametrize(("bad", "dtype"), [(V, np.uint16), (-3, np.int32)])
@@ -67,8 +100,7 @@ def test_ids_beyond_the_vocabulary_name_file_and_document(tmp_path: Path, bad: i
         for document in range(4):
             writer.add([1, 2, bad if document == 2 else 3, 4, 5])
         writer.finish()
-    train, _, _ = build_datasets([str(tmp_path / "a")], "1,0,0", S, 1, (8, 0, 0))
-    assert train is not None
+    train = build_blend([str(tmp_path / "a")], S, 1, "train")
     with pytest.raises(DataError, match=rf"a.bin, document 2, token 2: token id {bad} is outside the vocabulary 0..39"):
         Batches(train, S, 4, 0, 1, V).at(0, 4)
 
@@ -79,7 +111,7 @@ def same(a: list[MicroBatch], b: list[MicroBatch]) -> bool:
 
 def test_prefetcher_answers_rightly_in_any_order() -> None:
     source = batches()
-    prefetcher = Prefetcher(source)
+    prefetcher = Prefetcher(source, lambda micro: micro)
     try:
         for consumed, n in [(0, 4), (4, 4), (8, 8), (16, 8), (0, 4), (100, 2), (102, 2), (104, 6)]:
             got, waited = prefetcher.get(consumed, n)
@@ -98,7 +130,8 @@ class Slow(MockDataset):
 
 
 def test_prefetcher_reads_while_the_caller_computes_and_passes_errors_on() -> None:
-    prefetcher = Prefetcher(Batches(Slow(V, S, 1), S, 2, 0, 1, V), size_at=lambda consumed: 2 if consumed < 4 else 4)
+    slow = Batches(Slow(V, S, 1), S, 2, 0, 1, V)
+    prefetcher = Prefetcher(slow, lambda micro: micro, size_at=lambda consumed: 2 if consumed < 4 else 4)
     try:
         _, first = prefetcher.get(0, 2)
         time.sleep(0.15)

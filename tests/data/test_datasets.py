@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megalite.data import cache
-from megalite.data.datasets import Blend, Dataset, GptDataset, build_datasets, parse_data_path
+from megalite.data.datasets import Dataset, GptDataset, build_blend, parse_data_path
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
 
 
@@ -26,37 +26,35 @@ def tokens(dataset: Dataset | None, n: int = 200) -> set[int]:
     return set(dataset.samples(np.arange(n)).reshape(-1).tolist())
 
 
-def test_splits_share_no_document(tmp_path: Path) -> None:
+def test_parts_share_no_document(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 100)
-    train, valid, test = build_datasets([prefix], "80,15,5", 4, 1, (9, 9, 9))
+    train, valid, test = (
+        build_blend([prefix], 4, 1, name, part)
+        for name, part in (("train", (0.0, 0.8)), ("valid", (0.8, 0.95)), ("test", (0.95, 1.0)))
+    )
     assert tokens(train, 300) == set(range(800))
     assert tokens(valid) == set(range(800, 950))
     assert tokens(test) == set(range(950, 1000))
 
 
-def test_what_is_not_needed_is_none(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", 10)
-    train, valid, test = build_datasets([prefix], "9,1,0", 4, 1, (5, 0, 5))
-    assert train is not None and valid is None and test is None
-
-
 def test_too_little_validation_data_is_refused_with_a_remedy(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 10)
     with pytest.raises(DataError, match="the test split has 0 tokens in 0 documents.*larger part in --split"):
-        build_datasets([prefix], "969,30,1", 4, 1, (5, 0, 5))
+        build_blend([prefix], 4, 1, "test", (0.999, 1.0))
 
 
 def test_blend_of_files(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", 30), write(tmp_path / "b", 90, first=1000)
-    weighted, _, _ = build_datasets(["0.25", a, "0.75", b], "1", 4, 1, (5, 0, 0))
-    by_size, _, _ = build_datasets([a, b], "1", 4, 1, (5, 0, 0))
-    assert isinstance(weighted, Blend) and isinstance(by_size, Blend)
+    weighted = build_blend(["0.25", a, "0.75", b], 4, 1, "train")
+    by_size = build_blend([a, b], 4, 1, "train")
     rows = weighted.samples(np.arange(100))
     assert (rows[:, 0] < 1000).sum() == 25
     assert np.array_equal(rows, by_size.samples(np.arange(100)))  # 300 : 900 tokens
     assert weighted.describe(150) == f"0.2500 of {a}: 30 documents, 300 tokens, 0.51 epochs\n" + (
         f"0.7500 of {b}: 90 documents, 900 tokens, 0.50 epochs"
     )
+    assert build_blend([a], 4, 1, "train").describe(300).endswith("4.00 epochs")
+    assert build_blend([a], 4, 1, "train").describe(400).endswith("5.33 epochs; more than 4 teach little")
 
 
 def test_parse_data_path() -> None:

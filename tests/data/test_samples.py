@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from megalite.data.datasets import GptDataset
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megalite.data.permutation import fold
-from megalite.data.samples import build_epoch, first_sample, place, split_ranges
+from megalite.data.samples import build_epoch, split_parts
+from megalite.data.stream import Line
 
 
 def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
@@ -23,6 +24,11 @@ def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
         writer.add_many(np.arange(sum(lengths)), np.array(lengths, np.int64))
         writer.finish()
     return IndexedDataset(prefix)
+
+
+def first_sample(epoch: int, tokens: int, seq_length: int) -> int:
+    """Samples that begin before an epoch."""
+    return -(-epoch * tokens // seq_length)
 
 
 def epoch_stream(data: IndexedDataset, documents: range, key_lengths: NDArray[np.int32], key: int) -> NDArray[np.int64]:
@@ -114,23 +120,28 @@ def test_billions_of_samples_need_no_table() -> None:
     """Sizes beyond 32 bits, on arithmetic alone."""
     tokens, seq_length = 15 * 10**12 + 7, 8192
     index = np.array([0, 2**31, 2**32 + 5, 10**10])
-    epochs, offsets = place(index, tokens, seq_length, 1)
-    assert epochs.tolist() == [i * seq_length // tokens for i in index.tolist()]
-    assert ((offsets >= 0) & (offsets < tokens)).all()
-    assert ((epochs * tokens + offsets) % seq_length == 0).all()
+    line = Line(tokens, 1)
+    starts = line.place(index, seq_length)
+    assert (starts // tokens).tolist() == [i * seq_length // tokens for i in index.tolist()]
+    assert (starts % seq_length == 0).all()
+    for start in starts.tolist():
+        [span] = line.spans(start, 5)
+        assert span == (start // tokens, start % tokens, 5)
 
 
 @pytest.mark.parametrize(
     ("split", "documents", "sizes"),
     [("969, 30, 1", 1000, (969, 30, 1)), ("99,1,0", 200, (198, 2, 0)), ("1", 5, (5, 0, 0)), ("0.5,0.5", 10, (5, 5, 0))],
 )
-def test_split_ranges(split: str, documents: int, sizes: tuple[int, ...]) -> None:
-    ranges = split_ranges(split, documents)
-    assert tuple(map(len, ranges)) == sizes
+def test_split(split: str, documents: int, sizes: tuple[int, ...]) -> None:
+    parts = split_parts(split)
+    ranges = [range(round(part[0] * documents), round(part[1] * documents)) for part in parts if part is not None]
+    assert tuple(map(len, ranges)) == tuple(size for size in sizes if size)
+    assert [part is not None for part in parts] == [size > 0 for size in sizes]
     assert [i for part in ranges for i in part] == list(range(documents))
 
 
 @pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "-1,2,3", "0,0,0", "nan", "1,inf"])
 def test_bad_splits_are_refused(split: str) -> None:
     with pytest.raises(DataError, match="split="):
-        split_ranges(split, 10)
+        split_parts(split)

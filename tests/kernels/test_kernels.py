@@ -195,3 +195,35 @@ def test_widths_are_what_the_functions_need() -> None:
     for name, activation in ACTIVATIONS.items():
         u = normal(2, 6)
         assert activation.forward(u).shape[-1] == 6 // activation.width, name
+
+
+DOCUMENTS = ((0, 0, 3), (0, 3, 4), (0, 4, 9), (1, 0, 9))
+
+
+def by_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each document alone, by the definition above."""
+    whole = torch.empty_like(q)
+    for row, start, end in DOCUMENTS:
+        whole[start:end, row : row + 1] = causal(*(x[start:end, row : row + 1] for x in (q, k, v)))
+    return whole
+
+
+def test_documents_of_one_sequence_do_not_see_each_other() -> None:
+    q, k, v = (normal(9, 2, heads, 8, seed=heads).requires_grad_() for heads in (4, 2, 2))
+    args = {"scale": 1 / math.sqrt(8), "documents": DOCUMENTS}
+    got, want = attention(q, k, v, **args), by_document(q, k, v)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    weight = normal(*q.shape, seed=9)
+    grads = [torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (got, want)]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+    ids = torch.arange(2)
+    dropped = attention(q, k, v, **args, dropout_p=1e-9, dropout_key=fold(1), sample_ids_B=ids)  # the explicit scores
+    torch.testing.assert_close(dropped, want, rtol=1e-6, atol=1e-6)
+
+
+def test_rope_takes_positions_of_each_sample() -> None:
+    x, positions_SB = normal(6, 2, 3, 8), torch.tensor([[0, 0], [1, 1], [0, 2], [1, 3], [2, 4], [3, 5]])
+    cos, sin = rope_tables(6, 8, 100.0, dtype=torch.float64)
+    got = apply_rope(x, cos[positions_SB], sin[positions_SB])
+    torch.testing.assert_close(got[:, 1:], apply_rope(x[:, 1:], cos, sin), rtol=0, atol=0)
+    torch.testing.assert_close(got[2:, :1], apply_rope(x[2:, :1], cos[:4], sin[:4]), rtol=0, atol=0)

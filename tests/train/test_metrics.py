@@ -18,6 +18,7 @@ from megalite.train.metrics import (
     Interval,
     Reporter,
     Speed,
+    bits_per_byte,
     duration,
     megalite_line,
     megalite_validation_line,
@@ -97,9 +98,11 @@ def test_validation_lines() -> None:
     assert dashes == again == "-" * len(line)
     assert f"{math.exp(2.345678):.6E}" == "1.044035E+01"
     assert "PPL: 4.851652E+08" in megatron_validation_lines("iteration 1", 1e9)  # exp(20): no overflow
-    assert megalite_validation_line(120, "validation", 3.8172, NOW) == (
+    assert megalite_validation_line(120, "validation", 3.8172, None, NOW) == (
         "10:15:03  step   120  validation loss 3.8172  ppl 45.477"
     )
+    assert bits_per_byte(math.log(2) * 8, 4.0) == 2.0
+    assert megalite_validation_line(120, "validation wiki", 3.8172, 1.25, NOW).endswith("bits per byte 1.2500")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -170,6 +173,12 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     report.validation(100, 25_600, 52_428_800, 7.5)
     report.validation(100, 25_600, 52_428_800, 8.5, " on test set")
     report.close()
+    report = Reporter(tmp_path, SPEED, tensorboard_dir=str(tmp_path / "named"), style="megatron")
+    report.validation(100, 25_600, 52_428_800, 7.5, name="wiki", bytes_per_token=4.0)
+    report.close()
+    assert "lm loss validation-wiki ppl vs samples" in events(tmp_path / "named").Tags()["scalars"]
+    assert " validation-wiki loss at iteration 100 | lm loss value: 7.5" in (tmp_path / "log.txt").read_text()
+    assert rows(tmp_path)[-1]["val/wiki/bpb"] == pytest.approx(7.5 / math.log(2) / 4)
     found = events(tmp_path / "tb")
     both = ["learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "lm loss validation"]
     both += ["lm loss validation ppl"]

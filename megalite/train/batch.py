@@ -1,0 +1,73 @@
+"""From numpy micro-batches to what the model takes: `host_batch` in the loader's thread, `on_device` in the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalite.data.batches import MicroBatch
+from megalite.kernels.attention import Documents
+from megalite.models.gpt import Batch
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """A batch in host memory (pinned where there is a card), and how many of its labels count."""
+
+    batch: Batch
+    counted_tokens: int
+
+
+def host_batch(micro: MicroBatch, *, pin: bool, positions: bool = False, documents: bool = False) -> HostBatch:
+    """tokens [B, S + 1] -> inputs and labels [S, B]. `positions`: count them within each document; `documents`: let
+    tokens attend to their own document only. Both need micro.first."""
+
+    def tensor(rows_BS: NDArray[np.generic]) -> Tensor:
+        made = torch.from_numpy(np.ascontiguousarray(rows_BS.T))
+        return made.pin_memory() if pin else made
+
+    positions_SB = None
+    if positions:
+        assert micro.first is not None
+        positions_SB = tensor(np.arange(micro.first.shape[1], dtype=np.int64) - micro.first)
+    batch = Batch(
+        tokens_SB=tensor(micro.tokens[:, :-1]),
+        labels_SB=tensor(micro.tokens[:, 1:]),
+        mask_SB=None if micro.loss_mask is None else tensor(micro.loss_mask),
+        sample_ids_B=tensor(micro.sample_ids),
+        step=0,
+        positions_SB=positions_SB,
+        documents=_documents(micro) if documents else None,
+    )
+    return HostBatch(batch, micro.counted_tokens)
+
+
+def _documents(micro: MicroBatch) -> Documents:
+    assert micro.first is not None
+    spans = []
+    for row, first_S in enumerate(micro.first):
+        begins = [*np.flatnonzero(first_S == np.arange(len(first_S))).tolist(), len(first_S)]
+        spans += [(row, a, b) for a, b in zip(begins, begins[1:], strict=False)]
+    return tuple(spans)
+
+
+def on_device(host: HostBatch, device: torch.device, step: int) -> Batch:
+    """The batch where it is computed on; copies from pinned memory do not wait."""
+
+    def move(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device, non_blocking=True)
+
+    b = host.batch
+    return replace(
+        b,
+        step=step,
+        tokens_SB=b.tokens_SB.to(device, non_blocking=True),
+        labels_SB=move(b.labels_SB),
+        mask_SB=move(b.mask_SB),
+        sample_ids_B=b.sample_ids_B.to(device, non_blocking=True),
+        positions_SB=move(b.positions_SB),
+    )
