@@ -84,9 +84,17 @@ class GptDataset:
         self._lock = threading.Lock()  # the prefetch thread and the main one may meet here
 
     @cached_property
-    def digest(self) -> str:
-        """Of the documents' lengths."""
+    def _lengths_digest(self) -> str:
         return hashlib.blake2b(self._lengths.data, digest_size=16).hexdigest()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the documents' lengths, and of some tokens: documents of one length are common."""
+        made = hashlib.blake2b(self._lengths_digest.encode(), digest_size=16)
+        for document in (self._documents[0], self._documents[len(self._documents) // 2], self._documents[-1]):
+            start = self._data.start(document)
+            made.update(np.asarray(self._data.tokens[start : start + 4096]).tobytes())
+        return made.hexdigest()
 
     def go_on(self, taken: Sequence[tuple[int, int]]) -> None:
         line, length, count = Line(self.num_tokens, self._key), self.seq_length, 0
@@ -119,7 +127,7 @@ class GptDataset:
         if not self._cache_path:
             return build_epoch(self._lengths, key)
         stem = Path(self._data.prefix).name
-        file = f"{stem}-{self._split}-{fold('epoch order 1', self.digest, len(self._lengths), key):016x}"
+        file = f"{stem}-{self._split}-{fold('epoch order 1', self._lengths_digest, len(self._lengths), key):016x}"
         return load_or_build(self._cache_path, file, self._lengths, lambda: build_epoch(self._lengths, key))
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:

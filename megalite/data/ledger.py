@@ -1,7 +1,7 @@
 """The token ledger: what a run has taken of each source, kept in every checkpoint, and how a run goes on from it.
 
     era         a stretch of the run with one blend: from sample `begin` on, one sequence length, sources and weights
-    source      named for people, known by its digest (of the lengths of its documents): moved files are the same source
+    source      named for people, known by its digest (of its documents): moved files are the same source
 
 A run that is resumed with the blend it had goes on in the same era, bit for bit. With other weights, other sources or
 another sequence length a new era begins at the present sample: each source goes on with what is left of its epoch

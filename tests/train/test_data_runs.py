@@ -1,0 +1,112 @@
+"""Runs on files: blends that change on the way, sets with losses of their own, and what the ledger says afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from train_cases import SMALL, TP2_PP2
+
+from megalite.data.indexed import IndexedWriter
+from megalite.data.info import make_info
+from megalite.data.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer"]
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two sources of 40 documents, 3000 tokens each, 4 bytes a token in the second."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(1)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=93)
+    for k, name in enumerate("ab"):
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            for _ in range(40):
+                writer.add([*rng.integers(0, 40, 74) + 40 * k, 93])
+            info = make_info(tokenizer, 40, 3000, ["x.txt"])
+            writer.finish({**info, "bytes": 12_000} if name == "b" else info)
+    return str(folder / "a"), str(folder / "b")
+
+
+def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_path: Path) -> None:
+    a, b = files
+    save = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "50", "--split", "1,0,0"]
+    steps = ["--train-iters", "8"]
+    one = run("pretrain_gpt.py", *FLAGS, *TP2_PP2, *save, *steps, "--data-path", 1, a, 1, b, "--exit-interval", "5")
+    assert one.returncode == 75, one.stderr
+    changed = ["--seq-length", "8", "--data-path", 3, b, 1, a]
+    two = run("pretrain_gpt.py", *FLAGS, "--nproc", "2", *save, *steps, *changed)
+    assert two.returncode == 0, two.stderr
+    assert "note: the blend changed: from sample 40 on" in two.stdout
+    shown = run("tools/ledger.py", tmp_path / "run")
+    assert shown.returncode == 0, shown.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines()[2:4]}
+    assert rows == {a: ["368", rows[a][1], "0.123"], b: ["464", rows[b][1], "0.155"]}  # 20 * 16 + 6 * 8, 18 * 8
+    assert 0 < int(rows[a][1]) < 40
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["tokens"] == 368 + 464
+    assert shown.stdout.splitlines()[-1] == f"samples 40 to 64: 8 tokens each, 0.7500 {b}, 0.2500 {a}"
+    seed = run("pretrain_gpt.py", *FLAGS, *save, "--train-iters", "9", *changed, "--seed", "5")
+    assert seed.returncode == 3 and "data so far came in the order of seed 1234" in seed.stderr
+
+
+def test_validation_sets_have_names_and_losses_of_their_own(files: tuple[str, str], tmp_path: Path) -> None:
+    a, b = files
+    flags = ["--train-data-path", a, "--valid-data-path", a, b, "--multiple-validation-sets", "--run-dir", tmp_path]
+    done = run("pretrain_gpt.py", *FLAGS, *TP2_PP2, *flags, "--train-iters", "4", "--eval-interval", "2")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    sets = [{k for k in row if k.startswith("val/")} for row in found if any(k.startswith("val/") for k in row)]
+    assert sets == [{"val/a/loss", "val/a/ppl"}, {"val/b/loss", "val/b/ppl", "val/b/bpb"}] * 2
+    last = {k: v for row in found for k, v in row.items()}
+    assert last["val/a/loss"] < last["val/b/loss"]  # it has only seen a
+    assert last["val/b/bpb"] == pytest.approx(last["val/b/loss"] / np.log(2) / 4)
+
+
+def test_lists_of_paths_come_from_files_too(files: tuple[str, str], tmp_path: Path) -> None:
+    a, b = files
+    (tmp_path / "blend.txt").write_text(f"0.5 {a}\n0.5 {b}\n")
+    (tmp_path / "splits.json").write_text(json.dumps({"train": [0.5, a, 0.5, b], "valid": [b], "test": None}))
+    losses = []
+    for flag, file in (("--data-args-path", "blend.txt"), ("--per-split-data-args-path", "splits.json")):
+        folder = tmp_path / flag[2:]
+        more = ["--split", "1,0,0", "--train-iters", "2", "--run-dir", folder]
+        done = run("pretrain_gpt.py", *FLAGS, flag, tmp_path / file, *more)
+        assert done.returncode == 0, done.stderr
+        found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["train/loss"] for row in found if "train/loss" in row])
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+BAD = {
+    "weights of named sets": (["--valid-data-path", "1", "A", "1", "B"], "nothing is mixed"),
+    "names": (["--valid-data-path", "A", "B", "--validation-set-names", "x"], "1 names for 2 sets"),
+    "equal names": (["--valid-data-path", "A", "A"], "validation sets are called a, a"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_bad_sets_are_refused(files: tuple[str, str], tmp_path: Path, name: str) -> None:
+    flags, text = BAD[name]
+    words = [dict(zip("AB", files, strict=True)).get(word, word) for word in flags]
+    base = ["--train-data-path", files[0], "--multiple-validation-sets", "--train-iters", "2", "--run-dir", tmp_path]
+    done = run("pretrain_gpt.py", *FLAGS, *base, *words)
+    assert done.returncode == 3 and text in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path) -> None:
+    missing = run("tools/ledger.py", tmp_path)
+    assert missing.returncode == 3 and "no checkpoint" in missing.stderr
+    flags = [*SMALL, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1"]
+    assert run("pretrain_gpt.py", *flags).returncode == 0
+    assert "generated data" in run("tools/ledger.py", tmp_path / "iter_0000001").stdout

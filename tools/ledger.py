@@ -1,0 +1,61 @@
+#!/usr/bin/env python
+"""What a checkpoint's run has seen: tokens, documents and epochs of each source, and the blends on the way.
+
+python tools/ledger.py runs/mine                    # the newest checkpoint of a --save directory
+python tools/ledger.py runs/mine/iter_0000500
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.checkpoint import manifest  # noqa: E402
+from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
+from megalite.data.indexed import DataError  # noqa: E402
+from megalite.data.ledger import read, table  # noqa: E402
+
+
+def newest(directory: Path) -> Path:
+    """`directory` itself, or the complete checkpoint with the largest number in it."""
+    if (directory / "manifest.json").is_file():
+        return directory
+    found = [p for p in directory.glob("iter_*") if p.name[5:].isdigit() and (p / "COMPLETE").is_file()]
+    if not found:
+        raise CheckpointError(f"{directory}: no checkpoint; give a --save directory, or one checkpoint in it")
+    return max(found, key=lambda p: int(p.name[5:]))
+
+
+def show(directory: Path) -> str:
+    folder = newest(directory)
+    saved = manifest.load(folder).state.get("data")
+    if saved is None:
+        return f"{folder}: trained on generated data, nothing to account for"
+    eras, _, totals, consumed = read(saved)
+    lines = [f"{folder}: {consumed:,} samples", table(list(totals.values()))]
+    for number, era in enumerate(eras):
+        weights = sum(share.weight for share in era.sources)
+        blend = ", ".join(f"{share.weight / weights:.4f} {share.name}" for share in era.sources)
+        end = eras[number + 1].begin if number + 1 < len(eras) else consumed
+        lines.append(f"samples {era.begin:,} to {end:,}: {era.seq_length} tokens each, {blend}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    try:
+        print(show(parser.parse_args(argv).checkpoint))
+    except (CheckpointError, DataError) as error:
+        print(f"ledger.py: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
