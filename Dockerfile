@@ -2,6 +2,8 @@
 ARG BASE=pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel
 FROM ${BASE}
 ARG APEX=0
+# the base image's packages are those of its system Python, which pip leaves alone otherwise (PEP 668)
+ENV PIP_BREAK_SYSTEM_PACKAGES=1
 WORKDIR /opt/megalite
 COPY pyproject.toml README.md LICENSE ./
 COPY megalite megalite
