@@ -111,11 +111,13 @@ def parse_block(kind: int, line: int, payload: bytes, keys: Sequence[str]) -> It
     elif kind == LINES:
         for number, raw in enumerate(payload.split(b"\n"), line):
             try:
+                if len(raw) > MAX_DOCUMENT_BYTES:  # whether a block could hold it depends on where blocks end
+                    raise too_long(len(raw))
                 texts = parse_line(raw, keys)
                 if texts is not None:
                     yield number, texts
             except BadLine as error:
-                yield number, BadLine(error.reason, str(error), raw)
+                yield number, BadLine(error.reason, str(error), raw if error.reason != "too-long" else b"")
     else:
         yield line, too_long(int.from_bytes(payload, "little"))
 

@@ -130,8 +130,8 @@ def _zstd(raw: BinaryIO, name: str) -> Iterator[bytes]:
                 chunk = frame.decompress(data)
             except zstandard.ZstdError as error:
                 raise EOFError(error) from error
-            if chunk:
-                yield chunk
+            for a in range(0, len(chunk), BLOCK_BYTES):
+                yield chunk[a : a + BLOCK_BYTES]
             data = b""
             if frame.eof:
                 data, frame = frame.unused_data, None
@@ -177,11 +177,10 @@ def _lines(name: str, start: Position) -> Iterator[Block]:
         line += payload.count(b"\n")
         return Block(start.file, first, LINES, payload, Position(start.file, line, at, crc), disk)
 
-    def leave_out() -> Block:
+    def leave_out(size: int) -> Block:
         nonlocal line
         line += 1
-        size = dropped.to_bytes(8, "little")
-        return Block(start.file, line - 1, TOO_LONG, size, Position(start.file, line, at, crc), disk)
+        return Block(start.file, line - 1, TOO_LONG, size.to_bytes(8, "little"), Position(start.file, line, at, crc), disk)
 
     for chunk, disk in _from(name, start):  # noqa: B007, the functions above read it
         if dropped:
@@ -190,7 +189,7 @@ def _lines(name: str, start: Position) -> Iterator[Block]:
             dropped += end
             if chunk[end - 1] != 10:  # the line goes on
                 continue
-            yield leave_out()
+            yield leave_out(dropped - 1)
             dropped, chunk = 0, chunk[end:]
         cut = chunk.rfind(b"\n") + 1
         if cut:
@@ -206,7 +205,7 @@ def _lines(name: str, start: Position) -> Iterator[Block]:
             pass_(tail)
             tail, tail_size, dropped = [], 0, tail_size
     if dropped:
-        yield leave_out()
+        yield leave_out(dropped)
     elif ready_size + tail_size:
         yield take(ready + tail)
 
