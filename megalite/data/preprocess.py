@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megalite.data.indexed import DataError, token_dtype
+from megalite.data.indexed import DataError
 from megalite.data.text_input import expand, format_of, read_blocks
 from megalite.data.token_run import Run, tell
 from megalite.data.tokenizer import build_tokenizer
@@ -61,7 +61,7 @@ def preprocess(
             if not run.progress.complete:
                 blocks = read_blocks(files, keys, run.progress.position)
                 if workers > 1:
-                    results = in_workers(blocks, job, workers, token_dtype(model.vocab_size))
+                    results = in_workers(blocks, job, workers)
                 else:
                     results = in_process(blocks, job, model)
                 with contextlib.closing(results):

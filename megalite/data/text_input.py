@@ -180,7 +180,9 @@ def _lines(name: str, start: Position) -> Iterator[Block]:
     def leave_out(size: int) -> Block:
         nonlocal line
         line += 1
-        return Block(start.file, line - 1, TOO_LONG, size.to_bytes(8, "little"), Position(start.file, line, at, crc), disk)
+        return Block(
+            start.file, line - 1, TOO_LONG, size.to_bytes(8, "little"), Position(start.file, line, at, crc), disk
+        )
 
     for chunk, disk in _from(name, start):  # noqa: B007, the functions above read it
         if dropped:

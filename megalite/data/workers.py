@@ -100,6 +100,7 @@ def _narrow(flat: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _pack(result: Result) -> bytes:
     head = {
+        "dtype": result.tokens[0].dtype.str,
         "sizes": [[len(n), len(tokens)] for n, tokens in zip(result.lengths, result.tokens, strict=True)],
         "rest": [result.empty, result.records, result.bad, result.samples, result.size],
     }
@@ -107,12 +108,12 @@ def _pack(result: Result) -> bytes:
     return b"".join([json.dumps(head).encode(), b"\n", *parts])
 
 
-def _unpack(message: bytes, dtype: np.dtype[Any]) -> Result:
+def _unpack(message: bytes) -> Result:
     head, _, _ = message.partition(b"\n")
     about, at = json.loads(head), len(head) + 1
     if isinstance(about, str):
         raise DataError(about)
-    result = Result([], [], *about["rest"])
+    result, dtype = Result([], [], *about["rest"]), np.dtype(about["dtype"])
     for documents, tokens in about["sizes"]:
         result.lengths.append(np.frombuffer(message, np.int32, documents, at))
         at += 4 * documents
@@ -186,9 +187,7 @@ def in_process(blocks: Iterator[Block], job: Job, tokenizer: Tokenizer) -> Gener
         yield block, tokenize_block(block.kind, block.line, block.payload, job, tokenizer)
 
 
-def in_workers(
-    blocks: Iterator[Block], job: Job, workers: int, dtype: np.dtype[Any]
-) -> Generator[tuple[Block, Result]]:
+def in_workers(blocks: Iterator[Block], job: Job, workers: int) -> Generator[tuple[Block, Result]]:
     """Results in the order of `blocks`, with the block. An idle worker gets the next block; a dead one ends the run."""
     context = multiprocessing.get_context("spawn")  # a fork would inherit the tokenizer's threads
     processes: dict[Connection, Any] = {}
@@ -231,7 +230,7 @@ def in_workers(
                     message = pipe.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     raise _died(processes[pipe], workers) from None  # type: ignore[index]
-                done[under_way.pop(pipe)] = _unpack(message, dtype)  # type: ignore[arg-type]
+                done[under_way.pop(pipe)] = _unpack(message)  # type: ignore[arg-type]
     finally:
         waiting.close()
         for pipe, process in processes.items():

@@ -186,9 +186,7 @@ def test_what_cannot_be_input(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(TEXT, max_size=30), st.integers(1, 400), st.booleans(), st.sampled_from([b"\n", b"\r\n", b"\n \n"]))
-def test_any_texts_come_back_from_blocks_of_any_size(
-    texts: list[str], size: int, last: bool, ending: bytes
-) -> None:
+def test_any_texts_come_back_from_blocks_of_any_size(texts: list[str], size: int, last: bool, ending: bytes) -> None:
     raw = b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + ending for text in texts)
     raw = raw if last else raw.removesuffix(ending)
     chunks = [(raw[a : a + size], 0) for a in range(0, len(raw), size)]
