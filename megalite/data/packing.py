@@ -102,13 +102,13 @@ class Packing:
 def from_arrays(arrays: Mapping[str, NDArray[Any]], lengths: NDArray[Any], capacity: int) -> Packing:
     """The plan of `to_arrays`. Checks its form and a thousand bins; DataError when it is not one of these documents."""
     pieces = Pieces(lengths, capacity)
-    order, starts = (np.asarray(arrays[name]) for name in ("order", "starts"))
+    order, starts = (np.asarray(arrays[name]).reshape(-1) for name in ("order", "starts"))
     bins, total = len(starts) - 1, len(pieces)
     kind = np.dtype(np.int32 if total < 1 << 31 else np.int64)
-    if bins >= 0 and (order.dtype, order.shape, starts.dtype, starts.ndim) == (kind, (total,), np.dtype(np.int64), 1):
-        at = np.unique(np.linspace(0, bins - 1, min(bins, 1024)).astype(np.int64)) if bins else np.empty(0, np.int64)
+    if bins >= 0 and (order.dtype, order.shape, starts.dtype) == (kind, (total,), np.dtype(np.int64)):
+        at = np.unique(np.linspace(0, bins - 1, min(bins, 1024)).astype(np.int64))
         begin, end = starts[at], starts[at + 1]
-        if starts[0] == 0 and starts[-1] == total and ((0 <= begin) & (begin < end) & (end <= total)).all():
+        if starts[0] == 0 and starts[-1] == total and ((begin >= 0) & (begin < end) & (end <= total)).all():
             some = [order[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
             if all(part.min() >= 0 and part.max() < total and pieces.find(part)[2].sum() <= capacity for part in some):
                 return Packing(pieces, order, starts)
