@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from megalite.data.datasets import Dataset
 from megalite.data.indexed import DataError
+from megalite.data.packed import PackedDataset
 from megalite.data.permutation import below, fold, mix32
 
 WRITTEN = -1  # in a source: a token that the sample did not hold
@@ -191,11 +192,15 @@ def _join(parts: list[Part]) -> Part:
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
+def _is_packed(dataset: Dataset) -> bool:
+    return isinstance(dataset, PackedDataset) or any(_is_packed(part) for part in getattr(dataset, "datasets", ()))
+
+
 class FimDataset:
     """`dataset` with its documents rearranged, sample by sample. codec: needed unless tokens alone are cut."""
 
     def __init__(self, dataset: Dataset, fim: Fim, seed: int, codec: Codec | None = None, name: str = "train"):
-        if hasattr(dataset, "layout"):  # three tokens more per document would cut the documents that packing kept whole
+        if _is_packed(dataset):  # three tokens more per document would cut the documents that packing kept whole
             raise DataError("fill-in-the-middle and best-fit packing do not go together; leave one of them out")
         if codec is None and (fim.characters or fim.no_prefix is not None):
             raise DataError("fim between characters, or with fim_no_prefix, needs the tokenizer that made the data")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalite.data.batches import Batches
-from megalite.data.datasets import GptDataset
+from megalite.data.datasets import Blend, GptDataset
 from megalite.data.fim import WRITTEN, Codec, Fim, FimDataset, rearrange, transform
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megalite.data.mock import MockDataset
@@ -315,5 +315,7 @@ def test_feeds_batches_and_refuses_packed_data(plain: GptDataset) -> None:
     assert Batches(dataset, 32, 2, 0, 1, 900).at(0, 4)[0].tokens.shape == (2, 33)
     assert dataset.describe(3) == plain.describe(3) + "\nfill-in-the-middle: rate 1, SPM 0.25, cut between tokens"
     packed = PackedDataset(plain._data, range(40), 32, 1, EOD)
-    with pytest.raises(DataError, match="do not go together"):
-        FimDataset(packed, fim(1), 1)
+    for one in (packed, Blend([plain, packed], [1, 1])):
+        with pytest.raises(DataError, match="do not go together"):
+            FimDataset(one, fim(1), 1)
+    assert FimDataset(Blend([plain, plain], [1, 1]), fim(1), 1).sample(0).shape == (33,)
