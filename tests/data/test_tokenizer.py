@@ -114,7 +114,8 @@ BAD = [
     (("GPT2BPETokenizer", None, "garbage", "garbage"), "not a GPT-2 vocabulary"),
     (("NullTokenizer",), "needs --vocab-size"),
     (("NullTokenizer", None, None, None, 0), "vocab_size=0 is not positive"),
-    (("TikTokenizer",), "is not supported; use one of SentencePieceTokenizer"),
+    (("TikTokenizer",), "needs --tokenizer-model"),
+    (("BertWordPieceCase",), "is not supported; use one of SentencePieceTokenizer"),
 ]
 
 
