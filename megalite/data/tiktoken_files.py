@@ -39,7 +39,7 @@ PATTERNS: Mapping[str, str] = MappingProxyType(
         "v2": "|".join([*_WORDS, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", *_SPACES]),
         "gpt2": "|".join(["'s|'t|'re|'ve|'m|'ll|'d", r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", *_SPACES[1:]]),
         "cl100k": "|".join(
-            [_SUFFIX, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", *_SPACES]
+            [_SUFFIX, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s+$", *_SPACES]
         ),
         "o200k": "|".join(
             [*(word + _SUFFIX + "?" for word in _WORDS), r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", *_SPACES]
@@ -99,7 +99,7 @@ class TikTokenizer(Tokenizer):
         try:
             return self._model.decode([int(i) for i in ids])
         except KeyError as error:
-            raise DataError(f"token id {error} has no token in {self.name}") from error
+            raise DataError(f"{self.name}: {error.args[0]}") from error
 
     def load_gigatoken(self) -> Any:
         import gigatoken
