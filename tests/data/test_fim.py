@@ -245,6 +245,16 @@ def test_half_a_character_is_cut_between_tokens(codecs: dict[str, tuple[Codec, F
     assert len(out) == len(ids) + 3
 
 
+def test_text_that_spells_a_sentinel_never_becomes_one(codecs: dict[str, tuple[Codec, Fim]]) -> None:
+    codec, options = codecs["bpe"]
+    assert codec.encode("<fim_middle>") == [options.middle]
+    tokens = np.array(codec.encode("say <fim_mid") + codec.encode("dle> here"), np.int64)
+    for key in range(30):
+        out, _ = rearrange(tokens, fold("spelled", key), options, codec)
+        assert int((out == options.middle).sum()) == 1
+        assert texts(out.tolist(), codec, options) == ["say <fim_middle> here"]
+
+
 def test_no_prefix_leaves_a_text_alone(codecs: dict[str, tuple[Codec, Fim]]) -> None:
     codec, options = codecs["bpe"]
     first, second = (codec.encode(text) for text in ("# licence text", "x = 1"))
