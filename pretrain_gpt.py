@@ -13,9 +13,11 @@ import os
 import sys
 
 from megalite import cli
-from megalite.config import Config
+from megalite.config import Config, check
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import LaunchError, Ranks, read_environment, start_local
+from megalite.parallel.launch import INTERRUPTED, LaunchError, Ranks, cores, read_environment, start_local
+
+MOST_RANKS_PER_CORE = 8
 
 
 def run(ranks: Ranks, config: Config) -> None:
@@ -27,15 +29,25 @@ def run(ranks: Ranks, config: Config) -> None:
 
 def main(argv: list[str]) -> int:
     config = cli.parse(argv, PRESETS)
+    nproc = config.parallel.nproc
     try:
         ranks = read_environment(os.environ)
+        problems = check(config, nproc) if ranks is None else []
+        if ranks is None and nproc > MOST_RANKS_PER_CORE * cores():
+            problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
     except LaunchError as error:
-        print(f"pretrain_gpt.py: {error}", file=sys.stderr)
+        problems = [str(error)]
+    for problem in problems:
+        print(f"pretrain_gpt.py: {problem}", file=sys.stderr)
+    if problems:
         return 2
-    if ranks is not None:
-        return run(ranks, config)  # type: ignore[func-returns-value]
-    return start_local(config.parallel.nproc, run, (config,)) if config.parallel.nproc > 1 else run(Ranks(), config)  # type: ignore[func-returns-value]
+    if ranks is None and nproc > 1 and not config.train.dry_run:
+        return start_local(nproc, run, (config,))
+    return run(ranks or Ranks(world=nproc, local_world=nproc), config)  # type: ignore[func-returns-value]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        os._exit(INTERRUPTED)

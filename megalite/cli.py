@@ -20,7 +20,7 @@ from megalite import config as configs
 from megalite.config import Config, ConfigError, base_type, options
 from megalite.megatron import IGNORED, UNSUPPORTED
 
-_TYPES = {"int": int, "float": float, "str": str, "ints": int, "strs": str}
+_TYPES = {"int": int, "float": float, "ints": int}  # what a text becomes
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +55,7 @@ def build_parser(presets: Sequence[str]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         description="Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags.",
     )
-    parser.add_argument("--preset", choices=presets, metavar="NAME", help="model shape: " + ", ".join(presets))
+    parser.add_argument("--preset", metavar="NAME", help="model shape: " + ", ".join(presets))
     parser.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
     groups = {name: parser.add_argument_group(name) for name in configs.SECTIONS}
     for section, f in options():
@@ -67,13 +67,12 @@ def build_parser(presets: Sequence[str]) -> argparse.ArgumentParser:
             if constant is not None:
                 groups[section].add_argument(flag, dest=f.name, action="store_const", const=constant, help=text)
             else:
-                groups[section].add_argument(
+                choices = f.metadata["choices"]
+                groups[section].add_argument(  # as text: `_typed` reports every value that is none of its type
                     flag,
                     dest=f.name,
-                    type=_TYPES[kind],
                     nargs="+" if kind in ("ints", "strs") else None,
-                    choices=f.metadata["choices"] or None,
-                    metavar=None if f.metadata["choices"] else kind.upper(),
+                    metavar="{" + ",".join(choices) + "}" if choices else kind.upper(),
                     help=text,
                 )
     return parser
@@ -111,6 +110,28 @@ def _without_foreign(argv: Sequence[str], parser: argparse.ArgumentParser) -> tu
     return left, notes, problems
 
 
+def _typed(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The options of the command line as values of their types; and name -> problem for those that are none."""
+    fields = {f.name: f for _, f in options()}
+    made: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    for name, value in given.items():
+        if name not in fields:  # preset, config
+            made[name] = value
+            continue
+        to = _TYPES.get(base_type(fields[name]))
+        try:
+            if to is not None:
+                value = [to(v) for v in value] if isinstance(value, list) else to(value)
+        except ValueError:
+            pass  # convert says so
+        try:
+            made[name] = configs.convert(fields[name], value)
+        except ValueError as error:
+            problems[name] = str(error)
+    return made, problems
+
+
 def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple[Config, list[str]]:
     """The configuration and notes about flags that were ignored. Raises ConfigError with every problem found."""
     parser = build_parser(sorted(presets))
@@ -120,6 +141,8 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
         given = vars(parser.parse_args(words))
     except ConfigError as error:
         problems += error.problems
+    given, wrong = _typed(given)
+    problems += wrong.values()
     values: dict[str, Any] = {}
     path = given.pop("config", None)
     try:
@@ -131,7 +154,8 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
         configs.build(file)  # a wrong type in the file is an error even where a flag wins over it
         values = {**presets.get(preset, {}), **file, **given}
         made = configs.build(values)
-        problems += [] if problems else configs.check(made)
+        notes += configs.without_effect(made)
+        problems += [p for p in configs.check(made) if p.partition("=")[0].partition(" ")[0] not in wrong]
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -185,7 +185,7 @@ class DataConfig:
     per_split_data_args_path: str | None = opt(None, "JSON file with train, valid, test: the three lists above")
     multiple_validation_sets: bool = opt(False, "each prefix of --valid-data-path is a set with a loss of its own")
     validation_set_names: tuple[str, ...] | None = opt(None, "their names; default: the last part of each prefix")
-    split: str = opt("969, 30, 1", "parts of the documents for training, validation, test")
+    split: str | None = opt(None, "parts of the documents for training, validation, test; default 969, 30, 1")
     data_cache_path: str | None = opt(None, "directory of index caches")
     mock_data: bool = opt(False, "generated tokens instead of files")
     eod_mask_loss: bool = opt(False, "no loss after an end-of-document token")
@@ -206,7 +206,7 @@ class DataConfig:
     tokenizer_model: str | None = opt(None, "tokenizer file")
     vocab_file: str | None = opt(None, "GPT-2 vocab.json")
     merge_file: str | None = opt(None, "GPT-2 merges.txt")
-    vocab_size: int | None = opt(None, "true vocabulary; default: the tokenizer's")
+    vocab_size: int | None = opt(None, "true vocabulary, at least the tokenizer's; default: the tokenizer's")
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
     """Option names to values from a TOML text, with or without [section] tables; `path` names it in errors."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError([f"config={path!r} is not TOML ({error}); mend that line"]) from None
     known = {f.name: section for section, f in options()}
     values: dict[str, Any] = {}
@@ -398,6 +398,19 @@ def to_toml(config: Config) -> str:
     for section, values in differences(config).items():
         lines += [f"[{section}]", *(f"{name} = {literal(value)}" for name, value in values.items()), ""]
     return "\n".join(lines)
+
+
+def without_effect(config: Config) -> list[str]:
+    """Options that do nothing beside the others; Megatron-LM takes them in silence, so they are no error."""
+    c, t = config.checkpoint, config.train
+    notes = []
+    if c.save_interval is not None and c.save is None:
+        notes.append(f"save_interval={c.save_interval} has no effect without --save")
+    if t.recompute_num_layers is not None and t.recompute_granularity != "full":
+        notes.append(
+            f"recompute_num_layers={t.recompute_num_layers} has no effect without --recompute-granularity full"
+        )
+    return notes
 
 
 def check(config: Config, world_size: int | None = None) -> list[str]:
@@ -486,10 +499,14 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
         say(f"lr_warmup_fraction={o.lr_warmup_fraction} and a warm-up count; give one")
     if o.lr_warmup_fraction is not None and not 0 <= o.lr_warmup_fraction <= 1:
         say(f"lr_warmup_fraction={o.lr_warmup_fraction} is not in [0, 1]; give a fraction of the decay")
+    if o.lr_warmup_init > o.lr:
+        say(f"lr_warmup_init={o.lr_warmup_init} is above lr={o.lr}; lower it")
     unit = "samples" if by_samples else "iters"
     decay = getattr(o, f"lr_decay_{unit}") or getattr(t, f"train_{unit}")
     warm_up = getattr(o, f"lr_warmup_{unit}")
-    if decay and warm_up >= decay:
+    if o.lr_warmup_fraction is not None and decay:
+        warm_up = o.lr_warmup_fraction * decay
+    if decay and warm_up >= decay and o.lr_warmup_fraction is None:
         say(f"lr_warmup_{unit}={warm_up} is not below lr_decay_{unit}={decay}; shorten the warm-up")
     if o.min_lr > o.lr:
         say(f"min_lr={o.min_lr} is above lr={o.lr}; lower it")
@@ -497,7 +514,7 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
         say(f"lr_decay_style=WSD needs --lr-wsd-decay-{'samples' if by_samples else 'iters'}")
     wsd = getattr(o, f"lr_wsd_decay_{unit}") or 0
     if o.lr_decay_style == "WSD" and decay and wsd > decay - warm_up:
-        say(f"lr_wsd_decay_{unit}={wsd} is longer than what the warm-up leaves, {decay - warm_up}; shorten it")
+        say(f"lr_wsd_decay_{unit}={wsd} is longer than what the warm-up leaves, {decay - warm_up:g}; shorten it")
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(o, name) >= 1:
             say(f"{name}={getattr(o, name)} is not below 1; use 0.9 to 0.999")
@@ -521,6 +538,15 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
             )
     if c.save is not None and c.save_interval is None:
         say("save needs --save-interval")
+    if c.keep_last is not None and c.save is None:
+        say(f"keep_last={c.keep_last} has no effect; add --save")
+    if c.exit_on_missing_checkpoint and c.load is None:
+        say("exit_on_missing_checkpoint has no effect; add --load")
+    if p.distributed_backend == "nccl" and p.device == "cpu":
+        say("distributed_backend=nccl does not run on device=cpu; use gloo")
+    for name in ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"):
+        if (getattr(p, name) or 0) > LONGEST_TIMEOUT:
+            say(f"{name}={getattr(p, name):g} is longer than any collective; use at most {LONGEST_TIMEOUT}")
     if d.mock_data and d.data_path:
         say("mock_data and data_path exclude each other; give one")
     per_split = ("train_data_path", "valid_data_path", "test_data_path")
@@ -557,6 +583,11 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
             sizes = [("global_batch_size", t.global_batch_size)]
             if t.rampup_batch_size is not None and len(t.rampup_batch_size) == 3:
                 sizes += [("rampup_batch_size start", t.rampup_batch_size[0]), ("increment", t.rampup_batch_size[1])]
+            if (t.global_batch_size or 0) > MOST_MICROBATCHES * unit:
+                say(
+                    f"global_batch_size={t.global_batch_size} is more than {MOST_MICROBATCHES} micro-batches of {unit}"
+                    "; raise micro_batch_size or lower it"
+                )
             for name, size in sizes:
                 if size is not None and size % unit:
                     low, high = size // unit * unit, -(-size // unit) * unit
@@ -567,6 +598,8 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
     return problems
 
 
+LONGEST_TIMEOUT = 1_000_000
+MOST_MICROBATCHES = 100_000  # of one rank and step
 REQUIRED = frozenset({"num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"})
 _POSITIVE = frozenset(
     [
@@ -605,6 +638,7 @@ _POSITIVE = frozenset(
         "hysteresis",
         "rotary_base",
         "rope_scaling_factor",
+        "peak_tflops",
     ]
 )
 

@@ -50,14 +50,22 @@ BAD: list[tuple[str, str]] = [
     ("--lr-warmup-iters 20", "lr_warmup_iters=20 is not below"),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "give one"),
     ("--lr-warmup-fraction 1.5", "lr_warmup_fraction=1.5"),
+    ("--lr-warmup-init 5", "lr_warmup_init=5.0 is above lr"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-warmup-fraction 0.9", "lr_wsd_decay_iters=2 is longer"),
+    ("--peak-tflops 0", "peak_tflops=0 is too small"),
+    ("--distributed-timeout-minutes 1e300", "longer than any collective"),
+    ("--distributed-backend nccl --device cpu", "use gloo"),
+    ("--keep-last 1", "keep_last=1 has no effect"),
+    ("--exit-on-missing-checkpoint", "add --load"),
+    ("--num-layers x", "num_layers='x' is not an int"),
     ("--min-lr 1.0", "min_lr=1.0 is above"),
     ("--lr nan", "lr=nan is not finite"),
     ("--lr inf", "lr=inf is not finite"),
     ("--lr -1", "lr=-1.0 is negative"),
-    ("--lr x", "invalid float value"),
+    ("--lr x", "lr='x' is not a float"),
     ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2", "lr_wsd_decay_iters=9 is longer"),
-    ("--lr-decay-style round", "invalid choice"),
+    ("--lr-decay-style round", "lr_decay_style='round' is not one of"),
     ("--swiglu --hidden-size 16", "give --ffn-hidden-size"),
     ("--adam-beta1 1.0", "adam_beta1=1.0"),
     ("--adam-beta2 1.5", "adam_beta2=1.5"),
@@ -75,7 +83,7 @@ BAD: list[tuple[str, str]] = [
     ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
     ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model"),
     ("--tokenizer-type GPT2BPETokenizer", "needs --vocab-file"),
-    ("--tokenizer-type Magic", "invalid choice"),
+    ("--tokenizer-type Magic", "tokenizer_type='Magic' is not one of"),
     ("--micro-batch-size 0", "micro_batch_size=0"),
     ("--log-interval 0", "log_interval=0"),
     ("--vocab-size 0", "vocab_size=0"),
@@ -85,7 +93,7 @@ BAD: list[tuple[str, str]] = [
     ("--fp8-format hybrid", "use --bf16"),
     ("--batch-size 3", "use --micro-batch-size"),
     ("--trust-remote-code", "may run code"),
-    ("--preset gpt9", "invalid choice"),
+    ("--preset gpt9", "preset='gpt9' is unknown"),
     ("--config /no/such.toml", "cannot be read"),
 ]
 
@@ -103,6 +111,10 @@ def test_all_problems_come_at_once_and_before_torch() -> None:
     with pytest.raises(ConfigError) as error:
         cli.read(flags, PRESETS)
     assert len(error.value.problems) == 3
+    more = ["--hidden-sise", "4", "--train-iters", "x", "--lr-decay-style", "round"]
+    with pytest.raises(ConfigError) as error:
+        cli.read([*flags, *more], PRESETS)
+    assert len(error.value.problems) == 6
     code = (
         "import sys\nfrom megalite import cli\nfrom megalite.models.families import PRESETS\n"
         "try:\n    cli.parse(sys.argv[1:], PRESETS)\nfinally:\n    print('torch' in sys.modules)"

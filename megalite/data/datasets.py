@@ -25,6 +25,7 @@ from megalite.data.samples import Epoch, build_epoch
 from megalite.data.stream import Line
 from megalite.data.tokenizer import Tokenizer
 
+CHUNK = 1 << 20  # samples placed at a time
 MANY_EPOCHS = 4  # up to here repeated data is nearly as good as new (arXiv:2305.16264, fig. 1)
 
 
@@ -129,6 +130,16 @@ class GptDataset:
         stem = Path(self._data.prefix).name
         file = f"{stem}-{self._split}-{fold('epoch order 1', self._lengths_digest, len(self._lengths), key):016x}"
         return load_or_build(self._cache_path, file, self._lengths, lambda: build_epoch(self._lengths, key))
+
+    def prepare(self, samples: int) -> None:
+        """Build the orders of the epochs that the first `samples` samples read, or find them in the cache."""
+        for a in range(0, samples, CHUNK):
+            index = np.arange(a, min(a + CHUNK, samples)) + self._taken
+            starts = self._line.place(index, self.seq_length)
+            ends = (int(starts.min()), int(starts.max()) + self.seq_length)  # the last label may lie in the next epoch
+            first, last = (next(self._line.spans(at, 1))[0] for at in ends)
+            for number in range(first, last + 1):
+                self._epoch(number)
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         out = np.empty((len(index), self.seq_length + 1), np.int64)

@@ -8,7 +8,7 @@
 
 Samples are the one unit, because a batch may grow: iterations count as iterations x global batch size. `n` includes
 the batch of the step that uses the rate, so the first step is not spent at rate 0 (Megatron-LM logs this value too,
-but its update uses the one before). A step that overflowed has consumed its samples and counts.
+but its update uses the one before). Samples of steps that updated nothing (fp16 overflow) do not count.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
+INTERRUPTED = 128 + signal.SIGINT
 REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
 ORDERLY_S = 600.0
 
@@ -49,30 +50,32 @@ def read_environment(env: Mapping[str, str]) -> Ranks | None:
     """The ranks that torchrun or SLURM announce in `env`; None where no launcher did."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _checked(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", init_method=None)
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", "1") > 1:
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
-        port = env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)
+        port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", "0") % 20000)
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
         return _checked(env, *names, init_method=f"tcp://{host}:{port}")
     return None
 
 
+def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
+    text = env.get(name, default)
+    if not re.fullmatch(r"[0-9]+", text):
+        raise LaunchError(f"{name}={text!r} is not a whole number: start with torchrun, srun or --nproc")
+    return int(text)
+
+
 def _checked(
     env: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, init_method: str | None
 ) -> Ranks:
-    def number(name: str, default: str | None = None) -> int:
-        text = env.get(name, default)
-        if text is None:
-            raise LaunchError(f"{name} is not set although {rank if name != rank else world} is: start with torchrun")
-        if not re.fullmatch(r"\d+", text):
-            raise LaunchError(f"{name}={text!r} is not a whole number: start with torchrun, srun or --nproc")
-        return int(text)
-
+    for name, other in ((rank, world), (world, rank)):
+        if name not in env:
+            raise LaunchError(f"{name} is not set although {other} is: start with torchrun")
     ranks = Ranks(
-        rank=number(rank),
-        world=number(world),
-        local_rank=number(local_rank, env.get(rank)),
-        local_world=number(local_world, "1"),
+        rank=_number(env, rank),
+        world=_number(env, world),
+        local_rank=_number(env, local_rank, env[rank]),
+        local_world=_number(env, local_world, "1"),
         init_method=init_method,
     )
     if ranks.world < 1 or ranks.rank >= ranks.world:
@@ -142,6 +145,11 @@ def process_group(
         dist.destroy_process_group()
 
 
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def start_local(
     nproc: int,
     target: Callable[..., None],
@@ -158,8 +166,8 @@ def start_local(
     (75) they get ORDERLY_S, since rank 0 may still be closing its logs.
     `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads or max(1, cores // nproc)))
+    wanted = re.match(r"[1-9][0-9]*", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP allows a list, "4,2", too
+    os.environ["OMP_NUM_THREADS"] = wanted[0] if wanted else str(threads or max(1, cores() // nproc))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
@@ -189,7 +197,7 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None) -> int
             if code and not failed:
                 failed = code if code > 0 else 128 - code
                 died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                if code not in (2, 3, REQUEUE):  # these have said what they had to say
+                if code not in (2, 3, REQUEUE, INTERRUPTED):  # these have said what they had to say
                     print(f"{process.name} ended {died}; ending the others", file=sys.stderr, flush=True)
                 deadline = time.monotonic() + (ORDERLY_S if code == REQUEUE else grace_s)
         alive = [p for p in alive if p.is_alive()]
@@ -224,4 +232,7 @@ def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...]
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    target(ranks, *args)
+    try:
+        target(ranks, *args)
+    except KeyboardInterrupt:  # during start-up; later the run says what it did
+        os._exit(INTERRUPTED)

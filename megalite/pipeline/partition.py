@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+LONGEST_LAYOUT = 100_000  # characters, once repeats are written out
+
 
 def partition(num_layers: int, num_stages: int, *, embedding_cost: float = 0.0, head_cost: float = 0.0) -> list[range]:
     """Contiguous ranges of layers per stage that minimise the cost of the dearest stage; a layer costs 1.
@@ -48,6 +50,8 @@ def parse_layout(text: str, num_layers: int, pp: int) -> list[range]:
     flat = text.replace(",", "").replace(" ", "")
     while (match := re.search(r"\(([^()]*)\)\*(\d+)|([EtL|])\*(\d+)", flat)) is not None:
         unit, times = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
+        if len(flat) + len(unit) * int(times[:9]) > LONGEST_LAYOUT:
+            raise ValueError(f"pipeline_model_parallel_layout={text!r} repeats too much; write num_layers={num_layers} t")
         flat = flat[: match.start()] + unit * int(times) + flat[match.end() :]
     where = f"pipeline_model_parallel_layout={text!r}"
     if not re.fullmatch(r"[EtL|]+", flat):

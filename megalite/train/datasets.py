@@ -59,7 +59,13 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
     """Open everything, reading no token yet. Raises DataError for data that is missing, damaged or too little.
     Validation and test sets are opened when eval_samples > 0."""
     tokenizer = open_tokenizer(data)
-    vocab_size = data.vocab_size or 0 if tokenizer is None else tokenizer.vocab_size
+    vocab_size = data.vocab_size or 0
+    if tokenizer is not None:
+        if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size and not tokenizer.is_null:
+            raise DataError(
+                f"vocab_size={data.vocab_size} is below the {tokenizer.vocab_size} tokens of {tokenizer.name}; leave it out"
+            )
+        vocab_size = max(vocab_size, tokenizer.vocab_size)
     eod = None if tokenizer is None else tokenizer.eod
     if data.mock_data:
         train, valid, test = (MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS)

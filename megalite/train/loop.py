@@ -42,12 +42,18 @@ class Plan:
 
 @dataclass
 class StopSignal:
-    """Set by SIGTERM; read at step boundaries, where all ranks agree on it."""
+    """Set by SIGTERM or SIGINT; read at step boundaries, where all ranks agree on it. A second SIGINT stops at once."""
 
     seen: list[int] = field(default_factory=list)
 
     def install(self) -> None:
-        signal.signal(signal.SIGTERM, lambda number, frame: self.seen.append(number))
+        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and number in self.seen:
+            raise KeyboardInterrupt
+        self.seen.append(number)
 
 
 def evaluate(run: Run, data: Prefetcher[HostBatch], iters: int) -> float:
@@ -92,7 +98,7 @@ def resume(run: Run, directory: str) -> tuple[Path, list[str]] | None:
     reader.fill(folder, manifest, [entry.piece for entry in run.optimizer.pieces()], run.mesh)
     progress: dict[str, Any] = manifest.state["progress"]
     for name in run.state.to_json():
-        setattr(run.state, name, int(progress[name]))
+        setattr(run.state, name, int(progress.get(name, 0)))
     run.optimizer.updates = int(manifest.state["updates"])
     run.loss_scaler.from_json(manifest.state["loss_scaler"])
     run.optimizer.after_load()
@@ -159,16 +165,16 @@ def train(
         if plan.save_interval and step % plan.save_interval == 0:
             checkpoint()
         if result.stop:
-            outcome, reason = (
-                Exit.REQUEUE,
-                "SIGTERM" if stop.seen else "exit_duration_in_mins, or a signal on another rank",
-            )
+            seen = signal.Signals(stop.seen[0]).name if stop.seen else None
+            outcome, reason = Exit.REQUEUE, seen or "exit_duration_in_mins, or a signal on another rank"
             break
         if plan.exit_interval and step % plan.exit_interval == 0 and step < run.last_step:
             outcome, reason = Exit.REQUEUE, f"exit_interval={plan.exit_interval}"
             break
     run.buffer.wait_gather()
     checkpoint()
+    if outcome is Exit.REQUEUE and plan.save is None:  # there is nothing that a requeued run could go on from
+        return Exit.DONE, f"{reason}; nothing was saved"
     if outcome is Exit.DONE:
         validate(run.valid, " on validation set")
         validate(run.test, " on test set")

@@ -161,6 +161,7 @@ class Reporter:
         wandb_config: dict[str, Any] | None = None,
     ):
         self.speed, self.style, self.throughput = speed, style, throughput
+        self._console = True
         self._board: Any = None
         self._wandb: Any = None
         missing = missing_packages(tensorboard_dir, wandb_project)
@@ -179,7 +180,11 @@ class Reporter:
         self._rows = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        if self._console:
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:  # whoever read the console is gone; log.txt is still there
+                self._console = False
         self._log.write(text + "\n")
         self._log.flush()
 

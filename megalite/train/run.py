@@ -22,7 +22,7 @@ from megalite.train.datasets import Sources, open_sources
 from megalite.train.hardware import Peak, find_peak
 from megalite.train.loop import Plan, StopSignal, resume, train
 from megalite.train.metrics import Reporter, Speed, missing_packages
-from megalite.train.run_dir import Exit, keep_rows_until, write_atomically, write_status
+from megalite.train.run_dir import Exit, keep_rows_until, leave_status, write_atomically
 from megalite.train.setup import (
     SetupError,
     batch_sizes,
@@ -42,6 +42,32 @@ def choose_device(wanted: str) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise SetupError("device=cuda but torch sees no card; use --device cpu")
     return wanted
+
+
+def check_machine(config: Config, device: str, ranks: Ranks, vocab_size: int) -> None:
+    """Refuse what this machine cannot do: a backend without its device, more than its memory."""
+    p = config.parallel
+    if device == "cpu" and p.distributed_backend == "nccl":
+        raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
+    needs = memory_of(config, ranks.world, vocab_size)
+    if device == "cpu":
+        there, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks.local_world, "the memory"
+    else:
+        there, what = torch.cuda.get_device_properties(ranks.local_rank).total_memory, "the card's memory"
+    if needs > there:
+        raise LaunchError(
+            f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank, {what} is {there / 2**30:.1f} GiB: "
+            "use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
+        )
+
+
+def memory_of(config: Config, world: int, vocab_size: int) -> float:
+    """Bytes of one rank's weights, gradients and optimizer."""
+    p = config.parallel
+    shards = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+    half = config.precision.bf16 or config.precision.fp16
+    parameters = num_parameters(config.model, vocab_size) // shards
+    return memory_bytes(parameters, dp=world // shards, half=half, sharded=p.use_distributed_optimizer)
 
 
 def cuda_environment(tp: int, folder: Path) -> dict[str, str]:
@@ -72,6 +98,7 @@ def pretrain(config: Config, ranks: Ranks) -> int:
                 print(describe(config, sources, ranks.world, None), flush=True)
             return Exit.DONE
         device = choose_device(config.parallel.device)
+        check_machine(config, device, ranks, sources.vocab_size)
         if device == "cuda":
             os.environ.update(cuda_environment(config.parallel.tensor_model_parallel_size, folder))
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -82,7 +109,10 @@ def pretrain(config: Config, ranks: Ranks) -> int:
         if ranks.local_rank == 0:  # every rank found the same
             for line in str(error).splitlines():
                 print(f"pretrain_gpt.py: {line}", file=sys.stderr, flush=True)
-        return Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
+        code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
+        if ranks.rank == 0 and folder.is_dir():  # what a run before left there would be taken for this one's
+            leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=str(error))
+        return code
 
 
 def preflight(config: Config, ranks: Ranks) -> Sources:
@@ -97,6 +127,8 @@ def preflight(config: Config, ranks: Ranks) -> Sources:
         sizes = batch_sizes(config, ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
     except ValueError as error:
         raise SetupError(str(error)) from None
+    if run_length(config, sizes).steps < 1:
+        raise SetupError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
     sources = open_sources(config.data, m.seq_length, t.seed, t.eval_iters * sizes.final)
     try:
         layers_of_stages(config, sources.vocab_size)
@@ -110,6 +142,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
     stop = StopSignal()
     if config.train.exit_signal_handler:
         stop.install()
+    if ranks.rank == 0 and folder.is_dir():
+        leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     report: Reporter | None = None
     outcome, reason, loaded, notes = Exit.CRASH, "", None, []
     try:
@@ -141,6 +175,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         outcome, reason = Exit.PREFLIGHT, str(error)
         if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
             print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        outcome, reason = Exit.INTERRUPTED, "SIGINT"
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         print(
@@ -151,17 +187,9 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         if report is not None:
             report.close()
         if ranks.rank == 0 and folder.is_dir():
-            state = run.state
-            write_status(
-                folder,
-                outcome,
-                step=state.step,
-                tokens=state.consumed_tokens,
-                checkpoint=config.checkpoint.save,
-                reason=reason,
-                rank=ranks.rank,
-            )
-    if outcome in (Exit.CRASH, Exit.PREFLIGHT):
+            steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
+            leave_status(folder, outcome.outcome, checkpoint=config.checkpoint.save, reason=reason, **steps)
+    if outcome in (Exit.CRASH, Exit.PREFLIGHT, Exit.INTERRUPTED):
         sys.stdout.flush()
         os._exit(int(outcome))  # the group may be in the middle of a collective that never ends: do not wait for it
     return outcome
@@ -189,7 +217,7 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: R
     padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
     speed = Speed(train_flops_per_token(m, m.seq_length, padded), ranks.world, peak.tflops)
     folder.mkdir(parents=True, exist_ok=True)
-    keep_rows_until(folder / "metrics.jsonl", run.state.step)
+    keep_rows_until(folder / "metrics.jsonl", run.state.step, validated=run.state.step < run.last_step)
     write_atomically(folder / "run_config.toml", to_toml(config))
     report = Reporter(
         folder,
@@ -222,8 +250,7 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None) ->
     padded = padded_vocab_size(sources.vocab_size, m.make_vocab_size_divisible_by, tp)
     layers = layers_of_stages(config, padded)
     total = num_parameters(replace(m), sources.vocab_size)
-    half = config.precision.bf16 or config.precision.fp16
-    memory = memory_bytes(total // (tp * pp), dp=dp, half=half, sharded=p.use_distributed_optimizer) / 2**30
+    memory = memory_of(config, world, sources.vocab_size) / 2**30
     counts = [len(r) for r in layers]
     rows = {
         "mesh": f"pp {pp} x dp {dp} x cp 1 x tp {tp} = {world} rank{'s' * (world > 1)}",

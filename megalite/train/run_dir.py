@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
@@ -26,6 +27,7 @@ class Exit(IntEnum):
     PREFLIGHT = 3
     BAD_RESULT = 17
     REQUEUE = 75
+    INTERRUPTED = 130
 
     @property
     def outcome(self) -> str:
@@ -43,23 +45,28 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
         temporary.unlink(missing_ok=True)  # there only if the disk is full or a row could not be read
 
 
-def write_status(
-    folder: Path, code: Exit, *, step: int, tokens: int, checkpoint: str | None, reason: str, rank: int
+def leave_status(
+    folder: Path, outcome: str, *, checkpoint: str | None, reason: str, step: int = 0, tokens: int = 0, rank: int = 0
 ) -> None:
-    """`tokens` and `step`: trained so far. `checkpoint`: the directory to resume from. `reason`: for people."""
+    """status.json. `outcome`: of `Exit`, or "running". `tokens` and `step`: trained so far. `checkpoint`: the directory
+    to resume from. `reason`: for people. A full disk is told, and changes nothing else."""
     status = {
-        "outcome": code.outcome,
+        "outcome": outcome,
         "step": step,
         "tokens": tokens,
         "checkpoint": checkpoint,
         "reason": reason,
         "rank": rank,
     }
-    write_atomically(folder / "status.json", json.dumps(status) + "\n")
+    try:
+        write_atomically(folder / "status.json", json.dumps(status) + "\n")
+    except OSError as error:
+        print(f"{folder / 'status.json'}: {error.strerror}; it does not tell how this run ended", file=sys.stderr)
 
 
-def keep_rows_until(path: Path, step: int) -> None:
-    """Drop rows of metrics.jsonl beyond `step`, which a resumed run writes again, and rows torn by a crash."""
+def keep_rows_until(path: Path, step: int, validated: bool = True) -> None:
+    """Drop rows of metrics.jsonl beyond `step`, which a resumed run writes again, and rows torn by a crash.
+    `validated` False: also the losses of validation and test sets at `step` itself."""
     if not path.exists():
         return
 
@@ -70,7 +77,10 @@ def keep_rows_until(path: Path, step: int) -> None:
                     row = json.loads(line)
                 except json.JSONDecodeError:
                     continue
-                if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
+                if not isinstance(row, dict) or not isinstance(row.get("step"), int) or row["step"] > step:
+                    continue
+                again = row["step"] == step and any(key.startswith("val/") for key in row)
+                if validated or not again:
                     yield line.rstrip("\n") + "\n"
 
     write_atomically(path, kept())

@@ -24,12 +24,15 @@ class State:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_steps: int = 0
+    skipped_samples: int = 0  # of steps that updated nothing: the learning rate does not count them
 
     def advance(self, samples: int, tokens: int, skipped: bool) -> None:
         self.step += 1
         self.consumed_samples += samples
         self.consumed_tokens += tokens
-        self.skipped_steps += skipped
+        if skipped:
+            self.skipped_steps += 1
+            self.skipped_samples += samples
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)

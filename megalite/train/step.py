@@ -43,7 +43,7 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
     unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
     grad_norm = norm_sq**0.5 * unscale
     finite = bool(torch.isfinite(torch.tensor([norm_sq, loss_sum])).all())
-    lr = run.schedule.at(state.consumed_samples + size)
+    lr = run.schedule.at(state.consumed_samples - state.skipped_samples + size)
     if finite:
         clip = min(1.0, run.max_norm / (grad_norm + 1e-6)) if run.max_norm > 0 else 1.0
         run.optimizer.step(lr=lr, weight_decay=run.weight_decay, scale=clip * unscale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -9,9 +10,13 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megalite.data.fast_tokenizer import NASTY
 from megalite.data.indexed import DataError
+from megalite.data.tiktoken_files import ENCODINGS, PATTERNS
 from megalite.data.tokenizer import Tokenizer, build_tokenizer
 from tools.train_tokenizer import train
 
@@ -36,10 +41,26 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "hf").mkdir()
     bpe.save(str(out / "hf" / "tokenizer.json"))
     bpe.model.save(str(out))
+    write_ranks(out)
     return out
 
 
+def write_ranks(out: Path) -> None:
+    """All bytes and some words, with every begin of them, as a .tiktoken file and as Megatron-LM's list."""
+    words = [b"hello", b" world", b" number", b" text", b"\n\n", b"12", "漢字".encode(), "ü".encode()]
+    ranks = dict.fromkeys([*(bytes([i]) for i in range(256)), *(w[:n] for w in words for n in range(2, len(w) + 1))])
+    coded = [base64.b64encode(token).decode() for token in ranks]
+    (out / "small.tiktoken").write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(coded)))
+    table = [{"rank": rank, "token_bytes": token, "token_str": None} for rank, token in enumerate(coded)]
+    (out / "ranks.json").write_text(json.dumps(table))
+    (out / "tekken.json").write_text(json.dumps({"config": {}, "vocab": table}))
+
+
 def make(directory: Path, kind: str) -> Tokenizer:
+    if kind == "ByteTokenizer":
+        return build_tokenizer(kind)
+    if kind == "TikTokenizer":
+        return build_tokenizer(kind, str(directory / "small.tiktoken"), tiktoken_pattern="cl100k")
     if kind == "NullTokenizer":
         return build_tokenizer(kind, vocab_size=100)
     if kind == "GPT2BPETokenizer":
@@ -47,7 +68,14 @@ def make(directory: Path, kind: str) -> Tokenizer:
     return build_tokenizer(kind, str(directory / ("hf" if kind == "HuggingFaceTokenizer" else "spm.model")))
 
 
-REAL = ["SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"]
+REAL = [
+    "SentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "TikTokenizer",
+    "ByteTokenizer",
+]
 
 
 @pytest.mark.parametrize("kind", REAL)
@@ -58,8 +86,106 @@ def test_text_comes_back_exactly(directory: Path, kind: str) -> None:
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
         assert tokenizer.decode(ids) == text
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
-    assert len(tokenizer.encode("hello world")) < 8  # the vocabulary is used
+    assert len(tokenizer.encode("hello world")) < 8 or kind == "ByteTokenizer"  # the vocabulary is used
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("kind", [*REAL, "NullTokenizer"])
+def test_flat_ids_are_those_of_the_lists(directory: Path, kind: str) -> None:
+    tokenizer = make(directory, kind)
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @given(st.lists(st.one_of(st.text(max_size=40), st.sampled_from(TEXTS)), max_size=6))
+    def check(texts: list[str]) -> None:
+        ids, lengths = tokenizer.encode_flat(texts)
+        lists = tokenizer.encode_batch(texts)
+        assert lengths.tolist() == [len(one) for one in lists]
+        assert ids.tolist() == [i for one in lists for i in one] and ids.dtype.kind in "iu"
+
+    check()
+
+
+def test_bytes_are_utf8() -> None:
+    tokenizer = build_tokenizer("ByteTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
+    assert tokenizer.decode([97, 256, 0xC3, 0xA9, 0xC3]) == "aé\ufffd"
+
+
+def test_patterns_split_as_their_sources_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import regex
+    from tiktoken_ext import openai_public
+
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})  # only the definitions, no download
+    for name, (pattern, special) in ENCODINGS.items():
+        theirs = openai_public.ENCODING_CONSTRUCTORS[name]()
+        assert theirs["special_tokens"] == special
+        # $ is the very end in tiktoken's engine; Python's also stops before a last line end
+        mine, other = (regex.compile(p.replace("$", r"\Z")) for p in (PATTERNS[pattern], theirs["pat_str"]))
+        for text in NASTY:
+            assert mine.findall(text) == other.findall(text), (name, text[:60])
+    # Megatron-LM's: digits one by one; v2 also parts words where a capital begins, and takes slashes after signs
+    text = "camelCase 12\r\n\n x it's a//\n/b"
+    assert regex.findall(PATTERNS["v1"], text) == "camelCase| |1|2|\r\n\n| x| it|'s| a|//\n|/b".split("|")
+    assert regex.findall(PATTERNS["v2"], text) == "camel|Case| |1|2|\r\n\n| x| it|'s| a|//\n/|b".split("|")
+
+
+def test_tiktoken_lines(directory: Path, tmp_path: Path) -> None:
+    small = make(directory, "TikTokenizer")
+    ranks = len((directory / "small.tiktoken").read_bytes().splitlines())
+    assert (small.eod, small.vocab_size) == (ranks, ranks + 1)
+    assert small.encode("a<|endoftext|>") == [97, ranks]  # a special token in a text is that token, as in Megatron-LM
+    file = tmp_path / "cl100k_base.tiktoken"  # this name says what the file does not
+    file.write_bytes((directory / "small.tiktoken").read_bytes())
+    named = build_tokenizer("TikTokenizer", str(file))
+    assert (named.eod, named.vocab_size) == (100257, 100277)
+    assert named.encode("hello world 123") == small.encode("hello world 123")
+    with pytest.raises(DataError, match="cl100k_base.tiktoken: .*100256"):
+        named.decode([100256])
+
+
+def test_tiktoken_json_is_megatrons(directory: Path) -> None:
+    file = str(directory / "ranks.json")
+    ranks = len(json.loads(Path(file).read_text()))
+    v2 = build_tokenizer("TikTokenizer", file)
+    assert (v2.vocab_size, v2.eod) == (ranks + 1000, 2)
+    assert v2.encode("a</s>b<SPECIAL_999>") == [1097, 2, 1098, 999]
+    assert v2.decode(v2.encode("hello ü 漢字")) == "hello ü 漢字"
+    assert v2.fingerprint == build_tokenizer("TikTokenizer", file, tiktoken_pattern="v2").fingerprint
+    assert v2.fingerprint != build_tokenizer("TikTokenizer", file, tiktoken_pattern="v1").fingerprint
+    cut = build_tokenizer("TikTokenizer", file, vocab_size=1257)
+    assert (cut.vocab_size, max(cut.encode("hello"))) == (1257, 1256) and cut.fingerprint != v2.fingerprint
+    assert build_tokenizer("TikTokenizer", str(directory / "tekken.json")).encode("hello") == v2.encode("hello")
+
+
+BAD_RANKS = [
+    ("YQ== 0\nYQ==\n", None, None, ":2: .* is not 'base64 rank'"),
+    ("YQ== 0\nYg== x", None, None, ":2: .* is not 'base64 rank'"),
+    ("YQ== 0\n\nYQ== 1\n", None, None, ":3: the token b'a' is there twice"),
+    ("\n", None, None, "holds no ranks"),
+    ("YQ== 0\n", None, None, "does not say how text is split.*give --tiktoken-pattern"),
+    ("YQ== 0\n", "gpt2", None, "byte 0x00 has no rank"),
+    ("YQ== 0\n", "v3", None, "tiktoken_pattern=v3 is not one of v1, v2"),
+    ("[1", None, None, "not JSON"),
+    ("{}", None, None, "holds no list of ranks"),
+    ('[{"rank": 1, "token_bytes": "AA=="}]', None, None, "record 0 is not"),
+    ('[{"rank": 0, "token_bytes": "A"}]', None, None, "record 0 is not"),
+    ("[" * 100_000, None, None, "not JSON"),
+    (json.dumps([{"rank": i, "token_bytes": "AA=="} for i in range(300)]), None, None, "same bytes"),
+    ('[{"rank": 0, "token_bytes": "AA=="}]', None, None, "vocab_size=1001 is outside 1256..1001"),
+    ("ALL", "gpt2", None, "have the same rank"),
+]
+
+
+@pytest.mark.parametrize(("content", "pattern", "size", "reason"), BAD_RANKS, ids=range(len(BAD_RANKS)))
+def test_bad_ranks_are_one_clear_error(
+    tmp_path: Path, content: str, pattern: str | None, size: int | None, reason: str
+) -> None:
+    if content == "ALL":
+        content = "".join(f"{base64.b64encode(bytes([i])).decode()} {i // 2}\n" for i in range(256))
+    (tmp_path / "ranks").write_text(content)
+    with pytest.raises(DataError, match=reason):
+        build_tokenizer("TikTokenizer", str(tmp_path / "ranks"), tiktoken_pattern=pattern, vocab_size=size)
 
 
 def test_gpt2_files_and_tokenizer_json_give_the_same_ids(directory: Path) -> None:
@@ -72,12 +198,13 @@ def test_null_tokenizer_is_megatrons() -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.encode("Az~") == [65, 22, 26]
+    assert tokenizer.encode_flat(["Az", "", "\ud800"])[0].tolist() == [65, 22, 0xD800 % 100]
     assert tokenizer.decode([65, 100]) == "65 100"
 
 
 def test_fingerprint_tells_tokenizers_apart_and_is_stable(directory: Path, tmp_path: Path) -> None:
     prints = {make(directory, kind).fingerprint for kind in REAL} | {make(directory, "NullTokenizer").fingerprint}
-    assert len(prints) == 4  # Llama2Tokenizer reads the same model as SentencePieceTokenizer
+    assert len(prints) == 6  # Llama2Tokenizer reads the same model as SentencePieceTokenizer
     copy = tmp_path / "renamed.model"
     copy.write_bytes((directory / "spm.model").read_bytes())
     same = build_tokenizer("GPTSentencePieceTokenizer", str(copy))
@@ -114,7 +241,8 @@ BAD = [
     (("GPT2BPETokenizer", None, "garbage", "garbage"), "not a GPT-2 vocabulary"),
     (("NullTokenizer",), "needs --vocab-size"),
     (("NullTokenizer", None, None, None, 0), "vocab_size=0 is not positive"),
-    (("TikTokenizer",), "is not supported; use one of SentencePieceTokenizer"),
+    (("TikTokenizer",), "needs --tokenizer-model"),
+    (("BertWordPieceCase",), "is not supported; use one of SentencePieceTokenizer"),
 ]
 
 
@@ -128,11 +256,17 @@ def test_what_cannot_be_used_is_one_clear_error(
         build_tokenizer(*arguments)
 
 
+def test_missing_tiktoken_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(DataError, match="pip install tiktoken"):
+        make(directory, "TikTokenizer")
+
+
 def test_libraries_are_imported_only_when_needed() -> None:
     code = (
         "import sys; from megalite.data.tokenizer import build_tokenizer; import megalite.data.batches;"
         "build_tokenizer('NullTokenizer', vocab_size=5); import megalite.data.preprocess;"
-        "print([m for m in ('torch', 'sentencepiece', 'tokenizers') if m in sys.modules])"
+        "print([m for m in ('torch', 'sentencepiece', 'tokenizers', 'tiktoken', 'gigatoken') if m in sys.modules])"
     )
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert got.stdout.strip() == "[]"

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from megalite.train.run_dir import Exit, keep_rows_until, write_atomically, write_status
+from megalite.train.run_dir import Exit, keep_rows_until, leave_status, write_atomically
 
 
 def test_exit_codes_and_outcomes_are_the_documented_ones() -> None:
     documented = {"done": 0, "crash": 1, "usage": 2, "preflight": 3, "bad-result": 17, "requeue": 75}
+    documented["interrupted"] = 130
     assert {e.outcome: int(e) for e in Exit} == documented
 
 
 def test_status(tmp_path: Path) -> None:
-    write_status(tmp_path, Exit.CRASH, step=1, tokens=8, checkpoint=None, reason="first", rank=2)
-    write_status(tmp_path, Exit.BAD_RESULT, step=7, tokens=56, checkpoint="ckpt", reason='loss "nan"', rank=0)
+    leave_status(tmp_path, "running", checkpoint=None, reason="")
+    leave_status(tmp_path, "bad-result", step=7, tokens=56, checkpoint="ckpt", reason='loss "nan"')
     assert json.loads((tmp_path / "status.json").read_text()) == {
         "outcome": "bad-result",
         "step": 7,
@@ -52,6 +53,8 @@ def test_rows_beyond_the_resumed_step_and_torn_rows_are_dropped(tmp_path: Path) 
     path.write_bytes("\n".join([good[0], bad[0], *good[1:], *bad[1:]]).encode() + b"\n" + torn)
     keep_rows_until(path, 2)
     assert path.read_text(encoding="utf-8").split("\n") == [*good, ""]
+    keep_rows_until(path, 2, validated=False)  # the resumed run validates at this step (again)
+    assert path.read_text(encoding="utf-8").split("\n") == [*good[:2], ""]
     keep_rows_until(path, 0)
     assert path.read_text() == ""
     keep_rows_until(tmp_path / "none.jsonl", 2)

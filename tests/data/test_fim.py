@@ -1,0 +1,331 @@
+"""Fill-in-the-middle: what it does can be undone, loses and invents nothing, and happens as often as it should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megalite.data.batches import Batches
+from megalite.data.datasets import Blend, GptDataset
+from megalite.data.fim import WRITTEN, Codec, Fim, FimDataset, rearrange, transform
+from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.mock import MockDataset
+from megalite.data.packed import PackedDataset
+from megalite.data.permutation import fold
+from megalite.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+
+PRE, MID, SUF, PAD, EOD, SPLIT = range(6)
+SAMPLE = st.lists(st.one_of(st.integers(6, 99), st.sampled_from([EOD, EOD, SPLIT])), min_size=1, max_size=80)
+
+
+def fim(rate: float, spm_rate: float = 0.5, **options: object) -> Fim:
+    return Fim(rate, spm_rate, PRE, MID, SUF, PAD, EOD, **{"characters": False, **options})  # type: ignore[arg-type]
+
+
+def undo(tokens: list[int]) -> list[int]:
+    """The original of a sample that was not cut, told from its sentinels alone."""
+    out, i = [], 0
+    while i < len(tokens):
+        if tokens[i] != PRE:
+            out.append(tokens[i])
+            i += 1
+            continue
+        suffix, middle = tokens.index(SUF, i), tokens.index(MID, i)
+        end = next((j for j in range(middle, len(tokens)) if tokens[j] in (EOD, SPLIT, PRE)), len(tokens))
+        before, after, last = tokens[i + 1 : suffix], tokens[suffix + 1 : middle], tokens[middle + 1 : end]
+        out += before + last + after
+        i = end
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sample=SAMPLE,
+    rate=st.sampled_from([0, 0.5, 1]),
+    spm_rate=st.sampled_from([0, 0.5, 1]),
+    fragments=st.sampled_from([None, 0, 0.5, 1]),
+    key=st.integers(0, 2**64 - 1),
+)
+def test_can_be_undone_and_nothing_is_lost_or_invented(
+    sample: list[int], rate: float, spm_rate: float, fragments: float | None, key: int
+) -> None:
+    tokens = np.array(sample)
+    split = SPLIT if fragments is not None else None
+    options = fim(rate, spm_rate, split=split, fragment_rate=fragments)
+    if split is None:
+        tokens[tokens == SPLIT] = 6
+    out, source = rearrange(tokens, key, options)
+    assert undo(out.tolist()) == tokens.tolist()
+    kept = source != WRITTEN
+    assert sorted(source[kept].tolist()) == list(range(len(tokens)))
+    assert np.array_equal(out[kept], tokens[source[kept]])
+    assert set(out[~kept].tolist()) <= {PRE, MID, SUF}
+    assert len(out) == len(tokens) + 3 * int((out == PRE).sum())
+
+    fixed, where = transform(tokens, key, options)
+    assert np.array_equal(fixed, out[: len(tokens)]) and np.array_equal(where, source[: len(tokens)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(sample=SAMPLE, key=st.integers(0, 2**64 - 1))
+def test_rate_0_is_the_identity_and_rate_1_leaves_no_document(sample: list[int], key: int) -> None:
+    tokens = np.array(sample)
+    same, source = transform(tokens, key, fim(0))
+    assert np.array_equal(same, tokens) and np.array_equal(source, np.arange(len(tokens)))
+    texts = [part for part in "".join("." if t == EOD else "x" for t in sample).split(".") if part]
+    out, _ = rearrange(tokens, key, fim(1))
+    assert int((out == PRE).sum()) == len(texts)
+    assert out[0] == (EOD if tokens[0] == EOD else PRE)
+
+
+def test_both_forms_spelled_out() -> None:
+    tokens = np.arange(10, 20)
+    key = next(k for k in range(99) if rearrange(tokens, k, fim(1, 0))[0].tolist().index(SUF) == 4)
+    psm, spm = (rearrange(tokens, key, fim(1, rate))[0].tolist() for rate in (0, 1))
+    end = psm.index(MID) - 5  # tokens of the suffix
+    middle = 20 - end
+    assert psm == [PRE, 10, 11, 12, SUF, *range(middle, 20), MID, *range(13, middle)]
+    assert spm == [PRE, SUF, *range(middle, 20), MID, *range(10, middle)]
+
+
+def test_shares_are_the_rates_and_cuts_are_uniform() -> None:
+    tokens = np.array([*[10] * 9, EOD] * 20)
+    documents, chosen, spm, lengths = 0, 0, 0, np.zeros((2, 10), np.int64)
+    for key in range(300):
+        out, _ = rearrange(tokens, fold("rates", key), fim(0.3, 0.25))
+        for text in "".join(map(str, np.minimum(out, EOD + 1).tolist())).split(str(EOD))[:-1]:
+            documents += 1
+            if text[0] == str(PRE):
+                chosen += 1
+                spm += text[1] == str(SUF) and text[2] != str(MID)  # not an empty prefix and suffix
+                if text[1] != str(SUF):
+                    lengths[0, text.index(str(SUF)) - 1] += 1
+    assert documents == 6000
+    assert abs(chosen / documents - 0.3) < 4 * (0.3 * 0.7 / documents) ** 0.5
+    # an SPM is told from a PSM with an empty prefix by its frequency: P(prefix empty) = 1 - (9/10)^2 = 0.19
+    spm_share = 0.25 * (1 - 0.01) + 0.75 * (0.19 - 0.01)
+    assert abs(spm / chosen - spm_share) < 4 * (spm_share * (1 - spm_share) / chosen) ** 0.5
+    # the prefix is the smaller of two uniform cuts in 0..9: P(prefix = k) = (19 - 2 k) / 100
+    want = chosen * 0.75 * (19 - 2 * np.arange(10)) / 100
+    assert ((lengths[0, 1:] - want[1:]) ** 2 / want[1:]).sum() < 28  # 9 cells: 0.1 % of fair draws exceed 27.9
+
+
+def test_fragments_are_chosen_by_their_own_rate() -> None:
+    tokens = np.array(([*[10] * 5, SPLIT] * 8 + [EOD]) * 5)
+    none, some = 0, []
+    for key in range(200):
+        out, _ = rearrange(tokens, fold("fragments", key), fim(0.5, 0, split=SPLIT, fragment_rate=0.25))
+        for text in np.split(out, np.flatnonzero(out == EOD))[:5]:
+            count = int((text == PRE).sum())
+            none += count == 0
+            some.append(count)
+    assert abs(np.mean(some) / 8 - 0.5 * 0.25) < 0.01  # a document is chosen, then each of its fragments
+    expected = 0.5 + 0.5 * 0.75**8
+    assert abs(none / len(some) - expected) < 4 * (expected * (1 - expected) / len(some)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rate": 1.5}, "fim_rate=1.5 is not a probability"),
+        ({"spm_rate": float("nan")}, "fim_spm_rate=nan is not a probability"),
+        ({"split": 9}, "fim_split_sample and fim_fragment_rate go together"),
+        ({"fragment_rate": 0.5}, "fim_split_sample and fim_fragment_rate go together"),
+        ({"middle": PRE}, "fim_middle_token and fim_prefix_token are both id 0"),
+        ({"no_prefix": ""}, "fim_no_prefix is empty"),
+        ({"suffix": -1}, "fim_suffix_token: id -1 is no token"),
+    ],
+)
+def test_contradictions_are_refused(change: dict[str, float | str], message: str) -> None:
+    values = {"rate": 0.5, "spm_rate": 0.5, "prefix": PRE, "middle": MID, "suffix": SUF, "pad": PAD, "eod": EOD}
+    with pytest.raises(DataError, match=message):
+        Fim(**{**values, **change})  # type: ignore[arg-type]
+
+
+def test_characters_need_the_tokenizer(tmp_path: Path) -> None:
+    for options in (fim(1, characters=True), fim(1, no_prefix="#")):
+        with pytest.raises(DataError, match="needs the tokenizer that made the data"):
+            FimDataset(MockDataset(50, 8, 1), options, 1)
+        with pytest.raises(DataError, match="needs the tokenizer that made the data"):
+            rearrange(np.arange(9), 1, options)
+
+
+# between characters, with real tokenizers
+
+LINES = [f"def function_{i}(x):\n    return x + {i * i}  # ünïcode 漢字 {i}\n" for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def codecs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Codec, Fim]]:
+    """A byte-level BPE and a SentencePiece model with its space before the first word."""
+    out = tmp_path_factory.mktemp("codecs")
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    names = ["<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(LINES, trainer)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(line.strip() for line in LINES),
+        model_prefix=str(out / "spm"),
+        model_type="bpe",
+        vocab_size=420,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["\n"],
+        minloglevel=2,
+    )
+    spm = SentencePieceTokenizer(out / "spm.model")
+    v = spm.vocab_size
+    return {
+        "bpe": (HuggingFaceTokenizer("bpe", "test", bpe, 0, []), Fim(1, 0.5, 1, 2, 3, 4, 0)),
+        "spm": (spm, Fim(1, 0.5, v, v + 1, v + 2, v + 3, spm.eod)),
+    }
+
+
+def texts(ids: list[int], codec: Codec, marks: Fim) -> list[str]:
+    """The documents that stand in ids, each put together again; their ids in a row, so that a lost space shows."""
+    names = {marks.prefix: PRE, marks.middle: MID, marks.suffix: SUF}
+    shifted = [names.get(i, i + 6 if i != marks.eod else EOD) for i in ids]
+    out: list[list[int]] = [[]]
+    for i in undo(shifted):
+        out.append([]) if i == EOD else out[-1].append(i - 6)
+    return [codec.decode(part) for part in out]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+@settings(max_examples=80, deadline=None)
+@given(
+    documents=st.lists(st.one_of(st.text(max_size=25), st.sampled_from(LINES)), min_size=1, max_size=4),
+    key=st.integers(0, 2**64 - 1),
+)
+def test_text_is_kept_between_characters(
+    kind: str, codecs: dict[str, tuple[Codec, Fim]], documents: list[str], key: int
+) -> None:
+    codec, options = codecs[kind]
+    ids = [codec.encode(text) for text in documents]
+    assume(not any(options.eod in part for part in ids))  # a text that spells the end-of-document token
+    tokens = np.array(sum(([*part, options.eod] for part in ids), [])[:-1], np.int64)
+    out, _ = rearrange(tokens, key, options, codec)
+    assert texts(out.tolist(), codec, options) == [codec.decode(part) for part in ids]
+    assert int((out == options.prefix).sum()) == sum(bool(part) for part in ids)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+def test_cuts_fall_within_tokens(kind: str, codecs: dict[str, tuple[Codec, Fim]]) -> None:
+    codec, options = codecs[kind]
+    ids = np.array(codec.encode("".join(LINES[:3])), np.int64)
+    borders = {len(codec.decode(ids[:k].tolist())) for k in range(len(ids) + 1)}
+    within, anew = 0, 0
+    for key in range(60):
+        out, source = rearrange(ids, fold("within", key), options, codec)
+        anew += bool((source == WRITTEN).all())
+        prefix = out.tolist()[1 : out.tolist().index(options.suffix)]
+        within += len(codec.decode(prefix)) not in borders
+    assert anew == 60  # plain text always can be encoded anew
+    assert within > 10
+
+
+def test_half_a_character_is_cut_between_tokens(codecs: dict[str, tuple[Codec, Fim]]) -> None:
+    codec, options = codecs["bpe"]
+    ids = np.array(codec.encode("🙂 and so on")[1:], np.int64)  # begins within the bytes of the first
+    out, source = rearrange(ids, 3, options, codec)
+    assert sorted(source[source != WRITTEN].tolist()) == list(range(len(ids)))
+    assert len(out) == len(ids) + 3
+
+
+def test_text_that_spells_a_sentinel_never_becomes_one(codecs: dict[str, tuple[Codec, Fim]]) -> None:
+    codec, options = codecs["bpe"]
+    assert codec.encode("<fim_middle>") == [options.middle]
+    tokens = np.array(codec.encode("say <fim_mid") + codec.encode("dle> here"), np.int64)
+    for key in range(30):
+        out, _ = rearrange(tokens, fold("spelled", key), options, codec)
+        assert int((out == options.middle).sum()) == 1
+        assert texts(out.tolist(), codec, options) == ["say <fim_middle> here"]
+
+
+def test_no_prefix_leaves_a_text_alone(codecs: dict[str, tuple[Codec, Fim]]) -> None:
+    codec, options = codecs["bpe"]
+    first, second = (codec.encode(text) for text in ("# licence text", "x = 1"))
+    tokens = np.array([*first, options.eod, *second], np.int64)
+    for characters in (False, True):
+        marked = Fim(1, 0, 1, 2, 3, 4, 0, no_prefix="# lic", characters=characters)
+        out, _ = rearrange(tokens, 1, marked, codec)
+        assert out[: len(first) + 1].tolist() == [*first, options.eod] and out[len(first) + 1] == options.prefix
+
+
+def test_a_shorter_sample_is_filled(codecs: dict[str, tuple[Codec, Fim]]) -> None:
+    codec, options = codecs["bpe"]
+    letters = np.array([codec.encode(letter)[0] for letter in "function_ return function_ return"], np.int64)
+    out, source = transform(letters, 5, options, codec)  # encoded anew it takes fewer tokens than letters
+    assert len(out) == len(letters) and out[-1] == options.pad and source[-1] == WRITTEN
+    whole, _ = rearrange(letters, 5, options, codec)
+    assert out[: len(whole)].tolist() == whole.tolist() and set(out[len(whole) :].tolist()) == {options.pad}
+
+
+# the dataset
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> GptDataset:
+    with IndexedWriter(tmp_path / "a", np.int32) as writer:
+        for document in range(40):
+            writer.add([*range(10 + 20 * document, 10 + 20 * document + document % 13), EOD])
+        writer.finish()
+    data = IndexedDataset(tmp_path / "a")
+    return GptDataset(data, range(len(data)), 32, 1)
+
+
+def test_samples_are_pure_and_keep_their_length(plain: GptDataset) -> None:
+    dataset = FimDataset(plain, fim(0.5), 7)
+    together = dataset.samples(np.arange(40))
+    assert together.shape == (40, 33) and together.dtype == np.int64 and dataset.seq_length == 32
+    for i in np.random.default_rng(0).permutation(40).tolist():
+        assert np.array_equal(FimDataset(plain, fim(0.5), 7).sample(i), together[i])
+    assert not np.array_equal(together, FimDataset(plain, fim(0.5), 8).samples(np.arange(40)))
+    assert np.array_equal(FimDataset(plain, fim(0), 7).samples(np.arange(40)), plain.samples(np.arange(40)))
+    again = dataset.samples(np.array([5, 5 + 10**6, 5]))
+    assert np.array_equal(again[0], again[2]) and not np.array_equal(again[0], again[1])
+
+
+def test_bits_never_change(plain: GptDataset) -> None:
+    """Resume over versions needs the same samples: these numbers are part of the format."""
+    got: NDArray[np.int64] = transform(np.arange(10, 26), fold(1234, "fim", 0), fim(1, 0))[0]
+    assert got.tolist() == [PRE, SUF, 20, 21, 22, 23, 24, 25, MID, 10, 11, 12, 13, 14, 15, 16]
+
+
+def test_where_names_the_document_of_a_moved_token(plain: GptDataset) -> None:
+    dataset = FimDataset(plain, fim(1), 7)
+    moved = 0
+    for i in range(10):
+        for position, token in enumerate(dataset.sample(i).tolist()):
+            text = dataset.where(i, position)
+            if token in (PRE, MID, SUF):
+                assert text == f"fill-in-the-middle of sample {i}, position {position}"
+            elif token != EOD:
+                _, document, place = text.split(", ")
+                assert token == 10 + 20 * int(document.split()[1]) + int(place.split()[1])
+                moved += text != plain.where(i, position)
+    assert moved > 50
+
+
+def test_feeds_batches_and_refuses_packed_data(plain: GptDataset) -> None:
+    dataset = FimDataset(plain, fim(1, 0.25), 7)
+    assert Batches(dataset, 32, 2, 0, 1, 900).at(0, 4)[0].tokens.shape == (2, 33)
+    assert dataset.describe(3) == plain.describe(3) + "\nfill-in-the-middle: rate 1, SPM 0.25, cut between tokens"
+    packed = PackedDataset(plain._data, range(40), 32, 1, EOD)
+    for one in (packed, Blend([plain, packed], [1, 1])):
+        with pytest.raises(DataError, match="do not go together"):
+            FimDataset(one, fim(1), 1)
+    assert FimDataset(Blend([plain, plain], [1, 1]), fim(1), 1).sample(0).shape == (33,)

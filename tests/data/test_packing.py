@@ -1,0 +1,243 @@
+"""Best-fit packing: the textbook's number of bins, nothing lost, nothing cut that fits; and the samples read by it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data.batches import Batches
+from megalite.data.datasets import Blend
+from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.packed import PackedDataset, cut_end_to_end, label_mask
+from megalite.data.packing import Packing, Pieces, from_arrays, pack
+from megalite.data.samples import build_epoch
+
+PAD = 10**6
+LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=60)
+
+
+def cut(lengths: list[int], capacity: int) -> list[tuple[int, int, int]]:
+    """The definition: (document, start, length) of every piece, one token at a time."""
+    pieces = []
+    for document, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            end = min(start + capacity, length)
+            pieces.append((document, start, end - start))
+            start = end - 1 if end < length else end
+    return pieces
+
+
+def textbook(sizes: list[int], capacity: int) -> list[int]:
+    """Best-fit decreasing, piece by piece: the room left in each bin."""
+    rooms: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [room for room in rooms if room >= size]
+        if fitting:
+            rooms[rooms.index(min(fitting))] -= size
+        else:
+            rooms.append(capacity - size)
+    return rooms
+
+
+def bins_of(plan: Packing) -> list[list[tuple[int, int, int]]]:
+    found = list(zip(*(part.tolist() for part in plan.pieces.find(plan.order)), strict=True))
+    return [found[a:b] for a, b in zip(plan.starts[:-1].tolist(), plan.starts[1:].tolist(), strict=True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS, capacity=st.integers(2, 30))
+def test_plan_is_best_fit_decreasing_and_loses_nothing(lengths: list[int], capacity: int) -> None:
+    plan = pack(np.array(lengths, np.int32), capacity)
+    bins, pieces = bins_of(plan), cut(lengths, capacity)
+    assert sorted(piece for part in bins for piece in part) == pieces
+    assert len(plan.pieces) == len(pieces)
+    rooms = [capacity - sum(length for _, _, length in part) for part in bins]
+    assert sorted(rooms) == sorted(textbook([length for _, _, length in pieces], capacity))  # the same bins
+    assert plan.pieces.num_cut == sum(length > capacity for length in lengths)
+    assert plan.padding == pytest.approx(sum(rooms) / (capacity * len(bins)) if bins else 0)
+
+
+@pytest.mark.parametrize("capacity", [33, 2049, 70_000])  # the last one is beyond sorting in 16 bits
+def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.data.packing.CHUNK", 1000)
+    lengths = np.random.default_rng(0).lognormal(5.0, 1.5, 5300).astype(np.int32)
+    plan = pack(lengths, capacity)
+    bins = bins_of(plan)
+    pieces = cut(lengths.tolist(), capacity)
+    assert sorted(piece for part in bins for piece in part) == pieces
+    assert max(sum(piece[2] for piece in part) for part in bins) <= capacity
+    if capacity == 2049:
+        assert len(bins) == len(textbook([piece[2] for piece in pieces], capacity))
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths=LENGTHS, capacity=st.integers(2, 12))
+def test_pieces_are_found_one_by_one(lengths: list[int], capacity: int) -> None:
+    pieces = Pieces(np.array(lengths, np.int32), capacity)
+    want = cut(lengths, capacity)
+    assert [tuple(int(a[0]) for a in pieces.find(np.array([i]))) for i in range(len(pieces))] == want
+
+
+def test_arrays_come_back_and_damage_is_refused(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(1).integers(0, 60, 500).astype(np.int32)
+    plan = pack(lengths, 17)
+    for name, array in plan.to_arrays().items():
+        np.save(tmp_path / f"{name}.npy", array)
+    mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("order", "starts")}
+    again = from_arrays(mapped, lengths, 17)
+    assert np.array_equal(again.order, plan.order) and np.array_equal(again.starts, plan.starts)
+    assert again.padding == plan.padding
+
+    def damaged(name: str, at: int, value: int) -> dict[str, np.ndarray]:
+        arrays = {key: array.copy() for key, array in plan.to_arrays().items()}
+        arrays[name][at] = value
+        return arrays
+
+    for arrays in (
+        damaged("order", 5, -1),
+        damaged("order", 5, len(plan.order)),
+        damaged("starts", 3, -4),
+        damaged("starts", 3, 2),
+        damaged("starts", -1, len(plan.order) - 1),
+        {"order": plan.order[:-1], "starts": plan.starts},
+        {"order": plan.order.astype(np.int64), "starts": plan.starts},
+        {"order": plan.order, "starts": plan.starts[:0]},
+        {"order": plan.order, "starts": np.array([0, len(plan.order)])},  # all in one bin
+    ):
+        with pytest.raises(DataError, match="the stored packing does not fit 500 documents in samples of 17"):
+            from_arrays(arrays, lengths, 17)
+    with pytest.raises(DataError, match="samples of 16: pack them again"):
+        from_arrays(plan.to_arrays(), lengths, 16)
+    empty = pack(lengths[:0], 17)
+    assert empty.num_bins == 0 and from_arrays(empty.to_arrays(), lengths[:0], 17).num_bins == 0
+
+
+def test_capacity_without_a_label_is_refused() -> None:
+    with pytest.raises(DataError, match="capacity=1 tokens hold no label"):
+        pack(np.array([3], np.int32), 1)
+
+
+def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
+    """Every token of the file is another number: 0, 1, 2, ..."""
+    with IndexedWriter(prefix, np.int32) as writer:
+        writer.add_many(np.arange(sum(lengths)), np.array(lengths, np.int64))
+        writer.finish()
+    return IndexedDataset(prefix)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=LENGTHS, seq_length=st.integers(1, 20), seed=st.integers(0, 9), first=st.integers(0, 3))
+def test_every_label_counts_once_per_epoch(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, seed: int, first: int
+) -> None:
+    lengths = [*lengths, 2]
+    data = write(tmp_path_factory.mktemp("p") / "a", lengths)
+    documents = range(min(first, len(lengths) - 1), len(lengths))
+    dataset = PackedDataset(data, documents, seq_length, seed, PAD)
+    bins = dataset.plan.num_bins
+    own = set(data.tokens[data.start(documents.start) :].tolist())
+    heads = {data.start(d) for d in documents if lengths[d]}  # the first token of a document is nobody's label
+    for epoch in range(2):
+        index = np.arange(epoch * bins, (epoch + 1) * bins)
+        samples, layout = dataset.samples(index), dataset.layout(index)
+        assert samples.shape == (bins, seq_length + 1) and len(layout) == bins
+        assert set(samples.reshape(-1).tolist()) - {PAD} == own
+        mask = label_mask(layout, seq_length)
+        assert mask.shape == (bins, seq_length) and mask.dtype == np.float32
+        labels = Counter(samples[:, 1:][mask == 1].tolist())
+        assert set(labels) == own - heads and set(labels.values()) <= {1}
+        assert (samples[:, 1:][mask == 1] == samples[:, :-1][mask == 1] + 1).all()  # both of one document
+        for row, lengths_here in zip(samples, layout, strict=True):
+            assert lengths_here.dtype == np.int32 and (lengths_here > 0).all()
+            assert (row[int(lengths_here.sum()) :] == PAD).all()
+
+
+def test_epochs_differ_and_samples_are_pure(tmp_path: Path) -> None:
+    data = write(tmp_path / "a", np.random.default_rng(0).integers(1, 30, 400).tolist())
+    dataset = PackedDataset(data, range(400), 64, 5, PAD)
+    bins = dataset.plan.num_bins
+    index = np.arange(2 * bins)
+    samples, layout = dataset.samples(index), dataset.layout(index)
+    fresh = PackedDataset(data, range(400), 64, 5, PAD, plan=dataset.plan)
+    for i in np.random.default_rng(1).permutation(2 * bins)[:60].tolist():  # alone, in any order: the same
+        assert np.array_equal(fresh.sample(i), samples[i])
+        assert np.array_equal(fresh.layout(np.array([i]))[0], layout[i])
+    orders = {frozenset(row.tolist()): row.tolist() for row in samples[:bins]}
+    for row in samples[bins:]:
+        assert frozenset(row.tolist()) in orders  # the same bins again
+    assert sum(orders[frozenset(row.tolist())] != row.tolist() for row in samples[bins:]) > bins // 2
+    assert not np.array_equal(samples[:bins], samples[bins:])
+    assert not np.array_equal(samples, PackedDataset(data, range(400), 64, 6, PAD).samples(index))
+    longest_first = sum(int(lengths[0]) == int(lengths.max()) for lengths in layout)
+    by_chance = sum(float(np.mean(lengths == lengths.max())) for lengths in layout)
+    assert abs(longest_first - by_chance) < 0.1 * len(layout)  # length does not tell the place
+    assert dataset.layout(index[:0]) == [] and dataset.samples(index[:0]).shape == (0, 65)
+
+
+def test_bits_never_change(tmp_path: Path) -> None:
+    """Resume over versions needs the same order: these numbers are part of the format."""
+    dataset = PackedDataset(write(tmp_path / "a", [3, 9, 0, 4, 2, 6, 1]), range(7), 9, 1234, 99)
+    assert [row.tolist() for row in dataset.samples(np.arange(6))] == [
+        [3, 4, 5, 6, 7, 8, 9, 10, 11, 24],
+        [0, 1, 2, 16, 17, 99, 99, 99, 99, 99],
+        [18, 19, 20, 21, 22, 23, 12, 13, 14, 15],
+        [18, 19, 20, 21, 22, 23, 12, 13, 14, 15],
+        [24, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+        [0, 1, 2, 16, 17, 99, 99, 99, 99, 99],
+    ]
+
+
+def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
+    data = write(tmp_path / "a", [4, 0, 23, 6, 1, 3])
+    dataset = PackedDataset(data, range(1, 6), 9, 3, PAD)
+    for i in range(2 * dataset.plan.num_bins):
+        for position, token in enumerate(dataset.sample(i).tolist()):
+            if token == PAD:
+                assert dataset.where(i, position) == f"{data.prefix}.bin, padding of sample {i}, position {position}"
+                continue
+            prefix, document, place = dataset.where(i, position).split(", ")
+            assert prefix == data.prefix + ".bin"
+            assert data.document(int(document.split()[1]))[int(place.split()[1])] == token
+
+
+def test_describe_tells_padding_and_cuts(tmp_path: Path) -> None:
+    data = write(tmp_path / "a", [5, 5, 12])  # pieces 5, 5, 10, 3 in samples of 10
+    text = PackedDataset(data, range(3), 9, 1, PAD).describe(6)
+    assert text == (
+        f"{data.prefix}: 3 documents, 22 tokens, 2.00 epochs; packed into 3 samples, 23.33 % padding, "
+        "1 documents cut (end to end: about 2)"
+    )
+
+
+def test_cuts_of_plain_concatenation_are_as_predicted() -> None:
+    lengths = np.random.default_rng(2).integers(0, 90, 300).astype(np.int32)
+    seq_length, found = 64, []
+    for key in range(60):
+        epoch = build_epoch(lengths, key)
+        first, size = epoch.starts[:-1], lengths[epoch.order]
+        inside = first % seq_length + size - 1 <= seq_length  # all in the sample where the first token is an input
+        found.append(int((~inside & (size > 1)).sum()))
+    assert np.mean(found) == pytest.approx(cut_end_to_end(lengths, seq_length), rel=0.02)
+
+
+def test_too_little_data_or_a_foreign_plan_is_refused(tmp_path: Path) -> None:
+    data = write(tmp_path / "a", [1, 0, 1, 5])
+    for documents in (range(0), range(3)):
+        with pytest.raises(DataError, match="no document of two tokens or more among"):
+            PackedDataset(data, documents, 4, 1, PAD)
+    plan = PackedDataset(data, range(4), 4, 1, PAD).plan
+    with pytest.raises(DataError, match="the packing is for 4 documents in samples of 5, not for 4 in 6: pack them"):
+        PackedDataset(data, range(4), 5, 1, PAD, plan=plan)
+
+
+def test_feeds_batches_and_blends(tmp_path: Path) -> None:
+    parts = [PackedDataset(write(tmp_path / name, [7, 3, 20, 2]), range(4), 8, 1, PAD) for name in "ab"]
+    mixed = Blend(parts, [1, 3])
+    tokens = np.concatenate([m.tokens for m in Batches(mixed, 8, 2, 0, 1, PAD + 1).at(0, 8)])
+    assert tokens.shape == (8, 9) and "packed into" in mixed.describe(8)

@@ -1,0 +1,400 @@
+"""The tools around token files, as a user runs them: merge, inspect and verify, prepare a cache, train a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.config import DataConfig
+from megalite.data import merge as merge_module
+from megalite.data.datasets import GptDataset
+from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.info import make_info, read_info
+from megalite.data.merge import document_blocks, expand_prefixes, merge
+from megalite.data.tokenizer import Tokenizer, build_tokenizer
+from megalite.train.datasets import open_sources
+from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def run_tool(name: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOLS / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+
+
+def write(
+    prefix: Path, documents: list[list[int]], tokenizer: Tokenizer | None = None, dtype: type[np.generic] = np.uint16
+) -> str:
+    """A pair, with prefix.json when a tokenizer is given."""
+    with IndexedWriter(prefix, dtype) as writer:
+        for one in documents:
+            writer.add(np.array(one, np.int64))
+        total = sum(map(len, documents))
+        info = None if tokenizer is None else make_info(tokenizer, len(documents), total, [f"{prefix.name}.jsonl"])
+        writer.finish(info)
+    return str(prefix)
+
+
+NULL = build_tokenizer("NullTokenizer", vocab_size=500)
+
+
+# ---- merge_datasets.py
+
+
+def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    write(parts / "b_text_document", [[5], []], NULL)
+    write(parts / "a_text_document", [[1, 2], [3]], NULL)
+    write(tmp_path / "last", [[7, 8, 9]], NULL)
+    got = run_tool("merge_datasets.py", "--input", parts, tmp_path / "last", "--output-prefix", tmp_path / "out/all")
+    assert got.returncode == 0, got.stderr
+    assert got.stdout == f"{tmp_path / 'out/all'}: 5 documents, 7 tokens of 3 inputs\n"
+    data = IndexedDataset(tmp_path / "out/all")
+    assert [data.document(i).tolist() for i in range(5)] == [[1, 2], [3], [5], [], [7, 8, 9]]
+    info = read_info(tmp_path / "out/all")
+    assert info == make_info(NULL, 5, 7, ["a_text_document.jsonl", "b_text_document.jsonl", "last.jsonl"])
+    whole = write(tmp_path / "whole", [[1, 2], [3], [5], [], [7, 8, 9]])
+    for suffix in (".bin", ".idx"):  # the same bytes as if it had been written at once
+        assert (tmp_path / f"out/all{suffix}").read_bytes() == Path(whole + suffix).read_bytes()
+    assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    files=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12), min_size=1, max_size=4),
+    tokens=st.integers(1, 12),
+    documents=st.integers(1, 5),
+)
+def test_merged_documents_are_those_of_the_inputs(
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[list[int]]], tokens: int, documents: int
+) -> None:
+    folder = tmp_path_factory.mktemp("merge")
+    prefixes = [write(folder / f"p{i}", file) for i, file in enumerate(files)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_module, "COPY_TOKENS", tokens)
+        patch.setattr(merge_module, "BLOCK_DOCUMENTS", documents)
+        blocks = list(document_blocks(IndexedDataset(prefixes[0])))
+        for a, b, begin, end in blocks:
+            assert b - a == 1 or (end - begin <= tokens and b - a <= documents)
+        merged = merge(prefixes, str(folder / "out"))
+    want = [one for file in files for one in file]
+    data = IndexedDataset(folder / "out")
+    assert [data.document(i).tolist() for i in range(len(data))] == want
+    assert (merged.documents, merged.tokens) == (len(want), sum(map(len, want)))
+
+
+def test_what_must_not_be_merged_is_refused(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", [[1]], NULL)
+    b = write(tmp_path / "b", [[1]], build_tokenizer("NullTokenizer", vocab_size=400))
+    with pytest.raises(DataError, match=r"b was made with tokenizer NullTokenizer\(400\).*a with NullTokenizer\(500\)"):
+        merge([a, b], str(tmp_path / "out"))
+    with pytest.raises(DataError, match="wide holds int32 tokens, but .*a uint16"):
+        merge([a, write(tmp_path / "wide", [[1]], NULL, np.int32)], str(tmp_path / "out"))
+    with pytest.raises(DataError, match="output_prefix=.*is among the inputs"):
+        merge([a], str(tmp_path / "x" / ".." / "a"))
+    with pytest.raises(DataError, match="is given twice"):
+        expand_prefixes([a, a])
+    with pytest.raises(DataError, match="missing.idx: No such file"):
+        merge([a, str(tmp_path / "missing")], str(tmp_path / "out"))
+    index = bytearray(
+        (tmp_path / "wide.idx").read_bytes()
+    )  # two sequences in one document, as sentence splitting makes
+    with IndexedWriter(tmp_path / "two", np.uint16) as writer:
+        writer.add_many(np.arange(4), np.array([2, 2]))
+        writer.finish()
+    index = bytearray((tmp_path / "two.idx").read_bytes())
+    index[-16:-8] = struct.pack("<q", 2)
+    index[-24:-16] = struct.pack("<q", 0)
+    (tmp_path / "two.idx").write_bytes(index)
+    with pytest.raises(DataError, match="consist of several sequences each"):
+        merge([str(tmp_path / "two")], str(tmp_path / "out"))
+    (tmp_path / "half").mkdir()
+    with pytest.raises(DataError, match="holds no .idx file"):
+        expand_prefixes([str(tmp_path / "half")])
+    (tmp_path / "half" / "x.bin").touch()
+    with pytest.raises(DataError, match="x.bin has no .idx beside it"):
+        expand_prefixes([str(tmp_path / "half")])
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_merge_without_all_sidecars_writes_none_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a", [[1]], NULL), write(tmp_path / "b", [[2]])
+    assert merge_datasets.main(["--input", a, b, "--output-prefix", str(tmp_path / "out")]) == 0
+    assert f"no {tmp_path / 'out'}.json is written, as these inputs have none: {b}" in capsys.readouterr().err
+    assert len(IndexedDataset(tmp_path / "out")) == 2 and read_info(tmp_path / "out") is None
+
+
+def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", [[1] * 30_000] * 2)
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+
+    got = run_tool("merge_datasets.py", "--input", a, "--output-prefix", tmp_path / "out", preexec_fn=limit)
+    assert got.returncode == 3 and "File too large; nothing was written" in got.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+# ---- inspect_data.py
+
+
+def test_summary_counts_lengths_and_draws(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[1] * n for n in (0, 1, 2, 3, 3, 7, 8, 100)], NULL)
+    got = run_tool("inspect_data.py", prefix, "--png", tmp_path / "a.png")
+    assert got.returncode == 0, got.stderr
+    lines = got.stdout.splitlines()
+    assert lines[0] == f"{prefix}: 8 documents, 124 tokens (uint16)"
+    assert lines[1].startswith("made by NullTokenizer(500), vocabulary 501, end of document 500, fingerprint ")
+    assert "mean 15.5" in got.stdout and "0%: 0  1%: 0  5%: 0  25%: 2  50%: 3  75%: 8  95%: 100" in got.stdout
+    rows = {words[0]: (int(words[1]), len(words[2])) for words in map(str.split, lines[5:]) if len(words) == 3}
+    assert rows == {"0": (1, 17), "1": (1, 17), "2..3": (3, 50), "4..7": (1, 17), "8..15": (1, 17), "64..127": (1, 17)}
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**31 - 1)), max_size=30))
+def test_every_length_is_in_its_bin(lengths: list[int]) -> None:
+    rows = inspect_data.histogram(np.array(lengths, np.int32))
+    for low, high, count in rows:
+        assert count == sum(low <= n <= high for n in lengths)
+    assert sum(count for _, _, count in rows) == len(lengths)
+
+
+def test_a_document_is_decoded_by_the_tokenizer_that_made_it(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("ByteTokenizer")
+    prefix = write(tmp_path / "a", [[1], [*tokenizer.encode("hé\n"), 256]], tokenizer)
+    got = run_tool("inspect_data.py", prefix, "--document", 1, "--tokenizer-type", "ByteTokenizer")
+    assert got.stdout == "document 1: 5 tokens: 104 195 169 10 256\nhé\n\n" and got.returncode == 0
+    got = run_tool("inspect_data.py", prefix, "--document", 2)
+    assert got.returncode == 3 and got.stderr == "inspect_data.py: document=2 is outside 0..1\n"
+    arguments = ["--document", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+    got = run_tool("inspect_data.py", prefix, *arguments)
+    assert got.returncode == 3 and "made with a vocabulary of 257 (ByteTokenizer)" in got.stderr
+
+
+def test_verify_reports_a_sound_pair(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[1, 500], [], [2, 500, 3, 500], [4]], NULL)
+    got = run_tool("inspect_data.py", prefix, "--verify")
+    assert got.returncode == 0, got.stderr
+    assert got.stdout.splitlines() == [
+        f"{prefix}: sound: 4 documents, 7 tokens, ids below 501",
+        "empty documents: 1",
+        "documents that end with the end-of-document id 500: 2 of 3",
+        "end-of-document ids inside documents: 1",
+    ]
+    plain = write(tmp_path / "b", [[1]])
+    assert "ids not negative" in run_tool("inspect_data.py", plain, "--verify").stdout
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.integers(0, 20), max_size=9), min_size=1, max_size=12),
+    chunk=st.integers(1, 12),
+    data=st.data(),
+)
+def test_verify_names_the_first_bad_id(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], chunk: int, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("verify")
+    filled = [i for i, one in enumerate(documents) if one]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect_data, "CHUNK", chunk)
+        patch.setattr(merge_module, "COPY_TOKENS", chunk)
+        patch.setattr(merge_module, "BLOCK_DOCUMENTS", 3)
+        sound = inspect_data.verify(IndexedDataset(write(folder / "a", documents, dtype=np.int32)), None, 21, 7)
+        assert f"id 7: {sum(one[-1] == 7 for one in documents if one)} of {len(filled)}" in sound
+        inside = sum(one[:-1].count(7) for one in documents)
+        assert f"inside documents: {inside}" in sound and f"empty documents: {len(documents) - len(filled)}" in sound
+        if not filled:
+            return
+        document = data.draw(st.sampled_from(filled))
+        token = data.draw(st.integers(0, len(documents[document]) - 1))
+        bad = data.draw(st.sampled_from([-1, 21, 70000]))
+        documents[document][token] = bad
+        later = filled[-1]
+        documents[later][-1] = bad  # a later fault must not be the one that is named
+        position = sum(map(len, documents[:document])) + token
+        with pytest.raises(DataError) as error:
+            inspect_data.verify(IndexedDataset(write(folder / "b", documents, dtype=np.int32)), None, 21, 7)
+        words = f"b.bin: document {document}, token {token} (position {position} of the file): id {bad} is outside"
+        assert words in str(error.value)
+
+
+def test_verify_exits_with_3_and_names_the_fault(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[1], [2, 501]], NULL)
+    got = run_tool("inspect_data.py", prefix, "--verify")
+    assert got.returncode == 3 and got.stdout == ""
+    assert f"{prefix}.bin: document 1, token 1 (position 2 of the file): id 501 is outside" in got.stderr
+    assert inspect_data.main([prefix, "--verify", "--vocab-size", "502"]) == 0
+    (tmp_path / "a.json").write_text(json.dumps(make_info(NULL, 3, 3, [])))
+    got = run_tool("inspect_data.py", prefix, "--verify", "--vocab-size", 502)
+    assert got.returncode == 3 and "a.json: documents is 3, but the pair has 2" in got.stderr
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    index[34] = 2  # the length of document 0
+    (tmp_path / "a.idx").write_bytes(index)
+    got = run_tool("inspect_data.py", prefix, "--verify")
+    assert got.returncode == 3 and "a.idx: " in got.stderr and "Traceback" not in got.stderr
+
+
+def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:
+    for name, change, reason in (
+        ("lengths", np.array([1, -2], np.int32), "document 1: -2 tokens at byte 2"),
+        ("lengths", np.array([1, 1], np.int32), "has 6 bytes, but the index accounts for 4"),
+        ("pointers", np.array([0, 4]), "document 1: 2 tokens at byte 4, but the one before ends at byte 2"),
+        ("document_ends", np.array([0, 2, 1]), r"document_indices\[2\] decreases"),
+    ):
+        data = IndexedDataset(write(tmp_path / "a", [[1], [2, 3]]))
+        inspect_data.check_index(data)
+        setattr(data, name, change)
+        with pytest.raises(DataError, match=reason):
+            inspect_data.check_index(data)
+
+
+# ---- prepare_cache.py
+
+MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 2 --seq-length 16 --lr 1e-3"
+MODEL += " --vocab-size 600"
+
+
+def flags(tmp_path: Path, *more: str) -> list[str]:
+    """A run of 4 epochs of one source, and of less than one of the other."""
+    for name, count in (("a", 60), ("b", 400)):
+        if not (tmp_path / f"{name}.idx").exists():
+            rng = np.random.default_rng(count)
+            write(tmp_path / name, [rng.integers(0, 500, n).tolist() for n in rng.integers(0, 40, count)], NULL)
+    words = MODEL.split() + ["--data-path", "0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b")]
+    return [*words, "--split", "8,1,1", "--train-iters", "50", "--eval-iters", "1", "--global-batch-size", "8", *more]
+
+
+def test_prepare_cache_builds_all_that_the_run_reads_and_only_once(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    words = flags(tmp_path, "--data-cache-path", str(cache))
+    got = run_tool("prepare_cache.py", *words)
+    assert got.returncode == 0, got.stderr
+    built = {path.name: path.read_bytes() for path in cache.glob("*.npy")}
+    assert f"{cache}: {len(built)} files built" in got.stdout and len(built) > 8
+    assert got.stdout.count(".order.npy") == got.stdout.count(".starts.npy") == len(built) / 2
+    again = run_tool("prepare_cache.py", *words)
+    assert again.returncode == 0 and f"{cache}: 0 files built" in again.stdout
+    assert again.stdout.count("nothing to build") == 6  # three splits of two files
+    # the run finds everything: it adds no file
+    at = words.index("--data-path")
+    data = DataConfig(
+        data_path=tuple(words[at + 1 : at + 5]), split="8,1,1", vocab_size=600, data_cache_path=str(cache)
+    )
+    sources = open_sources(data, 16, 1234, 8)
+    sources.train.samples(np.arange(400))
+    for one in (*sources.valid, *sources.test):
+        one.dataset.samples(np.arange(8))
+    assert {path.name: path.read_bytes() for path in cache.glob("*.npy")} == built
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    seq_length=st.integers(1, 9),
+    samples=st.integers(1, 60),
+    chunk=st.integers(1, 70),
+)
+def test_prepared_epochs_are_those_that_are_read(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, samples: int, chunk: int
+) -> None:
+    from megalite.data import datasets
+
+    folder = tmp_path_factory.mktemp("prepare")
+    lengths = [*lengths, seq_length + 1]
+    prefix = write(folder / "a", [[1] * n for n in lengths])
+    found = []
+    for name in ("prepared", "read"):
+        data = IndexedDataset(prefix)
+        dataset = GptDataset(data, range(len(data)), seq_length, 3, "train", folder / name)
+        if name == "prepared":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(datasets, "CHUNK", chunk)
+                dataset.prepare(samples)
+        else:
+            dataset.samples(np.arange(samples))
+        found.append(sorted(path.name for path in (folder / name).glob("*.npy")))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "reason"),
+    [
+        ("", 2, "data_cache_path is not set; give --data-cache-path DIR"),
+        ("--data-cache-path CACHE --seq-lenth 5", 2, "did you mean --seq-length?"),
+        ("--data-cache-path CACHE --data-path nowhere", 3, "nowhere.idx: No such file"),
+        ("--data-cache-path FILE", 3, "File exists"),
+        ("--data-cache-path CACHE --seq-length 4096", 3, "fewer than one sample of seq_length 4096"),
+    ],
+)
+def test_prepare_cache_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, code: int, reason: str
+) -> None:
+    (tmp_path / "file").touch()
+    words = more.replace("CACHE", str(tmp_path / "cache")).replace("FILE", str(tmp_path / "file")).split()
+    assert prepare_cache.main(flags(tmp_path, *words)) == code
+    error = capsys.readouterr().err
+    assert reason in error and error.startswith("prepare_cache.py: ")
+
+
+def test_prepare_cache_needs_to_know_the_batch_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = flags(tmp_path)
+    at = words.index("--global-batch-size")
+    assert prepare_cache.main([*words[:at], *words[at + 2 :]]) == 2
+    errors = capsys.readouterr().err
+    assert "global_batch_size is not set" in errors and "data_cache_path is not set" in errors
+    mock = [*MODEL.split(), "--mock-data", "--train-iters", "1", "--global-batch-size", "2", "--data-cache-path", "x"]
+    assert prepare_cache.main(mock) == 2 and "mock_data=True needs no index" in capsys.readouterr().err
+
+
+# ---- train_tokenizer.py
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+def test_trained_tokenizer_gives_back_every_text(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"word {i} and\nanother word, {i * i}\r\n"}) + "\n" for i in range(400))
+    )
+    arguments = ["--input", tmp_path / "a.jsonl", "--vocab-size", 300, "--model-prefix", tmp_path / "new/m"]
+    got = run_tool("train_tokenizer.py", *arguments, "--tokenizer-type", kind, "--workers", 1)
+    assert got.returncode == 0, got.stderr
+    name = "m.model" if kind == "SentencePieceTokenizer" else "m/tokenizer.json"
+    assert got.stdout == f"{tmp_path / 'new' / name}: 300 pieces\n"
+    tokenizer = build_tokenizer(kind, str(tmp_path / "new" / ("m" if "json" in name else name)))
+    assert tokenizer.vocab_size == 300 and not list(tmp_path.rglob("*.partial"))
+    for text in ("word 12\r\n\tand 漢字 🙂 '#  ", " ", "\x00é"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(" another word")) < 6
+    same = run_tool("train_tokenizer.py", *arguments[:-1], tmp_path / "b/m", "--tokenizer-type", kind, "--workers", 2)
+    assert same.returncode == 0
+    again = build_tokenizer(kind, str(tmp_path / "b" / ("m" if "json" in name else name)))
+    assert again.encode("word 7, another") == tokenizer.encode("word 7, another")
+
+
+def test_tokenizer_that_cannot_be_trained_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("abc abc")
+    words = ["--input", str(tmp_path / "a.txt"), "--model-prefix", str(tmp_path / "m")]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--vocab-size"]
+    for size, reason in (
+        ("100", "no room for 256 bytes"),
+        ("9000", "pieces only; give more text"),
+        ("0", "not positive"),
+    ):
+        assert train_tokenizer.main([*words, size]) == 3
+        assert reason in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]

@@ -1,0 +1,225 @@
+#!/usr/bin/env python
+"""Look into a token file: counts, lengths of its documents, the text of one document; or verify it completely.
+
+    python tools/inspect_data.py PREFIX [--png lengths.png]
+    python tools/inspect_data.py PREFIX --document 17 --tokenizer-type Llama2Tokenizer --tokenizer-model spm.model
+    python tools/inspect_data.py PREFIX --verify [--vocab-size N]
+
+--verify reads both files to the end: offsets, counts, every id below the vocabulary (of PREFIX.json, or --vocab-size),
+how many documents end with the end-of-document id. The first fault is named and the exit code is 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
+
+from megalite.data.indexed import DataError, IndexedDataset  # noqa: E402
+from megalite.data.info import check_tokenizer, read_info  # noqa: E402
+from megalite.data.merge import document_blocks  # noqa: E402
+from megalite.data.tokenizer import TYPES, Tokenizer, build_tokenizer  # noqa: E402
+
+CHUNK = 1 << 22  # tokens, or index entries, read at a time
+QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
+BAR = 50  # characters of the longest bar
+SHOWN = 24  # ids printed of a document
+
+
+def histogram(lengths: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """(shortest, longest, documents) for lengths 0, 1, 2..3, 4..7, 8..15 and so on, up to the longest there is."""
+    counts = np.zeros(33, np.int64)
+    for a in range(0, len(lengths), CHUNK):
+        counts += np.bincount(np.frexp(lengths[a : a + CHUNK])[1], minlength=33)
+    last = int(np.flatnonzero(counts)[-1]) if counts.any() else 0
+    return [(1 << k >> 1, max((1 << k) - 1, 0), int(counts[k])) for k in range(last + 1)]
+
+
+def summary(data: IndexedDataset, info: dict[str, Any] | None) -> str:
+    lines = [f"{data.prefix}: {len(data)} documents, {data.num_tokens} tokens ({data.dtype})"]
+    if info is None:
+        lines.append("no prefix.json: the tokenizer that made it is not known")
+    else:
+        made_by = info["tokenizer"]
+        lines.append(
+            f"made by {made_by.get('name')}, vocabulary {made_by['vocab_size']}, end of document {made_by.get('eod')}, "
+            f"fingerprint {made_by['fingerprint'][:12]}"
+        )
+        sources = info.get("sources") or []
+        lines.append(f"sources: {', '.join(map(str, sources[:5]))}{', ...' if len(sources) > 5 else ''}")
+    if len(data):
+        lengths = np.sort(data.lengths)  # 4 bytes per document
+        marks = ((q, int(lengths[min(len(lengths) * q // 100, len(lengths) - 1)])) for q in QUANTILES)
+        lines.append(f"tokens per document: mean {data.num_tokens / len(data):.1f}")
+        lines.append("  " + "  ".join(f"{q}%: {value}" for q, value in marks))
+        rows = histogram(data.lengths)
+        most = max(count for _, _, count in rows)
+        for low, high, count in rows:
+            name = str(low) if low == high else f"{low}..{high}"
+            lines.append(f"  {name:>23} {count:>12} {'#' * -(-BAR * count // most)}")
+    return "\n".join(lines)
+
+
+def draw(data: IndexedDataset, path: str) -> None:
+    """The histogram of lengths, by documents and by the tokens in them."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise DataError("--png needs the package matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = histogram(data.lengths)
+    names = [str(low) if low == high else f"{low}-{high}" for low, high, _ in rows]
+    kinds = np.frexp(data.lengths)[1]
+    tokens = np.bincount(kinds, weights=data.lengths, minlength=len(rows))
+    figure, axis = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    places = np.arange(len(rows))
+    axis.bar(places - 0.2, [100 * row[2] / len(data) for row in rows], 0.4, label="documents", color="#4c8ed9")
+    axis.bar(places + 0.2, 100 * tokens / max(data.num_tokens, 1), 0.4, label="tokens", color="#f2a65a")
+    axis.set_xticks(places, names, rotation=45, ha="right")
+    axis.set_xlabel("tokens per document")
+    axis.set_ylabel("share, %")
+    axis.set_title(f"{Path(data.prefix).name}: {len(data):,} documents, {data.num_tokens:,} tokens", loc="left")
+    axis.legend()
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise DataError(f"png={path} cannot be written: {error}") from error
+
+
+def show_document(data: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> str:
+    if not 0 <= document < len(data):
+        raise DataError(f"document={document} is outside 0..{len(data) - 1}")
+    ids = np.asarray(data.document(document)).tolist()
+    more = f" ... ({len(ids) - SHOWN} more)" if len(ids) > SHOWN else ""
+    lines = [f"document {document}: {len(ids)} tokens: {' '.join(map(str, ids[:SHOWN]))}{more}"]
+    if tokenizer is not None:
+        wrong = [i for i in ids if not 0 <= i < tokenizer.vocab_size]
+        if wrong:
+            raise DataError(
+                f"{data.prefix}.bin: document {document}, token {ids.index(wrong[0])}: id {wrong[0]} is outside the "
+                f"vocabulary 0..{tokenizer.vocab_size - 1} of {tokenizer.name}"
+            )
+        lines.append(tokenizer.decode(ids))
+    return "\n".join(lines)
+
+
+def check_index(data: IndexedDataset) -> None:
+    """Sequences lie end to end, documents in order; all entries. Raises DataError with the first fault."""
+    width, n, end = data.dtype.itemsize, len(data), 0
+    for a in range(0, n, CHUNK):
+        sizes = data.lengths[a : a + CHUNK].astype(np.int64) * width
+        begins = end + np.cumsum(sizes) - sizes
+        wrong = np.flatnonzero((sizes < 0) | (data.pointers[a : a + CHUNK] != begins))
+        if wrong.size:
+            i = int(wrong[0])
+            raise DataError(
+                f"{data.prefix}.idx: document {a + i}: {sizes[i] // width} tokens at byte {data.pointers[a + i]}, but "
+                f"the one before ends at byte {begins[i]}; write the pair again"
+            )
+        end = int(begins[-1] + sizes[-1])
+    if end != data.num_tokens * width:
+        raise DataError(f"{data.prefix}.bin: has {data.num_tokens * width} bytes, but the index accounts for {end}")
+    ends = data.document_ends
+    for a in range(0, len(ends), CHUNK):
+        steps = np.diff(ends[a : a + CHUNK + 1])
+        if steps.size and steps.min() < 0:
+            raise DataError(f"{data.prefix}.idx: document_indices[{a + int(steps.argmin()) + 1}] decreases")
+
+
+def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | None, eod: int | None) -> str:
+    """What was checked, in words; DataError with file, document, position and id of the first fault."""
+    check_index(data)
+    for key, count in (("documents", len(data)), ("tokens", data.num_tokens)):
+        if info is not None and info.get(key, count) != count:
+            raise DataError(
+                f"{data.prefix}.json: {key} is {info[key]}, but the pair has {count}; it is of another pair"
+            )
+    ended = filled = separators = 0
+    for first, last, begin, end in document_blocks(data):
+        lengths = data.lengths[first:last]
+        ends = begin + np.cumsum(lengths, dtype=np.int64)
+        for a in range(begin, end, CHUNK):
+            b = min(a + CHUNK, end)
+            tokens = np.asarray(data.tokens[a:b])
+            if tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size):
+                at = int(np.flatnonzero((tokens < 0) | (tokens >= (vocab_size or 1 << 62)))[0])
+                inside = int(np.searchsorted(ends, a + at, side="right"))
+                token = a + at - int(ends[inside] - lengths[inside])
+                raise DataError(
+                    f"{data.prefix}.bin: document {first + inside}, token {token} (position {a + at} of the file): "
+                    f"id {tokens[at]} is outside the vocabulary "
+                    f"0..{'' if vocab_size is None else vocab_size - 1}; use the tokenizer that made the data"
+                )
+            if eod is not None:
+                separators += int(np.count_nonzero(tokens == eod))
+                lasts = ends[(lengths > 0) & (ends > a) & (ends <= b)] - 1 - a
+                ended += int(np.count_nonzero(tokens[lasts] == eod))
+        filled += int(np.count_nonzero(lengths))
+    known = f"ids below {vocab_size}" if vocab_size else "ids not negative (give --vocab-size to check more)"
+    lines = [f"{data.prefix}: sound: {len(data)} documents, {data.num_tokens} tokens, {known}"]
+    lines.append(f"empty documents: {len(data) - filled}")
+    if eod is not None:
+        lines.append(f"documents that end with the end-of-document id {eod}: {ended} of {filled}")
+        lines.append(f"end-of-document ids inside documents: {separators - ended}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("prefix", help="the pair is PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--png", metavar="FILE", help="draw the lengths of the documents")
+    parser.add_argument("--document", type=int, metavar="N", help="show document N, from 0; as text with a tokenizer")
+    parser.add_argument("--verify", action="store_true", help="check both files completely")
+    parser.add_argument("--tokenizer-type", choices=TYPES)
+    parser.add_argument("--tokenizer-model", help="the tokenizer's file")
+    parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
+    parser.add_argument("--merge-file", help="GPT-2 merges.txt")
+    parser.add_argument("--tiktoken-pattern", help="of TikTokenizer: how text is split")
+    parser.add_argument("--vocab-size", type=int, help="ids must be below it; of NullTokenizer: without the eod")
+    args = parser.parse_args(argv)
+    try:
+        data, info, tokenizer = IndexedDataset(args.prefix), read_info(args.prefix), None
+        if args.tokenizer_type is not None:
+            tokenizer = build_tokenizer(
+                args.tokenizer_type,
+                tokenizer_model=args.tokenizer_model,
+                vocab_file=args.vocab_file,
+                merge_file=args.merge_file,
+                vocab_size=args.vocab_size,
+                tiktoken_pattern=args.tiktoken_pattern,
+            )
+            check_tokenizer(args.prefix, tokenizer)
+        if args.verify:
+            made_by = info["tokenizer"] if info is not None else {}
+            vocab_size, eod = made_by.get("vocab_size"), made_by.get("eod")
+            if tokenizer is not None:
+                vocab_size, eod = tokenizer.vocab_size, tokenizer.eod
+            elif args.vocab_size is not None:
+                vocab_size = args.vocab_size
+            print(verify(data, info, vocab_size, eod))
+        if args.document is not None:
+            print(show_document(data, args.document, tokenizer))
+        if args.png is not None:
+            draw(data, args.png)
+        if not args.verify and args.document is None:
+            print(summary(data, info))
+    except DataError as error:
+        print(f"inspect_data.py: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+#!/usr/bin/env python
+"""A picture of how documents become samples, drawn from what the program reads for a toy set of documents.
+
+python tools/plot_samples.py --out docs/data_samples.png
+python tools/plot_samples.py --lengths 30 4 9 12 7 --split 4,1,0 --seq-length 10 --seed 3 --out samples.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
+
+from megalite.data.datasets import SPLITS, GptDataset  # noqa: E402
+from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter  # noqa: E402
+from megalite.data.packed import PackedDataset  # noqa: E402
+from megalite.data.permutation import fold, permute  # noqa: E402
+from megalite.data.samples import build_epoch, first_sample, place, split_ranges  # noqa: E402
+
+LENGTHS = (14, 5, 9, 3, 22, 7, 4, 11, 6, 16, 8, 5)
+COLOURS = (
+    *("#4c8ed9", "#f2a65a", "#5aa469", "#d96b6b", "#8f78c4", "#a98467", "#d98cb3", "#7a8793", "#b5a642", "#3fa7a7"),
+    *("#2f5f94", "#b06a1e"),
+)
+GAP = 1.2  # between samples that follow each other, in tokens
+
+
+def make_figure(heights: Sequence[float]) -> tuple[Any, list[Any]]:
+    """A figure with one row of each height; matplotlib is imported here, as only the picture needs it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SystemExit("plot_samples.py: matplotlib is missing; pip install matplotlib") from None
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    engine: Any = figure.get_layout_engine()
+    engine.set(hspace=0.06)
+    return figure, list(figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights}))
+
+
+def runs(documents: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """(document, first position, one behind the last) of the stretches of one document.
+
+    >>> runs(np.array([3, 3, 3, -1, 5]))
+    [(3, 0, 3), (-1, 3, 4), (5, 4, 5)]
+    """
+    borders = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(documents)]
+    return [(int(documents[a]), a, b) for a, b in zip(borders, borders[1:], strict=False)]
+
+
+def bar(
+    axis: Any, x: float, documents: NDArray[np.int64], faint_from: int | None = None, cuts: Sequence[int] = ()
+) -> None:
+    """One token beside the other from x on, coloured by document; -1 is padding. From `faint_from` on they are pale.
+
+    A document's number stands in its widest part between two `cuts`.
+    """
+    for document, a, b in runs(documents):
+        if document < 0:
+            axis.barh(0, b - a, left=x + a, height=1, color="white", edgecolor="#999999", hatch="////", linewidth=0.6)
+            continue
+        colour = COLOURS[document % len(COLOURS)]
+        solid = b if faint_from is None else max(a, min(b, faint_from))
+        axis.barh(0, solid - a, left=x + a, height=1, color=colour, edgecolor="white", linewidth=0.8)
+        if solid < b:
+            axis.barh(0, b - solid, left=x + solid, height=1, color=colour, alpha=0.35, linewidth=0)
+        parts = [a, *(cut for cut in cuts if a < cut < solid), solid]
+        length, begin = max((end - begin, begin) for begin, end in zip(parts, parts[1:], strict=False))
+        if length >= 2:
+            at = x + begin + length / 2
+            axis.text(at, 0, str(document), ha="center", va="center", color="white", fontsize=8.5)
+
+
+def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
+    """The figure: file, stream with its cuts, samples in training order, and the same documents packed."""
+    data_lengths = np.array(lengths, np.int32)
+    document_of = np.append(np.repeat(np.arange(len(lengths)), lengths), -1)  # by token id; the last one is padding
+    pad = len(document_of) - 1
+    with tempfile.TemporaryDirectory() as folder:
+        with IndexedWriter(Path(folder) / "toy", np.int32) as writer:
+            writer.add_many(np.arange(pad), data_lengths)
+            writer.finish()
+        data = IndexedDataset(Path(folder) / "toy")
+        ranges = split_ranges(split, len(lengths))
+        train = ranges[0]
+        if train.start:
+            raise DataError(f"split={split!r} leaves no document for training")
+        plain = GptDataset(data, train, seq_length, seed)
+        packed = PackedDataset(data, train, seq_length, seed, pad)
+        total, bins = plain.num_tokens, packed.plan.num_bins
+        count = first_sample(1, total, seq_length)
+        rows = document_of[plain.samples(np.arange(count))]
+        packed_rows = document_of[packed.samples(np.arange(bins))]
+    key = fold(seed, "train")
+    epochs = [build_epoch(data_lengths[: len(train)], fold(key, "documents", e)) for e in (0, 1)]
+    stream = np.concatenate([np.repeat(epoch.order, data_lengths[epoch.order]) for epoch in epochs])
+    reach = epochs[0].starts[:-1] % seq_length + np.diff(epochs[0].starts)  # from its window's begin to its end
+    cut = int((reach > seq_length + 1).sum())
+    stream = stream[: count * seq_length + seq_length // 2].astype(np.int64)
+    numbers = place(np.arange(count), total, seq_length, key)[1] // seq_length
+    bin_numbers = permute(np.arange(bins), bins, fold(key, "bins", 0))
+
+    tops = (0.6, 0.95, 0.6, 0.6)
+    figure, axes = make_figure([top + 1.2 for top in tops])
+    width = max(len(document_of), len(stream) + 1, max(count, bins) * (seq_length + 1 + GAP))
+    for axis, top in zip(axes, tops, strict=True):
+        axis.set_xlim(-0.5, width)
+        axis.set_ylim(-1.2, top)
+        axis.axis("off")
+
+    def title(axis: Any, text: str) -> None:
+        axis.set_title(text, loc="left", fontsize=9.5, fontweight="bold")
+
+    def note(axis: Any, x: float, text: str, y: float = -0.98, **options: Any) -> None:
+        axis.text(x, y, text, ha="center", va="center", fontsize=8, color="#333333", **options)
+
+    title(
+        axes[0], f"1  The file: {len(lengths)} documents, parted into training, validation and test by --split {split}"
+    )
+    bar(axes[0], 0, document_of[:-1])
+    ends = np.concatenate([[0], np.cumsum(data_lengths)]).tolist()
+    for name, part in zip(SPLITS, ranges, strict=True):
+        if part:
+            begin, end = ends[part.start], ends[part.stop]
+            axes[0].plot([begin + 0.2, end - 0.2], [-0.66, -0.66], color="#333333", linewidth=1.2)
+            note(axes[0], (begin + end) / 2, name)
+
+    title(axes[1], f"2  An epoch: its documents shuffled and laid end to end, cut every {seq_length} tokens")
+    bar(axes[1], 0, stream, cuts=[j * seq_length for j in range(count + 1)])
+    axes[1].plot([total, total], [-0.62, 0.8], color="black", linewidth=2)
+    axes[1].text(total + 0.6, 0.72, "epoch 1, another order", fontsize=8, va="center")
+    for j in range(count + 1):
+        axes[1].plot([j * seq_length] * 2, [-0.8, 0.62], color="black", linewidth=1, linestyle=(0, (3, 2)))
+        if j < count:
+            note(axes[1], (j + 0.5) * seq_length, f"window {j}")
+
+    title(axes[2], "3  What is trained on: the windows shuffled, each with the token behind it (pale), a label only")
+    title(
+        axes[3],
+        f"4  The same documents with best-fit packing; documents cut: {packed.plan.pieces.num_cut} (above: {cut}); "
+        f"{100 * packed.plan.padding:.0f} % padding, hatched",
+    )
+    step = seq_length + 1 + GAP
+    for i, (row, number) in enumerate(zip(rows, numbers.tolist(), strict=True)):
+        bar(axes[2], i * step, row, seq_length)
+        note(axes[2], i * step + (seq_length + 1) / 2, f"sample {i}: window {number}")
+    for i, (row, number) in enumerate(zip(packed_rows, bin_numbers.tolist(), strict=True)):
+        bar(axes[3], i * step, row)
+        note(axes[3], i * step + (seq_length + 1) / 2, f"sample {i}: bin {number}")
+    return figure
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=positive, nargs="+", default=list(LENGTHS), help="tokens of each document")
+    parser.add_argument("--split", default="10,1,1", help="as in training")
+    parser.add_argument("--seq-length", type=positive, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", default="samples.png")
+    args = parser.parse_args()
+    try:
+        draw(args.lengths, args.split, args.seq_length, args.seed).savefig(args.out, dpi=200)
+    except (DataError, OSError) as error:
+        print(f"plot_samples.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+#!/usr/bin/env python
+"""Build the index cache of a run before it begins, where no GPU waits for it. Takes the flags of pretrain_gpt.py.
+
+    python tools/prepare_cache.py --config run.toml --data-cache-path /shared/cache
+    python tools/prepare_cache.py FLAGS OF THE RUN
+
+Builds the order of documents of every epoch that training, validation and test will read, and prints the files that are
+new. What is there already is checked and kept, so a second call builds nothing. The run must have the same data, split,
+sequence length, seed and length; what it misses it builds by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite import cli  # noqa: E402
+from megalite.config import Config, ConfigError  # noqa: E402
+from megalite.data.datasets import Blend, Dataset, GptDataset  # noqa: E402
+from megalite.data.indexed import DataError  # noqa: E402
+from megalite.data.ledger import Ledger  # noqa: E402
+from megalite.models.families import PRESETS  # noqa: E402
+from megalite.train.datasets import open_sources  # noqa: E402
+
+
+def files_of(source: Dataset, samples: int) -> list[tuple[GptDataset, int]]:
+    """The files behind a dataset, and how many of its first `samples` samples each gives."""
+    if isinstance(source, Ledger):
+        source = source.blend
+    if isinstance(source, Blend):
+        counts = source.order.counts(samples)
+        return [pair for one, n in zip(source.datasets, counts, strict=True) for pair in files_of(one, n)]
+    if not isinstance(source, GptDataset):
+        raise DataError(f"{type(source).__name__} keeps no index; there is nothing to prepare")
+    return [(source, samples)]
+
+
+def prepare(config: Config) -> tuple[int, int]:
+    """Fill the cache; (files built, their bytes). Raises DataError or ConfigError."""
+    from megalite.train.setup import batch_sizes, run_length  # imports torch
+
+    d, m, t = config.data, config.model, config.train
+    problems = []
+    if d.data_cache_path is None:
+        problems.append("data_cache_path is not set; give --data-cache-path DIR, the directory to fill")
+    if d.mock_data:
+        problems.append("mock_data=True needs no index; give --data-path")
+    if t.global_batch_size is None:
+        problems.append("global_batch_size is not set, and its default depends on the number of ranks; give it")
+    if problems:
+        raise ConfigError(problems)
+    assert d.data_cache_path and m.seq_length
+    sizes = batch_sizes(config, 1)
+    length, eval_samples = run_length(config, sizes), t.eval_iters * sizes.final
+    sources = open_sources(d, m.seq_length, t.seed, eval_samples)
+    sets = [("train", sources.train, length.samples)]
+    sets += [(f"valid {one.name}".strip(), one.dataset, eval_samples) for one in sources.valid]
+    sets += [(f"test {one.name}".strip(), one.dataset, eval_samples) for one in sources.test]
+    folder = Path(d.data_cache_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise DataError(f"data_cache_path={folder} cannot be written; choose another directory")
+    files = size = 0
+    for name, dataset, samples in sets:
+        for source, count in files_of(dataset, samples):
+            before, begin = set(folder.glob("*.npy")), time.perf_counter()
+            source.prepare(count)
+            new = sorted(set(folder.glob("*.npy")) - before)
+            files, size = files + len(new), size + sum(path.stat().st_size for path in new)
+            made = ", ".join(path.name for path in new) or "nothing to build"
+            print(f"{name}: {source.describe(count)}, {time.perf_counter() - begin:.1f} s: {made}", flush=True)
+    return files, size
+
+
+def main(argv: list[str]) -> int:
+    try:
+        config, _ = cli.read(argv, PRESETS)
+        files, size = prepare(config)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"prepare_cache.py: {problem}", file=sys.stderr)
+        return 2
+    except DataError as error:
+        print(f"prepare_cache.py: {error}", file=sys.stderr)
+        return 3
+    except OSError as error:
+        print(f"prepare_cache.py: {error.filename}: {error.strerror}; choose a directory to write in", file=sys.stderr)
+        return 3
+    print(f"{config.data.data_cache_path}: {files} files built, {size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
