@@ -39,6 +39,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")
     parser.add_argument("--vocab-size", type=int, help="of NullTokenizer")
+    parser.add_argument("--tiktoken-pattern", help="of TikTokenizer: v1 or v2")
+    parser.add_argument(
+        "--no-gigatoken", dest="gigatoken", action="store_false", help="use the tokenizer's own library in any case"
+    )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: one per core")
     parser.add_argument(

@@ -25,7 +25,7 @@ import numpy as np
 
 from megalite.data.indexed import DataError
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 19
 MAX_DOCUMENT_BYTES = 1 << 28
 ZSTD_SLICE = 4096  # compressed bytes at a time: one slice can become 128 MiB at most, so that no file fills the memory
 MAX_ROWS = 4096  # of one parquet block: a dictionary of long texts hides how large the rows are

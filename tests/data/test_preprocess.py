@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import text_input, workers as worker_module
+from megalite.data import text_input
+from megalite.data import workers as worker_module
 from megalite.data.indexed import DataError, IndexedDataset
 from megalite.data.info import check_tokenizer, read_info
 from megalite.data.preprocess import preprocess
