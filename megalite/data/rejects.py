@@ -1,6 +1,6 @@
 """Bad lines: a sample of them in `PREFIX.rejects.jsonl`, and how many a run may have.
 
-At most LIMIT lines of each reason are written, each with file, line, reason, what exactly is wrong and the begin of its
+At most SAMPLES lines of each reason are written, with file, line, reason, what exactly is wrong and the begin of its
 text; the counts, which are complete, are in `Progress.bad` and in `prefix.json`.
 """
 
@@ -14,9 +14,8 @@ from pathlib import Path
 
 from megalite.data.indexed import DataError
 from megalite.data.journal import Progress
-from megalite.data.workers import Result
+from megalite.data.workers import SAMPLES, Result
 
-LIMIT = 100
 JUDGED_AFTER = 1000  # records, before which no share is taken for that of the whole input
 
 
@@ -35,7 +34,7 @@ class Rejects:
         taken = dict(progress.bad)
         for line, reason, detail, text in result.samples:
             taken[reason] = taken.get(reason, 0) + 1
-            if taken[reason] <= LIMIT:
+            if taken[reason] <= SAMPLES:
                 row = {"file": self._files[file], "line": line, "reason": reason, "detail": detail, "text": text}
                 raw = json.dumps(row).encode("ascii") + b"\n"
                 self._file.write(raw)

@@ -31,7 +31,7 @@ from megalite.data.text_input import Block
 from megalite.data.tokenizer import Tokenizer, build_tokenizer
 
 AHEAD = 3
-SAMPLES = 100  # bad lines of one reason that a block shows; all are counted
+SAMPLES = 100  # bad lines of one reason that are shown, of a block and of a run; all are counted
 FRAME = struct.Struct("<BQ")  # kind, number of the first line
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -215,6 +216,24 @@ def test_disk_full_then_resumed(corpus: Path, want: dict[str, bytes], tmp_path: 
     assert "--resume goes on from there" in message.read_text()
     assert not looks_complete(prefix)
     preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
+    assert contents(prefix) == want
+
+
+def test_worker_that_dies_loses_nothing(
+    corpus: Path, want: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, note = tmp_path / "o", token_run.Run._note
+
+    def note_and_kill(run: token_run.Run) -> None:
+        note(run)
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid or 0, signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_run.Run, "_note", note_and_kill)
+        with pytest.raises(DataError, match="a worker process ended with code -9.*--resume goes on from there"):
+            preprocess(inputs(corpus), str(prefix), workers=2, **SETTINGS)
+    preprocess(inputs(corpus), str(prefix), workers=2, resume=True, **SETTINGS)
     assert contents(prefix) == want
 
 
