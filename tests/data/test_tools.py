@@ -202,16 +202,17 @@ def test_verify_reports_a_sound_pair(tmp_path: Path) -> None:
 @given(
     documents=st.lists(st.lists(st.integers(0, 20), max_size=9), min_size=1, max_size=12),
     chunk=st.integers(1, 12),
+    run=st.integers(1, 40),
     data=st.data(),
 )
 def test_verify_names_the_first_bad_id(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], chunk: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], chunk: int, run: int, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("verify")
     filled = [i for i, one in enumerate(documents) if one]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect_data, "CHUNK", chunk)
-        patch.setattr(merge_module, "COPY_TOKENS", chunk)
+        patch.setattr(merge_module, "COPY_TOKENS", run)
         patch.setattr(merge_module, "BLOCK_DOCUMENTS", 3)
         sound = inspect_data.verify(IndexedDataset(write(folder / "a", documents, dtype=np.int32)), None, 21, 7)
         assert f"id 7: {sum(one[-1] == 7 for one in documents if one)} of {len(filled)}" in sound
