@@ -75,12 +75,3 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
         f"{prefix}: made with tokenizer {made_by.get('name')} {made_by['fingerprint'][:12]}, but this run has "
         f"{tokenizer.name} {tokenizer.fingerprint[:12]}: give the tokenizer that made the data, or preprocess it again"
     )
-
-
-def bytes_per_token(prefixes: Sequence[str]) -> float | None:
-    """UTF-8 bytes of text per token over all of the files; None unless every one of them says so."""
-    found = [read_info(prefix) for prefix in prefixes]
-    totals = [(info.get("bytes"), info.get("tokens")) for info in found if info is not None]
-    if len(totals) < len(prefixes) or any(type(n) is not int or n <= 0 for pair in totals for n in pair):
-        return None
-    return sum(pair[0] for pair in totals) / sum(pair[1] for pair in totals)  # type: ignore[misc]

@@ -81,9 +81,8 @@ class ParamBuffer:
                 view.copy_(p.data)
                 p.data = view
                 bucket_of[id(p)] = b
-        self.grads = torch.zeros(
-            self.layout.size, dtype=main_dtype(dtype), device=mesh.device
-        )  # the old weights are gone
+        # the old weights are gone by now
+        self.grads = torch.zeros(self.layout.size, dtype=main_dtype(dtype), device=mesh.device)
         for b, bucket in enumerate(self.layout.buckets):
             for slot in bucket.slots:
                 _, p = parameters[slot.entry]

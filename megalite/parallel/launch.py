@@ -102,7 +102,7 @@ def first_host(nodelist: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-CUDA_VARIABLES = (
+CUDA_VARIABLES: tuple[str, ...] = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_NCCL_TRACE_BUFFER_SIZE",

@@ -11,7 +11,8 @@ def partition(num_layers: int, num_stages: int, *, head_cost: float = 0.0) -> li
     """Contiguous ranges of layers per stage that minimise the cost of the dearest stage; a layer costs 1.
 
     The last stage also pays `head_cost`, in layers, and only then may it be left without a layer. The embedding is a
-    look-up and costs nothing. Among the best splits the one with the smallest sum of squared costs is taken, so the rest is even too.
+    look-up and costs nothing. Among the best splits the one with the smallest sum of squared costs is taken, so that
+    the rest is even too.
 
     >>> partition(8, 4), partition(7, 4, head_cost=1.0)
     ([range(0, 2), range(2, 4), range(4, 6), range(6, 8)], [range(0, 2), range(2, 4), range(4, 6), range(6, 7)])

@@ -6,7 +6,8 @@
     SEND/RECV post an isend or irecv and go on; the wait is where the value is used
 
 Activations travel on mesh.pp, gradients on mesh.pp_back: two groups, so that neither queues behind the other (with two
-pipeline ranks and several chunks, activations of both directions share theirs). The last backward of a chunk arms its gradient buckets (optim/buffer.py).
+pipeline ranks and several chunks, activations of both directions share theirs). The last backward of a chunk arms its
+gradient buckets (optim/buffer.py).
 """
 
 from __future__ import annotations

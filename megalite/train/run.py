@@ -210,6 +210,8 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: R
         wandb_config=differences(config),
     )
     report.say(describe(config, sources, ranks.world, peak))
+    for note in sources.notes:
+        report.say(f"note: {note}")
     if run.mesh.device.type == "cuda":
         set_ = [f"{name}={os.environ[name]}" for name in CUDA_VARIABLES if name in os.environ]
         report.say("environment: " + " ".join(set_))
