@@ -49,7 +49,7 @@ class Layout:
         if buffer is None or len(buffer) < b - a:
             buffer = self._buffers[kind] = np.empty(b - a, kind)
         part = buffer[: b - a]
-        if os.preadv(self.file, [memoryview(part)], start + part.itemsize * a) != part.nbytes:
+        if os.preadv(self.file, [part.data], start + part.itemsize * a) != part.nbytes:
             raise OSError(None, "the file became shorter while it was read")
         return part
 
