@@ -136,7 +136,7 @@ def _take(file: Any, what: str) -> bool:
             if waited >= (said + SAY_EVERY_SECONDS if said else SAY_AFTER_SECONDS):
                 file.seek(0)
                 holder = file.read(200) or "another process"
-                log.warning("%s: waiting for %s, which builds it (%.0f s so far)", what, holder, waited)
+                log.warning("%s: waiting for %s, which makes it (%.0f s so far)", what, holder, waited)
                 said = waited
             time.sleep(POLL_SECONDS)
         except OSError:

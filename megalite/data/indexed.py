@@ -106,7 +106,8 @@ class IndexedDataset:
 
     prefix          path without suffix, or a URL (s3://, gs://, ...: see remote.py)
     mmap_bin_files  False: tokens are read, not mapped (`FileTokens`); False is --no-mmap-bin-files
-    cache_path      directory for what is fetched from a URL; not used for local files
+    cache_path      directory for what is fetched from a URL (default: see remote.py); not used for local files
+    cache_bytes     how much may lie there; None: half of what its disk could give
 
     tokens          every token of the file: an array [num_tokens], or with the same slices `FileTokens`, `RemoteTokens`
     lengths         tokens per sequence [len(self)], int32
@@ -116,7 +117,14 @@ class IndexedDataset:
     DataError names file, field and index of what is wrong.
     """
 
-    def __init__(self, prefix: str | Path, *, mmap_bin_files: bool = True, cache_path: str | Path | None = None):
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        mmap_bin_files: bool = True,
+        cache_path: str | Path | None = None,
+        cache_bytes: int | None = None,
+    ):
         self.prefix = str(prefix)
         self._index_path = self.prefix + ".idx"
         bin_path = self.prefix + ".bin"
@@ -124,7 +132,7 @@ class IndexedDataset:
         if self._remote:
             from megalite.data.remote import RemotePair
 
-            pair = RemotePair(self.prefix, cache_path)
+            pair = RemotePair(self.prefix, cache_path, cache_bytes)
             self._index_file = pair.fetch_index(self._read_index)
             self.tokens: Any = pair.tokens(self._little)
             return
