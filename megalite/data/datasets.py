@@ -82,32 +82,53 @@ class GptDataset:
         return load_or_build(self._cache_path, file, self._lengths, lambda: build_epoch(self._lengths, key))
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        out = np.empty((len(index), self.seq_length + 1), np.int64)
+        width = self.seq_length + 1
+        out = np.empty((len(index), width), np.int64)
         epochs, offsets = place(index, self.num_tokens, self.seq_length, self._key)
-        for row, (number, offset) in enumerate(zip(epochs.tolist(), offsets.tolist(), strict=True)):
-            filled = self._copy(number, offset, out[row])
-            if filled < len(out[row]):  # the sample ends in the next epoch
-                self._copy(number + 1, 0, out[row][filled:])
+        rows = np.arange(len(index), dtype=np.int64) * width
+        counts = np.minimum(width, self.num_tokens - offsets)
+        if (over := np.flatnonzero(counts < width)).size:  # these end in the next epoch
+            epochs = np.append(epochs, epochs[over] + 1)
+            offsets = np.append(offsets, np.zeros(len(over), np.int64))
+            rows = np.append(rows, rows[over] + counts[over])
+            counts = np.append(counts, width - counts[over])
+        numbers = np.unique(epochs).tolist()
+        parts = [self._segments(number, *(a[epochs == number] for a in (offsets, counts, rows))) for number in numbers]
+        begins, sizes, places = (
+            (np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else (index,) * 3
+        )
+        if len(parts) > 1:
+            order = np.argsort(places, kind="stable")
+            begins, sizes = begins[order], sizes[order]
+        self._data.copy(begins, sizes, out.reshape(-1))
         return out
 
     def sample(self, i: int) -> NDArray[np.int64]:
         return self.samples(np.array([i]))[0]
 
-    def _copy(self, number: int, offset: int, out: NDArray[np.int64]) -> int:
-        """Copy tokens of epoch `number` from `offset` on; how many there were, at most len(out)."""
+    def _segments(
+        self, number: int, offsets: NDArray[np.int64], counts: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], ...]:
+        """Where the tokens offsets[k] .. offsets[k] + counts[k] of epoch `number` lie, document by document.
+
+        (first token, number of tokens, place in the output) of each part; those of k follow each other from places[k].
+        """
         epoch = self._epoch(number)
-        length = min(len(out), self.num_tokens - offset)
-        first, last = np.searchsorted(epoch.starts, (offset, offset + length - 1), side="right").tolist()
-        documents = epoch.order[first - 1 : last] + self._documents.start  # those that hold [offset, offset + length)
-        begins = self._data.pointers[documents] // self._data.dtype.itemsize
-        ends = epoch.starts[first : last + 1].tolist()
-        tokens, done = self._data.tokens, 0
-        skip = offset - int(epoch.starts[first - 1])
-        for begin, end in zip(begins.tolist(), ends, strict=True):
-            n = min(end - offset, length) - done
-            out[done : done + n] = tokens[begin + skip : begin + skip + n]
-            done, skip = done + n, 0
-        return length
+        ends = offsets + counts
+        first = np.searchsorted(epoch.starts, offsets, side="right") - 1  # the document that holds the first token
+        holding = np.searchsorted(epoch.starts, ends - 1, side="right") - first  # documents up to the last token
+        owner = np.repeat(np.arange(len(offsets)), holding)
+        at = np.arange(len(owner)) + np.repeat(first - (np.cumsum(holding) - holding), holding)
+        begins, lengths = self._data.spans(epoch.order[at] + np.int64(self._documents.start))
+        starts = epoch.starts[at]
+        if (epoch.starts[at + 1] - starts != lengths).any():
+            raise DataError(
+                f"{self._data.prefix}: the order of epoch {number} does not fit the documents' lengths; remove its "
+                f"files from data_cache_path={self._cache_path}"
+            )
+        skip = np.maximum(offsets[owner] - starts, 0)
+        sizes = np.minimum(starts + lengths, ends[owner]) - starts - skip
+        return begins + skip, sizes, places[owner] + starts + skip - offsets[owner]
 
     def where(self, i: int, position: int) -> str:
         number, offset = (int(a[0]) for a in place(np.array([i]), self.num_tokens, self.seq_length, self._key))
