@@ -22,7 +22,7 @@ import struct
 from array import array
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +113,7 @@ class IndexedDataset:
     lengths         tokens per sequence [len(self)], int32
     pointers        where each begins in the file, bytes, int64
     document_ends   sequences before each document, and their number, int64
+    checked         whether opening has checked the whole index; otherwise `verify` does
 
     DataError names file, field and index of what is wrong.
     """
@@ -150,7 +151,8 @@ class IndexedDataset:
     def _read_index(self, file: int, bin_size: int) -> None:
         """Map the index in `file`, after a check of all of it, or of parts when it has more than FULL_CHECK entries."""
         start = len(MAGIC) + HEADER.size
-        head, actual = os.pread(file, start, 0), os.fstat(file).st_size
+        head, state = os.pread(file, start, 0), os.fstat(file)
+        actual, self._inode = state.st_size, (state.st_dev, state.st_ino)
         if head[: len(MAGIC)] != MAGIC:
             raise self._refuse("magic", f"is {head[: len(MAGIC)]!r}, not {MAGIC!r}")
         if len(head) < start:
@@ -168,7 +170,8 @@ class IndexedDataset:
         self.dtype = np.dtype(DTYPES[code])
         self._little = self.dtype.newbyteorder("<")
         self._bin_size, self._layout = bin_size, (start, count, entries)
-        self._check(file, whole=max(count, entries) <= FULL_CHECK)
+        self.checked = max(count, entries) <= FULL_CHECK
+        self._check(file, self.checked)
         raw = _map(file, self._index_path)
 
         def column(offset: int, kind: str, n: int) -> NDArray[Any]:
@@ -197,12 +200,30 @@ class IndexedDataset:
             raise self._refuse(*found)
 
     def verify(self) -> None:
-        """Check every entry of the index; 2 ns each. Opening has done so already up to FULL_CHECK entries."""
-        file = _open(self._index_file)
-        try:
-            self._check(file, whole=True)
-        finally:
-            os.close(file)
+        """Check every entry of the index; 2 ns each. Opening has done so when `checked`, up to FULL_CHECK entries."""
+        with self._again() as file:
+            self._check(file.fileno(), whole=True)
+        self.checked = True
+
+    def read_lengths(self, documents: range) -> NDArray[np.int32]:
+        """Tokens of each of `documents`, consecutive ones, in memory of their own: 4 bytes each.
+
+        Aligned, as the column of the file is not, and read beside the map, whose pages would count as resident, too.
+        """
+        with self._again() as file:
+            lengths = np.fromfile(file, "<i4", len(documents), offset=self._layout[0] + 4 * documents.start)
+        if len(lengths) != len(documents):
+            raise self._refuse("size", f"ends before length {documents.start + len(lengths)}")
+        return lengths
+
+    def _again(self) -> BinaryIO:
+        """The index, opened once more; refused when another one has taken its place."""
+        file = os.fdopen(_open(self._index_file), "rb")
+        state = os.fstat(file.fileno())
+        if (state.st_dev, state.st_ino) != self._inode:
+            file.close()
+            raise DataError(f"{self._index_path}: was replaced while it was in use; start again to use the new data")
+        return file
 
     def __len__(self) -> int:
         return len(self.lengths)

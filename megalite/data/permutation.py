@@ -10,6 +10,7 @@ alone, and it depends on integers only, not on a library's random stream. numpy'
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator
@@ -100,13 +101,14 @@ def permutation(n: int, key: int) -> Iterator[NDArray[np.int64]]:
         yield values
 
 
-def _grid(n: int, key: int) -> tuple[int, int, list[int]]:
+@functools.lru_cache(64)  # the same few for every batch; hashing the keys takes as long as eight samples
+def _grid(n: int, key: int) -> tuple[int, int, tuple[int, ...]]:
     """a, b and the key of each round."""
     a = math.isqrt(n - 1) + 1 if n > 1 else 1
-    return a, -(-n // a), [fold(key, turn) for turn in range(ROUNDS)]
+    return a, -(-n // a), tuple(fold(key, turn) for turn in range(ROUNDS))
 
 
-def _rounds(index: NDArray[Any], a: int, b: int, keys: list[int]) -> NDArray[np.int64]:
+def _rounds(index: NDArray[Any], a: int, b: int, keys: tuple[int, ...]) -> NDArray[np.int64]:
     quotient = index // a
     left = (index - quotient * a).astype(np.uint64)
     right = quotient.astype(np.uint64)
