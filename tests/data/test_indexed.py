@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import struct
 import subprocess
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter, token_dtype
+from tools import benchmark_data
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]
 
@@ -452,3 +454,16 @@ def test_two_writers_of_one_prefix_are_refused(tmp_path: Path) -> None:
 def test_token_dtype_is_megatrons() -> None:
     assert token_dtype(65499) == np.uint16
     assert token_dtype(65500) == np.int32
+
+
+def test_benchmark_measures_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(benchmark_data, "alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 1 << 24)  # put back afterwards: the tool changes it
+    monkeypatch.setattr(sys, "argv", ["benchmark_data.py", "--documents", "20000"])
+    benchmark_data.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 22 and all(re.search(r"\d (s, |M/s|GB|ms|M tokens/s)", line) for line in lines)
+    assert any("0.0152 G tokens" in line for line in lines)
+    monkeypatch.setattr(sys, "argv", ["benchmark_data.py", "--documents", "-1"])
+    with pytest.raises(SystemExit):
+        benchmark_data.main()
