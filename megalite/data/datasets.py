@@ -119,18 +119,26 @@ class GptDataset:
         ends = offsets + counts
         first = np.searchsorted(epoch.starts, offsets, side="right") - 1  # the document that holds the first token
         holding = np.searchsorted(epoch.starts, ends - 1, side="right") - first  # documents up to the last token
+        if (holding < 1).any():
+            raise self._misfit(number)
         owner = np.repeat(np.arange(len(offsets)), holding)
         at = np.arange(len(owner)) + np.repeat(first - (np.cumsum(holding) - holding), holding)
-        begins, lengths = self._data.spans(epoch.order[at] + np.int64(self._documents.start))
-        starts = epoch.starts[at]
-        if (epoch.starts[at + 1] - starts != lengths).any():
-            raise DataError(
-                f"{self._data.prefix}: the order of epoch {number} does not fit the documents' lengths; remove its "
-                f"files from data_cache_path={self._cache_path}"
-            )
+        documents, starts = epoch.order[at], epoch.starts[at]
+        if int(documents.min()) < 0 or int(documents.max()) >= len(self._documents):
+            raise self._misfit(number)
+        begins, lengths = self._data.spans(documents + np.int64(self._documents.start))
         skip = np.maximum(offsets[owner] - starts, 0)
         sizes = np.minimum(starts + lengths, ends[owner]) - starts - skip
+        if (epoch.starts[at + 1] - starts != lengths).any() or int(sizes.min()) < 0 or sizes.sum() != counts.sum():
+            raise self._misfit(number)
         return begins + skip, sizes, places[owner] + starts + skip - offsets[owner]
+
+    def _misfit(self, number: int) -> DataError:
+        """Damage between the places that cache.py looks at when it loads an order."""
+        return DataError(
+            f"{self._data.prefix}: the order of epoch {number} does not fit the documents' lengths; remove its files "
+            f"from data_cache_path={self._cache_path}"
+        )
 
     def where(self, i: int, position: int) -> str:
         number, offset = (int(a[0]) for a in place(np.array([i]), self.num_tokens, self.seq_length, self._key))

@@ -16,6 +16,8 @@ import pytest
 
 from megalite.data import cache
 from megalite.data.cache import load_or_build
+from megalite.data.datasets import GptDataset
+from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megalite.data.samples import Epoch, build_epoch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,3 +188,32 @@ def test_damaged_files_are_rebuilt_with_a_warning(
     caplog.clear()
     again = load_or_build(tmp_path, "a", LENGTHS, never)
     assert np.array_equal(again.starts, want.starts) and not caplog.text
+
+
+@pytest.mark.parametrize("part", ["order", "starts"])
+@pytest.mark.parametrize("value", [-1, 0, 7, 4999, 10**7])
+def test_damage_that_loading_does_not_see_is_found_on_use(tmp_path: Path, part: str, value: int) -> None:
+    """Loading looks at a thousand places; no sample is made of tokens that are not the ones meant."""
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_many(np.arange(int(LENGTHS.sum())) % 60_000, LENGTHS.astype(np.int64))
+        writer.finish()
+
+    def dataset() -> GptDataset:
+        data = IndexedDataset(tmp_path / "a")
+        return GptDataset(data, range(len(data)), 20, 1, "train", tmp_path / "cache")
+
+    want = dataset().samples(np.arange(10_000))
+    for path in (tmp_path / "cache").glob(f"*.{part}.npy"):
+        array = np.load(path)
+        array[1004] = value
+        np.save(path, array)
+    damaged, refused = dataset(), 0
+    for i in range(0, 10_000, 20):
+        try:
+            assert np.array_equal(damaged.samples(np.arange(i, i + 20)), want[i : i + 20])
+        except DataError as error:
+            assert f"does not fit the documents' lengths; remove its files from data_cache_path={tmp_path}" in str(
+                error
+            )
+            refused += 1
+    assert refused
