@@ -230,7 +230,7 @@ def build_datasets(
     prefixes, weights = parse_data_path(data_path)
     files = []
     for prefix in prefixes:
-        files.append(IndexedDataset(prefix))
+        files.append(IndexedDataset(prefix, cache_path=data_cache_path))
         if tokenizer is not None:
             check_tokenizer(prefix, tokenizer)
     whole = split_ranges(split, 1 << 40)

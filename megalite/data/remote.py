@@ -117,6 +117,17 @@ class Source:
         ) from last
 
 
+def read_whole(url: str, limit: int) -> bytes | None:
+    """A small file, its first `limit` bytes at most; None when there is none."""
+    try:
+        source = Source(url)
+    except DataError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    return source.fetch(0, min(source.size, limit)) if source.size else b""
+
+
 class RemotePair:
     """The index and the tokens of the pair at `prefix`, cached under `cache_path`.
 

@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data import blocks, remote
-from megalite.data.datasets import GptDataset
+from megalite.data.datasets import GptDataset, build_datasets
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.info import make_info, read_info
+from megalite.data.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [list(range(k * 100, k * 100 + k * 7 % 23)) for k in range(60)]
@@ -349,6 +351,27 @@ def test_processes_that_read_at_once_fetch_each_block_once(tmp_path: Path) -> No
     out = np.empty(int(counts.sum()), np.int64)
     data.copy(begins, counts, out)
     assert int(sums[0]) == int((out * np.arange(out.size)).sum())
+
+
+def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=6000)
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_many(np.arange(5000), np.full(50, 100))
+        writer.finish(make_info(tokenizer, 50, 5000, []))
+    url, cache = f"flaky://{tmp_path}/a", tmp_path / "c"
+    train, _, _ = build_datasets([url], "1", 30, 1, (9, 0, 0), data_cache_path=cache, tokenizer=tokenizer)
+    near, _, _ = build_datasets([str(tmp_path / "a")], "1", 30, 1, (9, 0, 0))
+    assert train is not None and near is not None
+    assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
+    assert stored(cache) and read_info(url) == read_info(tmp_path / "a")
+    with pytest.raises(DataError, match="made with a vocabulary of 6001"):
+        small = build_tokenizer("NullTokenizer", vocab_size=50)
+        build_datasets([url], "1", 30, 1, (9, 0, 0), data_cache_path=cache, tokenizer=small)
+    (tmp_path / "a.json").unlink()
+    assert read_info(url) is None
+    (tmp_path / "a.json").write_bytes(b"")
+    with pytest.raises(DataError, match="a.json: damaged"):
+        read_info(url)
 
 
 def test_fsspec_is_imported_for_urls_only(tmp_path: Path) -> None:
