@@ -70,7 +70,9 @@ class GptDataset:
     ):
         self.seq_length, self.name, self._split = seq_length, data.prefix, split
         self._data, self._documents = data, documents
-        self._lengths = np.array(data.lengths[documents.start : documents.stop])  # aligned, in memory: 4 bytes each
+        if not data.checked:
+            data.verify()  # 2 ns a document, where shuffling costs 50
+        self._lengths = data.read_lengths(documents)
         self.num_tokens = int(np.sum(self._lengths, dtype=np.int64))
         if self.num_tokens < seq_length + 1:
             raise DataError(
@@ -142,31 +144,53 @@ class GptDataset:
                 self._epoch(number)
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        out = np.empty((len(index), self.seq_length + 1), np.int64)
+        width = self.seq_length + 1
+        out = np.empty((len(index), width), np.int64)
         starts = self._line.place(np.asarray(index) + self._taken, self.seq_length)
-        for row, start in enumerate(starts.tolist()):
-            done = 0
-            for epoch, offset, length in self._line.spans(start, self.seq_length + 1):
-                self._copy(epoch, offset, out[row, done : done + length])
-                done += length
+        epochs, offsets, counts, rows = self._line.cover(starts, width)
+        numbers = np.unique(epochs).tolist()
+        parts = [self._segments(number, *(a[epochs == number] for a in (offsets, counts, rows))) for number in numbers]
+        begins, sizes, places = (
+            (np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else (starts,) * 3
+        )
+        order = np.argsort(places, kind="stable")
+        self._data.copy(begins[order], sizes[order], out.reshape(-1))
         return out
 
     def sample(self, i: int) -> NDArray[np.int64]:
         return self.samples(np.array([i]))[0]
 
-    def _copy(self, number: int, offset: int, out: NDArray[np.int64]) -> None:
-        """Fill `out` with the tokens of epoch `number` from `offset` on; the epoch holds them all."""
-        epoch, length = self._epoch(number), len(out)
-        first, last = np.searchsorted(epoch.starts, (offset, offset + length - 1), side="right").tolist()
-        documents = epoch.order[first - 1 : last] + self._documents.start  # those that hold [offset, offset + length)
-        begins = self._data.pointers[documents] // self._data.dtype.itemsize
-        ends = epoch.starts[first : last + 1].tolist()
-        tokens, done = self._data.tokens, 0
-        skip = offset - int(epoch.starts[first - 1])
-        for begin, end in zip(begins.tolist(), ends, strict=True):
-            n = min(end - offset, length) - done
-            out[done : done + n] = tokens[begin + skip : begin + skip + n]
-            done, skip = done + n, 0
+    def _segments(
+        self, number: int, offsets: NDArray[np.int64], counts: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], ...]:
+        """Where the tokens offsets[k] .. offsets[k] + counts[k] of epoch `number` lie, document by document.
+
+        (first token, number of tokens, place in the output) of each part; those of k follow each other from places[k].
+        """
+        epoch = self._epoch(number)
+        ends = offsets + counts
+        first = np.searchsorted(epoch.starts, offsets, side="right") - 1  # the document that holds the first token
+        holding = np.searchsorted(epoch.starts, ends - 1, side="right") - first  # documents up to the last token
+        if (holding < 1).any():
+            raise self._misfit(number)
+        owner = np.repeat(np.arange(len(offsets)), holding)
+        at = np.arange(len(owner)) + np.repeat(first - (np.cumsum(holding) - holding), holding)
+        documents, starts = epoch.order[at], epoch.starts[at]
+        if int(documents.min()) < 0 or int(documents.max()) >= len(self._documents):
+            raise self._misfit(number)
+        begins, lengths = self._data.spans(documents + np.int64(self._documents.start))
+        skip = np.maximum(offsets[owner] - starts, 0)
+        sizes = np.minimum(starts + lengths, ends[owner]) - starts - skip
+        if (epoch.starts[at + 1] - starts != lengths).any() or int(sizes.min()) < 0 or sizes.sum() != counts.sum():
+            raise self._misfit(number)
+        return begins + skip, sizes, places[owner] + starts + skip - offsets[owner]
+
+    def _misfit(self, number: int) -> DataError:
+        """Damage between the places that cache.py looks at when it loads an order."""
+        return DataError(
+            f"{self._data.prefix}: the order of epoch {number} does not fit the documents' lengths; remove its files "
+            f"from data_cache_path={self._cache_path}"
+        )
 
     def where(self, i: int, position: int) -> str:
         start = int(self._line.place(np.array([i + self._taken]), self.seq_length)[0]) + position
@@ -270,7 +294,7 @@ def build_blend(
     prefixes, weights = parse_data_path(data_path)
     sources = []
     for prefix in prefixes:
-        file = IndexedDataset(prefix)
+        file = IndexedDataset(prefix, cache_path=data_cache_path)
         if tokenizer is not None:
             check_tokenizer(prefix, tokenizer)
         documents = range(round(part[0] * len(file)), round(part[1] * len(file)))

@@ -35,14 +35,21 @@ def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequen
 
 def read_info(prefix: str | Path) -> dict[str, Any] | None:
     """The contents of prefix.json, None when there is none."""
-    path = Path(f"{prefix}.json")
-    try:
-        with open(path, "rb") as file:
-            text = file.read(LIMIT_BYTES + 1)
-    except FileNotFoundError:
+    path = f"{prefix}.json"
+    if "://" in path:
+        from megalite.data.remote import read_whole
+
+        text = read_whole(path, LIMIT_BYTES + 1)
+    else:
+        try:
+            with open(path, "rb") as file:
+                text = file.read(LIMIT_BYTES + 1)
+        except FileNotFoundError:
+            text = None
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+    if text is None:
         return None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
     try:
         info = json.loads(text) if len(text) <= LIMIT_BYTES else None
     except (ValueError, RecursionError):
