@@ -5,7 +5,10 @@
         --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model --append-eod --workers 8
 
 A .jsonl file holds one document per line, an object with the text under each of --json-keys; a .txt file is one
-document. Empty documents are left out; any other bad line ends the run and is named.
+document; a row of a .parquet file is a record with the keys as columns. .gz and .zst are read too, and - is standard
+input. Texts without tokens are left out. The first bad line ends the run and is named, unless --max-bad-fraction
+allows some: these are counted and sampled into PREFIX.rejects.jsonl. An interrupted run goes on with --resume, also
+one that reads standard input, when the same stream is given again. Exit code 3: the data or the disk is at fault.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=".jsonl, .json (lines), .txt files")
+    formats = ".jsonl, .json (lines), .txt, each also .gz or .zst; .parquet; - for standard input"
+    parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=formats)
     parser.add_argument("--output-prefix", required=True, help="files are named PREFIX_KEY_document")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="one pair of files for each")
     parser.add_argument("--tokenizer-type", required=True, choices=TYPES)
@@ -35,24 +39,51 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")
     parser.add_argument("--vocab-size", type=int, help="of NullTokenizer")
+    parser.add_argument("--tiktoken-pattern", help="of TikTokenizer: v1 or v2")
+    parser.add_argument(
+        "--no-gigatoken", dest="gigatoken", action="store_false", help="use the tokenizer's own library in any case"
+    )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: one per core")
     parser.add_argument(
         "--log-interval", type=int, default=10_000, metavar="N", help="documents between progress lines"
     )
+    parser.add_argument(
+        "--max-bad-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="of the lines that may be bad and are left out; default 0: the first bad one ends the run",
+    )
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument("--resume", action="store_true", help="go on with an interrupted run, if there is one")
+    kept.add_argument("--overwrite", action="store_true", help="throw an interrupted run away and begin anew")
+    parser.add_argument("--partitions", type=int, default=1, help="accepted; the result never depends on it")
+    parser.add_argument("--keep-sequential-samples", action="store_true", help="accepted; always on")
+    parser.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    # input order is always kept and blocks are handed out one by one, so these have nothing left to decide
-    settled = [flag for flag in ("--keep-sequential-samples",) if flag in argv]
-    for flag in settled:
-        print(f"note: {flag} is always on", file=sys.stderr)
-    args = vars(build_parser().parse_args([word for word in argv if word not in settled]))
+    args = vars(build_parser().parse_args(argv))
+    for flag in ("split_sentences", "keep_newlines"):
+        if args.pop(flag):
+            print(
+                f"preprocess_data.py: --{flag.replace('_', '-')} is for BERT and T5 data, which megalite does not "
+                "make: leave it out",
+                file=sys.stderr,
+            )
+            return 2
+    if args.pop("keep_sequential_samples"):
+        print("note: --keep-sequential-samples is always on", file=sys.stderr)
+    if args.pop("partitions") != 1:
+        print("note: --partitions changes nothing: blocks of all files go to the workers one by one", file=sys.stderr)
     begin = time.perf_counter()
     try:
-        if args["workers"] < 1:
-            raise DataError(f"workers={args['workers']} is not positive")
+        for name in ("workers", "log_interval"):
+            if args[name] < 1:
+                raise DataError(f"{name}={args[name]} is not positive")
         prefixes = preprocess(args.pop("input"), args.pop("output_prefix"), keys=args.pop("json_keys"), **args)
         for prefix in prefixes:
             data = IndexedDataset(prefix)

@@ -25,7 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.data.indexed import DataError  # noqa: E402
-from megalite.data.preprocess import FRAME, expand, parse_line, read_blocks  # noqa: E402
+from megalite.data.records import read_texts  # noqa: E402
+from megalite.data.text_input import expand  # noqa: E402
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
@@ -38,26 +39,18 @@ PIECE_BYTES = 4096  # SentencePiece leaves out longer "sentences"
 
 def read_pieces(files: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
     """All text in pieces that end at line ends and are at most PIECE_BYTES (a longer line is left out)."""
-    for block in read_blocks(files):
-        number, line, whole = FRAME.unpack(block[: FRAME.size])
-        for raw in [block[FRAME.size :]] if whole else block[FRAME.size :].split(b"\n"):
-            try:
-                texts = [raw.decode("utf-8")] if whole else parse_line(raw, keys) or []
-            except ValueError as error:
-                raise DataError(f"{files[number]}:{line}: {error}") from None
-            line += 1
-            for text in texts:
+    for text in read_texts(files, keys):
+        piece, size = [], 0
+        for part in text.splitlines(keepends=True):
+            n = len(part.encode("utf-8"))
+            if size + n > PIECE_BYTES and piece:
+                yield "".join(piece)
                 piece, size = [], 0
-                for part in text.splitlines(keepends=True):
-                    n = len(part.encode("utf-8"))
-                    if size + n > PIECE_BYTES and piece:
-                        yield "".join(piece)
-                        piece, size = [], 0
-                    if n <= PIECE_BYTES:
-                        piece.append(part)
-                        size += n
-                if piece:
-                    yield "".join(piece)
+            if n <= PIECE_BYTES:
+                piece.append(part)
+                size += n
+        if piece:
+            yield "".join(piece)
 
 
 def sample_pieces(pieces: Iterator[str], total_bytes: int, max_bytes: int, max_sentences: int | None) -> Iterator[str]:

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import preprocess as module
+from megalite.data import text_input
+from megalite.data import workers as worker_module
 from megalite.data.indexed import DataError, IndexedDataset
 from megalite.data.info import check_tokenizer, read_info
-from megalite.data.preprocess import expand, parse_line, preprocess
+from megalite.data.preprocess import preprocess
+from megalite.data.records import parse_line
+from megalite.data.text_input import expand
 from megalite.data.tokenizer import build_tokenizer
 from tools import python_corpus, train_tokenizer
 
@@ -52,6 +55,11 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
         "version": 1,
         "documents": 3,
         "tokens": 11,
+        "records": 4,
+        "empty": 1,
+        "bad": {},
+        "append_eod": True,
+        "source_bytes": 74,
         "sources": ["b.jsonl", "a.txt"],
         "tokenizer": {
             "name": "NullTokenizer(500)",
@@ -64,7 +72,7 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
 
 
 def test_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", 2000)  # some 40 blocks
+    monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)  # some 40 blocks
     write_jsonl(tmp_path / "a.jsonl", [f"document {i} " * (i % 17) for i in range(900)])
     made = {}
     for workers in (1, 3):
@@ -124,7 +132,8 @@ def test_bad_line_in_a_worker_ends_the_tool(tmp_path: Path) -> None:
     output = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "NullTokenizer", "--vocab-size", "500")
     got = run_tool("--input", tmp_path / "a.jsonl", *output, "--workers", "2")
     assert got.returncode == 3
-    assert got.stderr.strip() == f"preprocess_data.py: {tmp_path / 'a.jsonl'}:51: is not a JSON object but int"
+    [line] = got.stderr.splitlines()
+    assert line.startswith(f"preprocess_data.py: {tmp_path / 'a.jsonl'}:51: is not a JSON object but int; ")
     got = run_tool("--input", tmp_path / "none*.jsonl", *output)
     assert got.returncode == 3 and "none*.jsonl matches no file" in got.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
@@ -135,7 +144,7 @@ def _die(*_: object) -> None:
 
 
 def test_worker_that_dies_is_an_error_and_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_work", _die)
+    monkeypatch.setattr(worker_module, "_work", _die)
     write_jsonl(tmp_path / "a.jsonl", ["abc"] * 50)
     with pytest.raises(DataError, match="a worker process ended with code -9; -9 means that memory ran out"):
         preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), workers=2, **NULL)

@@ -1,0 +1,325 @@
+"""A run that ends anywhere (kill -9, disk full, error) and is resumed makes the same bytes as one that was left alone."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.test_text_input import write_gz, write_lines, write_parquet, write_zst
+
+from megalite.data import journal, text_input, token_run
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.preprocess import preprocess
+
+ROOT = Path(__file__).resolve().parents[2]
+NULL = {"tokenizer_type": "NullTokenizer", "vocab_size": 500}
+SETTINGS: dict[str, Any] = {"append_eod": True, "max_bad_fraction": 0.5, **NULL}
+FILES = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt"]
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some hundred blocks, and an entry of the journal after every few."""
+    monkeypatch.setattr(text_input, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(token_run, "JOURNAL_BYTES", 30_000)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of every format, with empty texts and bad lines among them."""
+    out = tmp_path_factory.mktemp("corpus")
+    texts = ["" if i % 29 == 5 else f"text {i} ü {i * i}\n" * (i % 17) for i in range(700)]
+    for name, write in zip(FILES, (write_lines, write_gz, write_zst, write_parquet), strict=False):
+        write(out / name, texts)
+    lines = (out / "a.jsonl").read_bytes().split(b"\n")
+    for i in range(3, len(lines), 50):
+        lines[i] = b"17" if i % 100 == 3 else lines[i][:-7] + b"\xff"
+    (out / "a.jsonl").write_bytes(b"\n".join(lines))
+    (out / "e.txt").write_text("the end")
+    return out
+
+
+def inputs(corpus: Path) -> list[str]:
+    return [str(corpus / name) for name in FILES]
+
+
+def contents(prefix: Path) -> dict[str, bytes]:
+    """Everything that lies beside the prefix, by what follows it."""
+    return {path.name.removeprefix(prefix.name): path.read_bytes() for path in prefix.parent.glob(prefix.name + "*")}
+
+
+def in_child(work: Callable[[], Any], delay: float | None = None) -> int:
+    """Run in a forked process, killed after `delay` seconds; its status, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        status = 9
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    if delay is not None:
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.fixture(scope="module")
+def want(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a run that was left alone; all other runs must make these."""
+    prefix = tmp_path_factory.mktemp("want") / "o"
+    preprocess(inputs(corpus), str(prefix), **SETTINGS)
+    made = contents(prefix)
+    assert sorted(made) == [".rejects.jsonl", *(f"_text_document.{x}" for x in ("bin", "idx", "json"))]
+    assert len(made[".rejects.jsonl"].splitlines()) == 14
+    return made
+
+
+def looks_complete(prefix: Path) -> bool:
+    return Path(f"{prefix}_text_document.idx").exists()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments(corpus: Path, want: dict[str, bytes], tmp_path: Path, seed: int) -> None:
+    prefix, rng = tmp_path / "o", random.Random(seed)
+    begin = time.perf_counter()
+    assert in_child(lambda: preprocess(inputs(corpus), str(tmp_path / "time"), **SETTINGS)) == 0
+    whole = time.perf_counter() - begin
+    kills = 0
+    for _ in range(40):
+        status = in_child(
+            lambda: preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS), rng.uniform(0, whole)
+        )
+        assert status in (0, -signal.SIGKILL)
+        kills += status != 0
+        if kills == 4:
+            break
+        if status == 0:  # it was faster this time
+            assert contents(prefix) == want
+            whole *= 0.7
+            for path in tmp_path.glob("o*"):
+                path.unlink()
+        elif not looks_complete(prefix):
+            with pytest.raises(DataError):
+                IndexedDataset(f"{prefix}_text_document")
+    preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
+    assert kills == 4 and contents(prefix) == want
+
+
+def dies_at(number: int, work: Callable[[], Any]) -> Callable[[], Any]:
+    """`work` with a kill -9 just before the `number`-th call that makes something last or visible."""
+    calls = itertools.count()
+
+    def guarded(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+
+        return call
+
+    def run() -> None:
+        os.fsync, os.replace, os.unlink = guarded(os.fsync), guarded(os.replace), guarded(os.unlink)
+        os.ftruncate = guarded(os.ftruncate)
+        work()
+
+    return run
+
+
+def test_killed_before_every_single_step_that_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two keys, so that one pair is visible while the other is not; also where an earlier pair is to be replaced."""
+    monkeypatch.setattr(text_input, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(token_run, "JOURNAL_BYTES", 700)
+    lines = [json.dumps({"text": f"text {i}", "title": f"title {i}"}) for i in range(24)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "oops"]))
+    arguments: dict[str, Any] = {"keys": ("text", "title"), **SETTINGS}
+
+    def run(prefix: Path, resume: bool = False) -> None:
+        preprocess([str(tmp_path / "a.jsonl")], str(prefix), resume=resume, **arguments)
+
+    (tmp_path / "want").mkdir()
+    run(tmp_path / "want" / "o")
+    wanted = contents(tmp_path / "want" / "o")
+    assert len(wanted) == 7
+    for number in range(200):
+        prefix = tmp_path / str(number) / "o"
+        prefix.parent.mkdir()
+        for name, content in wanted.items() if number % 2 else ():
+            Path(f"{prefix}{name}").write_bytes(content if "json" in name else b"of an earlier run")
+        status = in_child(dies_at(number, lambda: run(prefix)))  # noqa: B023
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        for key in arguments["keys"]:
+            if Path(f"{prefix}_{key}_document.idx").exists() and not number % 2:
+                assert all(Path(f"{prefix}_{key}_document.{x}").exists() for x in ("bin", "json"))
+                IndexedDataset(f"{prefix}_{key}_document")
+        run(prefix, resume=True)
+        assert contents(prefix) == wanted, f"killed before call {number}"
+    assert 20 < number < 199
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: Path, workers: int) -> None:
+    """The tool itself, input `-` among its files, killed with its workers under way."""
+    code = (
+        "import sys; from megalite.data import text_input, token_run; text_input.BLOCK_BYTES = 3000;"
+        "token_run.JOURNAL_BYTES = 30_000; from tools.preprocess_data import main; sys.exit(main(sys.argv[1:]))"
+    )
+    prefix = tmp_path / "o"
+    command = [sys.executable, "-c", code, "--input", *inputs(corpus), "--output-prefix", str(prefix), "--append-eod"]
+    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--workers", str(workers)]
+    command += ["--max-bad-fraction", "0.5"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    entries, deadline = Path(f"{prefix}.journal"), time.monotonic() + 60
+    while time.monotonic() < deadline and not (entries.exists() and entries.read_bytes().count(b"\n") > 3):
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert entries.exists() and not looks_complete(prefix)
+    plain = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert plain.returncode == 3 and "--resume goes on with it, --overwrite begins anew" in plain.stderr
+    again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert "resuming after" in again.stderr and contents(prefix) == want
+    third = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert third.returncode == 0 and "complete already" in third.stderr and contents(prefix) == want
+
+
+def test_disk_full_then_resumed(corpus: Path, want: dict[str, bytes], tmp_path: Path) -> None:
+    prefix, message = tmp_path / "o", tmp_path / "message"
+
+    def run() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        try:
+            preprocess(inputs(corpus), str(prefix), **SETTINGS)
+        except DataError as error:
+            message.write_text(str(error))
+            raise
+
+    assert in_child(run) == 9
+    assert "File too large; what was done is kept in" in message.read_text()
+    assert "--resume goes on from there" in message.read_text()
+    assert not looks_complete(prefix)
+    preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
+    assert contents(prefix) == want
+
+
+def stopped(corpus: Path, prefix: Path, number: int = 25) -> None:
+    """Leave an interrupted run at the prefix."""
+    assert in_child(dies_at(number, lambda: preprocess(inputs(corpus), str(prefix), **SETTINGS))) < 0
+    assert Path(f"{prefix}.journal").read_bytes().count(b"\n") > 1
+
+
+def test_what_differs_is_refused_and_nothing_is_lost(corpus: Path, want: dict[str, bytes], tmp_path: Path) -> None:
+    prefix = tmp_path / "o"
+    stopped(corpus, prefix)
+    before = contents(prefix)
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"vocab_size": 501}, "the interrupted run had tokenizer"),
+        ({"append_eod": False}, "the interrupted run had append_eod true, this one has false"),
+        ({"resume": False}, "an interrupted run was kept here: --resume goes on with it, --overwrite begins anew"),
+    ]
+    for other, reason in others:
+        with pytest.raises(DataError, match=reason):
+            preprocess(inputs(corpus), str(prefix), **{"resume": True, **SETTINGS, **other})
+    with pytest.raises(DataError, match="the interrupted run had files"):
+        preprocess(inputs(corpus)[1:], str(prefix), resume=True, **SETTINGS)
+    assert contents(prefix) == before
+    preprocess(inputs(corpus), str(prefix), overwrite=True, **SETTINGS)
+    assert contents(prefix) == want
+
+
+def test_changed_input_is_not_complete_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    for text in ("first", "other"):  # as many bytes
+        write_lines(path, [text])
+        [prefix] = preprocess([str(path)], str(tmp_path / "o"), resume=True, **NULL)
+        assert bytes(IndexedDataset(prefix).document(0).astype("u1")).decode() == text
+        assert "nothing to resume, beginning anew" in capsys.readouterr().err
+        os.utime(prefix + ".idx", (1, 1))
+
+
+def test_journal_cut_by_the_end_of_power(corpus: Path, want: dict[str, bytes], tmp_path: Path) -> None:
+    for i, cut in enumerate((1, 150)):
+        prefix = tmp_path / str(i) / "o"
+        stopped(corpus, prefix, 40)
+        path = Path(f"{prefix}.journal")
+        path.write_bytes(path.read_bytes()[:-cut] + b"\0" * 7)
+        entries = len(journal._read(path))
+        preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
+        assert entries > 1 and contents(prefix) == want
+
+
+def test_partial_file_that_lost_bytes_is_refused(corpus: Path, tmp_path: Path) -> None:
+    for name in ("_text_document.bin", "_text_document.lengths", ".rejects.jsonl"):
+        prefix = tmp_path / name / "o"
+        stopped(corpus, prefix, 60)
+        path = Path(f"{prefix}{name}.partial")
+        path.write_bytes(path.read_bytes()[:10])
+        with pytest.raises(DataError, match=f"{name}.partial: shorter than the [0-9]+ bytes written before"):
+            preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
+
+
+def test_two_runs_at_one_prefix(corpus: Path, tmp_path: Path) -> None:
+    header = {"version": 0}
+    first = journal.Journal(tmp_path / "o.journal", header, False, False)
+    with pytest.raises(DataError, match="o.journal: another process is writing it"):
+        preprocess(inputs(corpus), str(tmp_path / "o"), **SETTINGS)
+    first.close(remove=True)
+    preprocess(inputs(corpus), str(tmp_path / "o"), **SETTINGS)
+
+
+def test_bad_line_late_in_the_run_can_be_passed_by_resuming(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", ["some text"] * 2000)
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write("[]\n")
+    source, prefix = [str(tmp_path / "a.jsonl")], str(tmp_path / "o")
+    with pytest.raises(DataError, match=r"a.jsonl:2001: is not a JSON object but list; .*--resume goes on from there"):
+        preprocess(source, prefix, **NULL)
+    [pair] = preprocess(source, prefix, resume=True, max_bad_fraction=0.01, **NULL)
+    assert len(IndexedDataset(pair)) == 2000
+    [row] = Path(prefix + ".rejects.jsonl").read_text().splitlines()
+    assert json.loads(row)["line"] == 2001
+
+
+def test_standard_input_is_fed_again(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [f"text {i} " * 8 for i in range(3000)])
+    raw = (tmp_path / "a.jsonl").read_bytes()
+
+    def feed(raw: bytes, prefix: Path, work: Callable[..., Any], **options: Any) -> int:
+        """In a child whose standard input is a pipe with these bytes."""
+
+        def run() -> None:
+            here, there = os.pipe()
+            if os.fork() == 0:
+                os.close(here)
+                with io.FileIO(there, "w") as file:
+                    view = memoryview(raw)
+                    while view:
+                        view = view[file.write(view) :]
+                os._exit(0)
+            os.close(there)
+            os.dup2(here, 0)
+            work(lambda: preprocess(["-"], str(prefix), **options, **NULL))
+
+        return in_child(run)
+
+    assert feed(raw, tmp_path / "want", lambda run: run()) == 0
+    assert feed(raw, tmp_path / "o", lambda run: dies_at(14, run)()) == -signal.SIGKILL
+    assert feed(raw.replace(b"text 1", b"text 2"), tmp_path / "o", lambda run: run(), resume=True) == 9
+    assert feed(raw, tmp_path / "o", lambda run: run(), resume=True) == 0
+    assert contents(tmp_path / "o") == contents(tmp_path / "want")

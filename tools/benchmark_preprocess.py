@@ -1,0 +1,148 @@
+#!/usr/bin/env python
+"""How fast tools/preprocess_data.py is, beside the tokenizer library's own batch encoding of the same texts.
+
+    python tools/python_corpus.py --out data
+    python tools/benchmark_preprocess.py --input data/train.jsonl --tokenizer-model spm.model
+    python tools/benchmark_preprocess.py --input data/train.jsonl --tokenizer-model dir/tokenizer.json
+
+library       encode all texts, parsed and in memory before, with the library's own threads on --workers cores
+preprocess    the whole tool: start, read, parse, tokenize, write the pair, sync
+first result  from the start of preprocessing to its first block: starting processes, loading the tokenizer
+reading       the input alone, per format: what one reader thread can feed
+
+Repeats of both are interleaved, since a machine is seldom idle; medians are printed, MB are of
+text. Processor time is what others on the machine disturb least. gigatoken is off: the question is what the tool adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.data.indexed import DataError  # noqa: E402
+from megalite.data.preprocess import preprocess  # noqa: E402
+from megalite.data.text_input import read_blocks  # noqa: E402
+from megalite.data.workers import Job, in_workers  # noqa: E402
+
+
+def seconds(work: Callable[[], Any]) -> tuple[float, float]:
+    """Wall time; processor time of this process and of the children it waited for."""
+
+    def processor() -> float:
+        return sum(
+            usage.ru_utime + usage.ru_stime
+            for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+        )
+
+    begin, cpu = time.perf_counter(), processor()
+    work()
+    return time.perf_counter() - begin, processor() - cpu
+
+
+def library(model: str, workers: int) -> Callable[[list[str]], Any]:
+    """Batch encoding as the library offers it, results as its own Python objects."""
+    if model.endswith(".json"):
+        os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = str(workers), "true"
+        import tokenizers
+
+        bpe = tokenizers.Tokenizer.from_file(model)
+        return lambda texts: [encoding.ids for encoding in bpe.encode_batch_fast(texts)]
+    import sentencepiece
+
+    spm = sentencepiece.SentencePieceProcessor(model_file=model)
+    return lambda texts: spm.encode(texts, num_threads=workers)
+
+
+def first_result(path: Path, job: Job, workers: int) -> None:
+    results = in_workers(read_blocks([str(path)]), job, workers)
+    next(results)
+    results.close()
+
+
+def reading(directory: Path, lines: list[bytes], texts: list[str]) -> None:
+    raw = b"".join(lines)
+    (directory / "r.jsonl").write_bytes(raw)
+    (directory / "r.jsonl.gz").write_bytes(gzip.compress(raw, 6))
+    try:
+        import zstandard
+
+        (directory / "r.jsonl.zst").write_bytes(zstandard.compress(raw, 3))
+    except ImportError:
+        pass
+    try:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), directory / "r.parquet", compression="zstd")
+    except ImportError:
+        pass
+    for path in sorted(directory.glob("r.*")):
+        took = statistics.median(seconds(lambda: list(read_blocks([str(path)])))[0] for _ in range(3))  # noqa: B023
+        print(f"reading {path.name[1:]}: {len(raw) / took / 1e6:.0f} MB/s")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--input", required=True, type=Path, help="one .jsonl file with the key text")
+    parser.add_argument("--tokenizer-model", required=True, help="a SentencePiece .model or a tokenizer.json")
+    parser.add_argument("--max-bytes", type=int, default=12_000_000, help="of the input; default 12 MB")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(argv)
+    lines, size = [], 0
+    with open(args.input, "rb") as file:
+        for line in file:
+            if lines and size + len(line) > args.max_bytes:
+                break
+            lines.append(line)
+            size += len(line)
+    texts = [json.loads(line)["text"] for line in lines]
+    megabytes = sum(len(text.encode("utf-8")) for text in texts) / 1e6
+    kind = "HuggingFaceTokenizer" if args.tokenizer_model.endswith(".json") else "SentencePieceTokenizer"
+    arguments = {"tokenizer_type": kind, "tokenizer_model": args.tokenizer_model}
+    encode = library(args.tokenizer_model, args.workers)
+    encode(texts[:50])
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        path = directory / "in.jsonl"
+        path.write_bytes(b"".join(lines))
+        job = Job(("text",), False, arguments)
+        out = str(directory / "out")
+        took: dict[str, list[tuple[float, float]]] = {"library": [], "preprocess": [], "first result": []}
+        for _ in range(args.repeats):
+            took["library"].append(seconds(lambda: encode(texts)))
+            run = seconds(lambda: preprocess([str(path)], out, workers=args.workers, gigatoken=False, **arguments))
+            took["preprocess"].append(run)
+            took["first result"].append(seconds(lambda: first_result(path, job, args.workers)))
+        print(f"{kind}: {len(texts)} documents, {megabytes:.1f} MB, {args.workers} workers, {args.repeats} repeats")
+        middle = {what: statistics.median(wall for wall, _ in values) for what, values in took.items()}
+        for what in ("library", "preprocess"):
+            spread = ", ".join(f"{megabytes / wall:.2f}" for wall, _ in sorted(took[what]))
+            cpu = statistics.median(cpu for _, cpu in took[what])
+            print(f"{what}: {megabytes / middle[what]:.2f} MB/s   ({spread}); {cpu:.2f} s of processor time")
+        print(f"preprocess / library: {middle['library'] / middle['preprocess']:.2f}")
+        print(f"first result after {middle['first result']:.2f} s of {middle['preprocess']:.2f} s")
+        reading(directory, lines, texts)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (DataError, OSError) as error:
+        print(f"benchmark_preprocess.py: {error}", file=sys.stderr)
+        sys.exit(3)
