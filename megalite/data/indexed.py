@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.check import Layout, damage
+from megalite.data.check import CHUNK, Layout, damage
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document entries

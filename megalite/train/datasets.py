@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megalite.config import DataConfig
-from megalite.data.datasets import Blend, Dataset, build_blend, parse_data_path
+from megalite.data.datasets import Blend, build_blend, parse_data_path
 from megalite.data.indexed import DataError
 from megalite.data.ledger import Ledger
 from megalite.data.mock import MockDataset
 from megalite.data.named_sets import bytes_per_token, parse_named_sets, sets_of_each
 from megalite.data.samples import split_parts
+from megalite.data.source import Dataset
 from megalite.data.tokenizer import Tokenizer, build_tokenizer
 
 SPLITS = ("train", "valid", "test")
@@ -67,7 +68,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
     if data.mock_data:
         train, valid, test = (MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS)
         sets = [[NamedSet("", one)] if eval_samples else [] for one in (valid, test)]
-        return Sources(vocab_size, eod, train, tokenizer, None, *sets)
+        return Sources(vocab_size, eod, train, tokenizer, None, sets[0], sets[1])
 
     def blend(paths: Paths, split: str, part: tuple[float, float]) -> Blend:
         return build_blend(paths, seq_length, seed, split, part, data.data_cache_path, tokenizer)

@@ -11,7 +11,7 @@ import torch
 
 from megalite.config import Config, check, padded_vocab_size
 from megalite.data.batches import Batches, Prefetcher, Unread
-from megalite.data.datasets import Dataset
+from megalite.data.source import Dataset
 from megalite.models.flops import head_flops, layer_flops
 from megalite.models.gpt import Recompute, Stage
 from megalite.nn.parameter import Maker

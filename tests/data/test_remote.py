@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data import blocks, remote
-from megalite.data.datasets import GptDataset, build_datasets
+from megalite.data.datasets import GptDataset, build_blend
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megalite.data.info import make_info, read_info
 from megalite.data.tokenizer import build_tokenizer
@@ -359,14 +359,13 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
         writer.add_many(np.arange(5000), np.full(50, 100))
         writer.finish(make_info(tokenizer, 50, 5000, []))
     url, cache = f"flaky://{tmp_path}/a", tmp_path / "c"
-    train, _, _ = build_datasets([url], "1", 30, 1, (9, 0, 0), data_cache_path=cache, tokenizer=tokenizer)
-    near, _, _ = build_datasets([str(tmp_path / "a")], "1", 30, 1, (9, 0, 0))
-    assert train is not None and near is not None
+    train = build_blend([url], 30, 1, "train", data_cache_path=cache, tokenizer=tokenizer)
+    near = build_blend([str(tmp_path / "a")], 30, 1, "train")
     assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
     assert stored(cache) and read_info(url) == read_info(tmp_path / "a")
     with pytest.raises(DataError, match="made with a vocabulary of 6001"):
         small = build_tokenizer("NullTokenizer", vocab_size=50)
-        build_datasets([url], "1", 30, 1, (9, 0, 0), data_cache_path=cache, tokenizer=small)
+        build_blend([url], 30, 1, "train", data_cache_path=cache, tokenizer=small)
     (tmp_path / "a.json").unlink()
     assert read_info(url) is None
     (tmp_path / "a.json").write_bytes(b"")
