@@ -15,7 +15,16 @@ import sys
 from megalite import cli
 from megalite.config import Config, check
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import INTERRUPTED, LaunchError, Ranks, cores, read_environment, start_local
+from megalite.parallel.launch import (
+    INTERRUPTED,
+    LaunchError,
+    Ranks,
+    cores,
+    prepare_cuda,
+    read_environment,
+    start_local,
+)
+from megalite.train.run_dir import run_folder
 
 MOST_RANKS_PER_CORE = 8
 
@@ -41,6 +50,8 @@ def main(argv: list[str]) -> int:
         print(f"pretrain_gpt.py: {problem}", file=sys.stderr)
     if problems:
         return 2
+    if config.parallel.device != "cpu":
+        prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config))
     if ranks is None and nproc > 1 and not config.train.dry_run:
         return start_local(nproc, run, (config,))
     return run(ranks or Ranks(world=nproc, local_world=nproc), config)  # type: ignore[func-returns-value]

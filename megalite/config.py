@@ -179,7 +179,7 @@ class PrecisionConfig:
 class DataConfig:
     data_path: tuple[str, ...] | None = opt(None, "PREFIX, or WEIGHT PREFIX pairs, of .bin/.idx files; see --split")
     train_data_path: tuple[str, ...] | None = opt(None, "the same for training only; no split")
-    valid_data_path: tuple[str, ...] | None = opt(None, "the same for validation only")
+    valid_data_path: tuple[str, ...] | None = opt(None, "the same for validation only; NAME=PREFIX for several sets")
     test_data_path: tuple[str, ...] | None = opt(None, "the same for the test only")
     data_args_path: str | None = opt(None, "file that holds what --data-path would, for long blends")
     per_split_data_args_path: str | None = opt(None, "JSON file with train, valid, test: the three lists above")
@@ -200,10 +200,13 @@ class DataConfig:
             "Llama2Tokenizer",
             "HuggingFaceTokenizer",
             "GPT2BPETokenizer",
+            "TikTokenizer",
+            "ByteTokenizer",
             "NullTokenizer",
         ),
     )
     tokenizer_model: str | None = opt(None, "tokenizer file")
+    tiktoken_pattern: str | None = opt(None, "how TikTokenizer splits text: v1, v2, gpt2, cl100k, o200k")
     vocab_file: str | None = opt(None, "GPT-2 vocab.json")
     merge_file: str | None = opt(None, "GPT-2 merges.txt")
     vocab_size: int | None = opt(None, "true vocabulary, at least the tokenizer's; default: the tokenizer's")
@@ -571,8 +574,8 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
         say("tokenizer_type=NullTokenizer needs --vocab-size")
     if d.tokenizer_type == "GPT2BPETokenizer" and not (d.vocab_file and d.merge_file):
         say("tokenizer_type=GPT2BPETokenizer needs --vocab-file and --merge-file")
-    by_file = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer")
-    if d.tokenizer_type in by_file and not d.tokenizer_model:
+    no_file = (None, "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
+    if d.tokenizer_type not in no_file and not d.tokenizer_model:
         say(f"tokenizer_type={d.tokenizer_type} needs --tokenizer-model")
     if world_size is not None:
         if world_size % (tp * pp):

@@ -39,7 +39,7 @@ tp-comm-overlap use-nccl-ub openai-gelu moe-permute-fusion moe-grouped-gemm no-m
 
 of no effect on the result
 num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1
-tiktoken-pattern=1 use-persistent-ckpt-worker spec=2 no-weight-decay-cond-type=1 ddp-num-buckets=1
+use-persistent-ckpt-worker spec=2 no-weight-decay-cond-type=1 ddp-num-buckets=1
 microbatch-group-size-per-virtual-pipeline-stage=1 check-weight-hash-across-dp-replicas-interval=1 rerun-mode=1
 exit-signal=1 use-tp-pp-dp-mapping async-save num-distributed-optimizer-instances=1 vocab-extra-ids=1
 

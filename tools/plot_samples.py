@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from megalite.data.datasets import SPLITS, GptDataset  # noqa: E402
+from megalite.data.datasets import GptDataset  # noqa: E402
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter  # noqa: E402
 from megalite.data.packed import PackedDataset  # noqa: E402
 from megalite.data.permutation import fold, permute  # noqa: E402
-from megalite.data.samples import build_epoch, first_sample, place, split_ranges  # noqa: E402
+from megalite.data.samples import build_epoch, split_parts  # noqa: E402
+from megalite.data.stream import Line  # noqa: E402
 
 LENGTHS = (14, 5, 9, 3, 22, 7, 4, 11, 6, 16, 8, 5)
 COLOURS = (
@@ -88,14 +89,15 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
             writer.add_many(np.arange(pad), data_lengths)
             writer.finish()
         data = IndexedDataset(Path(folder) / "toy")
-        ranges = split_ranges(split, len(lengths))
+        parts = [part or (0.0, 0.0) for part in split_parts(split)]
+        ranges = [range(round(a * len(lengths)), round(b * len(lengths))) for a, b in parts]
         train = ranges[0]
-        if train.start:
+        if not train:
             raise DataError(f"split={split!r} leaves no document for training")
         plain = GptDataset(data, train, seq_length, seed)
         packed = PackedDataset(data, train, seq_length, seed, pad)
         total, bins = plain.num_tokens, packed.plan.num_bins
-        count = first_sample(1, total, seq_length)
+        count = -(-total // seq_length)  # samples that begin in the first epoch
         rows = document_of[plain.samples(np.arange(count))]
         packed_rows = document_of[packed.samples(np.arange(bins))]
     key = fold(seed, "train")
@@ -104,7 +106,7 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
     reach = epochs[0].starts[:-1] % seq_length + np.diff(epochs[0].starts)  # from its window's begin to its end
     cut = int((reach > seq_length + 1).sum())
     stream = stream[: count * seq_length + seq_length // 2].astype(np.int64)
-    numbers = place(np.arange(count), total, seq_length, key)[1] // seq_length
+    numbers = Line(total, key).place(np.arange(count), seq_length) // seq_length
     bin_numbers = permute(np.arange(bins), bins, fold(key, "bins", 0))
 
     tops = (0.6, 0.95, 0.6, 0.6)
@@ -126,7 +128,7 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
     )
     bar(axes[0], 0, document_of[:-1])
     ends = np.concatenate([[0], np.cumsum(data_lengths)]).tolist()
-    for name, part in zip(SPLITS, ranges, strict=True):
+    for name, part in zip(("train", "valid", "test"), ranges, strict=True):
         if part:
             begin, end = ends[part.start], ends[part.stop]
             axes[0].plot([begin + 0.2, end - 0.2], [-0.66, -0.66], color="#333333", linewidth=1.2)

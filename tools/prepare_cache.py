@@ -20,23 +20,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite import cli  # noqa: E402
 from megalite.config import Config, ConfigError  # noqa: E402
-from megalite.data.datasets import Blend, Dataset, GptDataset  # noqa: E402
+from megalite.data.datasets import Blend  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
 from megalite.data.ledger import Ledger  # noqa: E402
+from megalite.data.source import Dataset, Source  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.train.datasets import open_sources  # noqa: E402
 
 
-def files_of(source: Dataset, samples: int) -> list[tuple[GptDataset, int]]:
+def files_of(dataset: Dataset, samples: int) -> list[tuple[Source, int]]:
     """The files behind a dataset, and how many of its first `samples` samples each gives."""
-    if isinstance(source, Ledger):
-        source = source.blend
-    if isinstance(source, Blend):
-        counts = source.order.counts(samples)
-        return [pair for one, n in zip(source.datasets, counts, strict=True) for pair in files_of(one, n)]
-    if not isinstance(source, GptDataset):
-        raise DataError(f"{type(source).__name__} keeps no index; there is nothing to prepare")
-    return [(source, samples)]
+    blend = dataset.blend if isinstance(dataset, Ledger) else dataset
+    assert isinstance(blend, Blend)
+    return list(zip(blend.datasets, blend.order.counts(samples), strict=True))
 
 
 def prepare(config: Config) -> tuple[int, int]:
@@ -57,7 +53,8 @@ def prepare(config: Config) -> tuple[int, int]:
     sizes = batch_sizes(config, 1)
     length, eval_samples = run_length(config, sizes), t.eval_iters * sizes.final
     sources = open_sources(d, m.seq_length, t.seed, eval_samples)
-    sets = [("train", sources.train, length.samples)]
+    assert sources.ledger is not None
+    sets: list[tuple[str, Dataset, int]] = [("train", sources.ledger, length.samples)]
     sets += [(f"valid {one.name}".strip(), one.dataset, eval_samples) for one in sources.valid]
     sets += [(f"test {one.name}".strip(), one.dataset, eval_samples) for one in sources.test]
     folder = Path(d.data_cache_path)

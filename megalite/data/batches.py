@@ -18,8 +18,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.datasets import Dataset
 from megalite.data.indexed import DataError
+from megalite.data.packed import label_mask
+from megalite.data.source import Dataset
 
 T = TypeVar("T")
 
@@ -124,18 +125,16 @@ class Batches:
             begins[:, 1:] = inputs == self._eod
             counts = ~begins[:, 1:] if self._mask else None
         else:
-            used = np.zeros((len(tokens), 1), np.int32)
             for row, pieces in enumerate(layout):
                 ends = np.cumsum(pieces)
-                used[row] = ends[-1] if len(ends) else 0
                 begins[row, ends[ends < tokens.shape[1]]] = True
-            counts = ~begins[:, 1:] & (np.arange(1, tokens.shape[1]) < used)
+            counts = label_mask(layout, inputs.shape[1])
         begins[:, 0] = True
         first = None
         if self._documents:
             positions = np.where(begins[:, :-1], np.arange(inputs.shape[1], dtype=np.int32), np.int32(0))
             first = np.maximum.accumulate(positions, axis=1)
-        return None if counts is None else counts.astype(np.float32), first
+        return None if counts is None else counts.astype(np.float32, copy=False), first
 
     def _check(self, ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:

@@ -6,12 +6,9 @@ any order. `GptDataset` reads one token file, `Blend` mixes several; `samples.py
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +17,10 @@ from megalite.data.blend import BlendOrder
 from megalite.data.cache import load_or_build
 from megalite.data.indexed import DataError, IndexedDataset
 from megalite.data.info import check_tokenizer
+from megalite.data.packed import PackedDataset
 from megalite.data.permutation import fold
 from megalite.data.samples import Epoch, build_epoch
+from megalite.data.source import Source, digest_of, lengths_digest
 from megalite.data.stream import Line
 from megalite.data.tokenizer import Tokenizer
 
@@ -29,35 +28,10 @@ CHUNK = 1 << 20  # samples placed at a time
 MANY_EPOCHS = 4  # up to here repeated data is nearly as good as new (arXiv:2305.16264, fig. 1)
 
 
-class Dataset(Protocol):
-    """What `Batches` needs. `where` names file, document and position of a token, for errors. `layout`: where each
-    sample was packed, the lengths of its pieces (what is beyond them is padding); None: it is one run of text."""
-
-    @property
-    def seq_length(self) -> int: ...
-    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]: ...
-    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None: ...
-    def where(self, i: int, position: int) -> str: ...
-    def describe(self, samples: int) -> str: ...
-
-
-class Source(Dataset, Protocol):
-    """A dataset of one file, for the ledger. digest: equal for equal documents; name: for people."""
-
-    name: str
-    num_tokens: int
-
-    @property
-    def digest(self) -> str: ...
-    def go_on(self, taken: Sequence[tuple[int, int]]) -> None:
-        """Begin behind what was taken before: (sequence length, samples), in order."""
-
-    def tokens_in(self, samples: int) -> int: ...
-    def documents_begun(self, samples: range) -> int: ...
-
-
 class GptDataset:
     """The documents `documents` of one file, cut into samples of seq_length + 1 tokens, epoch after epoch."""
+
+    packed = False
 
     def __init__(
         self,
@@ -70,7 +44,9 @@ class GptDataset:
     ):
         self.seq_length, self.name, self._split = seq_length, data.prefix, split
         self._data, self._documents = data, documents
-        self._lengths = np.array(data.lengths[documents.start : documents.stop])  # aligned, in memory: 4 bytes each
+        if not data.checked:
+            data.verify()  # 2 ns a document, where shuffling costs 50
+        self._lengths = data.read_lengths(documents)
         self.num_tokens = int(np.sum(self._lengths, dtype=np.int64))
         if self.num_tokens < seq_length + 1:
             raise DataError(
@@ -81,36 +57,27 @@ class GptDataset:
         self._key = fold(seed, split)
         self._line, self._taken = Line(self.num_tokens, self._key), 0  # the next sample is number `taken` of the line
         self._cache_path = cache_path
+        self._lengths_digest = lengths_digest(self._lengths) if cache_path else ""
         self._epochs: dict[int, Epoch] = {}  # the last two used
         self._lock = threading.Lock()  # the prefetch thread and the main one may meet here
 
-    @cached_property
-    def _lengths_digest(self) -> str:
-        return hashlib.blake2b(self._lengths.data, digest_size=16).hexdigest()
-
-    @cached_property
+    @property
     def digest(self) -> str:
-        """Of the documents' lengths, and of some tokens: documents of one length are common."""
-        made = hashlib.blake2b(self._lengths_digest.encode(), digest_size=16)
-        for document in (self._documents[0], self._documents[len(self._documents) // 2], self._documents[-1]):
-            start = self._data.start(document)
-            made.update(np.asarray(self._data.tokens[start : start + 4096]).tobytes())
-        return made.hexdigest()
+        return digest_of(self._data, self._documents, self._lengths)
 
-    def go_on(self, taken: Sequence[tuple[int, int]]) -> None:
+    def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
         line, length, count = Line(self.num_tokens, self._key), self.seq_length, 0
         for seq_length, samples in [*taken, (self.seq_length, 0)]:
             if seq_length != length:
                 line, length, count = line.after(count, length) if count else line, seq_length, 0
             count += samples
         self._line, self._taken = line, count
+        return None
 
-    def tokens_in(self, samples: int) -> int:
-        return samples * self.seq_length
-
-    def documents_begun(self, samples: range) -> int:
+    def count(self, samples: range) -> tuple[int, int]:
         moved = range(samples.start + self._taken, samples.stop + self._taken)
-        return self._line.documents_begun(moved, self.seq_length, lambda epoch: self._epoch(epoch).starts)
+        begun = self._line.documents_begun(moved, self.seq_length, lambda epoch: self._epoch(epoch).starts)
+        return len(samples) * self.seq_length, begun
 
     def layout(self, index: NDArray[np.int64]) -> None:
         return None
@@ -142,31 +109,53 @@ class GptDataset:
                 self._epoch(number)
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        out = np.empty((len(index), self.seq_length + 1), np.int64)
+        width = self.seq_length + 1
+        out = np.empty((len(index), width), np.int64)
         starts = self._line.place(np.asarray(index) + self._taken, self.seq_length)
-        for row, start in enumerate(starts.tolist()):
-            done = 0
-            for epoch, offset, length in self._line.spans(start, self.seq_length + 1):
-                self._copy(epoch, offset, out[row, done : done + length])
-                done += length
+        epochs, offsets, counts, rows = self._line.cover(starts, width)
+        numbers = np.unique(epochs).tolist()
+        parts = [self._segments(number, *(a[epochs == number] for a in (offsets, counts, rows))) for number in numbers]
+        begins, sizes, places = (
+            (np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else (starts,) * 3
+        )
+        order = np.argsort(places, kind="stable")
+        self._data.copy(begins[order], sizes[order], out.reshape(-1))
         return out
 
     def sample(self, i: int) -> NDArray[np.int64]:
         return self.samples(np.array([i]))[0]
 
-    def _copy(self, number: int, offset: int, out: NDArray[np.int64]) -> None:
-        """Fill `out` with the tokens of epoch `number` from `offset` on; the epoch holds them all."""
-        epoch, length = self._epoch(number), len(out)
-        first, last = np.searchsorted(epoch.starts, (offset, offset + length - 1), side="right").tolist()
-        documents = epoch.order[first - 1 : last] + self._documents.start  # those that hold [offset, offset + length)
-        begins = self._data.pointers[documents] // self._data.dtype.itemsize
-        ends = epoch.starts[first : last + 1].tolist()
-        tokens, done = self._data.tokens, 0
-        skip = offset - int(epoch.starts[first - 1])
-        for begin, end in zip(begins.tolist(), ends, strict=True):
-            n = min(end - offset, length) - done
-            out[done : done + n] = tokens[begin + skip : begin + skip + n]
-            done, skip = done + n, 0
+    def _segments(
+        self, number: int, offsets: NDArray[np.int64], counts: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], ...]:
+        """Where the tokens offsets[k] .. offsets[k] + counts[k] of epoch `number` lie, document by document.
+
+        (first token, number of tokens, place in the output) of each part; those of k follow each other from places[k].
+        """
+        epoch = self._epoch(number)
+        ends = offsets + counts
+        first = np.searchsorted(epoch.starts, offsets, side="right") - 1  # the document that holds the first token
+        holding = np.searchsorted(epoch.starts, ends - 1, side="right") - first  # documents up to the last token
+        if (holding < 1).any():
+            raise self._misfit(number)
+        owner = np.repeat(np.arange(len(offsets)), holding)
+        at = np.arange(len(owner)) + np.repeat(first - (np.cumsum(holding) - holding), holding)
+        documents, starts = epoch.order[at], epoch.starts[at]
+        if int(documents.min()) < 0 or int(documents.max()) >= len(self._documents):
+            raise self._misfit(number)
+        begins, lengths = self._data.spans(documents + np.int64(self._documents.start))
+        skip = np.maximum(offsets[owner] - starts, 0)
+        sizes = np.minimum(starts + lengths, ends[owner]) - starts - skip
+        if (epoch.starts[at + 1] - starts != lengths).any() or int(sizes.min()) < 0 or sizes.sum() != counts.sum():
+            raise self._misfit(number)
+        return begins + skip, sizes, places[owner] + starts + skip - offsets[owner]
+
+    def _misfit(self, number: int) -> DataError:
+        """Damage between the places that cache.py looks at when it loads an order."""
+        return DataError(
+            f"{self._data.prefix}: the order of epoch {number} does not fit the documents' lengths; remove its files "
+            f"from data_cache_path={self._cache_path}"
+        )
 
     def where(self, i: int, position: int) -> str:
         start = int(self._line.place(np.array([i + self._taken]), self.seq_length)[0]) + position
@@ -260,19 +249,26 @@ def build_blend(
     part: tuple[float, float] = (0.0, 1.0),
     data_cache_path: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
+    packed: bool = False,
 ) -> Blend:
     """The files of `data_path`, mixed.
 
     data_path  prefixes, or weight prefix pairs; without weights each file counts by its tokens
     split      its name, a coordinate of the shuffle; `part`: which documents of each file, begin and end as parts of 1
-    tokenizer  when given, data made by another one is refused
+    tokenizer  when given, data made by another one is refused; needed to pack, for the id that fills
+    packed     best-fit packing of whole documents (packing.py) instead of one line of tokens
     """
     prefixes, weights = parse_data_path(data_path)
-    sources = []
+    sources: list[Source] = []
     for prefix in prefixes:
-        file = IndexedDataset(prefix)
+        file = IndexedDataset(prefix, cache_path=data_cache_path)
         if tokenizer is not None:
             check_tokenizer(prefix, tokenizer)
         documents = range(round(part[0] * len(file)), round(part[1] * len(file)))
-        sources.append(GptDataset(file, documents, seq_length, seed, split, data_cache_path))
+        if packed:
+            if tokenizer is None:
+                raise DataError("packing fills samples with the end-of-document token: give --tokenizer-type")
+            sources.append(PackedDataset(file, documents, seq_length, seed, tokenizer.eod, split))
+        else:
+            sources.append(GptDataset(file, documents, seq_length, seed, split, data_cache_path))
     return Blend(sources, weights or [source.num_tokens for source in sources])

@@ -25,10 +25,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.datasets import Dataset
 from megalite.data.indexed import DataError
 from megalite.data.packed import PackedDataset
 from megalite.data.permutation import below, fold, mix32
+from megalite.data.source import Dataset
 
 WRITTEN = -1  # in a source: a token that the sample did not hold
 Part = tuple[NDArray[np.int64], NDArray[np.int64]]  # tokens, and the positions in the sample that they come from
@@ -220,6 +220,9 @@ class FimDataset:
 
     def sample(self, i: int) -> NDArray[np.int64]:
         return self.samples(np.array([i]))[0]
+
+    def layout(self, index: NDArray[np.int64]) -> None:
+        return None
 
     def where(self, i: int, position: int) -> str:
         source = int(self._transform(self.dataset.samples(np.array([i]))[0], i)[1][position])

@@ -35,14 +35,21 @@ def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequen
 
 def read_info(prefix: str | Path) -> dict[str, Any] | None:
     """The contents of prefix.json, None when there is none."""
-    path = Path(f"{prefix}.json")
-    try:
-        with open(path, "rb") as file:
-            text = file.read(LIMIT_BYTES + 1)
-    except FileNotFoundError:
+    path = f"{prefix}.json"
+    if "://" in path:
+        from megalite.data.remote import read_whole
+
+        text = read_whole(path, LIMIT_BYTES + 1)
+    else:
+        try:
+            with open(path, "rb") as file:
+                text = file.read(LIMIT_BYTES + 1)
+        except FileNotFoundError:
+            text = None
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+    if text is None:
         return None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
     try:
         info = json.loads(text) if len(text) <= LIMIT_BYTES else None
     except (ValueError, RecursionError):
@@ -75,12 +82,3 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
         f"{prefix}: made with tokenizer {made_by.get('name')} {made_by['fingerprint'][:12]}, but this run has "
         f"{tokenizer.name} {tokenizer.fingerprint[:12]}: give the tokenizer that made the data, or preprocess it again"
     )
-
-
-def bytes_per_token(prefixes: Sequence[str]) -> float | None:
-    """UTF-8 bytes of text per token over all of the files; None unless every one of them says so."""
-    found = [read_info(prefix) for prefix in prefixes]
-    totals = [(info.get("bytes"), info.get("tokens")) for info in found if info is not None]
-    if len(totals) < len(prefixes) or any(type(n) is not int or n <= 0 for pair in totals for n in pair):
-        return None
-    return sum(pair[0] for pair in totals) / sum(pair[1] for pair in totals)  # type: ignore[misc]

@@ -11,7 +11,7 @@ another sequence length a new era begins at the present sample: each source goes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megalite.data.blend import BlendOrder
 from megalite.data.datasets import Blend
 from megalite.data.indexed import DataError
+from megalite.data.source import Source
 
 VERSION = 1
 
@@ -35,10 +36,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Era:
-    """`begin`: the first sample of the run in it."""
+    """`begin`: the first sample of the run in it. `packed`: samples are packed documents."""
 
     begin: int
     seq_length: int
+    packed: bool
     sources: tuple[Share, ...]
 
     def taken(self, samples: int) -> list[int]:
@@ -65,9 +67,13 @@ class Ledger:
             Share(source.name, source.digest, float(weight))
             for source, weight in zip(blend.datasets, blend.weights, strict=True)
         ]
-        self.eras = [Era(0, blend.seq_length, tuple(shares))]
+        self.eras = [Era(0, blend.seq_length, blend.datasets[0].packed, tuple(shares))]
         self._past: dict[str, Total] = {}  # totals at the begin of what `_counted` counts
-        self._counted: dict[str, tuple[int, int]] = {}  # digest -> (samples of this era, documents begun in them)
+        self._counted: dict[str, tuple[int, int, int]] = {}  # digest -> samples of this era; tokens, documents in them
+
+    @property
+    def datasets(self) -> list[Source]:
+        return self.blend.datasets
 
     # ---- as a dataset
 
@@ -90,14 +96,15 @@ class Ledger:
         era = self.eras[-1]
         result = {digest: Total(**asdict(total)) for digest, total in self._past.items()}
         for share, source, taken in zip(era.sources, self.blend.datasets, era.taken(consumed - era.begin), strict=True):
-            counted, documents = self._counted.get(share.digest, (0, 0))
+            counted, tokens, documents = self._counted.get(share.digest, (0, 0, 0))
             if counted > taken:  # an earlier point than the last one asked for
-                counted, documents = 0, 0
-            documents += source.documents_begun(range(counted, taken))
-            self._counted[share.digest] = (taken, documents)
+                counted, tokens, documents = 0, 0, 0
+            more = source.count(range(counted, taken))
+            tokens, documents = tokens + more[0], documents + more[1]
+            self._counted[share.digest] = (taken, tokens, documents)
             total = result.setdefault(share.digest, Total(share.name, 0, 0, 0.0))
             total.name = share.name
-            total.tokens += source.tokens_in(taken)
+            total.tokens += tokens
             total.documents += documents
             total.epochs = total.tokens / source.num_tokens
         return result
@@ -125,6 +132,8 @@ class Ledger:
                 f"seed={self.seed}, but the data so far came in the order of seed {saved.get('seed')}; give it"
             )
         mine, last = self.eras[-1], eras[-1]
+        if mine.packed != last.packed:
+            raise DataError("packing of documents was switched since the checkpoint; leave it as it was")
         digests = [share.digest for share in mine.sources]
         same = mine.seq_length == last.seq_length and [(s.digest, s.weight) for s in mine.sources] == [
             (s.digest, s.weight) for s in last.sources
@@ -132,9 +141,9 @@ class Ledger:
         notes = []
         past = eras[:-1] if same else eras
         if same:
-            self.eras = [*past, Era(last.begin, mine.seq_length, mine.sources)]
+            self.eras = [*past, replace(mine, begin=last.begin)]
         else:
-            self.eras = [*eras, Era(consumed, mine.seq_length, mine.sources)]
+            self.eras = [*eras, replace(mine, begin=consumed)]
             notes.append(f"the blend changed: from sample {consumed} on each source goes on with what is left of it")
             for share in mine.sources:
                 if share.digest not in totals:
@@ -149,12 +158,14 @@ class Ledger:
                 if share.digest in before:
                     before[share.digest].append((era.seq_length, taken))
         for digest, source in zip(digests, self.blend.datasets, strict=True):
-            source.go_on(before[digest])
+            note = source.go_on(before[digest])
+            notes += [note] if note else []
         self._past, self._counted = (past_totals if same else totals), {}
         if same:  # go on counting documents from here, not from the begin of the era
             for share, taken in zip(last.sources, last.taken(consumed - last.begin), strict=True):
-                before_era = past_totals[share.digest].documents if share.digest in past_totals else 0
-                self._counted[share.digest] = (taken, totals[share.digest].documents - before_era)
+                total, before_era = totals[share.digest], past_totals.get(share.digest, Total("", 0, 0, 0.0))
+                tokens, documents = total.tokens - before_era.tokens, total.documents - before_era.documents
+                self._counted[share.digest] = (taken, tokens, documents)
         return notes
 
 
@@ -174,6 +185,7 @@ def read(saved: Mapping[str, Any]) -> tuple[list[Era], dict[str, Total], dict[st
             Era(
                 int(era["begin"]),
                 int(era["seq_length"]),
+                bool(era["packed"]),
                 tuple(Share(str(s["name"]), str(s["digest"]), float(s["weight"])) for s in era["sources"]),
             )
             for era in saved["eras"]

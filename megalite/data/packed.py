@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from megalite.data.indexed import DataError, IndexedDataset
 from megalite.data.packing import CHUNK, Packing, pack
 from megalite.data.permutation import fold, mix32, permute
+from megalite.data.source import digest_of
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,17 @@ class PackedDataset:
         seq_length: int,
         seed: int,
         pad: int,
-        name: str = "train",
+        split: str = "train",
         plan: Packing | None = None,
     ):
-        self.seq_length, self.name, self.pad = seq_length, name, pad
-        self._data, self._documents = data, documents
-        lengths = np.array(data.lengths[documents.start : documents.stop])
+        self.seq_length, self.name, self.pad = seq_length, data.prefix, pad
+        self._data, self._documents, self._first = data, documents, 0
+        if not data.checked:
+            data.verify()
+        lengths = data.read_lengths(documents)
         if not len(lengths) or int(lengths.max()) < 2:
             raise DataError(
-                f"{data.prefix}: the {name} split has no document of two tokens or more among {len(documents)}, so "
+                f"{data.prefix}: the {split} split has no document of two tokens or more among {len(documents)}, so "
                 "nothing to predict: use a larger part in --split, or more data"
             )
         self.plan = plan or pack(lengths, seq_length + 1)
@@ -63,20 +66,46 @@ class PackedDataset:
                 f"{self.plan.pieces.capacity}, not for {len(lengths)} in {seq_length + 1}: pack them again"
             )
         self.num_tokens = self.plan.pieces.num_tokens
-        self._key = fold(seed, name)
+        self._key = fold(seed, split)
+
+    packed = True
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self._data, self._documents, self.plan.pieces.lengths)
+
+    def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
+        """Bins of another length are other bins: after such ones the next epoch begins."""
+        self._first, note = 0, None
+        for seq_length, samples in taken:
+            if seq_length == self.seq_length:
+                self._first += samples
+            elif samples:
+                bins = pack(self.plan.pieces.lengths, seq_length + 1).num_bins
+                self._first += -(-samples // bins) * self.plan.num_bins
+                note = f"{self.name} was packed for {seq_length} tokens before: it goes on with its next epoch"
+        return note
+
+    def count(self, samples: range) -> tuple[int, int]:
+        tokens = documents = 0
+        for a in range(samples.start, samples.stop, CHUNK):
+            rows = self._rows(np.arange(a, min(a + CHUNK, samples.stop)))
+            tokens += int(rows.length.sum())
+            documents += int((rows.start == 0).sum())
+        return tokens, documents
+
+    def prepare(self, samples: int) -> None:
+        """There is nothing beyond the plan, which exists."""
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens [len(index), seq_length + 1]."""
         rows = self._rows(index)
         out = np.full((len(index), self.seq_length + 1), self.pad, np.int64)
-        tokens = self._data.tokens
-        begins = self._data.pointers[rows.document + self._documents.start] // self._data.dtype.itemsize + rows.start
-        begin_of, length_of = begins.tolist(), rows.length.tolist()
-        for row, (a, b) in enumerate(zip(rows.ends[:-1].tolist(), rows.ends[1:].tolist(), strict=True)):
-            line, done = out[row], 0
-            for begin, length in zip(begin_of[a:b], length_of[a:b], strict=True):
-                line[done : done + length] = tokens[begin : begin + length]
-                done += length
+        begins = self._data.spans(rows.document + self._documents.start)[0] + rows.start
+        together = np.empty(int(rows.length.sum()), np.int64)
+        self._data.copy(begins, rows.length, together)
+        used = np.add.reduceat(rows.length, rows.ends[:-1]) if len(index) else rows.length
+        out[np.arange(self.seq_length + 1) < used[:, None]] = together
         return out
 
     def sample(self, i: int) -> NDArray[np.int64]:
@@ -88,7 +117,7 @@ class PackedDataset:
         return np.split(rows.length.astype(np.int32), rows.ends[1:-1]) if len(index) else []
 
     def _rows(self, index: NDArray[np.int64]) -> _Rows:
-        epochs, numbers = np.divmod(np.asarray(index, np.int64), self.plan.num_bins)
+        epochs, numbers = np.divmod(np.asarray(index, np.int64) + self._first, self.plan.num_bins)
         bins = np.empty_like(numbers)
         keys = np.empty(len(numbers), np.uint64)
         for e in np.unique(epochs).tolist():

@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.indexed import DataError
-from megalite.data.permutation import permute
-
-CHUNK = 1 << 18
+from megalite.data.permutation import permutation
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,15 @@ def split_parts(split: str) -> list[tuple[float, float] | None]:
 
 def build_epoch(lengths: NDArray[Any], key: int) -> Epoch:
     """Shuffle the documents of `lengths` (numbered from 0) by `key`."""
-    n = len(lengths)
+    n, a = len(lengths), 0
     order = np.empty(n, np.int32 if n < 1 << 31 else np.int64)
     starts = np.zeros(n + 1, np.int64)
-    for a in range(0, n, CHUNK):
-        part = permute(np.arange(a, min(a + CHUNK, n)), n, key)
-        order[a : a + CHUNK] = part
-        np.cumsum(lengths[part], dtype=np.int64, out=starts[a + 1 : a + 1 + len(part)])
-        starts[a + 1 : a + 1 + len(part)] += starts[a]
+    for part in permutation(n, key):
+        b = a + len(part)
+        order[a:b] = part
+        ends = starts[a + 1 : b + 1]
+        ends[:] = np.take(lengths, part)
+        ends[0] += starts[a]
+        np.cumsum(ends, out=ends)
+        a = b
     return Epoch(order, starts)

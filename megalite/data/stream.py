@@ -95,6 +95,24 @@ class Line:
             yield self.epoch + segment, offset, take
             start, length = start + take, length - take
 
+    def cover(self, starts: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
+        """`spans` of `length` tokens from each of `starts` on: (epoch, first token in it, tokens, place among all
+        len(starts) * length), each [n], in any order."""
+        segments = self._segment(starts)
+        begins = np.where(segments == 0, 0, self._begin(1) + (segments - 1) * self.tokens)
+        begins -= np.where(segments > 1, self.skip, 0)
+        ends = np.where(segments == 0, self._begin(1), begins + self.tokens - np.where(segments == 1, self.skip, 0))
+        inside = (starts + length <= ends) & ((segments > 0) | (self.left is None))
+        rows = np.flatnonzero(inside)
+        offsets = (starts - begins + np.where(segments == 1, self.skip, 0))[rows]
+        parts = [(self.epoch + segments[rows], offsets, np.full(len(rows), length), rows * length)]
+        for row in np.flatnonzero(~inside).tolist():
+            place = row * length
+            for epoch, offset, count in self.spans(int(starts[row]), length):
+                parts.append(tuple(np.array([x]) for x in (epoch, offset, count, place)))  # type: ignore[arg-type]
+                place += count
+        return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+
     def after(self, samples: int, seq_length: int) -> Line:
         """The line of what the first `samples` samples leave."""
         segment = int(self._segment(np.array([samples * seq_length]))[0])

@@ -22,7 +22,7 @@ def shard_max(logits_Nv: Tensor, valid: int) -> Tensor:
 
 def shard_sums(logits_Nv: Tensor, max_N: Tensor, labels_N: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
     """(sum of exp(logit - max), the label's logit or 0 if another slice has it), each [N]."""
-    sums_N = (logits_Nv[:, :valid].to(max_N.dtype) - max_N[:, None]).exp().sum(1)
+    sums_N = torch.sub(logits_Nv[:, :valid], max_N[:, None]).exp_().sum(1)
     local_N = labels_N - first
     elsewhere_N = (local_N < 0) | (local_N >= valid)
     index_N1 = local_N.masked_fill(elsewhere_N, 0)[:, None]
@@ -33,10 +33,13 @@ def shard_sums(logits_Nv: Tensor, max_N: Tensor, labels_N: Tensor, first: int, v
 def shard_grad_(logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int) -> Tensor:
     """Overwrite the logits by their gradient and return them."""
     dloss_N1 = dloss_N.to(lse_N.dtype)[:, None]
-    logits_Nv[:, :valid] = (logits_Nv[:, :valid].to(lse_N.dtype) - lse_N[:, None]).exp() * dloss_N1
+    if valid:
+        grad_Nv = torch.sub(logits_Nv[:, :valid], lse_N[:, None]).exp_().mul_(dloss_N1)
+        local_N = labels_N - first
+        elsewhere_N = (local_N < 0) | (local_N >= valid)
+        index_N1 = local_N.masked_fill(elsewhere_N, 0)[:, None]
+        # before rounding: p - 1 of a confident token has no digits left in bf16
+        grad_Nv.scatter_add_(1, index_N1, dloss_N1.masked_fill(elsewhere_N[:, None], 0.0).neg())
+        logits_Nv[:, :valid] = grad_Nv
     logits_Nv[:, valid:] = 0
-    local_N = labels_N - first
-    elsewhere_N = (local_N < 0) | (local_N >= valid)
-    index_N1 = local_N.masked_fill(elsewhere_N, 0)[:, None]
-    minus_N1 = dloss_N1.masked_fill(elsewhere_N[:, None], 0.0).neg().to(logits_Nv.dtype)
-    return logits_Nv.scatter_add_(1, index_N1, minus_N1)
+    return logits_Nv

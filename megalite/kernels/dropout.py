@@ -32,17 +32,18 @@ def _mix_int(h: int) -> int:
     return h ^ (h >> 16)
 
 
-def _mix(h: Tensor) -> Tensor:
-    h = (h ^ (h >> 16)) * 0x85EBCA6B & _M32
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 & _M32
-    return h ^ (h >> 16)
+def _mix_(h: Tensor) -> Tensor:
+    """In place: for attention's dropout `h` has 8 bytes per score."""
+    h.bitwise_xor_(h >> 16).mul_(0x85EBCA6B).bitwise_and_(_M32)
+    h.bitwise_xor_(h >> 13).mul_(0xC2B2AE35).bitwise_and_(_M32)
+    return h.bitwise_xor_(h >> 16)
 
 
 def hash_coordinates(key: int, *axes: Tensor) -> Tensor:
     """One 32-bit hash (as int64) per element of the broadcast of the int64 `axes`, outermost first."""
     h = torch.full((), key, dtype=torch.int64, device=axes[0].device)
     for axis in axes:
-        h = _mix(h ^ (axis * 0x9E3779B1 + 0x7F4A7C15 & _M32))
+        h = _mix_(h ^ (axis * 0x9E3779B1 + 0x7F4A7C15 & _M32))
     return h
 
 

@@ -1,4 +1,4 @@
-"""AdamW as a rule for the sharded optimizer: two moments, one fused update per bucket."""
+"""AdamW as a rule for the sharded optimizer: two moments, one call per bucket."""
 
 from __future__ import annotations
 

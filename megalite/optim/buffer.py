@@ -27,6 +27,7 @@ from megalite.parallel.comm import all_gather_flat, all_reduce_, reduce_scatter_
 from megalite.parallel.mesh import Mesh
 
 DEFAULT_BUCKET_SIZE = 40_000_000  # elements
+GATHERS_AHEAD = 2
 
 
 def main_dtype(weights: torch.dtype) -> torch.dtype:
@@ -47,7 +48,6 @@ class ParamBuffer:
         mesh: Mesh,
         *,
         bucket_size: int | None = None,
-        grad_dtype: torch.dtype = torch.float32,
         shard: bool = True,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
@@ -65,14 +65,13 @@ class ParamBuffer:
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
         dtype = dtypes.pop()
-        if grad_dtype != main_dtype(dtype):
-            raise ValueError(f"grad_dtype={grad_dtype} does not fit {dtype} weights: use {main_dtype(dtype)}")
         entries = [Entry(p.spec, p.numel(), chunk) for chunk, p in parameters]  # type: ignore[attr-defined]
         size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
         self.layout: Layout = lay_out(entries, bucket_size=size, dp=mesh.dp.size, tp=mesh.tp.size)
         self.weights = torch.zeros(self.layout.size, dtype=dtype, device=mesh.device)
         self._waiting: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
         self._reducing: dict[int, Any] = {}
+        self._to_gather: list[int] = []  # in the order in which every rank starts them
         self._gathering: dict[int, Any] = {}
         bucket_of: dict[int, int] = {}
         for b, bucket in enumerate(self.layout.buckets):
@@ -82,7 +81,8 @@ class ParamBuffer:
                 view.copy_(p.data)
                 p.data = view
                 bucket_of[id(p)] = b
-        self.grads = torch.zeros(self.layout.size, dtype=grad_dtype, device=mesh.device)  # the old weights are gone
+        # the old weights are gone by now
+        self.grads = torch.zeros(self.layout.size, dtype=main_dtype(dtype), device=mesh.device)
         for b, bucket in enumerate(self.layout.buckets):
             for slot in bucket.slots:
                 _, p = parameters[slot.entry]
@@ -168,31 +168,41 @@ class ParamBuffer:
     # ---- weights
 
     def gather(self) -> None:
-        """Give every dp rank the updated shards of the others; in order of use, hidden behind the next forward."""
-        dp = self.mesh.dp
-        if not self.sharded or dp.group is None:
+        """Give every dp rank the updated shards of the others; in order of use, hidden behind the next forward.
+
+        GATHERS_AHEAD are under way at a time, and one that is waited for starts the next: with a single hardware
+        queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all at once would hold up every kernel behind them.
+        """
+        if not self.sharded or self.mesh.dp.group is None:
             return
-        for chunk in sorted({bucket.chunk for bucket in self.layout.buckets}):
-            for b in reversed(range(len(self.layout.buckets))):
-                bucket = self.layout.buckets[b]
-                if bucket.chunk == chunk:
-                    mine = self.owned_weight(bucket)
-                    mine = mine.clone() if mine.device.type == "cpu" else mine  # gloo's input must not alias
-                    whole = self.weights[bucket.start : bucket.stop]
-                    work = all_gather_flat(whole, mine, group=dp.group, async_op=True)
-                    self._gathering[b] = (work, mine)
+        buckets = self.layout.buckets
+        self._to_gather = sorted(range(len(buckets)), key=lambda b: (buckets[b].chunk, -b))
+        for _ in range(GATHERS_AHEAD):
+            self._start_gather()
         if not self.overlap_param_gather:
             self.wait_gather()
 
+    def _start_gather(self) -> None:
+        if self._to_gather:
+            b = self._to_gather.pop(0)
+            bucket = self.layout.buckets[b]
+            mine = self.owned_weight(bucket)
+            mine = mine.clone() if mine.device.type == "cpu" else mine  # gloo's input must not alias
+            whole = self.weights[bucket.start : bucket.stop]
+            self._gathering[b] = (all_gather_flat(whole, mine, group=self.mesh.dp.group, async_op=True), mine)
+
     def _finish_gather(self, b: int) -> None:
+        while b in self._to_gather:
+            self._start_gather()
         pending = self._gathering.pop(b, None)
         if pending is not None:
             pending[0].wait()
+            self._start_gather()
 
     def wait_gather(self) -> None:
         """All weights are whole."""
-        for b in list(self._gathering):
-            self._finish_gather(b)
+        while self._gathering:
+            self._finish_gather(next(iter(self._gathering)))
 
     # ---- what this rank owns
 

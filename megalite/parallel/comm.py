@@ -94,7 +94,9 @@ class _ScatterSeq(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return start_reduce_scatter(x.clone(memory_format=torch.contiguous_format), axis).wait()
+        if x.device.type == "cpu":  # there the input is overwritten
+            x = x.clone(memory_format=torch.contiguous_format)
+        return start_reduce_scatter(x, axis).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -17,13 +17,16 @@ import datetime
 import multiprocessing
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -97,6 +100,44 @@ def first_host(nodelist: str) -> str:
     if not match:
         raise LaunchError(f"SLURM_NODELIST={nodelist!r} names no host: set MASTER_ADDR")
     return match[1] + (match[2] or "") + (match[3] or "")
+
+
+CUDA_VARIABLES: tuple[str, ...] = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+)
+
+
+def cuda_environment(tp: int, folder: Path, capability: int | None) -> dict[str, str]:
+    """Variables that torch, CUDA and NCCL read when they are loaded, so before torch is imported.
+
+    One hardware queue keeps the order in which kernels were launched, so that a tensor-parallel collective starts
+    before the matmul that it hides behind; devices from Blackwell on (`capability` 10) do not need it. The flight
+    recorder keeps the last collectives of a group and writes them into `folder` when one times out.
+    """
+    values = ("1", "expandable_segments:True", "2000", "1", str(folder / "nccl_trace_rank_"))
+    wanted = dict(zip(CUDA_VARIABLES, values, strict=True))
+    if tp == 1 or (capability or 0) >= 10:
+        del wanted["CUDA_DEVICE_MAX_CONNECTIONS"]
+    return wanted
+
+
+def prepare_cuda(tp: int, folder: Path) -> None:
+    """Set `cuda_environment` where there is a card; what the user has set stays."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return
+    words = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        answer = ""
+    found = [int(line.partition(".")[0]) for line in answer.split() if re.match(r"[0-9]+\.", line)]
+    for name, value in cuda_environment(tp, folder, min(found, default=None)).items():
+        os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager

@@ -7,17 +7,17 @@ import re
 LONGEST_LAYOUT = 100_000  # characters, once repeats are written out
 
 
-def partition(num_layers: int, num_stages: int, *, embedding_cost: float = 0.0, head_cost: float = 0.0) -> list[range]:
+def partition(num_layers: int, num_stages: int, *, head_cost: float = 0.0) -> list[range]:
     """Contiguous ranges of layers per stage that minimise the cost of the dearest stage; a layer costs 1.
 
-    The first stage also pays `embedding_cost`, the last `head_cost`, in layers. Only they may be left without a
-    layer. Among the best splits the one with the smallest sum of squared costs is taken, so the rest is even too.
+    The last stage also pays `head_cost`, in layers, and only then may it be left without a layer. The embedding is a
+    look-up and costs nothing. Among the best splits the one with the smallest sum of squared costs is taken, so that
+    the rest is even too.
 
     >>> partition(8, 4), partition(7, 4, head_cost=1.0)
     ([range(0, 2), range(2, 4), range(4, 6), range(6, 8)], [range(0, 2), range(2, 4), range(4, 6), range(6, 7)])
     """
     extra = [0.0] * num_stages
-    extra[0] += embedding_cost
     extra[-1] += head_cost
     fewest = [0 if extra[s] > 0 and num_stages > 1 else 1 for s in range(num_stages)]
     if num_layers < sum(fewest) or num_layers < 1:
@@ -51,7 +51,9 @@ def parse_layout(text: str, num_layers: int, pp: int) -> list[range]:
     while (match := re.search(r"\(([^()]*)\)\*(\d+)|([EtL|])\*(\d+)", flat)) is not None:
         unit, times = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
         if len(flat) + len(unit) * int(times[:9]) > LONGEST_LAYOUT:
-            raise ValueError(f"pipeline_model_parallel_layout={text!r} repeats too much; write num_layers={num_layers} t")
+            raise ValueError(
+                f"pipeline_model_parallel_layout={text!r} repeats too much; write num_layers={num_layers} t"
+            )
         flat = flat[: match.start()] + unit * int(times) + flat[match.end() :]
     where = f"pipeline_model_parallel_layout={text!r}"
     if not re.fullmatch(r"[EtL|]+", flat):
@@ -61,6 +63,12 @@ def parse_layout(text: str, num_layers: int, pp: int) -> list[range]:
         raise ValueError(f"{where} must begin with the one E and end with the one L")
     if flat.count("t") != num_layers:
         raise ValueError(f"{where} holds {flat.count('t')} layers, num_layers={num_layers}; make them equal")
+    if len(stages) > 1 and pp == 1:
+        raise ValueError(
+            f"{where} has {len(stages)} stages, but pipeline_model_parallel_size is 1; drop it or raise that"
+        )
+    if any(stage == "" for stage in stages):
+        raise ValueError(f"{where} has a stage with nothing in it; give each a layer, E or L")
     if len(stages) % pp:
         raise ValueError(f"{where} has {len(stages)} stages, no multiple of pipeline_model_parallel_size={pp}")
     ranges, start = [], 0

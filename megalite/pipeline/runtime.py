@@ -5,8 +5,9 @@
     B  s,m   backward from y's edge   with the received gradient, or the loss weight on the last stage
     SEND/RECV post an isend or irecv and go on; the wait is where the value is used
 
-Activations travel on mesh.pp, gradients on mesh.pp_back: two groups, so that the two directions do not queue behind
-each other. The last backward of a chunk arms its gradient buckets (optim/buffer.py).
+Activations travel on mesh.pp, gradients on mesh.pp_back: two groups, so that neither queues behind the other (with two
+pipeline ranks and several chunks, activations of both directions share theirs). The last backward of a chunk arms its
+gradient buckets (optim/buffer.py).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Pipeline:
         self.num_stages = mesh.pp.size * len(self.stages)
         self.timeline: list[Timed] | None = None  # set to [] to record the next step
 
-    def step(self, batches: Sequence[Any], loss_weight: float | Tensor) -> Tensor:
+    def step(self, batches: Sequence[Any], loss_weight: float) -> Tensor:
         """Forward and backward of all micro-batches; the sum of their losses (zero but on the last stage).
 
         The gradient is that of loss_weight * sum of losses.
@@ -88,7 +89,7 @@ class Pipeline:
             for stage in self.stages:
                 stage.train()
 
-    def _run(self, rows: list[list[Action]], batches: Sequence[Any], weight: float | Tensor | None) -> Tensor:
+    def _run(self, rows: Sequence[Sequence[Action]], batches: Sequence[Any], weight: float | None) -> Tensor:
         mesh, flight = self.mesh, _Flight()
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         left = [len(batches)] * len(self.stages)  # backwards to go, per chunk
@@ -135,11 +136,11 @@ class Pipeline:
         flight.ready[key] = y.detach()
         return y.new_zeros((), dtype=torch.float64)
 
-    def _backward(self, flight: _Flight, key: Key, weight: float | Tensor) -> None:
+    def _backward(self, flight: _Flight, key: Key, weight: float) -> None:
         stage, _ = key
         edge = flight.edges.pop(key)
         if stage == self.num_stages - 1:
-            torch.autograd.backward(edge, torch.as_tensor(weight, dtype=edge.dtype, device=edge.device))
+            torch.autograd.backward(edge, edge.new_full((), weight))  # filled on the device: a copy would wait for it
         else:
             grad, work = flight.coming.pop((Op.RECV_B, *key))
             work.wait()

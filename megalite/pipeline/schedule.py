@@ -13,6 +13,7 @@ safe because a micro-batch depends only on itself. A new schedule is one more ge
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -138,8 +139,10 @@ def with_messages(compute: list[list[Action]]) -> list[list[Action]]:
     return rows
 
 
-def plan(name: str, pp: int, num_microbatches: int, vpp: int = 1) -> list[list[Action]]:
+@functools.lru_cache(maxsize=16)  # a second at pp 16, 256 micro-batches, 6 chunks: not to be spent on every step
+def plan(name: str, pp: int, num_microbatches: int, vpp: int = 1) -> tuple[tuple[Action, ...], ...]:
     """The rows of all ranks, messages included, of the schedule called `name` (a key of SCHEDULES)."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} is not positive; a step needs at least 1")
-    return with_messages([SCHEDULES[name](rank, pp, num_microbatches, vpp) for rank in range(pp)])
+    rows = with_messages([SCHEDULES[name](rank, pp, num_microbatches, vpp) for rank in range(pp)])
+    return tuple(tuple(row) for row in rows)

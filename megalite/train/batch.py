@@ -41,33 +41,37 @@ def host_batch(micro: MicroBatch, *, pin: bool, positions: bool = False, documen
         sample_ids_B=tensor(micro.sample_ids),
         step=0,
         positions_SB=positions_SB,
-        documents=_documents(micro) if documents else None,
+        documents=_documents(micro, tensor(micro.first.T)) if documents and micro.first is not None else None,
     )
     return HostBatch(batch, micro.counted_tokens)
 
 
-def _documents(micro: MicroBatch) -> Documents:
+def _documents(micro: MicroBatch, first_BS: Tensor) -> Documents:
     assert micro.first is not None
     spans = []
     for row, first_S in enumerate(micro.first):
         begins = [*np.flatnonzero(first_S == np.arange(len(first_S))).tolist(), len(first_S)]
         spans += [(row, a, b) for a, b in zip(begins, begins[1:], strict=False)]
-    return tuple(spans)
+    return Documents(tuple(spans), first_BS)
 
 
 def on_device(host: HostBatch, device: torch.device, step: int) -> Batch:
     """The batch where it is computed on; copies from pinned memory do not wait."""
 
+    def moved(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=True)
+
     def move(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(device, non_blocking=True)
+        return None if x is None else moved(x)
 
     b = host.batch
     return replace(
         b,
         step=step,
-        tokens_SB=b.tokens_SB.to(device, non_blocking=True),
+        tokens_SB=moved(b.tokens_SB),
         labels_SB=move(b.labels_SB),
         mask_SB=move(b.mask_SB),
-        sample_ids_B=b.sample_ids_B.to(device, non_blocking=True),
+        sample_ids_B=moved(b.sample_ids_B),
         positions_SB=move(b.positions_SB),
+        documents=None if b.documents is None else replace(b.documents, first_BS=moved(b.documents.first_BS)),
     )

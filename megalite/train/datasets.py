@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megalite.config import DataConfig
-from megalite.data.datasets import Blend, Dataset, build_blend, parse_data_path
+from megalite.data.datasets import Blend, build_blend, parse_data_path
 from megalite.data.indexed import DataError
-from megalite.data.info import bytes_per_token
 from megalite.data.ledger import Ledger
 from megalite.data.mock import MockDataset
+from megalite.data.named_sets import bytes_per_token, parse_named_sets, sets_of_each
 from megalite.data.samples import split_parts
+from megalite.data.source import Dataset
 from megalite.data.tokenizer import Tokenizer, build_tokenizer
 
 SPLITS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's
 Paths = Sequence[str]
 
 
@@ -40,6 +42,7 @@ class Sources:
     ledger: Ledger | None = None
     valid: list[NamedSet] = field(default_factory=list)
     test: list[NamedSet] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # worth telling
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer | None:
@@ -52,6 +55,7 @@ def open_tokenizer(data: DataConfig) -> Tokenizer | None:
         vocab_file=data.vocab_file,
         merge_file=data.merge_file,
         vocab_size=data.vocab_size,
+        tiktoken_pattern=data.tiktoken_pattern,
     )
 
 
@@ -59,18 +63,12 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
     """Open everything, reading no token yet. Raises DataError for data that is missing, damaged or too little.
     Validation and test sets are opened when eval_samples > 0."""
     tokenizer = open_tokenizer(data)
-    vocab_size = data.vocab_size or 0
-    if tokenizer is not None:
-        if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size and not tokenizer.is_null:
-            raise DataError(
-                f"vocab_size={data.vocab_size} is below the {tokenizer.vocab_size} tokens of {tokenizer.name}; leave it out"
-            )
-        vocab_size = max(vocab_size, tokenizer.vocab_size)
+    vocab_size = _vocab_size(data, tokenizer)
     eod = None if tokenizer is None else tokenizer.eod
     if data.mock_data:
         train, valid, test = (MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS)
         sets = [[NamedSet("", one)] if eval_samples else [] for one in (valid, test)]
-        return Sources(vocab_size, eod, train, tokenizer, None, *sets)
+        return Sources(vocab_size, eod, train, tokenizer, None, sets[0], sets[1])
 
     def blend(paths: Paths, split: str, part: tuple[float, float]) -> Blend:
         return build_blend(paths, seq_length, seed, split, part, data.data_cache_path, tokenizer)
@@ -80,14 +78,38 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
         raise DataError(f"split={data.split!r} leaves nothing to train on; give the first part a weight")
     train = Ledger(blend(lists["train"], "train", parts["train"]), seed)
     found: dict[str, list[NamedSet]] = {"valid": [], "test": []}
+    notes = []
     for split, named in found.items():
         paths, part = lists[split], parts[split]
         if not eval_samples or not paths or part is None:
             continue
-        several = split == "valid" and data.multiple_validation_sets
-        for name, some in name_sets(paths, data.validation_set_names) if several else [("", paths)]:
-            named.append(NamedSet(name, blend(some, split, part), bytes_per_token(parse_data_path(some)[0])))
-    return Sources(vocab_size, eod, train, tokenizer, train, **found)
+        for name, some in (_named(data, paths) if split == "valid" else {"": paths}).items():
+            try:
+                dataset = blend(some, split, part)
+            except DataError as error:
+                if data.split is not None or part == (0.0, 1.0):
+                    raise
+                notes.append(f"no {split} set: {error}")  # nobody asked for one: it is the default split's
+                continue
+            prefixes, weights = parse_data_path(some)
+            named.append(NamedSet(name, dataset, bytes_per_token(prefixes, weights)))
+    return Sources(vocab_size, eod, train, tokenizer, train, found["valid"], found["test"], notes)
+
+
+def _vocab_size(data: DataConfig, tokenizer: Tokenizer | None) -> int:
+    given = data.vocab_size or 0
+    if tokenizer is None or tokenizer.is_null:
+        return given if tokenizer is None else tokenizer.vocab_size
+    if 0 < given < tokenizer.vocab_size:
+        raise DataError(f"vocab_size={given} is below the {tokenizer.vocab_size} of {tokenizer.name}; leave it out")
+    return max(given, tokenizer.vocab_size)
+
+
+def _named(data: DataConfig, paths: Paths) -> dict[str, list[str]]:
+    """The validation sets by name; the name of a single one without a name is empty."""
+    if data.multiple_validation_sets:
+        return sets_of_each(list(paths), data.validation_set_names)
+    return parse_named_sets(list(paths), unnamed="")
 
 
 def read_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[str, tuple[float, float] | None]]:
@@ -100,7 +122,7 @@ def read_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[str, tup
     paths: Paths = data.data_path or ()
     if data.data_args_path is not None:
         paths = _read_text(data.data_args_path).split()
-    return dict.fromkeys(SPLITS, paths), dict(zip(SPLITS, split_parts(data.split), strict=True))
+    return dict.fromkeys(SPLITS, paths), dict(zip(SPLITS, split_parts(data.split or DEFAULT_SPLIT), strict=True))
 
 
 def _read_text(path: str) -> str:
@@ -124,22 +146,3 @@ def _read_json(path: str) -> dict[str, Paths | None]:
         ):
             raise DataError(f"{path}: {form}")
     return {split: None if found.get(split) is None else [str(v) for v in found[split]] for split in SPLITS}
-
-
-def name_sets(paths: Paths, names: Sequence[str] | None) -> list[tuple[str, Paths]]:
-    """One set per prefix, with its name.
-
-    >>> name_sets(["data/wiki", "data/code"], None)
-    [('wiki', ['data/wiki']), ('code', ['data/code'])]
-    """
-    prefixes, weights = parse_data_path(paths)
-    if weights is not None:
-        raise DataError("valid_data_path has weights, but with --multiple-validation-sets nothing is mixed; drop them")
-    if names is not None and len(names) != len(prefixes):
-        raise DataError(f"validation_set_names has {len(names)} names for {len(prefixes)} sets; give one for each")
-    chosen = list(names or (Path(prefix).name for prefix in prefixes))
-    if len(set(chosen)) < len(chosen) or "" in chosen:
-        raise DataError(
-            f"validation sets are called {', '.join(chosen)}; give each a --validation-set-names of its own"
-        )
-    return [(name, [prefix]) for name, prefix in zip(chosen, prefixes, strict=True)]

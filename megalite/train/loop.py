@@ -65,7 +65,7 @@ def evaluate(run: Run, data: Prefetcher[HostBatch], iters: int) -> float:
         loss = run.pipeline.evaluate([on_device(host, mesh.device, run.state.step) for host in hosts])
         if mesh.pp.is_last and mesh.tp.is_first:
             sums[0] += loss
-            sums[1] += float(sum(host.counted_tokens for host in hosts))
+            sums[1:] += float(sum(host.counted_tokens for host in hosts))
     loss_sum, tokens = all_reduce_(sums, mesh.world).tolist()
     return loss_sum / tokens if tokens else math.nan
 

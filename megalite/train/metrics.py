@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.data.named_sets import bits_per_byte
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -110,11 +112,6 @@ def megatron_line(i: Interval, speed: Speed, now: datetime.datetime, throughput:
         f" number of nan iterations: {i.nan:3d} |",
     ]
     return "".join(parts)
-
-
-def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """The loss per byte of text instead of per token, in bits: comparable between tokenizers."""
-    return loss / math.log(2) / bytes_per_token
 
 
 def megalite_validation_line(step: int, name: str, loss: float, bpb: float | None, now: datetime.datetime) -> str:

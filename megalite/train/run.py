@@ -17,12 +17,12 @@ from megalite.config import Config, check, differences, padded_vocab_size, to_to
 from megalite.data.indexed import DataError
 from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
-from megalite.parallel.launch import LaunchError, Ranks, process_group
+from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.hardware import Peak, find_peak
 from megalite.train.loop import Plan, StopSignal, resume, train
 from megalite.train.metrics import Reporter, Speed, missing_packages
-from megalite.train.run_dir import Exit, keep_rows_until, leave_status, write_atomically
+from megalite.train.run_dir import Exit, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import (
     SetupError,
     batch_sizes,
@@ -70,27 +70,9 @@ def memory_of(config: Config, world: int, vocab_size: int) -> float:
     return memory_bytes(parameters, dp=world // shards, half=half, sharded=p.use_distributed_optimizer)
 
 
-def cuda_environment(tp: int, folder: Path) -> dict[str, str]:
-    """Variables that CUDA, its allocator and NCCL read when they start; what the user has set wins.
-
-    One hardware queue keeps the order in which kernels were launched, so that a tensor-parallel collective starts
-    before the matmul that it hides behind; devices from Blackwell on do not need it. The flight recorder keeps the
-    last collectives of a group and writes them when one times out.
-    """
-    wanted = {
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl_trace_rank_"),
-    }
-    if tp > 1 and torch.cuda.get_device_capability()[0] < 10:
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
 def pretrain(config: Config, ranks: Ranks) -> int:
     """Returns the exit code of this rank (train/run_dir.py)."""
-    folder = Path(config.log.run_dir or config.checkpoint.save or "runs/last")
+    folder = run_folder(config)
     try:
         sources = preflight(config, ranks)
         if config.train.dry_run:
@@ -99,8 +81,6 @@ def pretrain(config: Config, ranks: Ranks) -> int:
             return Exit.DONE
         device = choose_device(config.parallel.device)
         check_machine(config, device, ranks, sources.vocab_size)
-        if device == "cuda":
-            os.environ.update(cuda_environment(config.parallel.tensor_model_parallel_size, folder))
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
@@ -230,9 +210,11 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: R
         wandb_config=differences(config),
     )
     report.say(describe(config, sources, ranks.world, peak))
+    for note in sources.notes:
+        report.say(f"note: {note}")
     if run.mesh.device.type == "cuda":
-        shown = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-        report.say("environment: " + " ".join(f"{name}={os.environ[name]}" for name in shown if name in os.environ))
+        set_ = [f"{name}={os.environ[name]}" for name in CUDA_VARIABLES if name in os.environ]
+        report.say("environment: " + " ".join(set_))
     return report
 
 

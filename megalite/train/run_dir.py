@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 
+from megalite.config import Config
+
 
 class Exit(IntEnum):
     """Exit code of pretrain_gpt.py; its name in lower case is `outcome` in status.json."""
@@ -32,6 +34,11 @@ class Exit(IntEnum):
     @property
     def outcome(self) -> str:
         return self.name.lower().replace("_", "-")
+
+
+def run_folder(config: Config) -> Path:
+    """Where a run's files go."""
+    return Path(config.log.run_dir or config.checkpoint.save or "runs/last")
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ import torch
 
 from megalite.config import Config, check, padded_vocab_size
 from megalite.data.batches import Batches, Prefetcher, Unread
-from megalite.data.datasets import Dataset
+from megalite.data.source import Dataset
 from megalite.models.flops import head_flops, layer_flops
 from megalite.models.gpt import Recompute, Stage
 from megalite.nn.parameter import Maker
@@ -200,7 +199,6 @@ def build_run(
         stages,
         mesh,
         bucket_size=p.ddp_bucket_size,
-        grad_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         shard=p.use_distributed_optimizer,
         overlap_grad_reduce=p.overlap_grad_reduce,
         overlap_param_gather=p.overlap_param_gather,
@@ -274,8 +272,3 @@ def memory_bytes(parameters: int, *, dp: int, half: bool, sharded: bool) -> floa
     """Weights, gradients and optimizer of one rank: 6 + 12/dp bytes per parameter in bf16, 8 + 8/dp in fp32."""
     share = dp if sharded else 1
     return parameters * (6 + 12 / share if half else 8 + 8 / share)
-
-
-def parameters_of(stages: list[Stage]) -> int:
-    """Local elements, a tied weight once."""
-    return sum(math.prod(p.shape) for p in {id(p): p for s in stages for p in s.parameters()}.values())

@@ -36,8 +36,9 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
     mine = torch.zeros(4, dtype=torch.float64, device=mesh.device)
     mine[0] = run.optimizer.local_norm_sq()
     if speaks:
-        mine[1], mine[2] = loss, float(sum(host.counted_tokens for host in hosts))
-    mine[3] = float(want_stop)
+        mine[1] = loss
+        mine[2:3] = float(sum(host.counted_tokens for host in hosts))  # a slice is filled; mine[2] = x would wait
+    mine[3:4] = float(want_stop)
     norm_sq, loss_sum, tokens, stop = all_reduce_(mine, mesh.world).tolist()  # the step's one sync with the device
 
     unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0

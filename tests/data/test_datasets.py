@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from megalite.data import cache
-from megalite.data.datasets import Dataset, GptDataset, build_blend, parse_data_path
+from megalite.data.datasets import GptDataset, build_blend, parse_data_path
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.source import Dataset
 
 
 def write(prefix: Path, documents: int, length: int = 10, first: int = 0) -> str:

@@ -16,11 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megalite.data.batches import Batches
 from megalite.data.datasets import Blend, GptDataset
 from megalite.data.fim import WRITTEN, Codec, Fim, FimDataset, rearrange, transform
+from megalite.data.hugging_face_files import HuggingFaceTokenizer
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megalite.data.mock import MockDataset
 from megalite.data.packed import PackedDataset
 from megalite.data.permutation import fold
-from megalite.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from megalite.data.tokenizer import SentencePieceTokenizer
 
 PRE, MID, SUF, PAD, EOD, SPLIT = range(6)
 SAMPLE = st.lists(st.one_of(st.integers(6, 99), st.sampled_from([EOD, EOD, SPLIT])), min_size=1, max_size=80)

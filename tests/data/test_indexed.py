@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import signal
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter, token_dtype
+from tools import benchmark_data
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]
 
@@ -115,7 +121,7 @@ def test_damaged_index_is_refused_with_file_and_field(tmp_path: Path, name: str)
 
 
 def test_damage_is_found_beyond_the_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data.indexed.CHUNK", 2)
+    monkeypatch.setattr("megalite.data.check.CHUNK", 2)
     write(tmp_path / "a")
     IndexedDataset(tmp_path / "a")
     for at, fmt, value, reason in (
@@ -128,32 +134,261 @@ def test_damage_is_found_beyond_the_first_chunk(tmp_path: Path, monkeypatch: pyt
             IndexedDataset(tmp_path / "a")
 
 
-def test_thousand_mutations_never_read_wrong_tokens(tmp_path: Path) -> None:
-    """Opens with the same documents (the byte did not matter, or only the document ends changed), or is refused."""
+def mutated(good: bytes, rng: random.Random) -> bytes:
+    """One byte, one run of bytes or one number of the index changed."""
+    raw = bytearray(good)
+    kind = rng.randrange(4)
+    if kind == 0:
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+    elif kind == 1:
+        at = rng.randrange(len(raw))
+        del raw[at : at + rng.randrange(1, 30)]
+    elif kind == 2:
+        at = rng.randrange(9, len(raw) - 8)
+        raw[at : at + 8] = struct.pack("<q", rng.choice([-1, 0, 1, 2**31 - 1, 2**62, -(2**63)]))
+    else:
+        at = rng.randrange(len(raw))
+        raw[at:at] = rng.randbytes(rng.randrange(1, 30))
+    return bytes(raw)
+
+
+def use_everything(data: IndexedDataset) -> list[list[int]]:
+    """Every access of the public interface; what it returns lies in the file, or it raises DataError."""
+    documents = [data.document(i).tolist() for i in range(len(data))]
+    begins, counts = data.spans(np.arange(len(data)))
+    assert (counts >= 0).all() and (begins >= 0).all() and (begins + counts <= data.num_tokens).all()
+    together = np.empty(int(counts.sum()), data.dtype)
+    data.copy(begins, counts, together)
+    assert together.tolist() == [token for document in documents for token in document]
+    assert [data.start(i) for i in range(len(data))] == begins.tolist()
+    data.verify()
+    return documents
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_thousand_mutations_never_read_wrong_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """Gives the same documents (the byte did not matter, or only the document ends changed), or is refused.
+
+    At the latest when it is used, for an index too large to be checked completely when it is opened.
+    """
+    if not full:
+        monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 0)
+        monkeypatch.setattr("megalite.data.check.PLACES", 2)
+        monkeypatch.setattr("megalite.data.check.WINDOW", 1)
     rng = random.Random(0)
     documents = [[rng.randrange(200) for _ in range(rng.randrange(6))] for _ in range(12)]
     write(tmp_path / "a", documents)
     good, index = (tmp_path / "a.idx").read_bytes(), tmp_path / "a.idx"
-    refused = 0
+    at_open = later = 0
     for _ in range(1000):
-        raw = bytearray(good)
-        kind = rng.randrange(3)
-        if kind == 0:
-            raw[rng.randrange(len(raw))] = rng.randrange(256)
-        elif kind == 1:
-            at = rng.randrange(len(raw))
-            del raw[at : at + rng.randrange(1, 30)]
-        else:
-            at = rng.randrange(9, len(raw) - 8)
-            raw[at : at + 8] = struct.pack("<q", rng.choice([-1, 0, 1, 2**31 - 1, 2**62, -(2**63)]))
-        index.write_bytes(raw)
+        index.write_bytes(mutated(good, rng))
         try:
             data = IndexedDataset(tmp_path / "a")
-        except DataError:
-            refused += 1
+        except DataError as error:
+            assert "a.idx" in str(error)
+            at_open += 1
             continue
-        assert [data.document(i).tolist() for i in range(len(data))] == documents
-    assert refused > 700
+        try:
+            assert use_everything(data) == documents
+        except DataError as error:
+            assert "a.idx" in str(error) and not full
+            later += 1
+    assert at_open > 500 and at_open + later > 750 and (later > 100) != full
+
+
+@settings(max_examples=150, deadline=None)
+@given(edits=st.lists(st.tuples(st.integers(0, 121), st.integers(0, 255)), min_size=1, max_size=6), full=st.booleans())
+def test_any_edited_bytes_are_refused_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, int]], full: bool
+) -> None:
+    prefix = write(tmp_path_factory.mktemp("fuzz") / "a")
+    raw = bytearray(golden_index())
+    for at, value in edits:
+        raw[at] = value
+    Path(f"{prefix}.idx").write_bytes(raw)
+    with pytest.MonkeyPatch.context() as patch:
+        if not full:
+            patch.setattr("megalite.data.indexed.FULL_CHECK", 0)
+        try:
+            data = IndexedDataset(prefix)
+            assert use_everything(data) == DOCUMENTS
+        except DataError as error:
+            assert "a.idx" in str(error)
+
+
+FUZZ_PROCESS = """
+import faulthandler, random, sys
+from pathlib import Path
+import numpy as np
+from data.test_indexed import mutated
+from megalite.data import check, indexed
+
+faulthandler.enable()
+prefix = Path(sys.argv[1])
+index = Path(str(prefix) + ".idx")
+good, rng, refused = index.read_bytes(), random.Random(1), 0
+indexed.FULL_CHECK, check.PLACES, check.WINDOW = 0, 2, 1
+for turn in range(1000):
+    index.write_bytes(mutated(mutated(good, rng), rng))
+    try:
+        data = indexed.IndexedDataset(prefix, mmap_bin_files=turn % 2 == 0)
+        for i in range(len(data)):
+            data.document(i).sum()
+        data.spans(np.arange(len(data)))
+        data.verify()
+    except indexed.DataError:
+        refused += 1
+print(refused)
+"""
+
+
+def test_fuzzed_index_never_ends_the_process(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    write(tmp_path / "a", [[rng.randrange(200) for _ in range(rng.randrange(6))] for _ in range(40)])
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    command = [sys.executable, "-c", FUZZ_PROCESS, str(tmp_path / "a")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert result.returncode == 0 and "Fatal" not in result.stderr, result.stderr
+    assert int(result.stdout) > 900
+
+
+def test_damage_that_opening_does_not_see_is_found_on_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 10_000)
+    prefix = write(tmp_path / "a", [[1, 2]] * 20_000)
+    index = tmp_path / "a.idx"
+    good = index.read_bytes()
+    pointer = 34 + 4 * 20_000 + 8 * 5_077
+    for fmt, at, value, field in (
+        ("<i", 34 + 4 * 5_077, -1, r"lengths\[5077\] is -1, negative"),
+        ("<q", pointer, 1 << 62, r"pointers\[5077\] is 4611686018427387904"),
+        ("<q", pointer, -4, r"pointers\[5077\] is -4"),
+        ("<q", pointer, 3, r"pointers\[5077\] is 3"),
+        ("<q", pointer + 8, 20310, r"pointers\[5078\] is 20310, but the sequence before ends at 20312"),
+    ):
+        raw = bytearray(good)
+        struct.pack_into(fmt, raw, at, value)
+        index.write_bytes(raw)
+        data = IndexedDataset(prefix)
+        assert data.spans(np.array([0, 19_999]))[0].tolist() == [0, 39_998]
+        with pytest.raises(DataError, match=field):
+            data.spans(np.array([3, 5_077]))
+        with pytest.raises(DataError, match=field):
+            data.document(5_077)
+        with pytest.raises(DataError, match=r"a.idx: (lengths|pointers)\[507[78]\]"):
+            data.verify()
+    struct.pack_into("<q", raw := bytearray(good), 34 + 12 * 20_000 + 8 * 9_000, 7)
+    index.write_bytes(raw)
+    with pytest.raises(DataError, match=r"document_indices\[9000\]"):
+        IndexedDataset(prefix).verify()
+
+
+def test_lengths_are_read_and_a_pair_replaced_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = IndexedDataset(write(tmp_path / "a"))
+    lengths = data.read_lengths(range(1, 4))
+    assert lengths.tolist() == [0, 1, 4] and lengths.flags.aligned and data.read_lengths(range(2, 2)).size == 0
+    assert data.checked
+    monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 3)
+    data = IndexedDataset(tmp_path / "a")
+    assert not data.checked
+    data.verify()
+    assert data.checked
+    write(tmp_path / "a", [[1], [2], [3], [4]])
+    for use in (data.verify, lambda: data.read_lengths(range(4))):
+        with pytest.raises(DataError, match="a.idx: was replaced while it was in use"):
+            use()
+    assert data.document(3).tolist() == DOCUMENTS[3]  # what is mapped stays
+
+
+def test_spans_of_documents_that_do_not_exist(tmp_path: Path) -> None:
+    data = IndexedDataset(write(tmp_path / "a"))
+    for bad in (-1, 4):
+        with pytest.raises(IndexError, match="outside 0..3"):
+            data.spans(np.array([0, bad]))
+    assert [part.tolist() for part in data.spans(np.array([], np.int64))] == [[], []]
+    begins, counts = data.spans(np.array([3, 0, 1]))
+    assert (begins.tolist(), counts.tolist()) == ([4, 0, 3], [4, 3, 0])
+    out = np.zeros(7, np.int64)
+    data.copy(begins, counts, out)
+    assert out.tolist() == [9, 10, 11, 12, 5, 6, 7]
+
+
+def test_documents_of_several_sequences(tmp_path: Path) -> None:
+    """Megatron-LM writes one entry per document and possibly several sequences in it."""
+    (tmp_path / "a.bin").write_bytes(struct.pack("<6i", *range(6)))
+    raw = [b"MMIDIDX\0\0", struct.pack("<QBQQ", 1, 4, 3, 3), struct.pack("<3i", 1, 2, 3)]
+    raw += [struct.pack("<3q", 0, 4, 12), struct.pack("<3q", 0, 2, 3)]
+    (tmp_path / "a.idx").write_bytes(b"".join(raw))
+    data = IndexedDataset(tmp_path / "a")
+    assert use_everything(data) == [[0], [1, 2], [3, 4, 5]]
+    assert data.document_ends.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(np.uint16, 2), (np.int32, 4)])
+def test_files_of_many_gigabytes(tmp_path: Path, dtype: type[np.generic], width: int) -> None:
+    """Positions beyond 2^31 and 2^32 tokens, in files with holes."""
+    lengths = np.array([2**31 - 1, 2**31 - 1, 5, 2**30], "<i4")
+    pointers = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))])
+    with open(tmp_path / "a.bin", "wb") as file:
+        file.seek(width * int(pointers[2]))
+        file.write(np.arange(1, 6).astype(dtype).tobytes())
+        file.truncate(width * int(pointers[4]))
+    raw = golden_index()[:9] + struct.pack("<QBQQ", 1, {2: 8, 4: 4}[width], 4, 5)
+    raw += lengths.tobytes() + (pointers[:4] * width).tobytes() + np.arange(5).tobytes()
+    (tmp_path / "a.idx").write_bytes(raw)
+    for mapped in (True, False):
+        data = IndexedDataset(tmp_path / "a", mmap_bin_files=mapped)
+        assert data.num_tokens == 2**32 + 2**30 + 3
+        assert data.document(2).tolist() == [1, 2, 3, 4, 5]
+        assert data.tokens[2**32 - 2 : 2**32 + 4].tolist() == [1, 2, 3, 4, 5, 0]
+        out = np.empty(7, np.int32)
+        data.copy(np.array([2**32 - 3, 2**32 + 2**30]), np.array([4, 3]), out)
+        assert out.tolist() == [0, 1, 2, 3, 0, 0, 0]
+
+
+def test_file_cut_while_it_is_open(tmp_path: Path) -> None:
+    """Read, it is an error; mapped, the process ends (SIGBUS), which is what the module says."""
+    prefix = write(tmp_path / "a", [[7] * 3000] * 3)
+    read = IndexedDataset(prefix, mmap_bin_files=False)
+    assert read.document(2).tolist() == [7] * 3000 and read.tokens.dtype == np.uint16
+    code = f"from megalite.data.indexed import IndexedDataset as I; d = I({str(prefix)!r}); import os\n"
+    code += f"os.truncate({str(prefix) + '.bin'!r}, 6000); d.document(2).sum()"
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-X", "faulthandler", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": root})
+    assert result.returncode == -signal.SIGBUS and "Bus error" in result.stderr
+    with pytest.raises(DataError, match="a.bin: ends at token 3000 of 9000; it was truncated while it was open"):
+        read.document(2)
+    assert read.document(0).tolist() == [7] * 3000
+    with pytest.raises(ValueError, match="steps of 1"):
+        read.tokens[::2]
+
+
+def test_opening_takes_no_memory_for_the_index(tmp_path: Path) -> None:
+    """Both ways of checking, on 40 MB of index: less than a tenth of it becomes resident."""
+    n = 2_000_000
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_many(np.zeros(n, np.uint16), np.ones(n, np.int64))
+        writer.finish()
+    code = f"""
+from megalite.data import indexed
+def peak():  # getrusage would count what the parent had when this process was made
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+before = peak()
+data = indexed.IndexedDataset({str(tmp_path / "a")!r})
+indexed.FULL_CHECK = 0
+indexed.IndexedDataset({str(tmp_path / "a")!r}).verify()
+print(len(data), peak() - before)
+"""
+    root = str(Path(__file__).resolve().parents[2])
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": root}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
+    count, growth = map(int, result.stdout.split())
+    assert count == n and growth < 4e6
 
 
 @pytest.mark.parametrize("change", [-1, 1, -16])
@@ -219,3 +454,16 @@ def test_two_writers_of_one_prefix_are_refused(tmp_path: Path) -> None:
 def test_token_dtype_is_megatrons() -> None:
     assert token_dtype(65499) == np.uint16
     assert token_dtype(65500) == np.int32
+
+
+def test_benchmark_measures_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(benchmark_data, "alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 1 << 24)  # put back afterwards: the tool changes it
+    monkeypatch.setattr(sys, "argv", ["benchmark_data.py", "--documents", "20000"])
+    benchmark_data.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 22 and all(re.search(r"\d (s, |M/s|GB|ms|M tokens/s)", line) for line in lines)
+    assert any("0.02 M documents, 0.015" in line for line in lines)
+    monkeypatch.setattr(sys, "argv", ["benchmark_data.py", "--documents", "-1"])
+    with pytest.raises(SystemExit):
+        benchmark_data.main()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.permutation import fold, permute
+from megalite.data.permutation import fold, permutation, permute
 
 GOLDEN_8 = [0, 4, 2, 5, 6, 3, 1, 7]
 GOLDEN_LARGE = [647831989802, 633655622351, 930786388621]
@@ -19,6 +19,22 @@ GOLDEN_LARGE = [647831989802, 633655622351, 930786388621]
 @given(n=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
 def test_is_a_bijection(n: int, key: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(n), n, key)), np.arange(n))
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.one_of(st.integers(0, 300), st.integers(300, 40_000)), key=st.integers(0, 2**64 - 1))
+def test_in_order_it_is_the_same(n: int, key: int) -> None:
+    parts = [part.copy() for part in permutation(n, key)]
+    assert np.array_equal(np.concatenate([np.empty(0, np.int64), *parts]), permute(np.arange(n), n, key))
+
+
+@pytest.mark.parametrize("n", [3, 1_000_000, 1_000_001, 1_002_000, 1_002_001])
+def test_in_order_around_squares(n: int) -> None:
+    a = 0
+    for part in permutation(n, 11):
+        assert np.array_equal(part, permute(np.arange(a, a + len(part)), n, 11))
+        a += len(part)
+    assert a == n
 
 
 def test_any_part_can_be_computed_alone() -> None:

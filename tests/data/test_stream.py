@@ -31,7 +31,13 @@ def test_every_token_once_per_epoch(tokens: int, eras: list[tuple[int, int]], la
     for seq_length, samples in eras:
         seen += inputs(line, np.arange(samples), seq_length)
         line = line.after(samples, seq_length)
-    seen += inputs(line, np.arange(3 * tokens // last + 3), last)
+    index = np.arange(3 * tokens // last + 3)
+    seen += inputs(line, index, last)
+    one_by_one = [span for start in line.place(index, last).tolist() for span in line.spans(start, last + 1)]
+    epochs, offsets, counts, places = line.cover(line.place(index, last), last + 1)
+    order = np.argsort(places)
+    assert [*zip(*(a[order].tolist() for a in (epochs, offsets, counts)), strict=True)] == one_by_one
+    assert np.array_equal(np.cumsum(counts[order])[:-1], places[order][1:])
     assert len(set(seen)) == len(seen)
     # whatever segment a sample of the last era begins in, all segments before it are used up
     done = {token for token in seen if token[0] < max(seen)[0] - 1}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.activation import ACTIVATIONS
-from megalite.kernels.attention import attention
+from megalite.kernels.attention import Documents, attention
 from megalite.kernels.dropout import dropout, dropout_add, fold, keep_mask
 from megalite.kernels.layer_norm import layer_norm
 from megalite.kernels.rms_norm import rms_norm
@@ -197,13 +197,15 @@ def test_widths_are_what_the_functions_need() -> None:
         assert activation.forward(u).shape[-1] == 6 // activation.width, name
 
 
-DOCUMENTS = ((0, 0, 3), (0, 3, 4), (0, 4, 9), (1, 0, 9))
+DOCUMENTS = Documents(
+    ((0, 0, 3), (0, 3, 4), (0, 4, 9), (1, 0, 9)), torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 4], [0] * 9])
+)
 
 
 def by_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each document alone, by the definition above."""
     whole = torch.empty_like(q)
-    for row, start, end in DOCUMENTS:
+    for row, start, end in DOCUMENTS.spans:
         whole[start:end, row : row + 1] = causal(*(x[start:end, row : row + 1] for x in (q, k, v)))
     return whole
 

@@ -76,8 +76,7 @@ def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> Zero1:
         parameter = nn.Parameter(_local(_values(0)[name], spec, mesh).to(dtype).contiguous())
         parameter.spec = spec  # type: ignore[attr-defined]
         stage.register_parameter(name, parameter)
-    main = torch.float64 if dtype == torch.float64 else torch.float32
-    buffer = ParamBuffer([stage], mesh, bucket_size=100, grad_dtype=main, shard=case.shard)
+    buffer = ParamBuffer([stage], mesh, bucket_size=100, shard=case.shard)
     return Zero1(buffer, RULES[rule])
 
 

@@ -62,7 +62,7 @@ def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_p
 
 def test_validation_sets_have_names_and_losses_of_their_own(files: tuple[str, str], tmp_path: Path) -> None:
     a, b = files
-    flags = ["--train-data-path", a, "--valid-data-path", a, b, "--multiple-validation-sets", "--run-dir", tmp_path]
+    flags = ["--train-data-path", a, "--valid-data-path", f"a={a}", "b=", b, "--run-dir", tmp_path]
     done = run("pretrain_gpt.py", *FLAGS, *TP2_PP2, *flags, "--train-iters", "4", "--eval-interval", "2")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -89,9 +89,9 @@ def test_lists_of_paths_come_from_files_too(files: tuple[str, str], tmp_path: Pa
 
 
 BAD = {
-    "weights of named sets": (["--valid-data-path", "1", "A", "1", "B"], "nothing is mixed"),
+    "weights of named sets": (["--valid-data-path", "1", "A", "1", "B"], "prefixes without weights"),
     "names": (["--valid-data-path", "A", "B", "--validation-set-names", "x"], "1 names for 2 sets"),
-    "equal names": (["--valid-data-path", "A", "A"], "validation sets are called a, a"),
+    "equal names": (["--valid-data-path", "A", "A"], "two validation sets are called 'a'"),
 }
 
 

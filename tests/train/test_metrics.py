@@ -18,7 +18,6 @@ from megalite.train.metrics import (
     Interval,
     Reporter,
     Speed,
-    bits_per_byte,
     duration,
     megalite_line,
     megalite_validation_line,
@@ -101,7 +100,6 @@ def test_validation_lines() -> None:
     assert megalite_validation_line(120, "validation", 3.8172, None, NOW) == (
         "10:15:03  step   120  validation loss 3.8172  ppl 45.477"
     )
-    assert bits_per_byte(math.log(2) * 8, 4.0) == 2.0
     assert megalite_validation_line(120, "validation wiki", 3.8172, 1.25, NOW).endswith("bits per byte 1.2500")
 
 

@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from train_cases import SMALL, TP2_PP2
 
-from megalite.train.run import cuda_environment
+from megalite.parallel.launch import CUDA_VARIABLES, cuda_environment, prepare_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -150,16 +149,21 @@ def descendants(pid: int) -> list[int]:
     return sorted(set(found))
 
 
-def test_environment_of_cuda_leaves_alone_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in cuda_environment(1, Path("x"))
-    assert cuda_environment(2, Path("x"))["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+def test_environment_of_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in cuda_environment(1, tmp_path, 9)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in cuda_environment(2, tmp_path, 10)
+    assert cuda_environment(2, tmp_path, 9)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 9.0\necho 9.0\n")
+    tool.chmod(0o755)
+    for name in CUDA_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that what is set below is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in cuda_environment(2, Path("x"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in cuda_environment(2, Path("x"))
+    prepare_cuda(2, tmp_path)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"  # the user's
 
 
 def test_sigterm_saves_and_says_requeue(tmp_path: Path) -> None:

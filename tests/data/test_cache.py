@@ -1,0 +1,219 @@
+"""The cache of epoch orders among processes: one builds, the others say whom they wait for, and killed ones leave nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data import cache
+from megalite.data.cache import load_or_build
+from megalite.data.datasets import GptDataset
+from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.samples import Epoch, build_epoch
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = np.arange(5000, dtype=np.int32) % 97
+
+BUILDER = """
+import logging, sys, time
+import numpy as np
+from megalite.data import cache
+from megalite.data.samples import build_epoch
+
+logging.basicConfig(format="%(message)s")
+cache.SAY_AFTER_SECONDS = 0.2
+directory, step = sys.argv[1], sys.argv[2]
+lengths = np.arange(5000, dtype=np.int32) % 97
+
+def build():
+    print("building", flush=True)
+    time.sleep(1.0)
+    return build_epoch(lengths, 7)
+
+if step == "hang":  # while its file is half written
+    write = np.save
+    def save(file, array, **options):
+        file.write(b"half")
+        file.flush()
+        print("hangs", flush=True)
+        time.sleep(60)
+    np.save = save
+epoch = cache.load_or_build(directory, "a", lengths, build)
+print(int((epoch.starts * np.arange(5001)).sum()))
+"""
+WANT = int((build_epoch(LENGTHS, 7).starts * np.arange(5001)).sum())
+
+
+def start(directory: Path, step: str = "build") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILDER, str(directory), step]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def never() -> Epoch:
+    raise AssertionError("built although it was there")
+
+
+def test_processes_that_start_at_once_build_once_and_the_others_say_for_whom_they_wait(tmp_path: Path) -> None:
+    processes = [start(tmp_path / "cache") for _ in range(3)]
+    results = [process.communicate(timeout=60) for process in processes]
+    assert all(process.returncode == 0 for process in processes), results
+    built = [i for i, (out, _) in enumerate(results) if "building" in out]
+    assert len(built) == 1
+    assert [out.split()[-1] for out, _ in results] == [str(WANT)] * 3
+    for i, (_, error) in enumerate(results):
+        if i not in built:  # it may have come after the files did, and then it had nothing to wait for
+            assert (
+                not error
+                or f"index cache {tmp_path}/cache/a: waiting for process {processes[built[0]].pid} on" in error
+            )
+    assert any("which makes it" in error for _, error in results)
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["a.lock", "a.order.npy", "a.starts.npy"]
+
+
+def test_killed_builder_leaves_its_turn_and_its_file_is_swept(tmp_path: Path) -> None:
+    killed = start(tmp_path, "hang")
+    assert killed.stdout is not None
+    assert [killed.stdout.readline() for _ in range(2)] == ["building\n", "hangs\n"]
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=30)
+    assert len(list(tmp_path.glob("a.order.npy.*.partial"))) == 1
+    other = tmp_path / "b.order.npy.x.partial"  # somebody else's, and alive
+    other.write_bytes(b"")
+    dead = tmp_path / "c.order.npy.y.partial"
+    dead.write_bytes(b"")
+    os.utime(dead, (0, time.time() - cache.STALE_SECONDS - 1))
+    epoch = load_or_build(tmp_path, "a", LENGTHS, lambda: build_epoch(LENGTHS, 7))
+    assert int((epoch.starts * np.arange(5001)).sum()) == WANT
+    assert [p.name for p in tmp_path.glob("*.partial")] == [other.name]
+
+
+def refuse(*_: object) -> None:
+    raise OSError(30, "Read-only file system")
+
+
+def test_directory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_or_build(tmp_path, "a", LENGTHS, lambda: build_epoch(LENGTHS, 7))
+    monkeypatch.setattr(cache, "locked", refuse)
+    assert load_or_build(tmp_path, "a", LENGTHS, never).starts[-1] == LENGTHS.sum()
+    assert not caplog.text  # what is there needs no lock
+    calls = []
+
+    def build() -> Epoch:
+        calls.append(1)
+        return build_epoch(LENGTHS, 8)
+
+    assert load_or_build(tmp_path, "b", LENGTHS, build).starts[-1] == LENGTHS.sum()
+    assert "Read-only file system); building the index in memory" in caplog.text and len(calls) == 1
+
+
+def test_full_disk_does_not_build_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.np, "save", full)
+    calls = []
+
+    def build() -> Epoch:
+        calls.append(1)
+        return build_epoch(LENGTHS, 8)
+
+    assert load_or_build(tmp_path, "a", LENGTHS, build).starts[-1] == LENGTHS.sum()
+    assert len(calls) == 1 and [p.name for p in tmp_path.iterdir()] == ["a.lock"]
+
+
+def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(cache.fcntl, "flock", no_locks)
+    (tmp_path / "a.order.npy.z.partial").write_bytes(b"")  # perhaps of a builder at work: nobody can know
+    epoch = load_or_build(tmp_path, "a", LENGTHS, lambda: build_epoch(LENGTHS, 7))
+    assert np.array_equal(epoch.order, build_epoch(LENGTHS, 7).order)
+    assert len(list(tmp_path.glob("*.partial"))) == 1
+
+
+def save_object(path: Path) -> None:
+    np.save(path, np.array([Tripwire()], object), allow_pickle=True)
+
+
+class Tripwire:
+    """Unpickling it writes a file."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, ("tripwire-was-unpickled",)
+
+
+def save_other(path: Path) -> None:
+    other = build_epoch(LENGTHS[::-1].copy(), 8)
+    np.save(path, getattr(other, path.name.split(".")[1]))
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "pickled": save_object,
+    "of other data": save_other,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "header only": lambda path: os.truncate(path, 128),
+    "empty": lambda path: os.truncate(path, 0),
+    "text": lambda path: print(path.write_text("not an array")),
+    "float": lambda path: np.save(path, np.load(path).astype(np.float64)),
+    "two dimensions": lambda path: np.save(path, np.load(path)[None]),
+}
+
+
+@pytest.mark.parametrize("part", ["order", "starts"])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_are_rebuilt_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, part: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    want = build_epoch(LENGTHS, 7)
+    load_or_build(tmp_path, "a", LENGTHS, lambda: want)
+    DAMAGE[name](tmp_path / f"a.{part}.npy")
+    with caplog.at_level(logging.WARNING):
+        got = load_or_build(tmp_path, "a", LENGTHS, lambda: want)
+    assert "a: damaged index cache" in caplog.text and not Path("tripwire-was-unpickled").exists()
+    assert np.array_equal(got.order, want.order) and np.array_equal(got.starts, want.starts)
+    caplog.clear()
+    again = load_or_build(tmp_path, "a", LENGTHS, never)
+    assert np.array_equal(again.starts, want.starts) and not caplog.text
+
+
+@pytest.mark.parametrize("part", ["order", "starts"])
+@pytest.mark.parametrize("value", [-1, 0, 7, 4999, 10**7])
+def test_damage_that_loading_does_not_see_is_found_on_use(tmp_path: Path, part: str, value: int) -> None:
+    """Loading looks at a thousand places; no sample is made of tokens that are not the ones meant."""
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_many(np.arange(int(LENGTHS.sum())) % 60_000, LENGTHS.astype(np.int64))
+        writer.finish()
+
+    def dataset() -> GptDataset:
+        data = IndexedDataset(tmp_path / "a")
+        return GptDataset(data, range(len(data)), 20, 1, "train", tmp_path / "cache")
+
+    want = dataset().samples(np.arange(10_000))
+    for path in (tmp_path / "cache").glob(f"*.{part}.npy"):
+        array = np.load(path)
+        array[1004] = value
+        np.save(path, array)
+    damaged, refused = dataset(), 0
+    for i in range(0, 10_000, 20):
+        try:
+            assert np.array_equal(damaged.samples(np.arange(i, i + 20)), want[i : i + 20])
+        except DataError as error:
+            assert f"does not fit the documents' lengths; remove its files from data_cache_path={tmp_path}" in str(
+                error
+            )
+            refused += 1
+    assert refused

@@ -1,0 +1,384 @@
+"""Token files behind URLs: the same tokens as from disk, each byte fetched once per node, and every fault named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data import blocks, remote
+from megalite.data.datasets import GptDataset, build_blend
+from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.info import make_info, read_info
+from megalite.data.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [list(range(k * 100, k * 100 + k * 7 % 23)) for k in range(60)]
+
+
+class Flaky(LocalFileSystem):
+    """A local file system that counts what is read, and fails as told."""
+
+    protocol = "flaky"
+    cachable = False
+    reads: list[tuple[str, int, int]] = []
+    faults: list[Exception | bytes] = []  # what the next reads give instead
+    together: threading.Barrier | None = None
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("flaky://"))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        assert start is not None and end is not None
+        if Flaky.together is not None and path.endswith(".bin"):
+            Flaky.together.wait(timeout=20)
+        Flaky.reads.append((path, start, end))
+        if Flaky.faults:
+            fault = Flaky.faults.pop(0)
+            if isinstance(fault, Exception):
+                raise fault
+            return fault
+        with open(self._strip_protocol(path), "rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
+
+fsspec.register_implementation("flaky", Flaky, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for module in (blocks, remote):
+        monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setenv("MEGALITE_CACHE", str(tmp_path / "default"))
+    Flaky.reads, Flaky.faults, Flaky.together = [], [], None
+    yield
+
+
+def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: type[np.generic] = np.uint16) -> str:
+    prefix.parent.mkdir(exist_ok=True)
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add(np.array(document, np.int64))
+        writer.finish()
+    return f"flaky://{prefix}"
+
+
+def documents(data: IndexedDataset) -> list[list[int]]:
+    return [data.document(i).tolist() for i in range(len(data))]
+
+
+def stored(directory: Path) -> list[Path]:
+    return sorted(directory.glob("remote/*/*.block"))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_is_the_same_as_from_disk(tmp_path: Path, kind: str, dtype: type[np.generic]) -> None:
+    write(tmp_path / "a", dtype=dtype)
+    url = f"file://{tmp_path}/a"
+    if kind == "memory":
+        url = f"memory://bucket-{np.dtype(dtype)}/a"
+        for suffix in (".bin", ".idx"):
+            fsspec.filesystem("memory").pipe_file(url + suffix, Path(f"{tmp_path}/a{suffix}").read_bytes())
+    near, far = IndexedDataset(tmp_path / "a"), IndexedDataset(url, cache_path=tmp_path / "cache")
+    assert documents(far) == DOCUMENTS and (len(far.tokens), far.tokens.dtype) == (len(near.tokens), near.dtype)
+    assert far.num_tokens == near.num_tokens and far.tokens[5:40].tolist() == near.tokens[5:40].tolist()
+    assert far.tokens[-3:].tolist() == near.tokens[-3:].tolist() and far.tokens[7:7].tolist() == []
+    far.verify()
+    got, want = (GptDataset(data, range(len(data)), 30, 1).samples(np.arange(60)) for data in (far, near))
+    assert np.array_equal(got, want)
+    with pytest.raises(ValueError, match="steps of 1"):
+        far.tokens[::2]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_places_are_copied(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    prefix = tmp_path_factory.mktemp("far") / "a"
+    pair = IndexedDataset(write(prefix), cache_path=prefix.parent)
+    flat = np.concatenate([np.array(d, np.int64) for d in DOCUMENTS])
+    place = st.tuples(st.integers(0, len(flat)), st.integers(0, 150))
+    places = [(a, min(n, len(flat) - a)) for a, n in data.draw(st.lists(place, max_size=12))]
+    begins, counts = (np.array([p[k] for p in places], np.int64) for k in (0, 1))
+    out = np.empty(int(counts.sum()), np.int64)
+    pair.copy(begins, counts, out)
+    assert out.tolist() == [token for a, n in places for token in flat[a : a + n].tolist()]
+    with pytest.raises(IndexError, match="outside"):
+        pair.copy(np.array([len(flat)]), np.array([1]), out)
+
+
+def test_every_byte_is_fetched_once_and_kept(tmp_path: Path) -> None:
+    url, size = write(tmp_path / "a"), (tmp_path / "a.bin").stat().st_size
+    for _ in range(2):
+        assert documents(IndexedDataset(url, cache_path=tmp_path / "c")) == DOCUMENTS
+    assert sorted(r[1:] for r in Flaky.reads if r[0].endswith(".bin")) == [
+        (a, min(a + 64, size)) for a in range(0, size, 64)
+    ]
+    assert (
+        sum(end - start for path, start, end in Flaky.reads if path.endswith(".idx"))
+        == (tmp_path / "a.idx").stat().st_size
+    )
+    IndexedDataset(url)
+    assert len(list((tmp_path / "default" / "remote").glob("a-*/copy.index"))) == 1  # $MEGALITE_CACHE
+
+
+def test_only_what_is_needed_is_fetched(tmp_path: Path) -> None:
+    data = IndexedDataset(write(tmp_path / "a"), cache_path=tmp_path / "c")
+    data.tokens[33:40]
+    assert [r[1:] for r in Flaky.reads if r[0].endswith(".bin")] == [(64, 128)]
+
+
+def test_blocks_of_one_batch_are_fetched_together(tmp_path: Path) -> None:
+    data = IndexedDataset(write(tmp_path / "a"), cache_path=tmp_path / "c")
+    Flaky.together = threading.Barrier(4)  # each read waits until four are under way
+    out = np.empty(4, np.int64)
+    data.copy(np.array([0, 40, 80, 120]), np.ones(4, np.int64), out)
+    assert out.tolist() == [data.tokens[k : k + 1][0] for k in (0, 40, 80, 120)]
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGE = {
+    "flipped bit": flip,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_copies_are_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    url, cache = write(tmp_path / "a"), tmp_path / "c"
+    documents(IndexedDataset(url, cache_path=cache))
+    (index,) = cache.glob("remote/*/copy.index")
+    index.write_bytes(index.read_bytes()[:-1] + b"\x7f")
+    for path in stored(cache)[::3]:
+        DAMAGE[name](path)
+    Flaky.reads = []
+    with caplog.at_level(logging.WARNING):
+        assert documents(IndexedDataset(url, cache_path=cache)) == DOCUMENTS
+    assert "copy.index: damaged copy; fetching it again" in caplog.text
+    assert caplog.text.count("damaged block; fetching it again") == len(stored(cache)[::3])
+    assert len([r for r in Flaky.reads if r[0].endswith(".bin")]) == len(stored(cache)[::3])
+
+
+def test_damaged_source_is_refused(tmp_path: Path) -> None:
+    url = write(tmp_path / "a")
+    flip(tmp_path / "a.idx")
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"flaky://.*a.idx: (lengths|pointers|document_indices)\["):
+            IndexedDataset(url, cache_path=tmp_path / "c")
+    write(tmp_path / "a")
+    os.truncate(tmp_path / "a.bin", 100)
+    with pytest.raises(DataError, match=r"flaky://.*a.bin: size is 100 bytes of uint16, but .*a.idx accounts for"):
+        IndexedDataset(url, cache_path=tmp_path / "c")
+
+
+@pytest.mark.parametrize("same_size", [True, False])
+def test_source_that_changes_is_refused_and_its_new_content_read_at_the_next_start(
+    tmp_path: Path, same_size: bool
+) -> None:
+    url, cache = write(tmp_path / "a"), tmp_path / "c"
+    data = IndexedDataset(url, cache_path=cache)
+    data.tokens[0:10]
+    other = [[token + 1 for token in document] for document in DOCUMENTS] + ([] if same_size else [[1, 2, 3]])
+    time.sleep(0.01)
+    write(tmp_path / "a", other)
+    with pytest.raises(
+        DataError, match=r"a.bin: changed while it was in use: \d+ bytes, mtime=.* now \d+ bytes, mtime="
+    ):
+        data.tokens[200:300]
+    assert data.tokens[0:10].tolist() == [t for d in DOCUMENTS for t in d][:10]  # what was fetched stays right
+    assert documents(IndexedDataset(url, cache_path=cache)) == other
+
+
+def test_transient_faults_are_retried(tmp_path: Path) -> None:
+    url = write(tmp_path / "a")
+    Flaky.faults = [ConnectionResetError("reset"), b"short", TimeoutError("slow"), RuntimeError("503")]
+    data = IndexedDataset(url, cache_path=tmp_path / "c")
+    Flaky.faults = [OSError(5, "I/O error"), b"", KeyError("their bug")]
+    assert documents(data) == DOCUMENTS and not Flaky.faults
+
+
+def test_lasting_faults_end_after_a_bounded_number_of_attempts(tmp_path: Path) -> None:
+    url = write(tmp_path / "a")
+    data = IndexedDataset(url, cache_path=tmp_path / "c")
+    Flaky.reads, Flaky.faults = [], [ConnectionResetError("reset by peer")] * 100
+    with pytest.raises(
+        DataError, match=r"a.bin: reading bytes 0..63 failed 6 times, at last with ConnectionResetError: rese"
+    ):
+        data.tokens[0:3]
+    assert len(Flaky.reads) == remote.ATTEMPTS
+    Flaky.reads, Flaky.faults = [], [PermissionError("403")] * 100
+    with pytest.raises(DataError, match="a.bin: reading bytes 0..63: PermissionError: 403"):
+        data.tokens[0:3]
+    assert len(Flaky.reads) == 1  # no use trying again
+    Flaky.faults = []
+    assert documents(data) == DOCUMENTS
+
+
+def test_what_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = write(tmp_path / "a")
+    with pytest.raises(DataError, match=r"none.idx: looking it up: FileNotFoundError.*without .bin or .idx"):
+        IndexedDataset(f"flaky://{tmp_path}/none", cache_path=tmp_path)
+    with pytest.raises(DataError, match=r"nosuch://b/a.idx: Protocol not known: nosuch"):
+        IndexedDataset("nosuch://b/a", cache_path=tmp_path)
+    (tmp_path / "d.idx").mkdir()
+    with pytest.raises(DataError, match="d.idx: is a directory"):
+        IndexedDataset(f"flaky://{tmp_path}/d", cache_path=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="give a directory for copies"):
+        IndexedDataset(url, cache_path=tmp_path / "file")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(DataError, match=r"s3://b/a.idx: Install s3fs"):
+        IndexedDataset("s3://b/a", cache_path=tmp_path)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(DataError, match="needs the package fsspec: pip install fsspec"):
+        IndexedDataset(url, cache_path=tmp_path)
+
+
+def test_cache_stays_within_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(blocks, "EVICT_EVERY", 1)
+    monkeypatch.setattr(remote, "GROUP", 2)
+    url, cache = write(tmp_path / "a"), tmp_path / "c"
+    limit = (tmp_path / "a.idx").stat().st_size + 5 * 68
+    data = IndexedDataset(url, cache_path=cache, cache_bytes=limit)
+    assert "most will be fetched anew, 6.4e-05 MB each" in caplog.text
+    names: set[str] = set()
+    for _ in range(2):
+        for i in range(len(data)):
+            assert data.document(i).tolist() == DOCUMENTS[i]
+            names |= {path.name for path in stored(cache)}
+            assert sum(size for _, size, _ in blocks.contents(cache / "remote")) <= limit
+    assert len(names) > 10 > len(stored(cache)) and len(list(cache.glob("remote/*/copy.index"))) == 1
+    others = IndexedDataset(write(tmp_path / "b"), cache_path=cache, cache_bytes=10**6)
+    assert documents(others) == DOCUMENTS and len(stored(cache)) > 10
+    assert data.document(40).tolist() == DOCUMENTS[40]
+    assert documents(others) == DOCUMENTS  # also when its blocks were removed meanwhile
+    IndexedDataset(url, cache_path=cache, cache_bytes=limit)  # a smaller limit holds for what lies there
+    assert sum(size for _, size, _ in blocks.contents(cache / "remote")) <= limit
+
+
+def test_blocks_opened_lately_are_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "pair"
+    directory.mkdir()
+    for k, age in enumerate((30, 10, 40, 20)):
+        path = directory / f"{k:08x}.block"
+        path.write_bytes(bytes(100))
+        os.utime(path, (0, time.time() - age))
+    (directory / "x.partial").write_bytes(b"")
+    (directory / "y.partial").write_bytes(b"")
+    os.utime(directory / "y.partial", (0, 0))
+    blocks.evict(tmp_path, 399)
+    assert [path.name[7] for path in sorted(directory.glob("*.block"))] == ["0", "1", "3"]
+    blocks.evict(tmp_path, 250)
+    assert [path.name[7] for path in sorted(directory.glob("*.block"))] == ["1", "3"]
+    assert [path.name for path in directory.glob("*.partial")] == ["x.partial"]
+
+
+def test_full_disk_is_told_once_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = IndexedDataset(write(tmp_path / "a"), cache_path=tmp_path / "c")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(blocks.os, "replace", full)
+    with caplog.at_level(logging.WARNING):
+        assert documents(data) == DOCUMENTS
+    assert caplog.text.count("No space left on device); they are fetched each time") == 1
+    assert not stored(tmp_path / "c") and not list(tmp_path.glob("c/remote/*/*.partial"))
+
+
+READER = """
+import sys, time
+import numpy as np
+from data import test_remote
+from megalite.data import blocks, remote
+from megalite.data.indexed import IndexedDataset
+
+blocks.BLOCK = remote.BLOCK = 64
+url, cache, journal = sys.argv[1:]
+original = test_remote.Flaky.cat_file
+def cat_file(self, path, start=None, end=None, **options):
+    time.sleep(0.02)
+    with open(journal, "a") as file:
+        file.write(f"{path[-4:]} {start}\\n")
+    return original(self, path, start=start, end=end)
+test_remote.Flaky.cat_file = cat_file
+data = IndexedDataset(url, cache_path=cache)
+order = np.random.default_rng(int.from_bytes(url.encode()[-1:])).permutation(len(data))
+begins, counts = data.spans(order)
+out = np.empty(int(counts.sum()), np.int64)
+data.copy(begins, counts, out)
+print(int((out * np.arange(out.size)).sum()))
+"""
+
+
+def test_processes_that_read_at_once_fetch_each_block_once(tmp_path: Path) -> None:
+    url, journal = write(tmp_path / "a"), tmp_path / "journal"
+    command = [sys.executable, "-c", READER, url, str(tmp_path / "c"), str(journal)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    sums = [process.communicate(timeout=60)[0] for process in running]
+    assert all(process.returncode == 0 for process in running) and len(set(sums)) == 1
+    lines = journal.read_text().splitlines()
+    sizes = {suffix: (tmp_path / f"a{suffix}").stat().st_size for suffix in (".bin", ".idx")}
+    assert sorted(lines) == sorted(f"{suffix} {start}" for suffix in sizes for start in range(0, sizes[suffix], 64))
+    data = IndexedDataset(tmp_path / "a")
+    begins, counts = data.spans(np.random.default_rng(ord("a")).permutation(len(data)))
+    out = np.empty(int(counts.sum()), np.int64)
+    data.copy(begins, counts, out)
+    assert int(sums[0]) == int((out * np.arange(out.size)).sum())
+
+
+def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=6000)
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_many(np.arange(5000), np.full(50, 100))
+        writer.finish(make_info(tokenizer, 50, 5000, []))
+    url, cache = f"flaky://{tmp_path}/a", tmp_path / "c"
+    train = build_blend([url], 30, 1, "train", data_cache_path=cache, tokenizer=tokenizer)
+    near = build_blend([str(tmp_path / "a")], 30, 1, "train")
+    assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
+    assert stored(cache) and read_info(url) == read_info(tmp_path / "a")
+    with pytest.raises(DataError, match="made with a vocabulary of 6001"):
+        small = build_tokenizer("NullTokenizer", vocab_size=50)
+        build_blend([url], 30, 1, "train", data_cache_path=cache, tokenizer=small)
+    (tmp_path / "a.json").unlink()
+    assert read_info(url) is None
+    (tmp_path / "a.json").write_bytes(b"")
+    with pytest.raises(DataError, match="a.json: damaged"):
+        read_info(url)
+
+
+def test_fsspec_is_imported_for_urls_only(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    code = (
+        f"import sys; from megalite.data.datasets import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
+    )
+    code += "print([m for m in sys.modules if m.startswith('fsspec') or m == 'megalite.data.remote'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert result.stdout == "[]\n", result.stderr

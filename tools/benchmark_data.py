@@ -1,0 +1,241 @@
+#!/usr/bin/env python
+"""What data costs, each figure beside its goal: building the order of an epoch, opening a pair, reading batches.
+
+python tools/benchmark_data.py                     all parts, small, under 30 s
+python tools/benchmark_data.py --full              the sizes of the goals: 1.2 GB of disk, 1.5 GB of memory
+python tools/benchmark_data.py index --documents 200e6
+
+Every measurement runs in a process of its own, so that peaks of memory do not add up. Times are the best of several,
+because anything else that runs makes them longer and never shorter; of reading batches, where every call reads other
+samples, the median. Files are made in --directory (default: the temporary directory) and removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.data import indexed  # noqa: E402
+from megalite.data.batches import Batches  # noqa: E402
+from megalite.data.datasets import GptDataset  # noqa: E402
+from megalite.data.indexed import IndexedDataset, IndexedWriter  # noqa: E402
+from megalite.data.permutation import permutation  # noqa: E402
+
+MEAN = 760  # tokens per document: 38 G tokens in 50 M documents
+SEQ_LENGTH = 2048
+VOCABULARY = 50_000
+
+
+def some_lengths(n: int) -> NDArray[np.int32]:
+    """Exponentially distributed, mean MEAN; made in chunks, so that making them is not the peak of memory."""
+    out, rng = np.empty(n, np.int32), np.random.default_rng(0)
+    for a in range(0, n, 1 << 16):
+        part = out[a : a + (1 << 16)]
+        part[:] = np.minimum(rng.exponential(MEAN, len(part)), 200_000)
+    return out
+
+
+def write_hollow(prefix: str, n: int) -> None:
+    """A pair of n documents whose .bin is a hole: no tokens are needed to plan an epoch."""
+    lengths = some_lengths(n)
+    pointers = np.zeros(n, np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+    pointers *= 2
+    with open(prefix + ".idx", "wb") as file:
+        file.write(indexed.MAGIC + indexed.HEADER.pack(indexed.VERSION, indexed.CODES[np.dtype(np.uint16)], n, n + 1))
+        lengths.tofile(file)
+        pointers.tofile(file)
+        np.arange(n + 1, dtype=np.int64).tofile(file)
+    with open(prefix + ".bin", "wb") as file:
+        file.truncate(int(pointers[-1]) + 2 * int(lengths[-1]))
+
+
+def write_random(prefix: str, documents: int) -> None:
+    rng = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for _ in range(0, documents, 10_000):
+            lengths = some_lengths(10_000)
+            writer.add_many(rng.integers(0, VOCABULARY, int(lengths.sum()), np.uint16), lengths)
+        writer.finish()
+
+
+def peak_bytes() -> int:
+    """Most that was resident; getrusage would count what the parent had when this process was made."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def best(repeats: int, call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+# --- each of these runs in a fresh process -------------------------------------------------------------------------
+
+
+def plan_epoch(prefix: str) -> dict[str, float]:
+    """From nothing to the first place of a training sample: open, read lengths, shuffle, prefix sums."""
+    before, begin = peak_bytes(), time.perf_counter()
+    data = IndexedDataset(prefix)
+    dataset = GptDataset(data, range(len(data)), SEQ_LENGTH, 1)
+    dataset.where(0, 0)
+    return {"seconds": time.perf_counter() - begin, "bytes": peak_bytes() - before, "tokens": dataset.num_tokens}
+
+
+def shuffle(n: int) -> dict[str, float]:
+    """The shuffle alone, and numpy's of a table of the same size, which is what Megatron-LM's builder does."""
+
+    def computed() -> None:
+        for _ in permutation(n, 1):
+            pass
+
+    table = np.arange(n, dtype=np.int32)
+    return {"computed": best(2, computed), "numpy": best(1, lambda: np.random.RandomState(1).shuffle(table))}
+
+
+def open_pair(prefix: str) -> dict[str, float]:
+    before, begin = peak_bytes(), time.perf_counter()
+    IndexedDataset(prefix)
+    first, grown = time.perf_counter() - begin, peak_bytes() - before
+    whole = best(9, lambda: IndexedDataset(prefix))
+    indexed.FULL_CHECK = 0
+    return {"first": first, "bytes": grown, "whole": whole, "places": best(9, lambda: IndexedDataset(prefix))}
+
+
+def read_batches(prefix: str, kind: str, size: int) -> float:
+    """Tokens per second, the files being in memory; every call asks for other samples."""
+    data = IndexedDataset(prefix, mmap_bin_files=kind != "read")
+    dataset = GptDataset(data, range(len(data)), SEQ_LENGTH, 1)
+    batches = Batches(dataset, SEQ_LENGTH, size, 0, 1, 1 << 16)
+    for a in range(0, data.num_tokens, 1 << 20):  # from disk into memory
+        data.tokens[a : a + (1 << 20)].max(initial=0)
+    times = []
+    for at in range(0, max(20 * size, 4096), size):
+        begin = time.perf_counter()
+        if kind == "batches":
+            batches.at(at, size)
+        else:
+            dataset.samples(np.arange(at, at + size))
+        times.append(time.perf_counter() - begin)
+    return size * SEQ_LENGTH / statistics.median(times)
+
+
+# --- the parts -----------------------------------------------------------------------------------------------------
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def row(what: str, measured: str, goal: str = "", holds: bool | None = None) -> None:
+    verdict = "" if holds is None else "ok" if holds else "MISSED"
+    print(f"{what:<66} {measured:>22}   {goal:<22} {verdict}", flush=True)
+
+
+def index_part(directory: Path, full: bool, documents: int | None) -> None:
+    sizes = [documents // 10, documents] if documents else [10**6, 10**7, 5 * 10**7] if full else [10**6, 4 * 10**6]
+    points = []
+    for n in sizes:
+        prefix = str(directory / f"hollow-{n}")
+        write_hollow(prefix, n)
+        plans = [alone(plan_epoch, prefix) for _ in range(3)]
+        plan = min(plans, key=lambda plan: plan["seconds"])
+        points.append((n, plan["seconds"], plan["bytes"]))
+        goal, holds = "", None
+        if n == 5 * 10**7:
+            goal, holds = "10 s, 2.5 GB", plan["seconds"] <= 10 and plan["bytes"] <= 2.5e9
+        row(
+            f"order of an epoch, {n / 1e6:g} M documents, {plan['tokens'] / 1e9:.3g} G tokens",
+            f"{plan['seconds']:.2f} s, {plan['bytes'] / 1e9:.3g} GB", goal, holds,
+        )  # fmt: skip
+        row(
+            "  the same, documents/s",
+            f"{n / plan['seconds'] / 1e6:.1f} M/s",
+            "12 M/s (24 and 24)",
+            n / plan["seconds"] >= 12e6,
+        )
+        for suffix in (".bin", ".idx"):
+            Path(prefix + suffix).unlink()
+    each = (points[-1][2] - points[-2][2]) / (points[-1][0] - points[-2][0])
+    planned = points[-1][2] + each * (10**9 - points[-1][0])
+    row(f"growth {each:.1f} bytes a document: 1 G documents", f"{planned / 1e9:.1f} GB", "20 GB", planned <= 20e9)
+    times = alone(shuffle, sizes[-1])
+    rate, other = sizes[-1] / times["computed"], sizes[-1] / times["numpy"]
+    row(
+        f"shuffle alone, {sizes[-1] / 1e6:g} M documents",
+        f"{rate / 1e6:.1f} M/s",
+        f"numpy's {other / 1e6:.1f} M/s",
+        rate >= other,
+    )
+
+
+def open_part(directory: Path, full: bool, documents: int | None) -> None:
+    last = documents or (10**7 if full else 2 * 10**6)
+    for n in (last // 10, last):
+        prefix = str(directory / f"open-{n}")
+        write_hollow(prefix, n)
+        got = alone(open_pair, prefix)
+        whole, places = got["whole"] * 1e3, got["places"] * 1e3
+        row(
+            f"open a pair of {n / 1e6:g} M documents, all of it checked", f"{whole:.1f} ms", "50 ms (10 M)", whole <= 50
+        )
+        row("  the first time in a process", f"{got['first'] * 1e3:.1f} ms, {got['bytes'] / 1e6:.1f} MB")
+        row(f"  as above {indexed.FULL_CHECK >> 20} Mi entries: ends and places", f"{places:.2f} ms")
+        for suffix in (".bin", ".idx"):
+            Path(prefix + suffix).unlink()
+
+
+def batches_part(directory: Path, full: bool, documents: int | None) -> None:
+    n = documents or (660_000 if full else 60_000)
+    prefix = str(directory / "random")
+    write_random(prefix, n)
+    print(f"random batches, warm, sequence length {SEQ_LENGTH}, {Path(prefix + '.bin').stat().st_size / 1e9:.2f} GB:")
+    for kind in ("samples", "batches", "read"):
+        name = {
+            "samples": "GptDataset.samples",
+            "batches": "Batches.at",
+            "read": "GptDataset.samples, .bin read, not mapped",
+        }
+        for size in (8, 64, 512):
+            rate = alone(read_batches, prefix, kind, size)
+            goal = ("65 M tokens/s", rate >= 65e6) if kind != "read" else ("", None)
+            row(f"  {name[kind]}, {size} at a time", f"{rate / 1e6:.0f} M tokens/s", *goal)
+
+
+PARTS = {"index": index_part, "open": open_part, "batches": batches_part}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
+    parser.add_argument("--full", action="store_true", help="the sizes of the goals")
+    parser.add_argument("--documents", type=float, help="another number of documents, for the parts named")
+    parser.add_argument("--directory", help="where files are made")
+    options = parser.parse_args()
+    if options.documents is not None and not 1000 <= options.documents <= 2e9:
+        parser.error(f"--documents={options.documents:g} is not in 1000..2e9")
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="benchmark_data-") as directory:
+        for name in options.parts or PARTS:
+            PARTS[name](Path(directory), options.full, int(options.documents) if options.documents else None)
+
+
+if __name__ == "__main__":
+    main()
