@@ -191,6 +191,22 @@ class DataConfig:
     eod_mask_loss: bool = opt(False, "no loss after an end-of-document token")
     reset_position_ids: bool = opt(False, "count positions from the begin of each document")
     reset_attention_mask: bool = opt(False, "attend within the document only (variable-length attention)")
+    document_packing: str = opt(
+        "concatenate",
+        "documents end to end, or as few as possible cut (best-fit packing; what is left of a sample is padding)",
+        choices=("concatenate", "best-fit"),
+    )
+    fim_data: bool = opt(False, "fill-in-the-middle: rearrange documents of the training data")
+    fim_rate: float = opt(0.5, "share of documents that are rearranged")
+    fim_spm_rate: float = opt(0.5, "share of these as suffix, prefix, middle; the others as prefix, suffix, middle")
+    fim_split_sample: str | None = opt(None, "token that parts a document into fragments, each cut by itself")
+    fim_fragment_rate: float | None = opt(None, "share of fragments that are rearranged")
+    fim_no_prefix: str | None = opt(None, "text: what begins with it stays as it is")
+    fim_prefix_token: str = opt("<fim_prefix>", "special token of the tokenizer")
+    fim_middle_token: str = opt("<fim_middle>", "special token of the tokenizer")
+    fim_suffix_token: str = opt("<fim_suffix>", "special token of the tokenizer")
+    fim_pad_token: str = opt("<fim_pad>", "special token of the tokenizer, for samples that became shorter")
+    fim_cut_tokens: bool = opt(False, "cut documents between tokens instead of characters: faster, a little worse")
     tokenizer_type: str | None = opt(
         None,
         "kind of tokenizer",
@@ -565,7 +581,16 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
         say("multiple_validation_sets needs --valid-data-path")
     if d.validation_set_names and not d.multiple_validation_sets:
         say(f"validation_set_names={' '.join(d.validation_set_names)} has no effect; add --multiple-validation-sets")
-    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+    if d.fim_data and d.document_packing != "concatenate":
+        say("fim_data and document_packing=best-fit exclude each other; leave one out")
+    if d.fim_data and d.mock_data:
+        say("fim_data has no effect on mock_data; give --data-path")
+    if d.document_packing != "concatenate" and d.mock_data:
+        say("document_packing=best-fit has no effect on mock_data; give --data-path")
+    for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+        if (getattr(d, name) or 0) > 1:
+            say(f"{name}={getattr(d, name)} is no share; use at most 1")
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):
         if getattr(d, name) and d.tokenizer_type is None:
             say(f"{name} needs a tokenizer that knows the end of a document; give --tokenizer-type")
     if d.tokenizer_type is None and d.vocab_size is None:

@@ -75,7 +75,9 @@ def train(
     max_bytes: int,
     max_sentences: int | None,
     threads: int,
+    special: Sequence[str] = (),
 ) -> None:
+    """`special` tokens have ids and are never made from text."""
     import sentencepiece
 
     files = expand(patterns)
@@ -96,6 +98,7 @@ def train(
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],
+            control_symbols=list(special),
             character_coverage=0.9999,
             max_sentence_length=2 * PIECE_BYTES,
             num_threads=threads,
@@ -103,7 +106,9 @@ def train(
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().rstrip(".")
-        raise DataError(f"vocab_size={vocab_size}: {reason}; give more text or a smaller vocabulary") from error
+        raise DataError(
+            f"vocab_size={vocab_size}: {reason}; give more text, or a vocabulary that fits what this says"
+        ) from error
     for suffix in (".vocab", ".model"):
         os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
 
@@ -116,15 +121,17 @@ def train_hugging_face(
     max_bytes: int,
     max_sentences: int | None,
     _: int,
+    special: Sequence[str] = (),
 ) -> None:
     """As `train`, a byte-level BPE of the library tokenizers; no normalisation, so every text comes back exactly."""
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < len(alphabet) + 1:
+    fewest = len(alphabet) + 1 + len(special)
+    if vocab_size < fewest:
         raise DataError(
-            f"vocab_size={vocab_size} has no room for 256 bytes and {END}; give {len(alphabet) + 1} or more"
+            f"vocab_size={vocab_size} has no room for 256 bytes and {' '.join([END, *special])}; give {fewest} or more"
         )
     files = expand(patterns)
     total = sum(os.path.getsize(name) for name in files)
@@ -137,7 +144,7 @@ def train_hugging_face(
     )
     model.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=[END, *special], initial_alphabet=alphabet, show_progress=False
     )
     model.train_from_iterator(sample_pieces(read_pieces(files, keys), total, max_bytes, max_sentences), trainer)
     if model.get_vocab_size() < vocab_size:
@@ -167,6 +174,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokenizer-type", choices=sorted(TRAINERS), default="SentencePieceTokenizer")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
+    parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="e.g. <fim_prefix> <fim_pad>")
     parser.add_argument("--max-bytes", type=int, default=10_000_000, help="text used for training; default 10 MB")
     parser.add_argument("--max-sentences", type=int, help="pieces of text used for training; default: no limit")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads; default: one per core")
@@ -185,6 +193,7 @@ def main(argv: list[str]) -> int:
             args.max_bytes,
             args.max_sentences,
             args.workers,
+            args.special_tokens,
         )
     except OSError as error:
         print(f"train_tokenizer.py: {args.model_prefix}: {error.strerror}", file=sys.stderr)

@@ -68,6 +68,7 @@ class Batches:
     eod            ends a document; needed by the next two unless the samples are packed
     eod_mask_loss  the label after an eod does not count: what follows is an unrelated text
     documents      say where each token's document begins (MicroBatch.first)
+    ignored_label  an id that only fills samples: it does not count as a label
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Batches:
         eod: int | None = None,
         eod_mask_loss: bool = False,
         documents: bool = False,
+        ignored_label: int | None = None,
     ):
         if dataset.seq_length != seq_length:
             raise ValueError(f"seq_length={seq_length} is not the dataset's {dataset.seq_length}")
@@ -89,6 +91,7 @@ class Batches:
         self.dataset, self.vocab_size = dataset, vocab_size
         self._micro, self._rank, self._dp = micro_batch_size, dp_rank, dp_size
         self._eod, self._mask, self._documents = eod, eod_mask_loss, documents
+        self._ignored = ignored_label
 
     def at(self, consumed: int, global_batch_size: int) -> list[MicroBatch]:
         """The micro-batches of the step that has `consumed` samples before it."""
@@ -104,6 +107,8 @@ class Batches:
         tokens = self.dataset.samples(ids)
         self._check(ids, tokens)
         mask, first = self._borders(tokens, self.dataset.layout(ids))
+        if self._ignored is not None and (filled := tokens[:, 1:] == self._ignored).any():
+            mask = np.where(filled, np.float32(0), np.float32(1) if mask is None else mask)
 
         def cut(rows: NDArray[np.generic] | None, m: int) -> NDArray[np.generic] | None:
             return None if rows is None else rows[m * self._micro : (m + 1) * self._micro]

@@ -97,6 +97,9 @@ class FastTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self.reference.decode(ids)
 
+    def token_id(self, token: str) -> int | None:
+        return self.reference.token_id(token)
+
 
 def surround(
     ids: NDArray[Any], lengths: NDArray[Any], prefix: Sequence[int], suffix: Sequence[int]

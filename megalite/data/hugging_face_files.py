@@ -28,6 +28,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._model.encode_batch_fast(list(texts))]
 
+    def token_id(self, token: str) -> int | None:
+        return self._model.token_to_id(token)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 

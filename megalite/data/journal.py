@@ -26,6 +26,7 @@ class Progress:
     documents: list[int] = field(default_factory=list)  # per key
     tokens: list[int] = field(default_factory=list)
     empty: list[int] = field(default_factory=list)
+    text_bytes: list[int] = field(default_factory=list)  # UTF-8
     records: int = 0  # good and bad
     bad: dict[str, int] = field(default_factory=dict)  # by reason
     rejects_bytes: int = 0

@@ -95,6 +95,9 @@ class TikTokenizer(Tokenizer):
         lengths = np.fromiter(map(len, documents), np.int64, len(documents))
         return np.concatenate(documents) if documents else np.empty(0, np.uint32), lengths
 
+    def token_id(self, token: str) -> int | None:
+        return self._special.get(token)
+
     def decode(self, ids: Sequence[int]) -> str:
         try:
             return self._model.decode([int(i) for i in ids])

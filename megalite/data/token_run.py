@@ -72,6 +72,7 @@ class Run:
         p = self.progress
         return make_info(self.model, p.documents[k], p.tokens[k], self._names()) | {
             "append_eod": self.job.append_eod,
+            "bytes": p.text_bytes[k],
             "source_bytes": self._source_bytes(),
             "records": p.records,
             "empty": p.empty[k],
@@ -103,7 +104,9 @@ class Run:
         n, dtype = len(self.prefixes), token_dtype(self.model.vocab_size)
         self._journal = Journal(self.journal_path, self._header(), resume, overwrite)
         self.resumed = self._journal.last is not None
-        self.progress = p = self._journal.last or Progress(documents=[0] * n, tokens=[0] * n, empty=[0] * n)
+        self.progress = p = self._journal.last or Progress(
+            documents=[0] * n, tokens=[0] * n, empty=[0] * n, text_bytes=[0] * n
+        )
         try:
             for k, prefix in enumerate(self.prefixes):
                 # `finish` of a pair removes the lengths last, and the rejects follow when all pairs are done
@@ -192,6 +195,7 @@ class Run:
                 writer.add_many(result.tokens[k], result.lengths[k])
                 p.documents[k], p.tokens[k] = writer.num_documents, writer.num_tokens
             p.empty[k] += result.empty[k]
+            p.text_bytes[k] += result.text_bytes[k]
         p.records += result.records
         p.input_bytes += result.size
         p.position = block.next

@@ -66,6 +66,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a (special) token by its name; None where there is no such token."""
+        return None
+
     def load_gigatoken(self) -> Any:
         """The same model as the package gigatoken reads it; None where it cannot. May raise what the package does."""
         return None
@@ -139,6 +143,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
+
+    def token_id(self, token: str) -> int | None:
+        found = int(self._model.piece_to_id(token))
+        return found if self._model.id_to_piece(found) == token else None
 
     def load_gigatoken(self) -> Any:
         import gigatoken

@@ -52,6 +52,7 @@ class Result:
     tokens: list[NDArray[Any]] = field(default_factory=list)
     lengths: list[NDArray[np.int32]] = field(default_factory=list)
     empty: list[int] = field(default_factory=list)  # per key
+    text_bytes: list[int] = field(default_factory=list)  # of the texts tokenized, UTF-8, per key
     records: int = 0  # good and bad
     bad: dict[str, int] = field(default_factory=dict)  # by reason
     samples: list[tuple[int, str, str, str]] = field(default_factory=list)  # line, reason, detail, begin of the line
@@ -76,6 +77,7 @@ def tokenize_block(kind: int, line: int, payload: bytes, job: Job, tokenizer: To
         result.tokens.append(flat)
         result.lengths.append(lengths)
         result.empty.append(len(column) - len(lengths))
+        result.text_bytes.append(sum(len(text.encode("utf-8")) for text in column))
     return result
 
 
@@ -110,7 +112,7 @@ def _pack(result: Result) -> bytes:
     head = {
         "dtype": result.tokens[0].dtype.str,
         "sizes": [[len(n), len(tokens)] for n, tokens in zip(result.lengths, result.tokens, strict=True)],
-        "rest": [result.empty, result.records, result.bad, result.samples, result.size],
+        "rest": [result.empty, result.text_bytes, result.records, result.bad, result.samples, result.size],
     }
     parts = [array.tobytes() for pair in zip(result.lengths, result.tokens, strict=True) for array in pair]
     return b"".join([json.dumps(head).encode(), b"\n", *parts])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megalite.config import DataConfig
 from megalite.data.datasets import Blend, build_blend, parse_data_path
+from megalite.data.fim import Fim, FimDataset
 from megalite.data.indexed import DataError
 from megalite.data.ledger import Ledger
 from megalite.data.mock import MockDataset
@@ -33,7 +34,7 @@ class NamedSet:
 
 @dataclass(frozen=True)
 class Sources:
-    """`vocab_size` is the true one; `eod` the end-of-document id. `ledger` is `train`, unless that is generated."""
+    """`vocab_size` is the true one; `eod` the end-of-document id. `ledger`: of what `train` reads; None: generated."""
 
     vocab_size: int
     eod: int | None
@@ -43,6 +44,7 @@ class Sources:
     valid: list[NamedSet] = field(default_factory=list)
     test: list[NamedSet] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # worth telling
+    ignored_label: int | None = None  # fills samples of `train`
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer | None:
@@ -71,12 +73,18 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
         return Sources(vocab_size, eod, train, tokenizer, None, sets[0], sets[1])
 
     def blend(paths: Paths, split: str, part: tuple[float, float]) -> Blend:
-        return build_blend(paths, seq_length, seed, split, part, data.data_cache_path, tokenizer)
+        packed = data.document_packing == "best-fit"
+        return build_blend(paths, seq_length, seed, split, part, data.data_cache_path, tokenizer, packed)
 
     lists, parts = read_paths(data)
     if lists["train"] is None or parts["train"] is None:
         raise DataError(f"split={data.split!r} leaves nothing to train on; give the first part a weight")
-    train = Ledger(blend(lists["train"], "train", parts["train"]), seed)
+    train: Dataset
+    ledger = Ledger(blend(lists["train"], "train", parts["train"]), seed)
+    train, ignored = ledger, None
+    if data.fim_data and tokenizer is not None:
+        fim = _fim(data, tokenizer)
+        train, ignored = FimDataset(ledger, fim, seed, tokenizer), fim.pad
     found: dict[str, list[NamedSet]] = {"valid": [], "test": []}
     notes = []
     for split, named in found.items():
@@ -93,7 +101,32 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
                 continue
             prefixes, weights = parse_data_path(some)
             named.append(NamedSet(name, dataset, bytes_per_token(prefixes, weights)))
-    return Sources(vocab_size, eod, train, tokenizer, train, found["valid"], found["test"], notes)
+    return Sources(vocab_size, eod, train, tokenizer, ledger, found["valid"], found["test"], notes, ignored)
+
+
+def _fim(data: DataConfig, tokenizer: Tokenizer) -> Fim:
+    def id_of(name: str) -> int:
+        found = tokenizer.token_id(getattr(data, name))
+        if found is None:
+            raise DataError(
+                f"{name}={getattr(data, name)!r} is no token of {tokenizer.name}; name one that it has, or train a "
+                "tokenizer with it"
+            )
+        return found
+
+    return Fim(
+        rate=data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+        prefix=id_of("fim_prefix_token"),
+        middle=id_of("fim_middle_token"),
+        suffix=id_of("fim_suffix_token"),
+        pad=id_of("fim_pad_token"),
+        eod=tokenizer.eod,
+        split=None if data.fim_split_sample is None else id_of("fim_split_sample"),
+        fragment_rate=data.fim_fragment_rate,
+        no_prefix=data.fim_no_prefix,
+        characters=not data.fim_cut_tokens,
+    )
 
 
 def _vocab_size(data: DataConfig, tokenizer: Tokenizer | None) -> int:

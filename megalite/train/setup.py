@@ -215,7 +215,7 @@ def build_run(
     d = config.data
     reads = mesh.pp.is_first or mesh.pp.is_last or d.reset_position_ids or d.reset_attention_mask
 
-    def batches(dataset: Dataset) -> Batches:
+    def batches(dataset: Dataset, ignored_label: int | None) -> Batches:
         return Batches(
             dataset if reads else Unread(m.seq_length),
             m.seq_length,
@@ -226,16 +226,19 @@ def build_run(
             eod=sources.eod,
             eod_mask_loss=d.eod_mask_loss,
             documents=d.reset_position_ids or d.reset_attention_mask,
+            ignored_label=ignored_label,
         )
 
-    def loader(dataset: Dataset, size_at: Callable[[int], int]) -> Prefetcher[HostBatch]:
+    def loader(
+        dataset: Dataset, size_at: Callable[[int], int], ignored_label: int | None = None
+    ) -> Prefetcher[HostBatch]:
         prepare = functools.partial(
             host_batch,
             pin=device.type == "cuda",
             positions=d.reset_position_ids,
             documents=d.reset_attention_mask,
         )
-        return Prefetcher(batches(dataset), prepare, size_at)
+        return Prefetcher(batches(dataset, ignored_label), prepare, size_at)
 
     def evaluation(sets: list[NamedSet]) -> list[EvaluationSet]:
         end = t.eval_iters * sizes.final
@@ -257,7 +260,7 @@ def build_run(
         loss_scaler=loss_scaler(config),
         batch_sizes=sizes,
         last_step=length.steps,
-        data=loader(sources.train, sizes.at),
+        data=loader(sources.train, sizes.at, sources.ignored_label),
         valid=evaluation(sources.valid),
         test=evaluation(sources.test),
         ledger=sources.ledger,

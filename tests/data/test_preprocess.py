@@ -59,6 +59,7 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
         "empty": 1,
         "bad": {},
         "append_eod": True,
+        "bytes": 8,
         "source_bytes": 74,
         "sources": ["b.jsonl", "a.txt"],
         "tokenizer": {

@@ -104,6 +104,59 @@ def test_bad_sets_are_refused(files: tuple[str, str], tmp_path: Path, name: str)
     assert done.returncode == 3 and text in done.stderr and "Traceback" not in done.stderr
 
 
+def loss_rows(folder: Path) -> list[float]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in found if "train/loss" in row]
+
+
+PACKED = ["--document-packing", "best-fit", "--reset-attention-mask", "--reset-position-ids"]
+
+
+def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], tmp_path: Path) -> None:
+    a, b = files
+    flags = [*FLAGS, *PACKED, "--data-path", a, b, "--split", "1,0,0", "--train-iters", "6", "--save-interval", "50"]
+    flags += ["--seq-length", "64", "--max-position-embeddings", "64"]
+    one = run("pretrain_gpt.py", *flags, "--save", tmp_path / "one")
+    assert one.returncode == 0, one.stderr
+    assert "packed into" in one.stdout and "documents cut" in one.stdout
+    four = [*flags, "--save", tmp_path / "four", "--load", tmp_path / "four"]
+    half = run("pretrain_gpt.py", *four, *TP2_PP2, "--exit-interval", "3")
+    assert half.returncode == 75, half.stderr
+    rest = run("pretrain_gpt.py", *four, "--nproc", "2")
+    assert rest.returncode == 0, rest.stderr
+    assert loss_rows(tmp_path / "four") == pytest.approx(loss_rows(tmp_path / "one"), rel=1e-4)
+    rows = [run("tools/ledger.py", tmp_path / name).stdout.splitlines()[2:4] for name in ("one", "four")]
+    assert rows[0] == rows[1] and len(rows[0]) == 2
+    switched = run("pretrain_gpt.py", *[f for f in four if f not in PACKED], "--train-iters", "8")
+    assert switched.returncode == 3 and "packing of documents was switched" in switched.stderr
+
+
+def test_fill_in_the_middle(tmp_path: Path) -> None:
+    special = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
+    text = "\n".join(f"def f{i}(x):\n    return x + {i} * {i * i}" for i in range(400))
+    (tmp_path / "t.txt").write_text(text)
+    (tmp_path / "t.jsonl").write_text(
+        "".join(json.dumps({"text": text[i : i + 300]}) + "\n" for i in range(0, 9000, 50))
+    )
+    made = ["--input", tmp_path / "t.txt", "--model-prefix", tmp_path / "spm", "--vocab-size", "300"]
+    done = run("tools/train_tokenizer.py", *made, "--special-tokens", *special)
+    assert done.returncode == 0, done.stderr
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tmp_path / "spm.model"]
+    made = ["--input", tmp_path / "t.jsonl", "--output-prefix", tmp_path / "d", "--append-eod", "--workers", "1"]
+    assert run("tools/preprocess_data.py", *made, *tokenizer).returncode == 0
+    plain = [f for f in SMALL if f not in ("--mock-data", "--vocab-size", "93")]
+    flags = [*plain, *tokenizer, "--data-path", tmp_path / "d_text_document", "--split", "9,1,0", "--train-iters", "3"]
+    losses = {}
+    for name, more in {"plain": [], "fim": ["--fim-data", "--fim-rate", "1"], "tp": ["--fim-data", *TP2_PP2]}.items():
+        more = [*more, "--fim-rate", "1"] if name == "tp" else more
+        got = run("pretrain_gpt.py", *flags, *more, "--run-dir", tmp_path / name)
+        assert got.returncode == 0, got.stderr
+        losses[name] = loss_rows(tmp_path / name)
+    assert losses["tp"] == pytest.approx(losses["fim"], rel=1e-4) and losses["fim"] != losses["plain"]
+    wrong = run("pretrain_gpt.py", *flags, "--fim-data", "--fim-pad-token", "<nope>", "--run-dir", tmp_path / "w")
+    assert wrong.returncode == 3 and "fim_pad_token='<nope>' is no token" in wrong.stderr
+
+
 def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path) -> None:
     missing = run("tools/ledger.py", tmp_path)
     assert missing.returncode == 3 and "no checkpoint" in missing.stderr
