@@ -5,7 +5,7 @@
 
 When all hold, every sequence lies inside the .bin file, by induction over i. The columns are read, not mapped: into
 buffers that stay in the cache, so memory does not grow with the file (a map would count 20 bytes per document as
-resident). 1.9 ns per document warm, a tenth of what shuffling them costs.
+resident). 2 ns per document warm, where building the order of an epoch costs 30.
 """
 
 from __future__ import annotations

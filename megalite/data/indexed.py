@@ -33,7 +33,7 @@ HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document entr
 VERSION = 1
 DTYPES: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
-FULL_CHECK = 1 << 24  # index entries: 30 ms warm, 0.3 GB to read when cold; 10 M documents take 19 ms
+FULL_CHECK = 1 << 24  # index entries; 2 ns each warm (10 M documents: 19 ms), 20 bytes each to read when cold
 
 
 class DataError(ValueError):

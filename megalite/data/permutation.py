@@ -66,7 +66,7 @@ def permute(index: NDArray[Any], n: int, key: int) -> NDArray[np.int64]:
 def permutation(n: int, key: int) -> Iterator[NDArray[np.int64]]:
     """permute(0), permute(1), ... permute(n - 1) in parts of some ten thousand, each valid until the next is asked for.
 
-    Asked for in order, index after index costs 13 ns instead of 50 to 90: there are only a and b different arguments
+    Asked for in order, an index costs 15 ns instead of 38 (10 M of them): there are only a and b different arguments
     of a round's hash, so each round is a table of sqrt(n) numbers, which stays in the cache, and no division is needed.
     """
     if n < 1:

@@ -285,6 +285,33 @@ def test_damage_that_opening_does_not_see_is_found_on_use(tmp_path: Path, monkey
         IndexedDataset(prefix).verify()
 
 
+def test_runs_of_entries_that_agree_among_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sequence ends where the next begins, and yet they lie elsewhere."""
+    n = 20_000
+    prefix = write(tmp_path / "a", [[1, 2]] * n)
+    good = (tmp_path / "a.idx").read_bytes()
+    monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 10_000)
+
+    def shifted(start: int, first: int, last: int, by: int) -> IndexedDataset:
+        raw = bytearray(good)
+        column = np.frombuffer(raw, "<i8", last - first, start + 8 * first)
+        column += by
+        (tmp_path / "a.idx").write_bytes(raw)
+        return IndexedDataset(prefix)
+
+    pointers, ends = 34 + 4 * n, 34 + 12 * n
+    for by in (1 << 40, -(1 << 40)):
+        with pytest.raises(DataError, match=r"a.idx: pointers\[\d+\] is -?\d+, outside the 80000 bytes"):
+            shifted(pointers, 5000, 15_000, by)
+        with pytest.raises(DataError, match=r"a.idx: document_indices\[\d+\] is -?\d+, outside 0..20000"):
+            shifted(ends, 5000, 15_000, by)
+        between = shifted(pointers, 5040, 5080, by)  # no place that opening looks at
+        with pytest.raises(DataError, match=r"a.idx: pointers\[5050\] is -?\d+, not the place of 2 tokens of uint16"):
+            between.spans(np.array([5050]))
+    with pytest.raises(DataError, match=r"a.idx: pointers\[9000\] is 36001, not the place"):
+        shifted(pointers, 5000, 15_000, 1).spans(np.array([9000]))
+
+
 def test_lengths_are_read_and_a_pair_replaced_meanwhile_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

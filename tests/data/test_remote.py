@@ -37,6 +37,16 @@ class Flaky(LocalFileSystem):
     reads: list[tuple[str, int, int]] = []
     faults: list[Exception | bytes] = []  # what the next reads give instead
     together: threading.Barrier | None = None
+    looked: dict[str, dict[str, Any]] = {}  # as object stores do, it remembers what it saw until it is told to forget
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        if path not in Flaky.looked:
+            Flaky.looked[path] = super().info(path, **options)
+        return Flaky.looked[path]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        Flaky.looked.pop(self._strip_protocol(path or ""), None)
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -66,7 +76,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
     monkeypatch.setenv("MEGALITE_CACHE", str(tmp_path / "default"))
-    Flaky.reads, Flaky.faults, Flaky.together = [], [], None
+    Flaky.reads, Flaky.faults, Flaky.together, Flaky.looked = [], [], None, {}
     yield
 
 
@@ -294,6 +304,15 @@ def test_blocks_opened_lately_are_kept(tmp_path: Path) -> None:
     blocks.evict(tmp_path, 250)
     assert [path.name[7] for path in sorted(directory.glob("*.block"))] == ["1", "3"]
     assert [path.name for path in directory.glob("*.partial")] == ["x.partial"]
+
+
+def test_opening_a_block_counts_as_use(tmp_path: Path) -> None:
+    url, cache = write(tmp_path / "a"), tmp_path / "c"
+    documents(IndexedDataset(url, cache_path=cache))
+    for path in stored(cache):
+        os.utime(path, (0, 1000))
+    IndexedDataset(url, cache_path=cache).tokens[0:5]
+    assert [path.name for path in stored(cache) if path.stat().st_mtime > 1000] == ["00000000.block"]
 
 
 def test_full_disk_is_told_once_and_no_error(
