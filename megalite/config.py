@@ -187,6 +187,7 @@ class DataConfig:
     validation_set_names: tuple[str, ...] | None = opt(None, "their names; default: the last part of each prefix")
     split: str | None = opt(None, "parts of the documents for training, validation, test; default 969, 30, 1")
     data_cache_path: str | None = opt(None, "directory of index caches")
+    mmap_bin_files: bool = opt(True, "map token files; off: read them, where maps are slow or files may shrink")
     mock_data: bool = opt(False, "generated tokens instead of files")
     eod_mask_loss: bool = opt(False, "no loss after an end-of-document token")
     reset_position_ids: bool = opt(False, "count positions from the begin of each document")

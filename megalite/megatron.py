@@ -35,7 +35,7 @@ override-opt-param-scheduler init-model-with-meta-device verify-integrity distri
 a choice of kernels, made by megalite itself
 no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-rope-fusion
 no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl=1 no-persist-layer-norm
-tp-comm-overlap use-nccl-ub openai-gelu moe-permute-fusion moe-grouped-gemm no-mmap-bin-files
+tp-comm-overlap use-nccl-ub openai-gelu moe-permute-fusion moe-grouped-gemm
 
 of no effect on the result
 num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1

@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.data import indexed  # noqa: E402
 from megalite.data.batches import Batches  # noqa: E402
 from megalite.data.datasets import GptDataset  # noqa: E402
-from megalite.data.indexed import IndexedDataset, IndexedWriter  # noqa: E402
+from megalite.data.indexed import IndexedDataset  # noqa: E402
+from megalite.data.indexed_writer import IndexedWriter  # noqa: E402
 from megalite.data.permutation import permutation  # noqa: E402
 
 MEAN = 760  # tokens per document: 38 G tokens in 50 M documents

@@ -20,7 +20,8 @@ import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
 from megalite.data.datasets import GptDataset  # noqa: E402
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter  # noqa: E402
+from megalite.data.indexed import DataError, IndexedDataset  # noqa: E402
+from megalite.data.indexed_writer import IndexedWriter  # noqa: E402
 from megalite.data.packed import PackedDataset  # noqa: E402
 from megalite.data.permutation import fold, permute  # noqa: E402
 from megalite.data.samples import build_epoch, split_parts  # noqa: E402

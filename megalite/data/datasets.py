@@ -250,6 +250,7 @@ def build_blend(
     data_cache_path: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
     packed: bool = False,
+    mmap_bin_files: bool = True,
 ) -> Blend:
     """The files of `data_path`, mixed.
 
@@ -261,7 +262,7 @@ def build_blend(
     prefixes, weights = parse_data_path(data_path)
     sources: list[Source] = []
     for prefix in prefixes:
-        file = IndexedDataset(prefix, cache_path=data_cache_path)
+        file = IndexedDataset(prefix, cache_path=data_cache_path, mmap_bin_files=mmap_bin_files)
         if tokenizer is not None:
             check_tokenizer(prefix, tokenizer)
         documents = range(round(part[0] * len(file)), round(part[1] * len(file)))

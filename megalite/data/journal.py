@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.data.indexed import DataError, open_locked, sync_directory
+from megalite.data.indexed import DataError
+from megalite.data.indexed_writer import open_locked, sync_directory
 from megalite.data.text_input import Position
 
 

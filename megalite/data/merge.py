@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.info import read_info
 
 COPY_TOKENS = 1 << 22

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.data.indexed import DataError, IndexedWriter, sync_directory, token_dtype
+from megalite.data.indexed import DataError, token_dtype
+from megalite.data.indexed_writer import IndexedWriter, sync_directory
 from megalite.data.info import make_info, read_info
 from megalite.data.journal import Journal, Progress
 from megalite.data.meter import Meter

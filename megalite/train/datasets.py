@@ -74,7 +74,8 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
 
     def blend(paths: Paths, split: str, part: tuple[float, float]) -> Blend:
         packed = data.document_packing == "best-fit"
-        return build_blend(paths, seq_length, seed, split, part, data.data_cache_path, tokenizer, packed)
+        how = (data.data_cache_path, tokenizer, packed, data.mmap_bin_files)
+        return build_blend(paths, seq_length, seed, split, part, *how)
 
     lists, parts = read_paths(data)
     if lists["train"] is None or parts["train"] is None:

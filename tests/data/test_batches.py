@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from megalite.data.batches import Batches, MicroBatch, Prefetcher, Unread
 from megalite.data.datasets import build_blend
-from megalite.data.indexed import DataError, IndexedWriter
+from megalite.data.indexed import DataError
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.mock import MockDataset
 
 S, V = 6, 40

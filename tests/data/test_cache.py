@@ -17,9 +17,11 @@ import pytest
 from megalite.data import cache
 from megalite.data.cache import load_or_build
 from megalite.data.datasets import GptDataset
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.permutation import fold
-from megalite.data.samples import Epoch, build_epoch, place
+from megalite.data.samples import Epoch, build_epoch
+from megalite.data.stream import Line
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = np.arange(5000, dtype=np.int32) % 97
@@ -205,9 +207,9 @@ def test_damage_that_loading_does_not_see_is_found_on_use(tmp_path: Path, part: 
 
     sound = dataset()
     want = sound.samples(np.arange(12_000))
-    epochs, offsets = place(np.arange(12_000), int(LENGTHS.sum()), 20, fold(1, "train"))
+    offsets = Line(int(LENGTHS.sum()), fold(1, "train")).place(np.arange(12_000), 20)
     damaged_at = build_epoch(LENGTHS, fold(fold(1, "train"), "documents", 0)).starts[1004]
-    near = np.flatnonzero((epochs == 0) & (np.abs(offsets - damaged_at) < 150))
+    near = np.flatnonzero(np.abs(offsets - damaged_at) < 150)
     for path in (tmp_path / "cache").glob(f"*.{part}.npy"):
         array = np.load(path)
         array[1004] = value

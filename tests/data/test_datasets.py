@@ -11,7 +11,8 @@ import pytest
 
 from megalite.data import cache
 from megalite.data.datasets import GptDataset, build_blend, parse_data_path
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.source import Dataset
 
 

@@ -17,7 +17,8 @@ from megalite.data.batches import Batches
 from megalite.data.datasets import Blend, GptDataset
 from megalite.data.fim import WRITTEN, Codec, Fim, FimDataset, rearrange, transform
 from megalite.data.hugging_face_files import HuggingFaceTokenizer
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.mock import MockDataset
 from megalite.data.packed import PackedDataset
 from megalite.data.permutation import fold

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter, token_dtype
+from megalite.data.indexed import DataError, IndexedDataset, token_dtype
+from megalite.data.indexed_writer import IndexedWriter
 from tools import benchmark_data
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]

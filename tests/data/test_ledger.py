@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from megalite.data.batches import Batches
 from megalite.data.datasets import build_blend
-from megalite.data.indexed import DataError, IndexedWriter
+from megalite.data.indexed import DataError
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.ledger import Ledger, Total, table
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megalite.data.batches import Batches
 from megalite.data.datasets import Blend
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.packed import PackedDataset, cut_end_to_end, label_mask
 from megalite.data.packing import Packing, Pieces, from_arrays, pack
 from megalite.data.samples import build_epoch

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from megalite.data import blocks, remote
 from megalite.data.datasets import GptDataset, build_blend
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.info import make_info, read_info
 from megalite.data.tokenizer import build_tokenizer
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megalite.data.datasets import GptDataset
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.permutation import fold
 from megalite.data.samples import build_epoch, split_parts
 from megalite.data.stream import Line

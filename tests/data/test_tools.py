@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from megalite.config import DataConfig
 from megalite.data import merge as merge_module
 from megalite.data.datasets import GptDataset
-from megalite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megalite.data.indexed import DataError, IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.info import make_info, read_info
 from megalite.data.merge import document_blocks, expand_prefixes, merge
 from megalite.data.tokenizer import Tokenizer, build_tokenizer

@@ -95,7 +95,7 @@ def test_bad_input_is_one_clear_error(tmp_path: Path, name: str) -> None:
 def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
     import numpy as np
 
-    from megalite.data.indexed import IndexedWriter
+    from megalite.data.indexed_writer import IndexedWriter
 
     writer = IndexedWriter(tmp_path / "d", np.uint16)
     for _ in range(20):
