@@ -22,6 +22,9 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, default=40, help="sample from the K likeliest tokens")
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
+    for name, least in (("tokens", 1), ("top_k", 1), ("temperature", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is below {least}")
     import torch
 
     from megalite.checkpoint.manifest import CheckpointError

@@ -78,16 +78,18 @@ def pipeline(args: argparse.Namespace) -> None:
     path = Path(args.run_dir) / "timeline.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        pp, vpp = data["pp"], data["vpp"]
+        spans = [
+            (r["pp_rank"], s["action"], s["start_s"], s["end_s"])
+            for r in data["ranks"]
+            for s in r["spans"]
+            if s["action"][0] in "FB"
+        ]
+        end = max(s[3] for s in spans)
     except OSError as error:
         raise SystemExit(f"plot.py: {path}: {error.strerror}; train with --profile-pipeline STEP") from None
-    pp, vpp = data["pp"], data["vpp"]
-    spans = [
-        (r["pp_rank"], s["action"], s["start_s"], s["end_s"])
-        for r in data["ranks"]
-        for s in r["spans"]
-        if s["action"][0] in "FB"
-    ]
-    end = max(s[3] for s in spans)
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"plot.py: {path}: damaged ({error}); train with --profile-pipeline STEP again") from None
     # a span includes the wait for its input, which is bubble too: work is what the shortest such action took
     cost = {
         kind: sorted(s[3] - s[2] for s in spans if s[1][0] == kind)[len([s for s in spans if s[1][0] == kind]) // 4]
@@ -118,6 +120,10 @@ def loss(args: argparse.Namespace) -> None:
             rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         except OSError as error:
             raise SystemExit(f"plot.py: {path}: {error.strerror}; give a run directory") from None
+        except ValueError as error:
+            raise SystemExit(f"plot.py: {path}: damaged ({error}); the run mends it when it is resumed") from None
+        if not any(r.get("train/loss") is not None for r in rows):
+            raise SystemExit(f"plot.py: {path}: no loss in it yet")
         label = f"{Path(folder).name} " if len(args.run_dirs) > 1 else ""
         for key, style, name in (("train/loss", "-", "training"), ("val/valid/loss", "o--", "validation")):
             points = [(r["tokens"], r[key]) for r in rows if r.get(key) is not None]
@@ -133,14 +139,21 @@ def loss(args: argparse.Namespace) -> None:
     figure.savefig(args.out, dpi=110)
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("schedule", help="a schedule as text or picture")
     one.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
-    one.add_argument("--pp", type=int, default=4, help="pipeline ranks")
-    one.add_argument("--vpp", type=int, default=1, help="chunks per rank")
-    one.add_argument("--microbatches", type=int, default=8)
+    one.add_argument("--pp", type=positive, default=4, help="pipeline ranks")
+    one.add_argument("--vpp", type=positive, default=1, help="chunks per rank")
+    one.add_argument("--microbatches", type=positive, default=8)
     one.add_argument(
         "--text", action="store_true", help="print it: digits are micro-batches, ' a later chunk, [] backward"
     )
@@ -155,7 +168,10 @@ def main() -> None:
     three.add_argument("--out", default="loss.png")
     three.set_defaults(run=loss)
     args = parser.parse_args()
-    args.run(args)
+    try:
+        args.run(args)
+    except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
+        raise SystemExit(f"plot.py: {args.out}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]
             line = json.dumps(document, ensure_ascii=False) + "\n"
             file.write(line)
             counts[name] = (n + 1, size + len(line.encode("utf-8")))
+    whole = all(n for n, _ in counts.values())
     for name, path in partial.items():
-        os.replace(path, out / f"{name}.jsonl")
+        os.replace(path, out / f"{name}.jsonl") if whole else path.unlink()
     return counts
 
 
@@ -72,9 +73,13 @@ def main(argv: list[str]) -> int:
     if args.valid_every < 2:
         parser.error(f"--valid-every={args.valid_every} leaves nothing to train on; use 2 or more")
     root = Path(sysconfig.get_paths()["stdlib"])
-    counts = write(root, args.out, args.valid_every)
+    try:
+        counts = write(root, args.out, args.valid_every)
+    except OSError as error:
+        print(f"python_corpus.py: {error.filename}: {error.strerror}; choose another --out", file=sys.stderr)
+        return 3
     if not counts["train"][0] or not counts["valid"][0]:
-        print(f"python_corpus.py: {root} holds too few .py files", file=sys.stderr)
+        print(f"python_corpus.py: {root} holds too few .py files for --valid-every {args.valid_every}", file=sys.stderr)
         return 3
     for name, (n, size) in counts.items():
         print(f"{args.out / name}.jsonl: {n} documents, {size / 1e6:.1f} MB")

@@ -53,7 +53,7 @@ def continue_ids(
         tokens_SB = torch.tensor(ids[-limit:], device=next(model.parameters()).device)[:, None]
         batch = Batch(tokens_SB, None, None, torch.zeros(1, dtype=torch.int64, device=tokens_SB.device), 0)
         logits_v: Tensor = model(None, batch)[-1, 0, :vocab_size].float().cpu()
-        if temperature == 0:
+        if temperature < 1e-6:  # as good as 0, and not divisible by
             ids.append(int(logits_v.argmax()))
             continue
         values, order = (logits_v / temperature).topk(min(top_k, vocab_size))

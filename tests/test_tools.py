@@ -1,0 +1,39 @@
+"""The small tools answer bad input with one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BAD = [
+    ("plot.py schedule --pp 0 --text", "0 is not positive"),
+    ("plot.py schedule --out {}/x.unknown", "x.unknown"),
+    ("plot.py schedule --out {}/no/x.png", "no/x.png"),
+    ("plot.py pipeline {}", "--profile-pipeline"),
+    ("plot.py pipeline {}/damaged", "damaged"),
+    ("plot.py loss {}/damaged", "damaged"),
+    ("plot.py loss {}/empty", "no loss in it yet"),
+    ("generate.py --load {} --top-k 0", "--top-k 0 is below 1"),
+    ("generate.py --load {}", "holds no checkpoint"),
+    ("python_corpus.py --out {}/file", "choose another --out"),
+    ("python_corpus.py --out {}/c --valid-every 1", "leaves nothing to train on"),
+]
+
+
+@pytest.mark.parametrize("line,text", BAD, ids=[b[0] for b in BAD])
+def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
+    for name in ("damaged", "empty"):
+        (tmp_path / name).mkdir()
+        for file in ("timeline.json", "metrics.jsonl"):
+            (tmp_path / name / file).write_text('{"a": ' if name == "damaged" else "")
+    (tmp_path / "file").write_text("")
+    words = line.format(*[tmp_path] * line.count("{}")).split()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / words[0]), *words[1:]], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode not in (0, -9) and text in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
