@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """What data costs, each figure beside its goal: building the order of an epoch, opening a pair, reading batches.
 
-python tools/benchmark_data.py                     all parts, small, under 30 s
+python tools/benchmark_data.py                     all parts but training, small, under 30 s
+python tools/benchmark_data.py training --full     steps from a file beside steps from --mock-data
 python tools/benchmark_data.py --full              the sizes of the goals: 1.2 GB of disk, 1.5 GB of memory
 python tools/benchmark_data.py index --documents 200e6
 
@@ -13,7 +14,10 @@ samples, the median. Files are made in --directory (default: the temporary direc
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -64,12 +68,12 @@ def write_hollow(prefix: str, n: int) -> None:
         file.truncate(int(pointers[-1]) + 2 * int(lengths[-1]))
 
 
-def write_random(prefix: str, documents: int) -> None:
+def write_random(prefix: str, documents: int, vocabulary: int = VOCABULARY) -> None:
     rng = np.random.default_rng(0)
     with IndexedWriter(prefix, np.uint16) as writer:
         for _ in range(0, documents, 10_000):
             lengths = some_lengths(10_000)
-            writer.add_many(rng.integers(0, VOCABULARY, int(lengths.sum()), np.uint16), lengths)
+            writer.add_many(rng.integers(0, vocabulary, int(lengths.sum()), np.uint16), lengths)
         writer.finish()
 
 
@@ -221,12 +225,50 @@ def batches_part(directory: Path, full: bool, documents: int | None) -> None:
             row(f"  {name[kind]}, {size} at a time", f"{rate / 1e6:.0f} M tokens/s", *goal)
 
 
-PARTS = {"index": index_part, "open": open_part, "batches": batches_part}
+def training_part(directory: Path, full: bool, documents: int | None) -> None:
+    """The same training from a file and from --mock-data, run in turns; the ratio of the median step times."""
+    prefix = str(directory / "random")
+    vocabulary = 2000
+    write_random(prefix, documents or 20_000, vocabulary)
+    root = Path(__file__).resolve().parent.parent
+    model = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size 4 --swiglu"
+    steps = "--global-batch-size 8 --lr 1e-3 --train-iters 40 --eval-iters 0 --log-interval 1"
+    none = "--hidden-dropout 0 --attention-dropout 0"
+    words = [
+        *model.split(),
+        *steps.split(),
+        *none.split(),
+        "--vocab-size",
+        str(vocabulary),
+        "--run-dir",
+        str(directory / "run"),
+    ]
+    sources = {"file": ["--data-path", prefix, "--split", "1,0,0"], "mock": ["--mock-data"]}
+    seconds: dict[str, list[float]] = {"file": [], "mock": []}
+    waits: list[float] = []
+    for _ in range(6 if full else 2):
+        for name, flags in sources.items():
+            shutil.rmtree(directory / "run", ignore_errors=True)
+            command = [sys.executable, str(root / "pretrain_gpt.py"), *words, *flags]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            lines = (directory / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            rows = [json.loads(line) for line in lines][5:]  # the first steps warm up
+            seconds[name] += [line["perf/step_s"] for line in rows]
+            waits += [line["perf/data_s"] for line in rows] if name == "file" else []
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    ratio = median["file"] / median["mock"]
+    row("training step from a file", f"{median['file'] * 1e3:.1f} ms")
+    row("  of which waited for data", f"{statistics.median(waits) * 1e3:.2f} ms")
+    row("training step with --mock-data", f"{median['mock'] * 1e3:.1f} ms")
+    row("  ratio of the two", f"{ratio:.3f}", "1.01", ratio <= 1.01)
+
+
+PARTS = {"index": index_part, "open": open_part, "batches": batches_part, "training": training_part}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all but training")
     parser.add_argument("--full", action="store_true", help="the sizes of the goals")
     parser.add_argument("--documents", type=float, help="another number of documents, for the parts named")
     parser.add_argument("--directory", help="where files are made")
@@ -234,7 +276,7 @@ def main() -> None:
     if options.documents is not None and not 1000 <= options.documents <= 2e9:
         parser.error(f"--documents={options.documents:g} is not in 1000..2e9")
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="benchmark_data-") as directory:
-        for name in options.parts or PARTS:
+        for name in options.parts or ("index", "open", "batches"):
             PARTS[name](Path(directory), options.full, int(options.documents) if options.documents else None)
 
 
