@@ -22,6 +22,7 @@ from reference_model import Documents, Model, Rotary, Trained, Training, Weights
 from torch import Tensor
 
 from megalite import cli
+from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.setup import build_run
@@ -31,11 +32,11 @@ from megalite.train.step import train_step
 STEPS, BATCH, LR = 4, 4, 0.01
 COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 20
  --micro-batch-size 2 --global-batch-size {BATCH} --train-iters {STEPS} --lr {LR} --lr-decay-style constant --seed 7
- --mock-data --tokenizer-type NullTokenizer --vocab-size 40 --make-vocab-size-divisible-by 8 --init-method-std 0.2
+ --mock-data --tokenizer-type NullTokenizer --vocab-size 20 --make-vocab-size-divisible-by 8 --init-method-std 0.2
  --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --adam-eps 1e-3"""
-EOD = 40  # NullTokenizer adds it to its vocabulary
+EOD = 20  # NullTokenizer adds it to its vocabulary
 
-GPT = Model(layers=2, width=32, heads=4, head_size=8, groups=4, ffn=128, vocab_size=41, padded=48, positions=20)
+GPT = Model(layers=2, width=32, heads=4, head_size=8, groups=4, ffn=128, vocab_size=21, padded=24, positions=20)
 LLAMA_FLAGS = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
 LLAMA = replace(
@@ -226,3 +227,105 @@ def test_a_run_is_what_it_is_defined_as(row: Row) -> None:
     far = {n: float((got.trained.weights[n] - w).abs().max() / w.abs().max()) for n, w in want.weights.items()}
     worst = max(far, key=far.__getitem__)
     assert far[worst] <= 1e-9, f"{worst} differs by {far[worst]:.1e}"
+
+
+# (row, fact, another value): a fact that a row is there for must change what the definition gives
+OTHERWISE: list[tuple[str, str, Any]] = [
+    *[("gpt", "model.eps", 1e-6), ("gpt", "model.activation", "squared_relu"), ("gpt", "model.bias", "qkv")],
+    *[("gpt", "model.bias", "none"), ("gpt", "model.learned_positions", False), ("gpt", "model.vocab_size", 24)],
+    ("llama", "model.rotary", None),
+    *[("qwen", "model.qk_norm", False), ("qwen", "model.bias", "none"), ("gpt q/k norm", "model.qk_norm", False)],
+    ("gpt squared relu untied", "model.activation", "gelu"),
+    ("rotary base", "model.rotary", Rotary()),
+    ("rotary percent", "model.rotary", Rotary()),
+    ("rotary scaling", "model.rotary", Rotary(500000.0)),
+    ("rotary scaling by 32", "model.rotary", Rotary(500000.0, factor=8.0)),
+    ("norm weights less one", "model.one_plus", False),
+    ("RMSNorm weights less one", "model.one_plus", False),
+    ("norm epsilon LayerNorm", "model.eps", 1e-5),
+    ("norm epsilon q/k", "model.eps", 1e-5),
+    *[("documents gpt", f"documents.{fact}", False) for fact in ("mask_loss", "reset_positions", "reset_attention")],
+    # rotary attention sees differences of positions, so within one document it is the same wherever they begin
+    *[("documents llama", f"documents.{fact}", False) for fact in ("mask_loss", "reset_attention")],
+    ("documents: loss", "documents.mask_loss", False),
+    ("documents: positions", "documents.reset_positions", False),
+    ("documents: attention", "documents.reset_attention", False),
+    *[("gpt", "training.weight_decay", 0.0), ("gpt", "training.clip", 0.0), ("gpt", "training.eps", 1e-8)],
+    ("decay", "training.weight_decay", 0.01),
+    ("clip", "training.clip", 0.0),
+    *[("betas", "training.betas", betas) for betas in ((0.9, 0.9), (0.7, 0.999))],
+    ("adam eps", "training.eps", 1e-3),
+    *[("sgd", "training.momentum", momentum) for momentum in (0.9, None)],
+    ("sgd", "training.weight_decay", 0.0),
+    *[(row.name, "training.rates", PLAIN.rates) for row in ROWS if row.training.rates != PLAIN.rates],
+]
+
+
+def otherwise(row: Row, fact: str, value: Any) -> Row:
+    part, name = fact.split(".")
+    return replace(row, **{part: replace(getattr(row, part), **{name: value})})
+
+
+@pytest.mark.parametrize("name,fact,value", OTHERWISE, ids=str)
+def test_every_fact_matters(name: str, fact: str, value: Any) -> None:
+    row = BY_NAME[name]
+    was, now = defined(row).losses, defined(otherwise(row, fact, value)).losses
+    assert max(abs(a - b) / a for a, b in zip(was, now, strict=True)) > 1e-6
+
+
+def test_the_rows_hold_what_they_are_for() -> None:
+    """Clipping bites in some steps and leaves others; tokens that count differ from micro-batch to micro-batch."""
+    norms = np.array(ran(BY_NAME["clip"].flags).trained.grad_norms)
+    assert (norms > 1.9).any() and (norms < 1.9).any()
+    ends = [[int((half[:, :-1] == EOD).sum()) for half in tokens.split(2)] for tokens in ran("").batches]
+    assert any(a != b for a, b in ends) and max(map(max, ends)) >= 4
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_rotary_tables_turn_each_position_by_its_own_angle(factor: float | None) -> None:
+    """Attention sees only differences of angles, so a run cannot tell where they begin."""
+    x_SBHK = torch.randn(9, 2, 3, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    tables = rope_tables(9, 8, 500000.0, None if factor is None else RopeScaling(factor=factor), dtype=torch.float64)
+    rotary = Rotary(500000.0, 0.8, factor)
+    want = reference.rotate(x_SBHK.transpose(0, 1), torch.arange(9).expand(2, 9), rotary).transpose(0, 1)
+    torch.testing.assert_close(apply_rope(x_SBHK, *tables), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_evaluation_is_the_loss_without_dropout(name: str) -> None:
+    row = BY_NAME[name]
+    run = build(f"{row.flags} --hidden-dropout 0.3 --attention-dropout 0.3")
+    hosts, _ = run.data.get(0, BATCH)
+    loss = float(run.pipeline.evaluate([host.batch for host in hosts])) / (BATCH * 16)
+    run.close()
+    tokens = torch.cat([torch.cat([b.tokens_SB[:1], b.labels_SB]).T for b in (host.batch for host in hosts)])
+    want = reference.loss_of(weights_of(run), tokens, row.model, None)
+    assert loss == pytest.approx(want.item(), rel=1e-10)
+
+
+STD = 0.05
+WIDE = f"""--num-layers 3 --hidden-size 128 --num-attention-heads 4 --vocab-size 500 --max-position-embeddings 300
+ --init-method-std {STD}"""
+
+
+@pytest.mark.parametrize("style", ["", f"{QWEN_FLAGS} --add-qkv-bias", "--apply-layernorm-1p --qk-layernorm"])
+def test_initial_weights(style: str) -> None:
+    """N(0, std^2); what ends a residual branch: std / sqrt(2 layers) (GPT-2); norms 1 and biases 0."""
+    run = build(f"{WIDE} {style}")
+    run.close()
+    rows = []
+    for name, weight in weights_of(run).items():
+        if not is_matrix(name):
+            one = name.endswith("norm.weight") and "1p" not in style
+            assert (weight == (1.0 if one else 0.0)).all(), name
+            continue
+        std = STD / math.sqrt(2 * 3) if name.endswith(("attention.out", "mlp.down")) else STD
+        n = weight.numel()
+        assert abs(weight.mean()) < 5 * std / math.sqrt(n), name
+        assert abs(weight.std() / std - 1) < 5 / math.sqrt(2 * n), name
+        beyond = (weight.abs() > 2 * std).double().mean()
+        assert abs(beyond - 0.0455) < 5 * math.sqrt(0.0455 / n), name
+        rows.append((weight.T if name.endswith("mlp.down") else weight).reshape(-1, 128) / std)
+    drawn = torch.cat(rows)  # no two rows alike: every tensor and every block of one is drawn by itself
+    nearest = (torch.nn.functional.normalize(drawn) @ torch.nn.functional.normalize(drawn).T).fill_diagonal_(0)
+    assert nearest.abs().max() < 0.75
