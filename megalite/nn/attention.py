@@ -41,8 +41,8 @@ class Coordinates:
 
 
 class Attention(nn.Module):
-    """`qk_norm`: kind, eps and one_plus (nn/norm.py) of a norm on q and k per head, or None. `recompute_core`: selective
-    recompute."""
+    """`qk_norm`: kind, eps and one_plus (nn/norm.py) of a norm on each head of q and k, or None. `recompute_core`:
+    selective recompute."""
 
     def __init__(
         self,
