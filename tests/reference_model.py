@@ -11,7 +11,7 @@ clarity alone: a batch is one tensor, whatever the micro-batches of the run are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = dict[str, Tensor]
+# (site, layer, x) -> x after dropout; sites: embedding (layer -1), attention (x: weights [B, H, S, T]), and the two
+# additions to the residual stream, after_attention and after_mlp
+Drop = Callable[[str, int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,10 @@ def activate(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
     return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
 
 
-def attend(w: Weights, name: str, x: Tensor, positions_BS: Tensor, visible_BST: Tensor, m: Model) -> Tensor:
+def attend(
+    w: Weights, layer: int, x: Tensor, positions_BS: Tensor, visible_BST: Tensor, m: Model, drop: Drop
+) -> Tensor:
+    name = f"layers.{layer}.attention"
     q, k, v = x @ w[f"{name}.q"].T, x @ w[f"{name}.kv"][0].T, x @ w[f"{name}.kv"][1].T
     if m.bias != "none":
         k_bias, v_bias = w[f"{name}.kv_bias"]
@@ -171,16 +177,18 @@ def attend(w: Weights, name: str, x: Tensor, positions_BS: Tensor, visible_BST: 
         q, k = normalise(w, f"{name}.q_norm", q, m), normalise(w, f"{name}.k_norm", k, m)
     if m.rotary is not None:
         q, k = rotate(q, positions_BS, m.rotary), rotate(k, positions_BS, m.rotary)
-    outputs = []
-    for h in range(m.heads):
-        g = h * m.groups // m.heads  # consecutive heads share a group
-        scores = q[:, :, h] @ k[:, :, g].transpose(1, 2) / math.sqrt(m.head_size)
-        outputs.append(scores.masked_fill(~visible_BST, -math.inf).softmax(-1) @ v[:, :, g])
-    y = torch.cat(outputs, -1) @ w[f"{name}.out"].T
+    group_of = [h * m.groups // m.heads for h in range(m.heads)]  # consecutive heads share a group
+    scores_BHST = torch.einsum("bshk,bthk->bhst", q, k[:, :, group_of]) / math.sqrt(m.head_size)
+    weights_BHST = drop("attention", layer, scores_BHST.masked_fill(~visible_BST[:, None], -math.inf).softmax(-1))
+    y = torch.einsum("bhst,bthk->bshk", weights_BHST, v[:, :, group_of]).flatten(2) @ w[f"{name}.out"].T
     return y + w[f"{name}.out_bias"] if m.bias == "all" else y
 
 
-def logits(w: Weights, tokens_BS: Tensor, m: Model, documents: Documents | None) -> Tensor:
+def no_drop(site: str, layer: int, x: Tensor) -> Tensor:
+    return x
+
+
+def logits(w: Weights, tokens_BS: Tensor, m: Model, documents: Documents | None, drop: Drop = no_drop) -> Tensor:
     """Logits over the true vocabulary, [B, S, vocab_size]."""
     S = tokens_BS.shape[1]
     position_BS = torch.arange(S).expand_as(tokens_BS)
@@ -196,28 +204,38 @@ def logits(w: Weights, tokens_BS: Tensor, m: Model, documents: Documents | None)
     x = w["embedding.word"][tokens_BS]
     if m.learned_positions:
         x = x + w["embedding.position"][position_BS]
+    x = drop("embedding", -1, x)
     for i in range(m.layers):
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
-        x = x + attend(w, a, normalise(w, f"{a}.norm", x, m), position_BS, visible_BST, m)
+        y = attend(w, i, normalise(w, f"{a}.norm", x, m), position_BS, visible_BST, m, drop)
+        x = x + drop("after_attention", i, y)
         y = activate(w, f, normalise(w, f"{f}.norm", x, m), m) @ w[f"{f}.down"].T
-        x = x + (y + w[f"{f}.down_bias"] if m.bias == "all" else y)
+        y = y + w[f"{f}.down_bias"] if m.bias == "all" else y
+        x = x + drop("after_mlp", i, y)
     head = w["embedding.word"] if m.tied else w["head"]
     return normalise(w, "final_norm", x, m) @ head[: m.vocab_size].T
 
 
-def loss_of(w: Weights, tokens_BT: Tensor, m: Model, documents: Documents | None) -> Tensor:
+def loss_of(
+    w: Weights, tokens_BT: Tensor, m: Model, documents: Documents | None = None, drop: Drop = no_drop
+) -> Tensor:
     """Mean loss over the tokens that count, in nats; tokens_BT has S + 1 columns."""
     inputs, labels = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    each = F.cross_entropy(logits(w, inputs, m, documents).flatten(0, 1), labels.flatten(), reduction="none")
+    each = F.cross_entropy(logits(w, inputs, m, documents, drop).flatten(0, 1), labels.flatten(), reduction="none")
     if documents is None or not documents.mask_loss:
         return each.mean()
     return each[inputs.flatten() != documents.eod].mean()
 
 
 def train(
-    initial: Weights, batches: Sequence[Tensor], m: Model, training: Training, documents: Documents | None = None
+    initial: Weights,
+    batches: Sequence[Tensor],
+    m: Model,
+    training: Training,
+    documents: Documents | None = None,
+    drops: Sequence[Drop] | None = None,
 ) -> Trained:
-    """One step per batch [B, S + 1]; `initial` stays as it is."""
+    """One step per batch [B, S + 1], with its `drops` if any; `initial` stays as it is."""
     w = {name: value.clone().requires_grad_() for name, value in initial.items()}
     groups = [
         {"params": [v for n, v in w.items() if is_matrix(n)], "weight_decay": training.weight_decay},
@@ -228,11 +246,12 @@ def train(
     else:
         optimizer = torch.optim.SGD(groups, momentum=training.momentum)
     losses, grad_norms = [], []
-    for tokens, rate in zip(batches, training.rates, strict=True):
+    drops = drops or [no_drop] * len(batches)
+    for tokens, rate, drop in zip(batches, training.rates, drops, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
-        loss = loss_of(w, tokens, m, documents)
+        loss = loss_of(w, tokens, m, documents, drop)
         loss.backward()
         limit = training.clip or math.inf
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(w.values(), limit)))

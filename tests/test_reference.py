@@ -22,16 +22,18 @@ from reference_model import Documents, Model, Rotary, Trained, Training, Weights
 from torch import Tensor
 
 from megalite import cli
+from megalite.kernels.dropout import fold, keep_mask
 from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
+from megalite.train.loop import evaluate
 from megalite.train.setup import build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
 
-STEPS, BATCH, LR = 4, 4, 0.01
+STEPS, BATCH, LR, SEED = 4, 4, 0.01, 7
 COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 20
- --micro-batch-size 2 --global-batch-size {BATCH} --train-iters {STEPS} --lr {LR} --lr-decay-style constant --seed 7
+ --micro-batch-size 2 --global-batch-size {BATCH} --train-iters {STEPS} --lr {LR} --lr-decay-style constant --seed {SEED}
  --mock-data --tokenizer-type NullTokenizer --vocab-size 20 --make-vocab-size-divisible-by 8 --init-method-std 0.2
  --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --adam-eps 1e-3"""
 EOD = 20  # NullTokenizer adds it to its vocabulary
@@ -74,6 +76,7 @@ class Row:
     model: Model
     training: Training = PLAIN
     documents: Documents | None = None
+    dropout: tuple[float, float] = (0.0, 0.0)  # hidden, attention
 
 
 def update(name: str, flags_and_training: tuple[str, Training]) -> Row:
@@ -135,6 +138,14 @@ ROWS = [
         documents=Documents(EOD, reset_positions=True),
     ),
     Row("documents: attention", "--reset-attention-mask", GPT, documents=Documents(EOD, reset_attention=True)),
+    Row("dropout gpt", "--hidden-dropout 0.2 --attention-dropout 0.3", GPT, dropout=(0.2, 0.3)),
+    Row(
+        "dropout llama documents",
+        f"{LLAMA_FLAGS} --hidden-dropout 0.3 --attention-dropout 0.2 --reset-attention-mask",
+        LLAMA,
+        documents=Documents(EOD, reset_attention=True),
+        dropout=(0.3, 0.2),
+    ),
     update("decay", by_steps("--weight-decay 5 --clip-grad 0", lambda step: LR, weight_decay=5.0, clip=0.0)),
     update("clip", by_steps("--weight-decay 0 --clip-grad 1.9", lambda step: LR, weight_decay=0.0, clip=1.9)),
     update("betas", by_steps("--adam-beta1 0.7 --adam-beta2 0.9", lambda step: LR, betas=(0.7, 0.9))),
@@ -212,9 +223,26 @@ def ran(flags: str) -> Outcome:
     return Outcome(initial, batches, trained, [r.lr for r in results])
 
 
+SITES = {"embedding": 0, "attention": 1, "after_attention": 2, "after_mlp": 3}
+
+
+def drop(step: int, dropout: tuple[float, float], site: str, layer: int, x: Tensor) -> Tensor:
+    """Dropout of step 1 .. STEPS. Like the initial weights, which elements to drop is the run's own choice: a hash of
+    seed, step, layer, site, number of the sample and place (kernels/dropout.py)."""
+    p = dropout[site == "attention"]
+    if p == 0:
+        return x
+    places = [torch.arange(size) for size in x.shape]
+    places[0] += (step - 1) * BATCH
+    axes = [place.view(-1, *[1] * (x.dim() - 1 - i)) for i, place in enumerate(places)]
+    return x * keep_mask(fold(SEED, step, layer, SITES[site]), p, *axes) / (1 - p)
+
+
+@functools.cache
 def defined(row: Row) -> Trained:
     outcome = ran(row.flags)
-    return reference.train(outcome.initial, outcome.batches, row.model, row.training, row.documents)
+    drops = [functools.partial(drop, step, row.dropout) for step in range(1, STEPS + 1)]
+    return reference.train(outcome.initial, outcome.batches, row.model, row.training, row.documents, drops)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -250,6 +278,8 @@ OTHERWISE: list[tuple[str, str, Any]] = [
     ("documents: loss", "documents.mask_loss", False),
     ("documents: positions", "documents.reset_positions", False),
     ("documents: attention", "documents.reset_attention", False),
+    *[("dropout gpt", "dropout", otherwise) for otherwise in ((0.0, 0.3), (0.2, 0.0), (0.3, 0.2))],
+    ("dropout llama documents", "documents.reset_attention", False),
     *[("gpt", "training.weight_decay", 0.0), ("gpt", "training.clip", 0.0), ("gpt", "training.eps", 1e-8)],
     ("decay", "training.weight_decay", 0.01),
     ("clip", "training.clip", 0.0),
@@ -262,7 +292,9 @@ OTHERWISE: list[tuple[str, str, Any]] = [
 
 
 def otherwise(row: Row, fact: str, value: Any) -> Row:
-    part, name = fact.split(".")
+    part, _, name = fact.partition(".")
+    if not name:
+        return replace(row, **{part: value})
     return replace(row, **{part: replace(getattr(row, part), **{name: value})})
 
 
@@ -291,15 +323,14 @@ def test_rotary_tables_turn_each_position_by_its_own_angle(factor: float | None)
     torch.testing.assert_close(apply_rope(x_SBHK, *tables), want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "documents gpt"])
 def test_evaluation_is_the_loss_without_dropout(name: str) -> None:
     row = BY_NAME[name]
     run = build(f"{row.flags} --hidden-dropout 0.3 --attention-dropout 0.3")
-    hosts, _ = run.data.get(0, BATCH)
-    loss = float(run.pipeline.evaluate([host.batch for host in hosts])) / (BATCH * 16)
+    loss = evaluate(run, run.data, 1)
+    tokens = torch.from_numpy(run.data.batches.dataset.samples(np.arange(BATCH)))
     run.close()
-    tokens = torch.cat([torch.cat([b.tokens_SB[:1], b.labels_SB]).T for b in (host.batch for host in hosts)])
-    want = reference.loss_of(weights_of(run), tokens, row.model, None)
+    want = reference.loss_of(weights_of(run), tokens, row.model, row.documents)
     assert loss == pytest.approx(want.item(), rel=1e-10)
 
 
