@@ -33,7 +33,7 @@ from megalite.train.step import train_step
 
 STEPS, BATCH, LR, SEED = 4, 4, 0.01, 7
 COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 20
- --micro-batch-size 2 --global-batch-size {BATCH} --train-iters {STEPS} --lr {LR} --lr-decay-style constant --seed {SEED}
+ --micro-batch-size 2 --global-batch-size {BATCH} --lr {LR} --lr-decay-style constant --seed {SEED}
  --mock-data --tokenizer-type NullTokenizer --vocab-size 20 --make-vocab-size-divisible-by 8 --init-method-std 0.2
  --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --adam-eps 1e-3"""
 EOD = 20  # NullTokenizer adds it to its vocabulary
@@ -58,15 +58,6 @@ BORDERS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 PLAIN = Training(rates=(LR,) * STEPS, eps=1e-3)
 
 
-def rates(rate: Callable[[int], float]) -> tuple[float, ...]:
-    """Of steps 1 .. STEPS."""
-    return tuple(rate(step) for step in range(1, STEPS + 1))
-
-
-def by_steps(flags: str, rate: Callable[[int], float], **more: Any) -> tuple[str, Training]:
-    return flags, replace(PLAIN, rates=rates(rate), **more)
-
-
 @dataclass(frozen=True)
 class Row:
     """One run: its flags, and the same said to the definition."""
@@ -79,18 +70,17 @@ class Row:
     dropout: tuple[float, float] = (0.0, 0.0)  # hidden, attention
 
 
-def update(name: str, flags_and_training: tuple[str, Training]) -> Row:
-    return Row(name, flags_and_training[0], GPT, flags_and_training[1])
+def update(name: str, flags: str, rate: Callable[[int], float] = lambda step: LR, **facts: Any) -> Row:
+    """A row about the update; `rate` is that of step 1 .. STEPS."""
+    rates = tuple(rate(step) for step in range(1, STEPS + 1))
+    return Row(name, flags, GPT, replace(PLAIN, rates=rates, **facts))
 
 
 def wsd(style: str, height: Callable[[float], float]) -> Row:
-    """Two steps at the peak after one of warm-up, then two of decay, of which the run sees one."""
+    """One step of warm-up, one at the peak, and the first two of three steps of decay."""
     flags = f"""--lr-decay-style WSD --lr-wsd-decay-style {style} --lr-wsd-decay-iters 3 --lr-decay-iters 5
      --lr-warmup-iters 1 --min-lr 1e-3"""
-    return update(
-        f"WSD {style}",
-        by_steps(flags, lambda step: LR if step <= 2 else 1e-3 + (LR - 1e-3) * height((step - 2) / 3)),
-    )
+    return update(f"WSD {style}", flags, lambda step: LR if step <= 2 else 1e-3 + 9e-3 * height((step - 2) / 3))
 
 
 ROWS = [
@@ -146,32 +136,35 @@ ROWS = [
         documents=Documents(EOD, reset_attention=True),
         dropout=(0.3, 0.2),
     ),
-    update("decay", by_steps("--weight-decay 5 --clip-grad 0", lambda step: LR, weight_decay=5.0, clip=0.0)),
-    update("clip", by_steps("--weight-decay 0 --clip-grad 1.9", lambda step: LR, weight_decay=0.0, clip=1.9)),
-    update("betas", by_steps("--adam-beta1 0.7 --adam-beta2 0.9", lambda step: LR, betas=(0.7, 0.9))),
-    update("adam eps", by_steps("--adam-eps 0.05", lambda step: LR, eps=0.05)),
+    update("decay", "--weight-decay 5 --clip-grad 0", weight_decay=5.0, clip=0.0),
+    update("clip", "--weight-decay 0 --clip-grad 1.9", weight_decay=0.0, clip=1.9),
+    update("betas", "--adam-beta1 0.7 --adam-beta2 0.9", betas=(0.7, 0.9)),
+    update("adam eps", "--adam-eps 0.05", eps=0.05),
+    update("sgd", "--optimizer sgd --sgd-momentum 0.8 --weight-decay 0.3", momentum=0.8, weight_decay=0.3),
     update(
-        "sgd",
-        by_steps(
-            "--optimizer sgd --sgd-momentum 0.8 --weight-decay 0.3", lambda step: LR, momentum=0.8, weight_decay=0.3
-        ),
+        "linear",
+        "--lr-decay-style linear --min-lr 1e-3 --lr-decay-iters 3",
+        lambda step: LR - 9e-3 * step / 3 if step <= 3 else 1e-3,
     ),
-    update("linear", by_steps("--lr-decay-style linear --min-lr 1e-3", lambda step: LR - (LR - 1e-3) * step / 4)),
+    update(
+        "linear, by samples",
+        f"--train-samples {STEPS * BATCH} --lr-decay-style linear --lr-decay-samples 24 --lr-warmup-samples 6",
+        lambda step: LR * BATCH / 6 if step == 1 else LR * (1 - (step * BATCH - 6) / 18),
+    ),
+    update(
+        "linear, by a fraction of the steps",
+        f"--lr-decay-style linear --lr-warmup-fraction {2 / STEPS}",
+        lambda step: LR * (step / 2 if step <= 2 else 1 - (step - 2) / (STEPS - 2)),
+    ),
     update(
         "warm-up, cosine",
-        by_steps(
-            "--lr-decay-style cosine --lr-warmup-iters 2 --lr-warmup-init 2e-3 --min-lr 1e-3 --lr-decay-iters 6",
-            lambda step: (
-                2e-3 + 8e-3 * step / 2 if step <= 2 else 1e-3 + 9e-3 * (1 + math.cos(math.pi * (step - 2) / 4)) / 2
-            ),
-        ),
+        "--lr-decay-style cosine --lr-warmup-iters 2 --lr-warmup-init 2e-3 --min-lr 1e-3 --lr-decay-iters 6",
+        lambda step: 2e-3 + 4e-3 * step if step <= 2 else 1e-3 + 4.5e-3 * (1 + math.cos(math.pi * (step - 2) / 4)),
     ),
     update(
         "inverse square root",
-        by_steps(
-            "--lr-decay-style inverse-square-root --lr-warmup-iters 2",
-            lambda step: LR * step / 2 if step <= 2 else LR * math.sqrt(2 / step),
-        ),
+        "--lr-decay-style inverse-square-root --lr-warmup-iters 2",
+        lambda step: LR * step / 2 if step <= 2 else LR * math.sqrt(2 / step),
     ),
     wsd("linear", lambda r: 1 - r),
     wsd("exponential", lambda r: 2 * 0.5**r - 1),
@@ -192,7 +185,8 @@ class Outcome:
 
 
 def build(flags: str) -> Run:
-    config = cli.parse([*COMMON.split(), *flags.split()], PRESETS)
+    length = "" if "--train-samples" in flags else f"--train-iters {STEPS}"
+    config = cli.parse(f"{COMMON} {length} {flags}".split(), PRESETS)
     return build_run(config, Ranks(0, 1), torch.device("cpu"), dtype=torch.float64)
 
 
@@ -278,7 +272,7 @@ OTHERWISE: list[tuple[str, str, Any]] = [
     ("documents: loss", "documents.mask_loss", False),
     ("documents: positions", "documents.reset_positions", False),
     ("documents: attention", "documents.reset_attention", False),
-    *[("dropout gpt", "dropout", otherwise) for otherwise in ((0.0, 0.3), (0.2, 0.0), (0.3, 0.2))],
+    *[("dropout gpt", "dropout", rates) for rates in ((0.0, 0.3), (0.2, 0.0), (0.3, 0.2))],
     ("dropout llama documents", "documents.reset_attention", False),
     *[("gpt", "training.weight_decay", 0.0), ("gpt", "training.clip", 0.0), ("gpt", "training.eps", 1e-8)],
     ("decay", "training.weight_decay", 0.01),
