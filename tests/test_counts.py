@@ -127,17 +127,8 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
  --untie-embeddings-and-output-weights --ffn-hidden-size 340"""
 
 
-@pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_saved_activations_per_layer(style: str, recompute: str) -> None:
-    """bf16, no recompute: at most 34 s b h bytes per layer (arXiv:2205.05198, eq. 2, without its attention scores)."""
-    s, b, h = 64, 2, 128
-    flags = f"""--hidden-size {h} --num-attention-heads 2 --seq-length {s} --max-position-embeddings {s} --bf16
-     --attention-dropout 0 --hidden-dropout 0 {style}"""
-    if recompute != "none":
-        flags += f" --recompute-granularity {recompute}"
-    if recompute == "full":
-        flags += " --recompute-method uniform"
+def _saved_per_layer(flags: str, s: int, b: int) -> float:
+    """Bytes that one layer keeps for its backward."""
 
     def saved(layers: int) -> int:
         config, _ = cli.read([*MODEL.split(), *flags.split(), "--num-layers", str(layers)], PRESETS)
@@ -157,6 +148,38 @@ def test_saved_activations_per_layer(style: str, recompute: str) -> None:
         loss.backward()
         return sum(kept.values())
 
-    per_layer = (saved(5) - saved(1)) / 4
+    return (saved(5) - saved(1)) / 4
+
+
+@pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_saved_activations_per_layer(style: str, recompute: str) -> None:
+    """bf16, no recompute: at most 34 s b h bytes per layer (arXiv:2205.05198, eq. 2, without its attention scores)."""
+    s, b, h = 64, 2, 128
+    flags = f"""--hidden-size {h} --num-attention-heads 2 --seq-length {s} --max-position-embeddings {s} --bf16
+     --attention-dropout 0 --hidden-dropout 0 {style}"""
+    if recompute != "none":
+        flags += f" --recompute-granularity {recompute}"
+    if recompute == "full":
+        flags += " --recompute-method uniform"
+    per_layer = _saved_per_layer(flags, s, b)
     bound = {"none": 34, "selective": 34, "full": 2.1}[recompute]
     assert 0 < per_layer <= bound * s * b * h, per_layer / (s * b * h)
+
+
+@pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_selective_recompute_saves_no_scores(style: str) -> None:
+    """With dropout of attention weights the scores are explicit. Everything else grows with s alone, so what doubling
+    s adds beyond twice the bytes is theirs: 2 c s^2 of c s^2."""
+    s, b, heads = 32, 2, 4
+
+    def quadratic(recompute: str) -> float:
+        flags = f"{style} --bf16 --attention-dropout 0.1 --num-attention-heads {heads} {recompute}"
+        one, two = (
+            _saved_per_layer(f"{flags} --seq-length {n} --max-position-embeddings {n}", n, b) for n in (s, 2 * s)
+        )
+        return (two - 2 * one) / (2 * s * s)
+
+    softmax, keep, dropped, hidden = 4, 1, 2, 1  # bytes: fp32, bool, bf16; one causal mask for all heads and samples
+    assert quadratic("") == b * heads * (softmax + keep + dropped) + hidden
+    assert quadratic("--recompute-granularity selective") == 0

@@ -78,7 +78,7 @@ class Block(nn.Module):
             out_std=out_std,
             bias=model.add_bias_linear,
             qkv_bias=model.add_qkv_bias,
-            qk_norm=(model.normalization, model.norm_epsilon) if model.qk_layernorm else None,
+            qk_norm=norm[1:] if model.qk_layernorm else None,
             dropout_p=model.attention_dropout,
             layer=layer,
             seed=seed,

@@ -41,7 +41,8 @@ class Coordinates:
 
 
 class Attention(nn.Module):
-    """`qk_norm`: the kind and eps of a norm on q and k per head, or None. `recompute_core`: selective recompute."""
+    """`qk_norm`: kind, eps and one_plus (nn/norm.py) of a norm on each head of q and k, or None. `recompute_core`:
+    selective recompute."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Attention(nn.Module):
         out_std: float,
         bias: bool,
         qkv_bias: bool,
-        qk_norm: tuple[str, float] | None,
+        qk_norm: tuple[str, float, bool] | None,
         dropout_p: float,
         layer: int,
         seed: int,
@@ -83,9 +84,8 @@ class Attention(nn.Module):
             )
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
-            kind, eps = qk_norm
-            self.q_norm = Norm(make, f"{name}.q_norm", K, kind, eps)
-            self.k_norm = Norm(make, f"{name}.k_norm", K, kind, eps)
+            self.q_norm = Norm(make, f"{name}.q_norm", K, *qk_norm)
+            self.k_norm = Norm(make, f"{name}.k_norm", K, *qk_norm)
         self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(out_std)))
         if bias:
             self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), grad="partial", init=zero, decay=False))

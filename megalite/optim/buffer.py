@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.optim.layout import Bucket, Entry, Layout, lay_out
-from megalite.parallel.comm import all_gather_flat, all_reduce_, reduce_scatter_flat
+from megalite.parallel.comm import all_gather_flat, all_reduce_, reduce_scatter_flat, reduce_scatter_is_native
 from megalite.parallel.mesh import Mesh
 
 DEFAULT_BUCKET_SIZE = 40_000_000  # elements
@@ -142,10 +142,9 @@ class ParamBuffer:
         if dp.group is None:
             return
         whole = self.grads[bucket.start : bucket.stop]
-        if self.sharded and self.mesh.device.type != "cpu":
-            shard = self.grads[bucket.shard(dp.size, dp.rank).start : bucket.shard(dp.size, dp.rank).stop]
-            self._reducing[b] = reduce_scatter_flat(shard, whole, group=dp.group, async_op=True)
-        else:  # on gloo a reduce-scatter is an all-reduce of which one part is used (parallel/comm.py)
+        if self.sharded and reduce_scatter_is_native(whole.device):
+            self._reducing[b] = reduce_scatter_flat(self.owned_grad(bucket), whole, group=dp.group, async_op=True)
+        else:  # a reduce-scatter is an all-reduce of which one part is used (parallel/comm.py)
             self._reducing[b] = dist.all_reduce(whole, group=dp.group, async_op=True)
 
     def finish(self) -> None:

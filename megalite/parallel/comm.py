@@ -28,6 +28,11 @@ all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def reduce_scatter_is_native(device: torch.device) -> bool:
+    """Whether `reduce_scatter_flat` is the way to sum and split on this device; else an all-reduce is."""
+    return device.type != "cpu"
+
+
 class Pending:
     """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
 
@@ -58,11 +63,11 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         raise ValueError(f"dim 0 of {tuple(x.shape)} does not split over {axis.name}={axis.size}")
     x = x.contiguous()
     n = x.shape[0] // axis.size
-    if x.device.type == "cpu":
-        work = dist.all_reduce(x, group=axis.group, async_op=True)
-        return _Narrowed(x, work, axis.rank * n, n)
-    out = x.new_empty(n, *x.shape[1:])
-    return Pending(out, reduce_scatter_flat(out, x, group=axis.group, async_op=True), keep=x)
+    if reduce_scatter_is_native(x.device):
+        out = x.new_empty(n, *x.shape[1:])
+        return Pending(out, reduce_scatter_flat(out, x, group=axis.group, async_op=True), keep=x)
+    work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return _Narrowed(x, work, axis.rank * n, n)
 
 
 class _Narrowed(Pending):

@@ -1,0 +1,260 @@
+"""The definition that training is compared with: a decoder-only transformer and its training loop in plain torch.
+
+    x = E[token] (+ P[position]);  x = x + attention(norm(x));  x = x + mlp(norm(x));  logits = norm(x) @ head^T
+
+Nothing of megalite is imported. A model is a dictionary of fp64 tensors under the names of the run; activations are
+batch first, [B, S, D]; attention is an explicit softmax under a mask; rotary positions are complex numbers; gradients
+come from autograd, the update from torch.optim and the clipping from torch.nn.utils. Written from the papers, for
+clarity alone: a batch is one tensor, whatever the micro-batches of the run are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+# (site, layer, x) -> x after dropout; sites: embedding (layer -1), attention (x: weights [B, H, S, T]), and the two
+# additions to the residual stream, after_attention and after_mlp
+Drop = Callable[[str, int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """arXiv:2104.09864: channel pair j of R = fraction * K turns by position * base^(-2j/R). `factor`: the stretch of
+    Llama 3.1 (arXiv:2407.21783) for a model that was trained on 8192 positions; None: no stretch."""
+
+    base: float = 10000.0
+    fraction: float = 1.0
+    factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """`vocab_size` is the true one, `padded` what the tensors have; `bias` says which linear layers have one: "all",
+    "qkv" or "none"."""
+
+    layers: int
+    width: int
+    heads: int
+    head_size: int
+    groups: int
+    ffn: int
+    vocab_size: int
+    padded: int
+    positions: int
+    norm: str = "LayerNorm"
+    eps: float = 1e-5
+    one_plus: bool = False
+    activation: str = "gelu"
+    bias: str = "all"
+    qk_norm: bool = False
+    rotary: Rotary | None = None
+    learned_positions: bool = True
+    tied: bool = True
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What an end-of-document token ends: the loss, the count of positions, the reach of attention."""
+
+    eod: int
+    mask_loss: bool = False
+    reset_positions: bool = False
+    reset_attention: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """`rates`: the learning rate of each step. momentum None: AdamW, else SGD. clip 0: none."""
+
+    rates: tuple[float, ...]
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: Weights
+
+
+def shapes(m: Model) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter."""
+    gated = m.activation == "swiglu"
+    lead = (2, m.ffn) if gated else (m.ffn,)
+    up, q, kv = "gate_up" if gated else "up", m.heads * m.head_size, m.groups * m.head_size
+    made: dict[str, tuple[int, ...]] = {"embedding.word": (m.padded, m.width)}
+
+    def norm(name: str, size: int) -> None:
+        made[f"{name}.weight"] = (size,)
+        if m.norm == "LayerNorm":
+            made[f"{name}.bias"] = (size,)
+
+    if m.learned_positions:
+        made["embedding.position"] = (m.positions, m.width)
+    for i in range(m.layers):
+        a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
+        norm(f"{a}.norm", m.width)
+        norm(f"{f}.norm", m.width)
+        made |= {f"{a}.q": (q, m.width), f"{a}.kv": (2, kv, m.width), f"{a}.out": (m.width, q)}
+        made |= {f"{f}.{up}": (*lead, m.width), f"{f}.down": (m.width, m.ffn)}
+        if m.bias != "none":
+            made |= {f"{a}.q_bias": (q,), f"{a}.kv_bias": (2, kv)}
+        if m.bias == "all":
+            made |= {f"{a}.out_bias": (m.width,), f"{f}.{up}_bias": lead, f"{f}.down_bias": (m.width,)}
+        if m.qk_norm:
+            norm(f"{a}.q_norm", m.head_size)
+            norm(f"{a}.k_norm", m.head_size)
+    norm("final_norm", m.width)
+    if not m.tied:
+        made["head"] = (m.padded, m.width)
+    return made
+
+
+def is_matrix(name: str) -> bool:
+    """A weight that decays: neither a norm's nor a bias."""
+    return "norm." not in name and not name.endswith("bias")
+
+
+def normalise(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
+    weight = w[f"{name}.weight"] + (1 if m.one_plus else 0)
+    if m.norm == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / (x.pow(2).mean(-1, keepdim=True) + m.eps).sqrt()
+    return x * weight + (w[f"{name}.bias"] if m.norm == "LayerNorm" else 0)
+
+
+def rotate(x_BSHK: Tensor, positions_BS: Tensor, rotary: Rotary) -> Tensor:
+    """Channel j and channel j + R/2 are real and imaginary part of one complex number, times exp(i * angle)."""
+    R = int(x_BSHK.shape[-1] * rotary.fraction)
+    speeds = []
+    for j in range(R // 2):
+        speed = rotary.base ** (-2 * j / R)
+        if rotary.factor is not None:
+            turns = 8192 * speed / (2 * math.pi)  # within the context of the first training; 4 and more: kept
+            kept = min(max((turns - 1) / (4 - 1), 0.0), 1.0)
+            speed *= kept + (1 - kept) / rotary.factor
+        speeds.append(speed)
+    angles = positions_BS[..., None].double() * torch.tensor(speeds, dtype=torch.float64)
+    turned = torch.complex(x_BSHK[..., : R // 2], x_BSHK[..., R // 2 : R]) * torch.exp(1j * angles)[:, :, None]
+    return torch.cat([turned.real, turned.imag, x_BSHK[..., R:]], -1)
+
+
+def activate(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
+    up = "gate_up" if m.activation == "swiglu" else "up"
+    u = torch.einsum("bsd,...fd->bs...f", x, w[f"{name}.{up}"])
+    if m.bias == "all":
+        u = u + w[f"{name}.{up}_bias"]
+    if m.activation == "swiglu":  # arXiv:2002.05202
+        gate, value = u.unbind(-2)
+        return gate * torch.sigmoid(gate) * value
+    if m.activation == "squared_relu":  # arXiv:2109.08668
+        return torch.where(u > 0, u * u, torch.zeros_like(u))
+    # arXiv:1606.08415, the form with tanh
+    return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+
+
+def attend(
+    w: Weights, layer: int, x: Tensor, positions_BS: Tensor, visible_BST: Tensor, m: Model, drop: Drop
+) -> Tensor:
+    name = f"layers.{layer}.attention"
+    q, k, v = x @ w[f"{name}.q"].T, x @ w[f"{name}.kv"][0].T, x @ w[f"{name}.kv"][1].T
+    if m.bias != "none":
+        k_bias, v_bias = w[f"{name}.kv_bias"]
+        q, k, v = q + w[f"{name}.q_bias"], k + k_bias, v + v_bias
+    q, k, v = (t.unflatten(-1, (-1, m.head_size)) for t in (q, k, v))
+    if m.qk_norm:
+        q, k = normalise(w, f"{name}.q_norm", q, m), normalise(w, f"{name}.k_norm", k, m)
+    if m.rotary is not None:
+        q, k = rotate(q, positions_BS, m.rotary), rotate(k, positions_BS, m.rotary)
+    group_of = [h * m.groups // m.heads for h in range(m.heads)]  # consecutive heads share a group
+    scores_BHST = torch.einsum("bshk,bthk->bhst", q, k[:, :, group_of]) / math.sqrt(m.head_size)
+    weights_BHST = drop("attention", layer, scores_BHST.masked_fill(~visible_BST[:, None], -math.inf).softmax(-1))
+    y = torch.einsum("bhst,bthk->bshk", weights_BHST, v[:, :, group_of]).flatten(2) @ w[f"{name}.out"].T
+    return y + w[f"{name}.out_bias"] if m.bias == "all" else y
+
+
+def no_drop(site: str, layer: int, x: Tensor) -> Tensor:
+    return x
+
+
+def logits(w: Weights, tokens_BS: Tensor, m: Model, documents: Documents | None, drop: Drop = no_drop) -> Tensor:
+    """Logits over the true vocabulary, [B, S, vocab_size]."""
+    S = tokens_BS.shape[1]
+    position_BS = torch.arange(S).expand_as(tokens_BS)
+    visible_BST = (position_BS[:, :, None] >= position_BS[:, None, :]).clone()
+    if documents is not None:
+        ends = (tokens_BS == documents.eod).long()
+        number_BS = ends.cumsum(1) - ends  # an end belongs to the document that it ends
+        same_BST = number_BS[:, :, None] == number_BS[:, None, :]
+        if documents.reset_attention:
+            visible_BST &= same_BST
+        if documents.reset_positions:
+            position_BS = (same_BST & (position_BS[:, :, None] > position_BS[:, None, :])).sum(-1)
+    x = w["embedding.word"][tokens_BS]
+    if m.learned_positions:
+        x = x + w["embedding.position"][position_BS]
+    x = drop("embedding", -1, x)
+    for i in range(m.layers):
+        a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
+        y = attend(w, i, normalise(w, f"{a}.norm", x, m), position_BS, visible_BST, m, drop)
+        x = x + drop("after_attention", i, y)
+        y = activate(w, f, normalise(w, f"{f}.norm", x, m), m) @ w[f"{f}.down"].T
+        y = y + w[f"{f}.down_bias"] if m.bias == "all" else y
+        x = x + drop("after_mlp", i, y)
+    head = w["embedding.word"] if m.tied else w["head"]
+    return normalise(w, "final_norm", x, m) @ head[: m.vocab_size].T
+
+
+def loss_of(
+    w: Weights, tokens_BT: Tensor, m: Model, documents: Documents | None = None, drop: Drop = no_drop
+) -> Tensor:
+    """Mean loss over the tokens that count, in nats; tokens_BT has S + 1 columns."""
+    inputs, labels = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    each = F.cross_entropy(logits(w, inputs, m, documents, drop).flatten(0, 1), labels.flatten(), reduction="none")
+    if documents is None or not documents.mask_loss:
+        return each.mean()
+    return each[inputs.flatten() != documents.eod].mean()
+
+
+def train(
+    initial: Weights,
+    batches: Sequence[Tensor],
+    m: Model,
+    training: Training,
+    documents: Documents | None = None,
+    drops: Sequence[Drop] | None = None,
+) -> Trained:
+    """One step per batch [B, S + 1], with its `drops` if any; `initial` stays as it is."""
+    w = {name: value.clone().requires_grad_() for name, value in initial.items()}
+    groups = [
+        {"params": [v for n, v in w.items() if is_matrix(n)], "weight_decay": training.weight_decay},
+        {"params": [v for n, v in w.items() if not is_matrix(n)], "weight_decay": 0.0},
+    ]
+    if training.momentum is None:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=training.betas, eps=training.eps)
+    else:
+        optimizer = torch.optim.SGD(groups, momentum=training.momentum)
+    losses, grad_norms = [], []
+    drops = drops or [no_drop] * len(batches)
+    for tokens, rate, drop in zip(batches, training.rates, drops, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        loss = loss_of(w, tokens, m, documents, drop)
+        loss.backward()
+        limit = training.clip or math.inf
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(w.values(), limit)))
+        losses.append(loss.item())
+        optimizer.step()
+    return Trained(losses, grad_norms, {name: value.detach() for name, value in w.items()})

@@ -1,0 +1,171 @@
+"""One training step in fp16: the scale of the loss changes no result, and a step that is skipped changes nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from megalite import cli
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train.setup import build_run
+from megalite.train.state import Run, StepResult
+from megalite.train.step import NonFiniteError, train_step
+
+BATCH, LR, WARM_UP = 4, 0.01, 8
+SMALL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
+ --global-batch-size {BATCH} --train-iters 100 --lr {LR} --lr-warmup-iters {WARM_UP} --mock-data --vocab-size 40
+ --make-vocab-size-divisible-by 8 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.2 --eval-iters 0"""
+
+
+def build(flags: str) -> Run:
+    config, _ = cli.read(f"{SMALL} {flags}".split(), PRESETS)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+    return build_run(config, ranks, torch.device("cpu"))
+
+
+def kept(run: Run) -> dict[str, Tensor]:
+    """A copy of all that an update changes: weights, main weights, moments, and the number of updates."""
+    pieces = {entry.piece.name: entry.piece.data.clone() for entry in run.optimizer.pieces()}
+    return pieces | {"updates": torch.tensor(run.optimizer.updates)}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def updates_of(flags: str, steps: int) -> tuple[list[StepResult], Tensor]:
+    """What the steps said, and how far they moved the main weights."""
+    run = build(flags)
+    before = torch.cat(run.optimizer.main)  # a copy
+    results = [train_step(run) for _ in range(steps)]
+    run.close()
+    return results, torch.cat(run.optimizer.main) - before
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("scale", [1, 1024])
+def test_fp16_trains_as_fp32_whatever_the_scale(scale: int, clip: float) -> None:
+    """SGD, whose update shows the size of the gradient. Measured: loss 1.4e-4, norm 2.6e-4, weights 2.8e-3."""
+    flags = f"--optimizer sgd --lr 0.05 --lr-warmup-iters 0 --clip-grad {clip}"
+    exact, moved = updates_of(flags, 3)
+    got, moved_16 = updates_of(f"{flags} --fp16 --loss-scale {scale}", 3)
+    assert all(result.grad_norm > 1.5 for result in exact)  # clipping to 1 bites
+    for a, b in zip(got, exact, strict=True):
+        assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=2e-3)
+        assert a.lr == b.lr and not a.skipped
+    assert (moved_16 - moved).abs().max() < 0.02 * moved.abs().max()
+
+
+def test_steps_that_overflow_leave_everything_until_the_scale_fits() -> None:
+    run = build("--fp16 --initial-loss-scale 67108864 --hysteresis 1")
+    begin, skipped = kept(run), 0
+    while (result := train_step(run)).skipped:
+        skipped += 1
+        assert same(kept(run), begin)
+        assert run.loss_scaler.scale == 2.0 ** (26 - skipped)
+        assert run.state.skipped_steps == skipped and run.state.consumed_samples == skipped * BATCH
+        assert result.lr == LR / WARM_UP  # that of the first update, which is still to come
+    run.close()
+    assert 2 <= skipped <= 20
+    assert result.lr == LR / WARM_UP and run.optimizer.updates == 1 and math.isfinite(result.grad_norm)
+    assert run.state.skipped_samples == skipped * BATCH and run.state.consumed_samples == (skipped + 1) * BATCH
+
+    twin = build(f"--fp16 --loss-scale {run.loss_scaler.scale}")  # from the start with the scale that fits
+    for _ in range(skipped):
+        twin.state.advance(BATCH, tokens=0, skipped=True)
+    assert train_step(twin).loss == result.loss
+    twin.close()
+    assert same(kept(run), kept(twin))
+
+
+def test_an_overflow_on_the_way_is_as_if_its_samples_were_not_there() -> None:
+    run, twin = (build("--fp16 --initial-loss-scale 1024 --hysteresis 2") for _ in range(2))
+    for _ in range(2):
+        train_step(run)
+        train_step(twin)
+    before = kept(run)
+    run.loss_scaler.scale = 2.0**60
+    assert train_step(run).skipped
+    assert same(kept(run), before) and run.loss_scaler.scale == 2.0**60  # the first of two lives
+    run.loss_scaler.scale = 1024.0
+    twin.state.advance(BATCH, tokens=0, skipped=True)
+    for _ in range(2):
+        a, b = train_step(run), train_step(twin)
+        assert (a.loss, a.grad_norm, a.lr) == (b.loss, b.grad_norm, b.lr)
+    assert a.lr == LR * 4 / WARM_UP
+    run.close()
+    twin.close()
+    assert same(kept(run), kept(twin))
+
+
+def test_the_scale_doubles_after_clean_steps_and_no_result_shows_it() -> None:
+    flags = "--fp16 --adam-eps 1e-3"
+    run = build(f"{flags} --initial-loss-scale 256 --loss-scale-window 2")
+    scales, results = [], []
+    for _ in range(5):
+        results.append(train_step(run))
+        scales.append(run.loss_scaler.scale)
+    run.close()
+    assert scales == [256, 512, 512, 1024, 1024]
+    constant, _ = updates_of(f"{flags} --loss-scale 256", 5)
+    for a, b in zip(results, constant, strict=True):
+        assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-4)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_gradient_that_is_not_finite_updates_nothing(check: bool) -> None:
+    run = build("" if check else "--no-check-for-nan-in-loss-and-grad")
+    train_step(run)
+    before = kept(run)
+    run.loss_scaler.scale = math.inf
+    if check:
+        with pytest.raises(NonFiniteError, match=rf"step 2: .* samples {BATCH}\.\.{2 * BATCH - 1}; nothing was upd"):
+            train_step(run)
+        assert run.state.step == 1
+    else:
+        assert train_step(run).skipped and run.state.step == 2 and run.state.skipped_samples == BATCH
+    run.close()
+    assert same(kept(run), before)
+
+
+def _one_rank_overflows(flags: str) -> list[Any]:
+    """The last rank's own gradients become infinite in step 2 of 3."""
+    run, told = build(flags), []
+    finish = run.buffer.finish
+
+    def spoil() -> None:
+        finish()
+        if run.state.step == 1 and run.mesh.world.is_last:
+            run.buffer.owned_grad(run.buffer.layout.buckets[0])[0] = math.inf
+
+    run.buffer.finish = spoil  # type: ignore[method-assign]
+    for step in range(3):
+        run.buffer.wait_gather()
+        before = kept(run)
+        result = train_step(run, want_stop=step == 2 and run.mesh.world.is_last)
+        run.buffer.wait_gather()
+        told.append((result.loss, result.lr, result.skipped, result.stop, same(kept(run), before)))
+    run.close()
+    return told
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2", ""])
+def test_all_ranks_decide_alike(flags: str) -> None:
+    """One rank alone overflows, and one alone is told to stop."""
+    one, other = run_ranks(
+        2, _one_rank_overflows, f"{flags} --fp16 --loss-scale 64 --no-check-for-nan-in-loss-and-grad"
+    )
+    assert one == other
+    assert [(skipped, stop, unchanged) for _, _, skipped, stop, unchanged in one] == [
+        (False, False, False),
+        (True, False, True),
+        (False, True, False),
+    ]
+    assert [lr for _, lr, *_ in one] == [LR * step / WARM_UP for step in (1, 2, 2)]
