@@ -34,6 +34,7 @@ def _counted(flags: str) -> tuple[Count, dict[str, Any]]:
     axes = {id(a.group): a.name for a in (mesh.world, mesh.pp, mesh.dp, mesh.tp, mesh.pp_back, mesh.ends) if a.group}
     calls: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
     train_step(run)
+    run.buffer.wait_gather()  # the gathers of a step are started during the next forward, a few ahead
     from megalite.optim import buffer
     from megalite.parallel import comm
     from megalite.pipeline import runtime
