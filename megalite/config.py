@@ -39,10 +39,11 @@ class ModelConfig:
     add_qkv_bias: bool = opt(False, "biases in the query, key, value projections only")
     activation: str = opt(
         "gelu",
-        "feed-forward activation",
-        choices=("gelu", "swiglu", "squared_relu"),
+        "feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
+        choices=("gelu", "gelu_erf", "swiglu", "squared_relu"),
         flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
     )
+    parallel_residual: bool = opt(False, "attention and feed-forward side by side on the same input, as in GPT-NeoX")
     position_embedding_type: str = opt(
         "learned_absolute",
         "positions",
