@@ -34,8 +34,11 @@ LLAMA = """--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMS
  --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
  --ffn-hidden-size 48"""
 QWEN = LLAMA.replace("--num-query-groups 2", "--num-query-groups 1") + " --add-qkv-bias --qk-layernorm"
-NEOX = GPT + """ --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual
+NEOX = (
+    GPT
+    + """ --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual
  --untie-embeddings-and-output-weights"""
+)
 DROP = GPT.replace("dropout 0", "dropout 0.2")
 BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # generated data has ends of documents too
 
