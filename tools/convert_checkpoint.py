@@ -3,6 +3,8 @@
 
     python tools/convert_checkpoint.py --from-hf models/Qwen3-8B --save runs/qwen
     python tools/convert_checkpoint.py --load runs/qwen --to-hf models/mine --check
+    python tools/convert_checkpoint.py --from-megatron old/checkpoints --save runs/old
+    python tools/convert_checkpoint.py --load runs/old --to-megatron new/checkpoints
 
 The result of --save is a checkpoint of step 0 without optimizer states: the begin of a run. --load takes a --save
 directory (its newest valid checkpoint) or one checkpoint in it, saved under any layout. Names of families and of their
@@ -21,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from megalite.checkpoint import hugging_face  # noqa: E402
-from megalite.checkpoint.convert import Ours, compare, saved_model, write_import  # noqa: E402
+from megalite.checkpoint import hugging_face, megatron  # noqa: E402
+from megalite.checkpoint.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.checkpoint.hugging_face_config import choose_family  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
 from megalite.config import Config, ConfigError, build, padded_vocab_size, parse_toml, to_toml  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
-from megalite.data.tokenizer import build_tokenizer  # noqa: E402
+from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
@@ -58,31 +60,56 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face model directory")
+    source.add_argument("--from-megatron", type=Path, metavar="DIR", help="Megatron-LM checkpoints, one file per rank")
     source.add_argument("--load", type=Path, metavar="DIR", help="checkpoint of megalite")
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--save", type=Path, metavar="DIR", help="make a checkpoint of megalite")
     target.add_argument("--to-hf", type=Path, metavar="DIR", help="make a Hugging Face model directory")
+    target.add_argument("--to-megatron", type=Path, metavar="DIR", help="make a release of Megatron-LM")
     parser.add_argument("--check", action="store_true", help="compare both sides bit by bit afterwards")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
     parser.add_argument("--family", choices=sorted(HUGGING_FACE), help="--to-hf: default: of --like, or the first fit")
     parser.add_argument("--like", type=Path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
-    parser.add_argument("--max-shard-size", type=parse_size, default="5GB", help="--to-hf: of a file (default 5GB)")
-    parser.add_argument("--vocab-size", type=int, help="--to-hf: rows to keep; default: the checkpoint's vocabulary")
+    parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: of a file (default 5GB)")
+    parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")
+    parser.add_argument("--target-tensor-parallel-size", type=int, metavar="TP", help="--to-megatron: default 1")
+    parser.add_argument("--target-pipeline-parallel-size", type=int, metavar="PP", help="--to-megatron: default 1")
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        help="--to-megatron: whose names of layers (default transformer_engine)",
+    )
     return parser
 
 
-_EXPORT_ONLY = ("family", "like", "dtype", "vocab_size")
+_ONLY_WITH = {  # flag -> those that it goes with
+    "seq_length": ("from_hf",),
+    "vocab_size": ("from_megatron", "to_hf", "to_megatron"),
+    "family": ("to_hf",),
+    "like": ("to_hf",),
+    "dtype": ("to_hf", "to_megatron"),
+    "max_shard_size": ("to_hf",),
+    "target_tensor_parallel_size": ("to_megatron",),
+    "target_pipeline_parallel_size": ("to_megatron",),
+    "transformer_impl": ("to_megatron",),
+}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def misuse(args: argparse.Namespace) -> str | None:
     """Why these flags do not go together, or None."""
     if (args.load is None) == (args.save is None):
-        return "--load goes with --to-hf, and --from-hf with --save"
-    if args.load is None and (given := [name for name in _EXPORT_ONLY if getattr(args, name) is not None]):
-        return f"--{given[0].replace('_', '-')} has no effect without --to-hf; leave it away"
-    if args.from_hf is None and args.seq_length is not None:
-        return "--seq-length has no effect without --from-hf; leave it away"
+        return "--load goes with --to-hf or --to-megatron, --from-hf and --from-megatron with --save"
+    for name, partners in _ONLY_WITH.items():
+        value = getattr(args, name)
+        if value is not None and all(getattr(args, partner) is None for partner in partners):
+            return f"{flag(name)} has no effect without {' or '.join(map(flag, partners))}; leave it away"
+        if isinstance(value, int) and value < 1:
+            return f"{flag(name)} {value} is too small; give 1 or more"
     return None
 
 
@@ -98,13 +125,18 @@ def tokenizer_options(folder: Path, vocab_size: int) -> dict[str, Any]:
         options |= {"vocab_file": str(here / "vocab.json"), "merge_file": str(here / "merges.txt")}
     else:
         return {}
+    return checked_tokenizer(options, vocab_size)
+
+
+def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
+    """`options` if such a tokenizer can be opened here and has at most `rows` tokens; else nothing, with a note."""
     try:
         found = build_tokenizer(**options).vocab_size
     except DataError as error:
         print(f"note: the tokenizer is left away: {error}", file=sys.stderr)
         return {}
-    if found > vocab_size:
-        print(f"note: the tokenizer is left away: {found} tokens, but {vocab_size} rows of embedding", file=sys.stderr)
+    if found > rows:
+        print(f"note: the tokenizer is left away: {found} tokens, but {rows} rows of embedding", file=sys.stderr)
         return {}
     return options
 
@@ -128,7 +160,29 @@ def from_hf(folder: Path, save: Path, seq_length: int | None, check: bool) -> bo
     padded, state = start_state(theirs.options, theirs.dtype, tokenizer)
     written = write_import(save, theirs.tensors, specs_of(theirs.model, padded), theirs.vocab_size, state)
     print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size} of {padded} rows")
-    return not check or report(theirs, open_checkpoint(written))
+    return not check or report(theirs.tensors, Ours(open_checkpoint(written), False), theirs.vocab_size)
+
+
+def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool) -> bool:
+    theirs = megatron.open_megatron(folder)
+    rows, args = theirs.padded_vocab_size, theirs.args
+    tokenizer: dict[str, Any] = {}
+    if getattr(args, "tokenizer_type", None) in TYPES:
+        names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+        tokenizer = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+        tokenizer = checked_tokenizer(tokenizer, rows)
+    if vocab_size is None:
+        vocab_size = build_tokenizer(**tokenizer).vocab_size if tokenizer else rows
+        print(f"vocabulary {vocab_size} of {rows} rows, as its {'tokenizer' if tokenizer else 'tensors'} have it")
+    if vocab_size > rows:
+        raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
+    kept = vocab_size if tokenizer.get("tokenizer_type") != "NullTokenizer" else vocab_size - 1
+    padded, state = start_state(
+        {**theirs.options, "vocab_size": vocab_size}, theirs.dtype, {**tokenizer, "vocab_size": kept}
+    )
+    written = write_import(save, theirs.tensors, specs_of(theirs.model, padded), vocab_size, state)
+    print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {padded} rows")
+    return not check or report(theirs.tensors, Ours(open_checkpoint(written), False), vocab_size)
 
 
 def to_hf(args: argparse.Namespace) -> bool:
@@ -141,13 +195,26 @@ def to_hf(args: argparse.Namespace) -> bool:
     vocab_size, eod = vocabulary(config, args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
     family = choose_family(model, args.family, usual_family(like))
-    ours = Ours(source, model.apply_layernorm_1p, None if args.dtype is None else DTYPES[args.dtype])
+    ours = Ours(source, model.apply_layernorm_1p, DTYPES.get(args.dtype))
+    size = args.max_shard_size or parse_size("5GB")
     theirs = hugging_face.write_model(
-        args.to_hf, ours, model, family, vocab_size, tokens=tokens, like=like, shard_bytes=args.max_shard_size
+        args.to_hf, ours, model, family, vocab_size, tokens=tokens, like=like, shard_bytes=size
     )
     files = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
     print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {files} files, vocabulary {vocab_size}")
-    return not args.check or report(theirs, source, ours.dtype)
+    return not args.check or report(theirs.tensors, ours, vocab_size)
+
+
+def to_megatron(args: argparse.Namespace) -> bool:
+    source = open_checkpoint(args.load)
+    model = saved_model(source)
+    vocab_size, _ = vocabulary(saved_config(source), args.vocab_size)
+    ours = Ours(source, False, DTYPES.get(args.dtype))  # there too, norm weights may be a difference from 1
+    tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
+    fused = args.transformer_impl != "local"
+    written = megatron.write_megatron(args.to_megatron, ours, model, vocab_size=vocab_size, tp=tp, pp=pp, fused=fused)
+    print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
+    return not args.check or report(megatron.open_megatron(args.to_megatron).tensors, ours, vocab_size)
 
 
 def saved_config(source: Source) -> Config:
@@ -178,8 +245,8 @@ def vocabulary(config: Config, given: int | None) -> tuple[int, int | None]:
     return size, eod
 
 
-def report(theirs: hugging_face.HuggingFaceModel, source: Source, dtype: torch.dtype | None = None) -> bool:
-    verdict = compare(theirs.tensors, Ours(source, saved_model(source).apply_layernorm_1p, dtype))
+def report(theirs: list[Foreign], ours: Ours, vocab_size: int) -> bool:
+    verdict = compare(theirs, ours, vocab_size)
     print(verdict)
     return not verdict.differing
 
@@ -191,7 +258,12 @@ def main(argv: list[str]) -> int:
         parser.error(problem)
     torch.set_num_threads(1)  # it copies; nothing is computed
     try:
-        good = from_hf(args.from_hf, args.save, args.seq_length, args.check) if args.load is None else to_hf(args)
+        if args.from_hf is not None:
+            good = from_hf(args.from_hf, args.save, args.seq_length, args.check)
+        elif args.from_megatron is not None:
+            good = from_megatron(args.from_megatron, args.save, args.vocab_size, args.check)
+        else:
+            good = to_hf(args) if args.to_hf is not None else to_megatron(args)
     except (CheckpointError, ConfigError, DataError) as error:
         print(f"convert_checkpoint.py: {error}", file=sys.stderr)
         return 3

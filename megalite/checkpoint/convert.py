@@ -102,8 +102,11 @@ class Ours:
         main = f"optimizer.main/{name}"
         return main if self.dtype == torch.float32 and main in self.source.manifest.tensors else f"model/{name}"
 
+    def dtype_of_name(self, name: str) -> torch.dtype:
+        return self.dtype or self.source.dtype(self._key(name))
+
     def dtype_of(self, entry: Entry) -> torch.dtype:
-        return self.dtype or self.source.dtype(self._key(entry.parts[0][0]))
+        return self.dtype_of_name(entry.parts[0][0])
 
     def rows(self, name: str) -> int:
         return self.source.shape(self._key(name))[0]
@@ -119,38 +122,54 @@ class Ours:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """`differing`: name, how many elements differ, first index, both values there, largest absolute difference."""
+class Difference:
+    """`count` elements of our rectangle differ, the first at `index` of our tensor; largest: by how much at most."""
 
+    place: str
+    index: tuple[int, ...]
+    theirs: float
+    ours: float
+    count: int
+    largest: float
+
+    def __str__(self) -> str:
+        more = f"{self.count:,} elements of it differ, by at most {self.largest:g}"
+        return f"{self.place}{list(self.index)}: {self.theirs!r} there, {self.ours!r} here; {more}"
+
+
+@dataclass(frozen=True)
+class Verdict:
     tensors: int
     elements: int
-    differing: list[tuple[str, int, tuple[int, ...], float, float, float]]
+    differing: list[Difference]
 
     def __str__(self) -> str:
         if not self.differing:
             return f"check: {self.tensors} tensors, {self.elements:,} elements, all bits equal"
-        lines = [f"check: {len(self.differing)} of {self.tensors} tensors differ"]
-        worst = max(self.differing, key=lambda d: d[-1])
-        for what, (name, count, index, theirs, ours, largest) in (("first", self.differing[0]), ("largest", worst)):
-            lines.append(
-                f"{what} difference: {name}{list(index)}: {theirs!r} there, {ours!r} here; "
-                f"{count:,} elements differ, by at most {largest:g}"
-            )
-        return "\n".join(lines)
+        largest = max(self.differing, key=lambda d: d.largest)
+        lines = [f"check: {len(self.differing)} parts of {self.tensors} tensors differ"]
+        return "\n".join([*lines, f"first: {self.differing[0]}", f"largest: {largest}"])
 
 
-def compare(foreign: Iterable[Foreign], ours: Ours) -> Verdict:
-    """Every foreign tensor against ours, bit by bit."""
+def compare(foreign: Iterable[Foreign], ours: Ours, vocab_size: int) -> Verdict:
+    """Every foreign tensor against ours, bit by bit; rows that pad the vocabulary do not count."""
     tensors, elements, differing = 0, 0, []
     for one in foreign:
-        theirs, mine = one.read(), ours.join(one.entry)
-        tensors, elements = tensors + 1, elements + theirs.numel()
-        different = _bits(theirs) != _bits(mine) if theirs.dtype == mine.dtype else torch.ones_like(theirs).bool()
-        if different.any():
-            index = tuple(int(i) for i in different.nonzero()[0])
-            gap = (theirs.double() - mine.double()).abs().max()
-            row = (one.place, int(different.sum()), index, float(theirs[index]), float(mine[index]), float(gap))
-            differing.append(row)
+        tensors += 1
+        for name, box, values in split(one.entry, one.read()):
+            kept = trimmed(name, box, vocab_size)
+            if kept is None:
+                continue
+            theirs, mine = values[: kept.shape[0]], ours.read(name, kept)
+            elements += theirs.numel()
+            different = _bits(theirs) != _bits(mine) if theirs.dtype == mine.dtype else torch.ones_like(mine).bool()
+            if different.any():
+                at = tuple(int(i) for i in different.nonzero()[0])
+                index = tuple(i + start for i, start in zip(at, kept.start, strict=True))
+                gap = (theirs.double() - mine.double()).abs().max()
+                values_there = float(theirs[at]), float(mine[at])
+                place = f"{one.place}, {name}"
+                differing.append(Difference(place, index, *values_there, int(different.sum()), float(gap)))
     return Verdict(tensors, elements, differing)
 
 

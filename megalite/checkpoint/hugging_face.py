@@ -25,7 +25,7 @@ from megalite.checkpoint.convert import Foreign, Ours, model_of
 from megalite.checkpoint.hugging_face_config import Json, read_config, write_config
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.name_map import Entry, entries, specs_of
-from megalite.checkpoint.tensor_file import DTYPES, Planned, cut, write_tensors
+from megalite.checkpoint.stream import DTYPES, Planned, cut, write_tensors
 from megalite.config import ModelConfig
 from megalite.models.families import HUGGING_FACE, Family
 

@@ -151,7 +151,7 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
 
     def get(key: str, default: Any = ...) -> Any:
         value = config.get(key, form.optional.get(key, default))
-        if value is ...:
+        if value is ... or (value is None and key != "n_inner"):  # there, null is 4 times the width
             problems.append(f"{key} is missing")
             return None
         return value

@@ -21,7 +21,7 @@ from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint import reader, writer
 from megalite.checkpoint.manifest import CheckpointError, Manifest
 from megalite.checkpoint.pieces import inside, intersect
-from megalite.checkpoint.tensor_file import Planned, cut, write_tensors
+from megalite.checkpoint.stream import Planned, cut, write_tensors
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box
 

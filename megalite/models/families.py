@@ -236,13 +236,17 @@ _CORE_RULES = _rules(
     """,
     "decoder.layers.{n}.",
 )
-MEGATRON = Family("megatron", _CORE_RULES, ignored=("._extra_state", ".inv_freq", "._extra_state0"))
+MEGATRON = Family("megatron", _CORE_RULES, ignored=("._extra_state", ".inv_freq"))
 
-# other names of the same tensors, each replaced wherever it occurs: norms fused into the matmul after them
-# (Transformer Engine), and the names from before Megatron core
-MEGATRON_SYNONYMS: tuple[tuple[str, str], ...] = (
+# (other name, the name above): norms that are part of the matmul after them, in Transformer Engine's layers
+MEGATRON_FUSED: tuple[tuple[str, str], ...] = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
+)
+# those, and the names from before Megatron core; each is replaced wherever it occurs
+MEGATRON_SYNONYMS: tuple[tuple[str, str], ...] = (
+    *MEGATRON_FUSED,
+    ("word_embeddings_for_head.", "output_layer."),
     ("language_model.embedding.", "embedding."),
     ("language_model.output_layer.", "output_layer."),
     ("language_model.encoder.", "decoder."),
