@@ -8,6 +8,7 @@ arXiv:2310.06825, arXiv:2412.15115, arXiv:2505.09388. tests/models/test_families
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -114,8 +115,9 @@ def _rules(text: str, layer: str) -> tuple[Rule, ...]:
     for line in text.strip().splitlines():
         theirs, _, right = line.partition(" = ")
         ours, _, form = right.partition(" (")
-        names = tuple(name.strip().replace("our.", "layers.{n}.") for name in ours.split("+"))
-        rules.append(Rule(theirs.strip().replace("layer.", layer), names, form.strip(" )") or "rows"))
+        theirs = re.sub(r"^layer\.", layer, theirs.strip())
+        names = tuple(re.sub(r"^our\.", "layers.{n}.", name.strip()) for name in ours.split("+"))
+        rules.append(Rule(theirs, names, form.strip(" )") or "rows"))
     return tuple(rules)
 
 
