@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from megalite.checkpoint import hugging_face, megatron  # noqa: E402
+from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export  # noqa: E402
 from megalite.checkpoint.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.checkpoint.hugging_face_config import choose_family  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face model directory")
-    source.add_argument("--from-megatron", type=Path, metavar="DIR", help="Megatron-LM checkpoints, one file per rank")
+    source.add_argument("--from-megatron", type=Path, metavar="DIR", help="Megatron-LM checkpoints")
     source.add_argument("--load", type=Path, metavar="DIR", help="checkpoint of megalite")
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--save", type=Path, metavar="DIR", help="make a checkpoint of megalite")
@@ -164,7 +164,9 @@ def from_hf(folder: Path, save: Path, seq_length: int | None, check: bool) -> bo
 
 
 def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool) -> bool:
-    theirs = megatron.open_megatron(folder)
+    folder = megatron.folder_of(folder)
+    dist = (folder / ".metadata").is_file()
+    theirs = megatron_dist.open_dist(folder) if dist else megatron.open_megatron(folder)
     rows, args = theirs.padded_vocab_size, theirs.args
     tokenizer: dict[str, Any] = {}
     if getattr(args, "tokenizer_type", None) in TYPES:
@@ -212,7 +214,9 @@ def to_megatron(args: argparse.Namespace) -> bool:
     ours = Ours(source, False, DTYPES.get(args.dtype))  # there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
     fused = args.transformer_impl != "local"
-    written = megatron.write_megatron(args.to_megatron, ours, model, vocab_size=vocab_size, tp=tp, pp=pp, fused=fused)
+    written = megatron_export.write_megatron(
+        args.to_megatron, ours, model, vocab_size=vocab_size, tp=tp, pp=pp, fused=fused
+    )
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
     return not args.check or report(megatron.open_megatron(args.to_megatron).tensors, ours, vocab_size)
 
