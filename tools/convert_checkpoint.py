@@ -26,6 +26,7 @@ import torch  # noqa: E402
 from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export  # noqa: E402
 from megalite.checkpoint.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.checkpoint.hugging_face_config import choose_family  # noqa: E402
+from megalite.checkpoint.logits import compare_logits  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
@@ -38,6 +39,10 @@ from megalite.train.datasets import open_tokenizer  # noqa: E402
 from megalite.train.state import State  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOGIT_BOUND = 1e-4
+SAMPLE = (
+    "The river rose in the night. By noon two of the bridges were closed, and the mill at 14 Ford Lane was cut off."
+)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -67,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--to-hf", type=Path, metavar="DIR", help="make a Hugging Face model directory")
     target.add_argument("--to-megatron", type=Path, metavar="DIR", help="make a release of Megatron-LM")
     parser.add_argument("--check", action="store_true", help="compare both sides bit by bit afterwards")
+    parser.add_argument(
+        "--check-logits", action="store_true", help="--from-hf, --to-hf: compare with transformers' logits afterwards"
+    )
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
     parser.add_argument("--family", choices=sorted(HUGGING_FACE), help="--to-hf: default: of --like, or the first fit")
     parser.add_argument("--like", type=Path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied")
@@ -84,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 _ONLY_WITH = {  # flag -> those that it goes with
+    "check_logits": ("from_hf", "to_hf"),
     "seq_length": ("from_hf",),
     "vocab_size": ("from_megatron", "to_hf", "to_megatron"),
     "family": ("to_hf",),
@@ -106,9 +115,9 @@ def misuse(args: argparse.Namespace) -> str | None:
         return "--load goes with --to-hf or --to-megatron, --from-hf and --from-megatron with --save"
     for name, partners in _ONLY_WITH.items():
         value = getattr(args, name)
-        if value is not None and all(getattr(args, partner) is None for partner in partners):
+        if value not in (None, False) and all(getattr(args, partner) is None for partner in partners):
             return f"{flag(name)} has no effect without {' or '.join(map(flag, partners))}; leave it away"
-        if isinstance(value, int) and value < 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             return f"{flag(name)} {value} is too small; give 1 or more"
     return None
 
@@ -151,16 +160,29 @@ def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str
     precision = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(dtype, {})
     config = build({**options, **tokenizer, **precision, "make_vocab_size_divisible_by": padded})
     state = {"progress": State().to_json(), "updates": 0, "loss_scaler": LossScaler().to_json()}
-    return padded, {**state, "config": to_toml(config)}
+    return padded, {**state, "config": to_toml(config), "vocab_size": options["vocab_size"]}
 
 
-def from_hf(folder: Path, save: Path, seq_length: int | None, check: bool) -> bool:
-    theirs = hugging_face.open_model(folder, seq_length)
+def from_hf(args: argparse.Namespace) -> bool:
+    folder: Path = args.from_hf
+    theirs = hugging_face.open_model(folder, args.seq_length)
     tokenizer = tokenizer_options(folder, theirs.vocab_size)
     padded, state = start_state(theirs.options, theirs.dtype, tokenizer)
-    written = write_import(save, theirs.tensors, specs_of(theirs.model, padded), theirs.vocab_size, state)
+    written = write_import(args.save, theirs.tensors, specs_of(theirs.model, padded), theirs.vocab_size, state)
     print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size} of {padded} rows")
-    return not check or report(theirs.tensors, Ours(open_checkpoint(written), False), theirs.vocab_size)
+    return checked(args, folder, theirs, Ours(open_checkpoint(written), False))
+
+
+def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.HuggingFaceModel, ours: Ours) -> bool:
+    """What --check and --check-logits ask for. Logits have a bound, of fp32, unless --dtype changed the weights."""
+    good = not args.check or report(theirs.tensors, ours, theirs.vocab_size)
+    if not args.check_logits:
+        return good
+    tokenizer = open_tokenizer(saved_config(ours.source).data)
+    ids = tokenizer.encode(SAMPLE) if tokenizer is not None and not tokenizer.is_null else None
+    verdict = compare_logits(folder, ours.source, saved_model(ours.source), theirs.vocab_size, ids)
+    print(verdict)
+    return good and (args.dtype is not None or verdict.largest <= LOGIT_BOUND * max(1.0, verdict.scale))
 
 
 def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool) -> bool:
@@ -194,7 +216,7 @@ def to_hf(args: argparse.Namespace) -> bool:
     if like is None and config.data.tokenizer_model is not None:
         beside = Path(config.data.tokenizer_model)
         like = beside if beside.is_dir() else beside.parent
-    vocab_size, eod = vocabulary(config, args.vocab_size)
+    vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
     family = choose_family(model, args.family, usual_family(like))
     ours = Ours(source, model.apply_layernorm_1p, DTYPES.get(args.dtype))
@@ -204,13 +226,13 @@ def to_hf(args: argparse.Namespace) -> bool:
     )
     files = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
     print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {files} files, vocabulary {vocab_size}")
-    return not args.check or report(theirs.tensors, ours, vocab_size)
+    return checked(args, args.to_hf, theirs, ours)
 
 
 def to_megatron(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load)
     model = saved_model(source)
-    vocab_size, _ = vocabulary(saved_config(source), args.vocab_size)
+    vocab_size, _ = vocabulary(saved_config(source), source.manifest.state.get("vocab_size"), args.vocab_size)
     ours = Ours(source, False, DTYPES.get(args.dtype))  # there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
     fused = args.transformer_impl != "local"
@@ -232,19 +254,19 @@ def usual_family(like: Path | None) -> str | None:
     return family if isinstance(family, str) else None
 
 
-def vocabulary(config: Config, given: int | None) -> tuple[int, int | None]:
-    """(rows without padding, the id that ends a document). Raises CheckpointError where nothing tells."""
+def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int | None]:
+    """(rows without padding, the id that ends a document). `saved`: as the checkpoint says. Raises CheckpointError."""
     eod = size = None
     try:
         tokenizer = open_tokenizer(config.data)
         if tokenizer is not None:
             size, eod = tokenizer.vocab_size, tokenizer.eod
     except DataError as error:
-        if given is None and config.data.vocab_size is None:
+        if given is None and saved is None and config.data.vocab_size is None:
             raise CheckpointError(f"{error}; or give --vocab-size") from None
         print(f"note: the tokenizer of the run is not there: {error}", file=sys.stderr)
-    size = given or max(size or 0, config.data.vocab_size or 0)
-    if size < 1:
+    size = given or saved or max(size or 0, config.data.vocab_size or 0)
+    if not isinstance(size, int) or size < 1:
         raise CheckpointError("the checkpoint does not tell its vocabulary; give --vocab-size")
     return size, eod
 
@@ -263,7 +285,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)  # it copies; nothing is computed
     try:
         if args.from_hf is not None:
-            good = from_hf(args.from_hf, args.save, args.seq_length, args.check)
+            good = from_hf(args)
         elif args.from_megatron is not None:
             good = from_megatron(args.from_megatron, args.save, args.vocab_size, args.check)
         else:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import convert_checkpoint  # noqa: E402
 
-from megalite.checkpoint import reader, writer  # noqa: E402
+from megalite.checkpoint import logits, reader, writer  # noqa: E402
 from megalite.checkpoint.convert import Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.checkpoint.hugging_face import open_model  # noqa: E402
 from megalite.checkpoint.hugging_face_config import choose_family, read_config  # noqa: E402
@@ -31,11 +31,10 @@ from megalite.checkpoint.name_map import entries, join, specs_of, split  # noqa:
 from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
 from megalite.config import ModelConfig, build, parse_toml  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
-from megalite.models.gpt import Batch, Stage  # noqa: E402
-from megalite.nn.parameter import Maker, named_specs  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import Mesh  # noqa: E402
 from megalite.parallel.spec import Box, Piece  # noqa: E402
+from megalite.train.sample import load_model  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 
 V, S = 93, 48
@@ -110,24 +109,9 @@ def tokens_BS() -> Tensor:
     return torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(5))
 
 
-@torch.no_grad()
 def our_logits(directory: Path) -> Tensor:
-    """[B, S, V] of the checkpoint in `directory`, loaded as the trainer loads it, in fp32."""
     source = open_checkpoint(directory)
-    model = saved_model(source)
-    rows = source.shape("model/embedding.word")[0]
-    make = Maker(Mesh.alone(), torch.float32, 0)
-    layers = range(model.num_layers)
-    stage = Stage(make, model, layers, first=True, last=True, vocab_size=V, padded_vocab_size=rows, dropout_seed=0)
-    reader.fill(source.folder, source.manifest, weights_of(stage), Mesh.alone())
-    batch = Batch(tokens_BS().T, None, None, torch.zeros(2, dtype=torch.int64), 0)
-    return stage.eval()(None, batch)[..., :V].transpose(0, 1)
-
-
-def weights_of(stage: Stage) -> list[Piece]:
-    whole = {spec.name: (spec, p) for spec, p in named_specs(stage)}
-    boxes = [(spec, p, Box((0,) * len(spec.shape), spec.shape)) for spec, p in whole.values()]
-    return [Piece(f"model/{s.name}", s.shape, box, range(box.numel), p.data.view(-1)) for s, p, box in boxes]
+    return logits.our_logits(source, saved_model(source), tokens_BS(), V)
 
 
 @torch.no_grad()
@@ -268,6 +252,62 @@ def test_main_weights_and_weights_stored_as_their_difference_from_one(tmp_path: 
         assert found["transformer.wte.weight"].shape == (7, 8)
         assert torch.equal(found["transformer.ln_f.weight"], stored[f"{kind}/final_norm.weight"] + 1)
         assert torch.equal(found["transformer.ln_f.bias"], stored[f"{kind}/final_norm.bias"])
+
+
+def with_tokenizer(folder: Path, words: int) -> None:
+    """A word-level tokenizer of `words` tokens beside the model, with what else is usually there."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<unk>", "<s>", "</s>", "the", "in", "of", "was", "."]
+    vocab = {name: i for i, name in enumerate(names + [f"w{i}" for i in range(words - len(names))])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_length": 17}))
+    (folder / "modeling_evil.py").write_text("raise SystemExit")
+
+
+def copied(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_bytes((folder / name).read_bytes())
+    return target
+
+
+def test_the_tokenizer_goes_with_the_model_and_back(models, tmp_path: Path, capsys) -> None:
+    folder = copied(models("mistral")[1], tmp_path / "model")
+    with_tokenizer(folder, V - 20)  # fewer tokens than rows, as Qwen's
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check-logits") == 0
+    assert "likeliest token the same in 100.00%" in capsys.readouterr().out
+    data = build(parse_toml(open_checkpoint(tmp_path / "ours").manifest.state["config"], "")).data
+    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
+    model, config, tokenizer, step = load_model(tmp_path / "ours", torch.device("cpu"))  # what generate.py does
+    assert (tokenizer.vocab_size, tokenizer.eod, step) == (V - 20, 2, 0)
+    assert model.embedding is not None and model.embedding.word.shape[0] == 128
+    back = tmp_path / "back"
+    assert tool("--load", tmp_path / "ours", "--to-hf", back, "--check", "--check-logits") == 0
+    assert_same_bits(tensors_in(back), tensors_in(folder))
+    kept = {p.name for p in folder.iterdir()} - {"modeling_evil.py"}
+    assert {p.name for p in back.iterdir()} == kept
+    for name in kept - {"config.json", "model.safetensors"}:
+        assert (back / name).read_bytes() == (folder / name).read_bytes()
+    written = json.loads((back / "config.json").read_text())
+    assert (written["model_type"], written["vocab_size"], written["eos_token_id"]) == ("mistral", V, 2)
+    with_tokenizer(folder, V + 1)
+    assert tool("--from-hf", folder, "--save", tmp_path / "more") == 0
+    assert "94 tokens, but 93 rows" in capsys.readouterr().err
+    assert (
+        build(parse_toml(open_checkpoint(tmp_path / "more").manifest.state["config"], "")).data.tokenizer_type is None
+    )
+
+
+def test_other_logits_are_seen(models, tmp_path: Path, capsys) -> None:
+    folder = copied(models("gpt2")[1], tmp_path / "model")
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours") == 0
+    _tensors(folder, lambda t: t["transformer.ln_f.bias"].add_(1.0))
+    found = logits.compare_logits(folder, source := open_checkpoint(tmp_path / "ours"), saved_model(source), V)
+    assert found.largest > 0.1 and found.agreement < 1 and found.positions == 2 * S
 
 
 def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
@@ -465,10 +505,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_hostile_directories_are_refused_and_nothing_is_written(models, attack: str, tmp_path: Path, capsys) -> None:
     _, good = models("llama")
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((good / name).read_bytes())
+    folder = copied(good, tmp_path / "hf")
     change, reason = HOSTILE[attack]
     change(folder)
     assert tool("--from-hf", folder, "--save", tmp_path / "ours") == 3
