@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", GPT2),
     "gpt2 untied exact gelu": ("GPT2Config", {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu"}),
 }
-TOLERANCE = 1e-5  # of logits of size 1 to 10 in fp32; measured 2e-6
+TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
 
 
 def tool(*words: object) -> int:
