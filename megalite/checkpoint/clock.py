@@ -15,8 +15,9 @@ class SaveClock:
     """`due(step)` after every step: True about every `interval_s` seconds, at the same step on all ranks.
 
     Clocks differ between ranks, so rank 0's decides. It is asked only at steps that all know: each answer says when to
-    ask again, half way to the end at the pace so far. That is about log2(steps per interval) broadcasts per save; an
-    all-reduce in every step would be one more point where all ranks wait for the slowest.
+    ask again: half way to the end at the pace so far, and after no more steps than that pace was measured over. That
+    is about 2 log2(steps per interval) broadcasts per save; an all-reduce in every step would be one more point where
+    all ranks wait for the slowest.
     """
 
     def __init__(self, interval_s: float, mesh: Mesh, step: int, now: Callable[[], float] = time.monotonic):
@@ -32,8 +33,9 @@ class SaveClock:
         if step < self._ask:
             return False
         elapsed = self._now() - self._begin
-        pace, left = elapsed / max(1, step - self._from), self._interval_s - elapsed
-        skip = 0 if left <= pace / 2 else max(1, min(int(left / pace / 2), 1 << 30))
+        steps, left = step - self._from, self._interval_s - elapsed
+        pace = elapsed / steps
+        skip = 0 if left <= pace / 2 else 1 if pace <= 0 else max(1, min(int(left / pace / 2), steps))
         agreed = torch.tensor(skip, dtype=torch.int64, device=self._mesh.device)
         skip = int(broadcast_(agreed, self._mesh.world))
         self._ask = step + skip
