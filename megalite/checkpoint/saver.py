@@ -233,11 +233,12 @@ def wait_for_lists(
             raise CheckpointError(f"rank {missing[0]}, or another, has failed")
 
 
-def prune(directory: Path, keep: int, retain_interval: int | None, known: set[int]) -> list[int]:
+def prune(directory: Path, keep: int, retain_interval: int | None, known: set[int], *, dry: bool = False) -> list[int]:
     """Delete all but the newest `keep` complete checkpoints; returns their steps. Not collective.
 
     What stays: multiples of `retain_interval`, folders with a file KEEP in them, and one that is being read. What is
     not complete, or is a stranger, is neither counted nor touched. `known`: steps that need no look; it is added to.
+    `dry`: delete nothing.
     """
     complete = []
     for step in storage.steps_in(directory):
@@ -250,8 +251,9 @@ def prune(directory: Path, keep: int, retain_interval: int | None, known: set[in
         folder = storage.folder_of(directory, step)
         kept = retain_interval is not None and step % retain_interval == 0
         if not kept and not (folder / "KEEP").exists() and not storage.in_use(folder):
-            storage.remove(folder)
-            known.discard(step)
+            if not dry:
+                storage.remove(folder)
+                known.discard(step)
             gone.append(step)
     return gone
 
