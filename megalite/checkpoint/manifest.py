@@ -85,6 +85,8 @@ def load(folder: Path) -> Manifest:
         return CheckpointError(f"{path}: {reason}; use another checkpoint")
 
     try:
+        if path.is_symlink() or (folder / "COMPLETE").is_symlink():
+            raise refuse("it, or COMPLETE, is a link")
         if path.stat().st_size > _LARGEST:
             raise refuse("it is implausibly large")
         text = path.read_bytes()
@@ -100,7 +102,7 @@ def load(folder: Path) -> Manifest:
         files = {str(name): _stamp(entry, data["format"]) for name, entry in data["files"].items()}
         tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
         state = dict(data["state"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise refuse(f"is damaged ({error!r})") from None
     return Manifest(tensors, files, state)
 

@@ -217,14 +217,15 @@ def wait_for_lists(
     """Until all ranks have written their list. CheckpointError when one failed, or when nothing grows any more."""
     seen, since = -1, time.monotonic()
     while True:
-        entries = {entry.name: entry for entry in os.scandir(part)}
-        missing = [rank for rank in range(world) if writer.list_of(part, rank).name not in entries]
+        names = set(os.listdir(part))
+        missing = [rank for rank in range(world) if writer.list_of(part, rank).name not in names]
         if not missing:
             return
-        failed = sorted(name for name in entries if name.endswith(".failed"))
+        failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
             raise CheckpointError((part / failed[0]).read_text(encoding="utf-8"))
-        size = sum(entry.stat().st_size for entry in entries.values())
+        files = [part / name for name in names if name.endswith(".safetensors")]  # these only grow
+        size = sum(file.stat().st_size for file in files)
         if size != seen:
             seen, since = size, time.monotonic()
         elif time.monotonic() - since > patience_s:

@@ -53,7 +53,10 @@ FP32 = [
     Layout("tp2 dp2", 4, f"{TP} 2"),
     Layout("pp2 dp2 ddp", 4, f"{PP} 2 {NOZERO}"),
 ]
-BF16 = [Layout("alone bf16", 1, "--bf16"), *(Layout(f"{a.name} bf16", a.world, f"{a.flags} --bf16") for a in FP32[5:7])]
+BF16 = [
+    Layout("alone bf16", 1, "--bf16"),
+    *(Layout(f"{a.name} bf16", a.world, f"{a.flags} --bf16") for a in (FP32[1], FP32[5])),
+]
 MORE = (
     "--train-iters 4 --lr-decay-style constant --seed 7 --init-method-std 0.2 --adam-eps 1e-3 --clip-grad 0.5".split()
 )
