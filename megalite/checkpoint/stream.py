@@ -1,23 +1,19 @@
-"""Write a safetensors file tensor by tensor: its header first, made from shapes alone, hashed on the way.
-
-    | header's bytes, 8, little endian | header, JSON, padded to 8 bytes with spaces | data of each tensor, no gaps |
-
-`safetensors.torch.save_file` wants all tensors at once; here the largest one is all that is in memory.
-Layout: https://huggingface.co/docs/safetensors (format).
+"""Plan safetensors files from shapes alone, and fill them tensor by tensor (tensor_file.py), so that the largest tensor
+is all that is in memory. `safetensors.torch.save_file` wants all of them at once.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from megalite.checkpoint import tensor_file
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
@@ -51,8 +47,8 @@ def cut(sizes: Sequence[int], limit: int) -> list[range]:
     return [*files, range(start, len(sizes))] if sizes else []
 
 
-def write_tensors(path: Path, plan: Sequence[Planned], values: Iterable[Tensor]) -> tuple[int, str]:
-    """Write `values`, which come in the plan's order, and sync. Returns (bytes, sha256 in hex). Raises OSError.
+def header_of(plan: Sequence[Planned]) -> bytes:
+    """The begin of a safetensors file whose data are the tensors of `plan` in order.
 
     Wider dtypes must come first, so that every tensor starts at a multiple of its element's size.
     """
@@ -65,16 +61,16 @@ def write_tensors(path: Path, plan: Sequence[Planned], values: Iterable[Tensor])
         offset += p.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for block in (len(text).to_bytes(8, "little"), text):
-            file.write(block)
-            digest.update(block)
-        for p, tensor in zip(plan, values, strict=True):
-            assert (tensor.dtype, tuple(tensor.shape)) == (p.dtype, p.shape), p.key
-            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            file.write(data)
-            digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell(), digest.hexdigest()
+    return len(text).to_bytes(8, "little") + text
+
+
+def flat(plan: Sequence[Planned], values: Iterable[Tensor]) -> Iterator[Tensor]:
+    """`values`, which come in the plan's order, as the 1-D tensors that a file is written from."""
+    for p, tensor in zip(plan, values, strict=True):
+        assert (tensor.dtype, tuple(tensor.shape)) == (p.dtype, p.shape), p.key
+        yield tensor.detach().contiguous().view(-1)
+
+
+def write_tensors(path: Path, plan: Sequence[Planned], values: Iterable[Tensor]) -> None:
+    """Write a new file and sync it. Raises OSError."""
+    tensor_file.write(path, header_of(plan), flat(plan, values))

@@ -6,7 +6,6 @@ in files of a few GiB, committed as a run's checkpoint is (checkpoint/writer.py)
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import reader, writer
+from megalite.checkpoint import reader, storage, writer
 from megalite.checkpoint.manifest import CheckpointError, Manifest
-from megalite.checkpoint.pieces import inside, intersect
-from megalite.checkpoint.stream import Planned, cut, write_tensors
+from megalite.checkpoint.pieces import intersect
+from megalite.checkpoint.stream import Planned, cut, flat, header_of
+from megalite.checkpoint.tensor_file import Row, TensorFile
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box
 
 FILE_BYTES = 4 << 30
+_OPEN_FILES = 64  # at once; a checkpoint has one for each rank that wrote it
 
 
 def open_checkpoint(directory: Path) -> Source:
@@ -45,7 +45,7 @@ class Source:
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, TensorFile] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
         whole = self.manifest.tensors.get(name)
@@ -68,13 +68,17 @@ class Source:
             for stored in self.manifest.tensors[name].parts:
                 both = intersect(box, stored.box)
                 if both is not None:
-                    if stored.file not in self._files:
-                        self._files[stored.file] = safe_open(self.folder / stored.file, framework="pt")
-                    values = self._files[stored.file].get_slice(stored.key)[inside(both, stored.box)]
-                    result[inside(both, box)] = values
-        except (SafetensorError, OSError, KeyError, RuntimeError) as error:
+                    self._open(stored.file).copy(stored.key, stored.box, both, result, box)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read ({error}); use another one") from error
         return result
+
+    def _open(self, file: str) -> TensorFile:
+        if file not in self._files:
+            while len(self._files) >= _OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[file] = TensorFile(self.folder / file)
+        return self._files[file]
 
 
 @dataclass(frozen=True)
@@ -101,19 +105,19 @@ def write_checkpoint(
 
     No checkpoint may be there yet: a converted model is the begin of a run, not a step of one.
     """
-    if any(directory.glob("iter_*")):
+    if storage.steps_in(directory):
         raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
     _check_cover(items, shapes)
     items = sorted(items, key=lambda item: -item.dtype.itemsize)
-    final = writer.folder_of(directory, 0)
-    part = final.with_name(f".{final.name}.part")
+    final = storage.folder_of(directory, 0)
+    part = storage.part_of(final)
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         files = cut([item.bytes for item in items], file_bytes)
         for number, chosen in enumerate(files):
             _write_file(part, number, [items[i] for i in chosen], shapes)
-        writer._commit(directory, part, final, state, 0, len(files))
+        writer.commit(part, final, state, 0, len(files))
     except OSError as error:
         raise CheckpointError(f"save={str(directory)!r}: cannot be written ({error})") from error
     finally:
@@ -140,13 +144,10 @@ def _check_cover(items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> N
 def _write_file(part: Path, number: int, items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> None:
     """One file and the list that `writer` makes the manifest of."""
     plan: list[Planned] = []
-    rows: list[list[object]] = []
+    rows: list[Row] = []
     for item in items:
         for name, box in item.parts:
-            key = f"{len(plan):06d}"
-            plan.append(Planned(key, item.dtype, box.shape))
-            rows.append([f"model/{name}", shapes[name], str(item.dtype)[6:], key, box.start, box.stop])
-    file = f"rank-{number:05d}.safetensors"
-    size, digest = write_tensors(part / file, plan, (values for item in items for values in item.values()))
-    listing = {"file": file, "size": size, "sha256": digest, "rows": rows}
-    (part / f"rank-{number:05d}.json").write_text(json.dumps(listing), encoding="utf-8")
+            plan.append(Planned(f"{len(plan):06d}", item.dtype, box.shape))
+            rows.append(Row(f"model/{name}", shapes[name], str(item.dtype)[6:], plan[-1].key, box))
+    values = (one for item in items for one in item.values())
+    writer.write_rank(part, number, header_of(plan), rows, flat(plan, values))
