@@ -33,6 +33,9 @@ from megalite.models.families import MEGATRON, MEGATRON_SYNONYMS
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")
+# what the restricted loader raises for bytes that are no file of its own, as mutated files have shown
+DAMAGED = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError)
+DAMAGED += (RuntimeError, TypeError, ValueError)
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
@@ -91,7 +94,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
         name = re.search(r"(?:GLOBAL|global) (?:`)?([\w.]+)", str(error))
         what = f"it names {name[1]}, which is not on the list of types" if name else "it is not a plain file of tensors"
         raise CheckpointError(f"{path}: refused: {what}; a file like this can run code") from None
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except DAMAGED as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); it is damaged, or of torch before 1.6") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, not the dictionary of a checkpoint")

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megalite.checkpoint.convert import Foreign, model_of
 from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.megatron import INERT, MegatronModel, load_pickle
+from megalite.checkpoint.megatron import DAMAGED, INERT, MegatronModel, load_pickle
 from megalite.checkpoint.megatron_args import read_args
 from megalite.checkpoint.name_map import entries, specs_of
 from megalite.checkpoint.pieces import inside, intersect
@@ -95,7 +95,7 @@ class Reader:
                 file.seek(chunk.offset)
                 data = io.BytesIO(file.read(chunk.length))
             values = torch.load(data, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        except (*DAMAGED, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{path}: {key} cannot be read ({type(error).__name__})") from None
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.box.shape or values.dtype != stored.dtype:
             raise CheckpointError(f"{path}: {key} is not the tensor that .metadata says; it is damaged")
