@@ -39,10 +39,11 @@ class ModelConfig:
     add_qkv_bias: bool = opt(False, "biases in the query, key, value projections only")
     activation: str = opt(
         "gelu",
-        "feed-forward activation",
-        choices=("gelu", "swiglu", "squared_relu"),
+        "feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
+        choices=("gelu", "gelu_erf", "swiglu", "squared_relu"),
         flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
     )
+    parallel_residual: bool = opt(False, "attention and feed-forward side by side on the same input, as in GPT-NeoX")
     position_embedding_type: str = opt(
         "learned_absolute",
         "positions",
@@ -233,8 +234,22 @@ class DataConfig:
 class CheckpointConfig:
     save: str | None = opt(None, "directory to save checkpoints in")
     save_interval: int | None = opt(None, "steps between checkpoints", flags=("--persistent-save-interval",))
+    save_interval_mins: float | None = opt(None, "minutes between checkpoints, also beside --save-interval")
+    asynchronous_save: str = opt(
+        "auto",
+        "write in the background; auto: on cuda",
+        choices=("auto", "on", "off"),
+        flags=("--async-save=on", "--no-async-save=off"),
+    )
+    keep_last: int | None = opt(None, "checkpoints to keep; default: all, 1 with --save-retain-interval")
+    save_retain_interval: int | None = opt(None, "checkpoints of steps divisible by this are never deleted")
+    no_save_optim: bool = opt(False, "save weights only; such a checkpoint does not resume a run exactly")
     load: str | None = opt(None, "directory to resume from; a directory without checkpoints starts afresh")
-    keep_last: int | None = opt(None, "checkpoints to keep; default: all")
+    ckpt_step: int | None = opt(None, "step of the checkpoint to load; default: the newest valid one")
+    no_load_optim: bool = opt(False, "load weights, step and data position, not the optimizer's state")
+    finetune: bool = opt(False, "load weights only, and start at step 0")
+    pretrained_checkpoint: str | None = opt(None, "directory to take weights from when --load holds no checkpoint")
+    use_checkpoint_args: bool = opt(False, "take the model's options from the checkpoint")
     exit_on_missing_checkpoint: bool = opt(False, "stop when --load holds no checkpoint")
 
 
@@ -437,20 +452,22 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
     """Every contradiction, each as `name=value breaks rule; remedy`. `world_size` adds what depends on it."""
     m, p, t, o, d, c = config.model, config.parallel, config.train, config.optim, config.data, config.checkpoint
     problems: list[str] = []
-    say = problems.append
+    say, incomplete = problems.append, False
     for section, f in options():
         value = getattr(getattr(config, section), f.name)
         if isinstance(value, float) and not math.isfinite(value):
             say(f"{f.name}={value} is not finite; give a number")
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
             say(f"{f.name}={value} is negative; give 0 or more")
+        elif value == 0 and f.name in REQUIRED and section == "model" and c.use_checkpoint_args:
+            incomplete = True  # the checkpoint will say; checked again then
         elif value == 0 and f.name in REQUIRED:
             say(f"{f.name}=0 is not set; give {'--' + f.name.replace('_', '-')} or a --preset")
         elif value == 0 and f.name in _POSITIVE:
             say(f"{f.name}=0 is too small; give 1 or more")
     if o.lr is None:
         say("lr is not set; give --lr")
-    if problems:
+    if problems or incomplete:
         return problems
     assert o.lr is not None
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
@@ -556,10 +573,18 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
                 f"rampup_batch_size={first} {increment}: global_batch_size={t.global_batch_size} is not reached from "
                 f"{first} in steps of {increment}; choose a divisor of {t.global_batch_size - first}"
             )
-    if c.save is not None and c.save_interval is None:
-        say("save needs --save-interval")
-    if c.keep_last is not None and c.save is None:
-        say(f"keep_last={c.keep_last} has no effect; add --save")
+    if c.save is not None and c.save_interval is None and c.save_interval_mins is None:
+        say("save needs --save-interval or --save-interval-mins")
+    for name in ("keep_last", "save_retain_interval", "no_save_optim"):
+        if c.save is None and getattr(c, name):
+            say(f"{name}={getattr(c, name)} has no effect; add --save")
+    for name in ("ckpt_step", "no_load_optim", "finetune"):
+        if c.load is None and getattr(c, name):
+            say(f"{name}={getattr(c, name)} has no effect; add --load")
+    if c.use_checkpoint_args and c.load is None and c.pretrained_checkpoint is None:
+        say("use_checkpoint_args needs --load or --pretrained-checkpoint")
+    if c.finetune and c.no_load_optim:
+        say("no_load_optim has no effect with --finetune, which loads weights only; leave it away")
     if c.exit_on_missing_checkpoint and c.load is None:
         say("exit_on_missing_checkpoint has no effect; add --load")
     if p.distributed_backend == "nccl" and p.device == "cpu":
@@ -658,6 +683,8 @@ _POSITIVE = frozenset(
         "exit_interval",
         "recompute_num_layers",
         "save_interval",
+        "save_interval_mins",
+        "save_retain_interval",
         "keep_last",
         "log_interval",
         "vocab_size",

@@ -32,6 +32,9 @@ deterministic-mode no-overlap-p2p-communication account-for-embedding-in-pipelin
 account-for-loss-in-pipeline-split disable-gloo-process-groups use-checkpoint-opt-param-scheduler
 override-opt-param-scheduler init-model-with-meta-device verify-integrity distribute-saved-activations
 
+randomness is computed from the seed and the step, there is no state of it
+no-load-rng no-save-rng
+
 a choice of kernels, made by megalite itself
 no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-rope-fusion
 no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl=1 no-persist-layer-norm
@@ -41,7 +44,7 @@ of no effect on the result
 num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1
 use-persistent-ckpt-worker spec=2 no-weight-decay-cond-type=1 ddp-num-buckets=1
 microbatch-group-size-per-virtual-pipeline-stage=1 check-weight-hash-across-dp-replicas-interval=1 rerun-mode=1
-exit-signal=1 use-tp-pp-dp-mapping async-save num-distributed-optimizer-instances=1 vocab-extra-ids=1
+exit-signal=1 use-tp-pp-dp-mapping num-distributed-optimizer-instances=1 vocab-extra-ids=1
 
 a log that megalite does not write (yet)
 log-params-norm log-num-zeros-in-grad timing-log-level=1 timing-log-option=1 log-timers-to-tensorboard
@@ -104,9 +107,8 @@ this part of the data path is not supported (yet); use --data-path
 full-validation padded-vocab-size=1 skip-train
 
 this part of checkpoints is not supported (yet); leave it away
-no-load-optim no-load-rng no-save-optim no-save-rng finetune pretrained-checkpoint=1 use-checkpoint-args
-save-retain-interval=1 ckpt-step=1 ckpt-convert-format=1 ckpt-convert-save=1 non-persistent-save-interval=1
-non-persistent-ckpt-type=1 replication replication-jump=1 replication-factor=1 override-ckpt-iteration=1
+ckpt-convert-format=1 ckpt-convert-save=1 non-persistent-save-interval=1 non-persistent-ckpt-type=1 replication
+replication-jump=1 replication-factor=1 override-ckpt-iteration=1
 
 refused: nothing that megalite loads may run code
 trust-remote-code

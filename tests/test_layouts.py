@@ -34,6 +34,11 @@ LLAMA = """--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMS
  --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
  --ffn-hidden-size 48"""
 QWEN = LLAMA.replace("--num-query-groups 2", "--num-query-groups 1") + " --add-qkv-bias --qk-layernorm"
+NEOX = (
+    GPT
+    + """ --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual
+ --untie-embeddings-and-output-weights"""
+)
 DROP = GPT.replace("dropout 0", "dropout 0.2")
 BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # generated data has ends of documents too
 
@@ -97,6 +102,7 @@ ROWS = [
     row("llama recompute block tp2 pp2", 4, LLAMA, tp=2, pp=2, extra=f"{FULL} block --recompute-num-layers 1"),
     row("llama micro-batch 1 dp2", 2, LLAMA, extra="--micro-batch-size 1"),
     row("qwen tp2 pp2 one group", 4, QWEN, tp=2, pp=2),
+    row("neox tp2 pp2", 4, NEOX, tp=2, pp=2),
     row("gpt documents tp2 pp2 vpp2", 4, GPT + BORDERS, tp=2, pp=2, vpp=2),
     row("gpt documents dropout tp2 dp2", 4, DROP + BORDERS, tp=2),
     row("llama documents tp2 pp2", 4, LLAMA + BORDERS, tp=2, pp=2),

@@ -1,4 +1,4 @@
-"""manifest.json: for every whole tensor its shape and dtype, and which file holds which box; a sha256 per file.
+"""manifest.json: for every whole tensor its shape and dtype, and which file holds which box; hashes of every file.
 
 Everything read from disk is checked here before it is used: names of files stay inside the directory, boxes inside
 their tensors, and the boxes of a tensor cover it exactly once.
@@ -14,16 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.pieces import intersect
+from megalite.checkpoint.hashing import Stamp
+from megalite.checkpoint.pieces import overlapping
 from megalite.parallel.spec import Box
 
-FORMAT = 1
+FORMAT = 2  # 1 had one sha256 per file; it is still read
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _LARGEST = 1 << 30  # bytes of JSON
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read; the text names the file and the reason."""
+
+
+class ElsewhereError(CheckpointError):
+    """Another rank failed, and says why itself."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,10 @@ class Whole:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files`: name -> (bytes, sha256); `state`: plain JSON, what the run needs beside tensors."""
+    """`state`: plain JSON, what the run needs beside tensors."""
 
     tensors: dict[str, Whole]
-    files: dict[str, tuple[int, str]]
+    files: dict[str, Stamp]
     state: dict[str, Any]
 
 
@@ -68,7 +73,8 @@ def dump(manifest: Manifest) -> str:
         }
         for name, whole in manifest.tensors.items()
     }
-    return json.dumps({"format": FORMAT, "state": manifest.state, "files": manifest.files, "tensors": tensors})
+    files = {name: [s.size, s.name, s.block, s.digests] for name, s in manifest.files.items()}
+    return json.dumps({"format": FORMAT, "state": manifest.state, "files": files, "tensors": tensors})
 
 
 def load(folder: Path) -> Manifest:
@@ -79,6 +85,8 @@ def load(folder: Path) -> Manifest:
         return CheckpointError(f"{path}: {reason}; use another checkpoint")
 
     try:
+        if path.is_symlink() or (folder / "COMPLETE").is_symlink():
+            raise refuse("it, or COMPLETE, is a link")
         if path.stat().st_size > _LARGEST:
             raise refuse("it is implausibly large")
         text = path.read_bytes()
@@ -89,17 +97,25 @@ def load(folder: Path) -> Manifest:
         raise refuse("it is not the one that COMPLETE names")
     try:
         data = json.loads(text)
-        if data["format"] != FORMAT:
+        if data["format"] not in (1, FORMAT):
             raise refuse(f"format {data['format']!r} is not {FORMAT}")
-        files = {str(name): (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
+        files = {str(name): _stamp(entry, data["format"]) for name, entry in data["files"].items()}
         tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
         state = dict(data["state"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise refuse(f"is damaged ({error!r})") from None
     return Manifest(tensors, files, state)
 
 
-def _whole(name: str, entry: dict[str, Any], files: dict[str, tuple[int, str]]) -> Whole:
+def _stamp(entry: Any, version: int) -> Stamp:
+    if version == 1:
+        size, digest = entry
+        return Stamp(int(size), "sha256", max(int(size), 1), (str(digest),))
+    size, name, block, digests = entry
+    return Stamp(int(size), str(name), int(block), tuple(str(digest) for digest in digests))
+
+
+def _whole(name: str, entry: dict[str, Any], files: dict[str, Stamp]) -> Whole:
     shape = tuple(int(n) for n in entry["shape"])
     parts, covered = [], 0
     for file, key, start, stop in entry["parts"]:
@@ -113,10 +129,6 @@ def _whole(name: str, entry: dict[str, Any], files: dict[str, tuple[int, str]]) 
         parts.append(Stored(str(file), str(key), box))
     if covered != math.prod(shape):
         raise ValueError(f"{name}: its boxes hold {covered} of {math.prod(shape)} elements")
+    if overlapping([part.box for part in parts]):
+        raise ValueError(f"{name}: two of its boxes hold the same elements")
     return Whole(shape, str(entry["dtype"]), tuple(parts))
-
-
-def overlapping(whole: Whole) -> bool:
-    """Whether two boxes of a tensor share elements; quadratic, for tests and tools."""
-    parts = whole.parts
-    return any(intersect(a.box, b.box) for i, a in enumerate(parts) for b in parts[:i])

@@ -11,7 +11,7 @@ the begin of a row, and so on inwards: at most 2 n - 1 rectangles for n dims (3 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megalite.parallel.spec import Box
 
@@ -59,3 +59,15 @@ def intersect(a: Box, b: Box) -> Box | None:
 def inside(part: Box, whole: Box) -> tuple[slice, ...]:
     """Slices that pick `part` out of a tensor that holds `whole`."""
     return tuple(slice(p - w, q - w) for p, q, w in zip(part.start, part.stop, whole.start, strict=True))
+
+
+def overlapping(boxes: Sequence[Box]) -> bool:
+    """Whether two boxes share elements. A sweep along the first dim: a box is compared only with those whose rows it
+    meets, which are few, since shards over dp are ranges of rows."""
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.start):
+        active = [a for a in active if not a.start or a.stop[0] > box.start[0]]
+        if any(intersect(a, box) for a in active):
+            return True
+        active.append(box)
+    return False

@@ -1,95 +1,194 @@
-"""Load: find the newest complete checkpoint, verify it, and fill this rank's pieces under any layout.
+"""Load: find the newest valid checkpoint, verify it, and fill this rank's pieces under any layout.
 
+The hashes of all files are checked before anything is read into the model, each rank taking its share of the blocks.
 A target rectangle is filled from every stored box that meets it; nothing else is read. All differences between model
 and checkpoint are listed at once, before any parameter changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 
+from megalite.checkpoint import hashing, storage
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.manifest import CheckpointError, Manifest
-from megalite.checkpoint.pieces import inside, intersect, rectangles
+from megalite.checkpoint.manifest import CheckpointError, ElsewhereError, Manifest
+from megalite.checkpoint.pieces import intersect, rectangles
+from megalite.checkpoint.tensor_file import TensorFile, places
 from megalite.parallel.comm import all_reduce_, broadcast_
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
+_READ = 1 << 22  # bytes at once while hashing
 
-def newest(directory: str | Path, mesh: Mesh) -> tuple[Path, Manifest] | None:
-    """The newest complete checkpoint of `directory`, agreed across ranks; None where there is none at all.
 
-    Raises CheckpointError where there are checkpoints but none is valid: never a silent fresh start.
+def _number(value: int, mesh: Mesh) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int64, device=mesh.device)
+
+
+def newest(directory: str | Path, mesh: Mesh, step: int | None = None) -> tuple[Path, Manifest] | None:
+    """The newest valid checkpoint of `directory`, or that of `step`; collective. None where there is none at all.
+
+    The ranks look at one candidate after the other and take the first in which all find their share of the hashes
+    right. Raises CheckpointError where there are checkpoints but none is valid, and where `step` is not there: never
+    a silent fresh start.
     """
-    folder = Path(directory)
-    step, reasons = -1, []
-    if mesh.world.is_first and folder.is_dir():
-        found = [p for p in folder.glob("iter_*") if p.name[5:].isdigit() and p.is_dir()]
-        for candidate in sorted(found, key=lambda p: int(p.name[5:]), reverse=True):
-            try:
-                verify(candidate, manifests.load(candidate))
-                step = int(candidate.name[5:])
-                break
-            except CheckpointError as error:
-                reasons.append(str(error))
-                print(f"skipping {candidate}: {error}", flush=True)
-        if step < 0 and found:
-            step = -2
-    agreed = broadcast_(torch.tensor(step, dtype=torch.int64, device=mesh.device), mesh.world)
-    if int(agreed) == -2:
-        raise CheckpointError(f"load={str(directory)!r}: no checkpoint in it is valid; " + "; ".join(reasons))
-    if int(agreed) < 0:
-        return None
-    chosen = folder / f"iter_{int(agreed):07d}"
-    return chosen, manifests.load(chosen)
+    found = storage.steps_in(directory) if mesh.world.is_first else []
+    if mesh.world.is_first and step is not None:
+        found = [step] if step in found else []
+    reasons: list[str] = []
+    for place in range(int(broadcast_(_number(len(found), mesh), mesh.world))):
+        candidate = int(broadcast_(_number(found[-1 - place] if found else 0, mesh), mesh.world))
+        folder = storage.folder_of(directory, candidate)
+        manifest = None
+        try:
+            manifest = manifests.load(folder)
+            verify(folder, manifest, mesh.world.rank, mesh.world.size)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            if manifest is not None or mesh.world.is_first:  # all ranks find the same wrong with a manifest
+                print(f"skipping {folder}: {error}", flush=True)
+        bad = int(all_reduce_(_number(len(reasons) > place, mesh), mesh.world))
+        if not bad and manifest is not None:
+            return folder, manifest
+        if len(reasons) == place:
+            reasons.append(f"{folder}: damaged, says another rank")
+    if reasons:
+        kind = CheckpointError if mesh.world.is_first else ElsewhereError
+        raise kind(f"load={str(directory)!r}: no checkpoint in it is valid; " + "; ".join(reasons))
+    if step is not None:
+        kind = CheckpointError if mesh.world.is_first else ElsewhereError
+        raise kind(f"load={str(directory)!r} holds no checkpoint of step {step}: choose another --ckpt-step")
+    return None
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Every file has its size and sha256. Raises CheckpointError naming the first that does not."""
-    for name, (size, digest) in manifest.files.items():
+def verify(folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> None:
+    """Every file has its size, and every block of this rank's share its hash; the shares are alike in bytes.
+
+    Raises CheckpointError that names the first file, and the tensors in the block, that are damaged.
+    """
+    for name, stamp in manifest.files.items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
             raise CheckpointError(f"{path}: missing, or not a plain file")
-        if path.stat().st_size != size:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, not {size}")
-        if manifests.sha256_of(path) != digest:
-            raise CheckpointError(f"{path}: its content changed after it was written (sha256)")
+        if path.stat().st_size != stamp.size:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, not {stamp.size}")
+    blocks = [(name, i) for name, stamp in sorted(manifest.files.items()) for i in range(len(stamp.digests))]
+    mine = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
+    for name in dict.fromkeys(name for name, _ in mine):
+        _verify_blocks(folder / name, manifest, [i for file, i in mine if file == name])
 
 
-def differences(manifest: Manifest, pieces: Sequence[Piece]) -> list[str]:
-    """What keeps `pieces` from being filled, one line each."""
+def _verify_blocks(path: Path, manifest: Manifest, blocks: Sequence[int]) -> None:
+    """`blocks`: consecutive."""
+    stamp = manifest.files[path.name]
+    buffer = memoryview(bytearray(min(_READ, stamp.block)))
+    try:
+        make = hashing.maker(stamp.name)
+        with open(path, "rb", buffering=0) as file:
+            file.seek(blocks[0] * stamp.block)
+            for i in blocks:
+                digest, left = make(), min(stamp.block, stamp.size - i * stamp.block)
+                while left:
+                    count = file.readinto(buffer[: min(left, len(buffer))])
+                    if not count:
+                        raise CheckpointError(f"{path}: ends early")
+                    digest.update(buffer[:count])
+                    left -= count
+                if digest.hexdigest() != stamp.digests[i]:
+                    begin, end = i * stamp.block, min(stamp.size, (i + 1) * stamp.block)
+                    held = ", ".join(_tensors_at(path, manifest, begin, end))
+                    raise CheckpointError(
+                        f"{path}: its content changed after it was written ({stamp.name}), at bytes {begin} to {end}: "
+                        + held
+                    )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be verified ({error})") from None
+
+
+def _tensors_at(path: Path, manifest: Manifest, begin: int, end: int, most: int = 3) -> list[str]:
+    """Names of the tensors in these bytes, for people."""
+    try:
+        where = places(path)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ["the header"]
+    names = [
+        name
+        for name, whole in manifest.tensors.items()
+        for part in whole.parts
+        if part.file == path.name and part.key in where and where[part.key].begin < end and where[part.key].end > begin
+    ]
+    names = list(dict.fromkeys(names))
+    return names[:most] + ([f"and {len(names) - most} more"] if len(names) > most else []) or ["the header"]
+
+
+def differences(manifest: Manifest, pieces: Sequence[Piece], exact: bool = False) -> list[str]:
+    """What keeps `pieces` from being filled, one line each; `exact`: another dtype too, which is else converted."""
     lines = []
     for piece in {p.name: p for p in pieces}.values():
-        stored = manifest.tensors.get(piece.name)
+        stored, dtype = manifest.tensors.get(piece.name), str(piece.data.dtype)[6:]
         if stored is None:
             lines.append(f"{piece.name}: shape {piece.shape} here, not in the checkpoint")
         elif stored.shape != piece.shape:
             lines.append(f"{piece.name}: shape {piece.shape} here, {stored.shape} in the checkpoint")
+        elif exact and stored.dtype != dtype:
+            lines.append(f"{piece.name}: {dtype} here, {stored.dtype} in the checkpoint")
     return lines
 
 
-def fill(folder: Path, manifest: Manifest, pieces: Sequence[Piece], mesh: Mesh) -> None:
-    """Write the checkpoint's values into the pieces' data; collective. Raises CheckpointError on all ranks."""
-    problems = differences(manifest, pieces)
-    worst = torch.tensor(len(problems), dtype=torch.int64, device=mesh.device)
-    if int(all_reduce_(worst, mesh.world, dist.ReduceOp.MAX)) > 0:
-        raise CheckpointError(f"{folder} does not fit this model:\n  " + "\n  ".join(problems or ["see another rank"]))
-    files = {}
+def unused(manifest: Manifest, pieces: Sequence[Piece], mesh: Mesh, kinds: Collection[str] | None = None) -> list[str]:
+    """Tensors of the checkpoint that no rank has a piece of; collective, one line each. `kinds`: of names KIND/NAME
+    that matter; None: all."""
+    names = sorted(name for name in manifest.tensors if kinds is None or name.partition("/")[0] in kinds)
+    here = {piece.name for piece in pieces}
+    known = torch.tensor([name in here for name in names], dtype=torch.int32, device=mesh.device)
+    if names:
+        all_reduce_(known, mesh.world, dist.ReduceOp.MAX)
+    return [
+        f"{name}: not here, shape {manifest.tensors[name].shape} in the checkpoint"
+        for name, count in zip(names, known.tolist(), strict=True)
+        if not count
+    ]
+
+
+def fill(
+    folder: Path,
+    manifest: Manifest,
+    pieces: Sequence[Piece],
+    mesh: Mesh,
+    *,
+    exact: bool = False,
+    problems: Sequence[str] = (),
+) -> None:
+    """Write the checkpoint's values into the pieces' data; collective. Raises CheckpointError on all ranks: before
+    anything changes where they do not fit, or there are other `problems` already."""
+    lines = [*problems, *differences(manifest, pieces, exact)]
+    if int(all_reduce_(_number(len(lines), mesh), mesh.world, dist.ReduceOp.MAX)) > 0:
+        kind = CheckpointError if lines else ElsewhereError
+        raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines or ["see another rank"]))
+    files: dict[str, TensorFile] = {}
     try:
-        for name in manifest.files:
-            files[name] = safe_open(folder / name, framework="pt")  # maps the file; reads nothing yet
-        for piece in pieces:
-            for box, span in rectangles(piece.box, piece.span):
-                target = piece.data[span.start : span.stop].view(box.shape)
-                for stored in manifest.tensors[piece.name].parts:
-                    both = intersect(box, stored.box)
-                    if both is not None:
-                        values = files[stored.file].get_slice(stored.key)[inside(both, stored.box)]
-                        target[inside(both, box)].copy_(values)
-    except (SafetensorError, OSError, KeyError, RuntimeError) as error:
+        with storage.reading(folder):
+            for piece in pieces:
+                for box, span in rectangles(piece.box, piece.span):
+                    target = piece.data[span.start : span.stop].view(box.shape)
+                    for stored in manifest.tensors[piece.name].parts:
+                        both = intersect(box, stored.box)
+                        if both is not None:
+                            if stored.file not in files:
+                                files[stored.file] = TensorFile(folder / stored.file)
+                            files[stored.file].copy(stored.key, stored.box, both, target, box)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: cannot be read ({error}); use another checkpoint") from error
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all its files."""
+    return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())

@@ -2,6 +2,7 @@
 
     swiglu        a = silu(g) * u, input [g | u]       dg = da u s (1 + g (1 - s)),  du = da silu(g),  s = sigmoid(g)
     gelu          a = x/2 * (1 + tanh(k (x + 0.044715 x^3))), k = sqrt(2/pi)    (arXiv:1606.08415, tanh form)
+    gelu_erf      a = x/2 * (1 + erf(x / sqrt(2)))     the same function exactly, not by its tanh form
     squared_relu  a = max(x, 0)^2                      dx = 2 max(x, 0) da      (arXiv:2109.08668)
 
 Only the input is needed by backward, so a caller saves that and recomputes `a` (nn/linear.py).
@@ -51,6 +52,14 @@ def gelu_backward(u: Tensor, da: Tensor) -> Tensor:
     return torch.ops.aten.gelu_backward(da, u, approximate="tanh")
 
 
+def gelu_erf_forward(u: Tensor) -> Tensor:
+    return F.gelu(u)
+
+
+def gelu_erf_backward(u: Tensor, da: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(da, u, approximate="none")
+
+
 def squared_relu_forward(u: Tensor) -> Tensor:
     return F.relu(u).square()
 
@@ -63,6 +72,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "swiglu": Activation(swiglu_forward, swiglu_backward, 2),
         "gelu": Activation(gelu_forward, gelu_backward, 1),
+        "gelu_erf": Activation(gelu_erf_forward, gelu_erf_backward, 1),
         "squared_relu": Activation(squared_relu_forward, squared_relu_backward, 1),
     }
 )

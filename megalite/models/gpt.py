@@ -1,8 +1,9 @@
-"""A decoder-only transformer, cut into pipeline stages; GPT-2/3, Llama, Mistral and Qwen are settings of it.
+"""A decoder-only transformer, cut into pipeline stages; GPT-2/3, NeoX, Llama, Mistral and Qwen are settings of it.
 
     tokens_SB -> Embedding -> Block * layers -> Head -> loss        a Stage holds a range of this line
 
     Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))
+    or, with a parallel residual:  x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
 
 A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last); it does not know the schedule.
 Everything but the schedule is called here, where it happens.
@@ -62,7 +63,7 @@ class Block(nn.Module):
     def __init__(self, make: Maker, model: ModelConfig, layer: int, seed: int, recompute_core: bool):
         super().__init__()
         self.layer, self.seed, self.dropout_p = layer, seed, model.hidden_dropout
-        self.tp = make.mesh.tp
+        self.tp, self.parallel = make.mesh.tp, model.parallel_residual
         std = model.init_method_std
         out_std = std / math.sqrt(2.0 * model.num_layers)
         norm = (model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
@@ -97,8 +98,9 @@ class Block(nn.Module):
         )
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
-        x_sBD = self._add(self.attention(self.attention_norm(x_sBD), where), x_sBD, SITE_HIDDEN_1, where)
-        return self._add(self.mlp(self.mlp_norm(x_sBD)), x_sBD, SITE_HIDDEN_2, where)
+        h_sBD = self._add(self.attention(self.attention_norm(x_sBD), where), x_sBD, SITE_HIDDEN_1, where)
+        y_sBD = self.mlp(self.mlp_norm(x_sBD if self.parallel else h_sBD))
+        return self._add(y_sBD, h_sBD, SITE_HIDDEN_2, where)
 
     def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, where: Coordinates) -> Tensor:
         if not (self.dropout_p and self.training):

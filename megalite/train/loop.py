@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megalite.checkpoint import reader, writer
+from megalite.checkpoint.clock import SaveClock
+from megalite.checkpoint.saver import Saver
 from megalite.data.batches import Prefetcher
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.batch import HostBatch, on_device
+from megalite.train.checkpoints import save
 from megalite.train.metrics import Interval, Reporter
 from megalite.train.run_dir import Exit, write_atomically
 from megalite.train.state import EvaluationSet, Run, StepResult
@@ -27,14 +28,14 @@ from megalite.train.step import train_step
 
 @dataclass(frozen=True)
 class Plan:
-    """When to do what, in steps; None: never. `save` is a directory."""
+    """When to do what, in steps; None: never."""
 
     log_interval: int
     eval_interval: int | None
     eval_iters: int
-    save: str | None
     save_interval: int | None
-    keep_last: int | None
+    save_every_s: float | None
+    save_optimizer: bool
     exit_interval: int | None
     exit_after_s: float | None
     profile_step: int | None
@@ -70,43 +71,6 @@ def evaluate(run: Run, data: Prefetcher[HostBatch], iters: int) -> float:
     return loss_sum / tokens if tokens else math.nan
 
 
-def save(run: Run, directory: str, config_toml: str, keep_last: int | None) -> Path:
-    """Write a checkpoint of the run as it is; collective."""
-    run.buffer.wait_gather()
-    owned = [entry.piece for entry in run.optimizer.pieces() if entry.owned]
-    state = {
-        "progress": run.state.to_json(),
-        "updates": run.optimizer.updates,
-        "loss_scaler": run.loss_scaler.to_json(),
-        "config": config_toml,
-    }
-    if run.ledger is not None and run.mesh.world.is_first:  # the first rank's copy is the one that is written
-        state["data"] = run.ledger.to_json(run.state.consumed_samples)
-    folder = writer.save(directory, run.state.step, owned, state, run.mesh)
-    if keep_last is not None:
-        writer.prune(directory, keep_last, run.mesh)
-    return folder
-
-
-def resume(run: Run, directory: str) -> tuple[Path, list[str]] | None:
-    """Continue from the newest valid checkpoint of `directory`: (it, what is worth telling); None where there is
-    none; collective."""
-    found = reader.newest(directory, run.mesh)
-    if found is None:
-        return None
-    folder, manifest = found
-    reader.fill(folder, manifest, [entry.piece for entry in run.optimizer.pieces()], run.mesh)
-    progress: dict[str, Any] = manifest.state["progress"]
-    for name in run.state.to_json():
-        setattr(run.state, name, int(progress.get(name, 0)))
-    run.optimizer.updates = int(manifest.state["updates"])
-    run.loss_scaler.from_json(manifest.state["loss_scaler"])
-    run.optimizer.after_load()
-    ledger = manifest.state.get("data")
-    notes = run.ledger.go_on(ledger) if run.ledger is not None and ledger is not None else []
-    return folder, notes
-
-
 def memory_gib(mesh: Mesh) -> tuple[float, float]:
     """Peak memory of this rank and what there is: the card's, or the process's on CPU."""
     if mesh.device.type == "cuda":
@@ -119,21 +83,36 @@ def memory_gib(mesh: Mesh) -> tuple[float, float]:
 
 
 def train(
-    run: Run, plan: Plan, config_toml: str, folder: Path, report: Reporter | None, stop: StopSignal
+    run: Run,
+    plan: Plan,
+    config_toml: str,
+    folder: Path,
+    report: Reporter | None,
+    stop: StopSignal,
+    saver: Saver | None = None,
 ) -> tuple[Exit, str]:
     """Train to the last step. `report` is rank 0's. Returns the outcome and its reason; the same on all ranks."""
     begin, saved = time.monotonic(), -1
     since: list[StepResult] = []
     outcome, reason = Exit.DONE, "reached the last step"
 
-    def checkpoint() -> None:
+    clock = None if plan.save_every_s is None else SaveClock(plan.save_every_s, run.mesh, run.state.step)
+
+    def tell() -> None:
+        lines = saver.news() if saver is not None else []
+        if report is not None:
+            for line in lines:
+                report.say(line)
+
+    def checkpoint(last: bool = False) -> None:
         nonlocal saved
-        if plan.save is not None and saved != run.state.step:
-            start = time.perf_counter()
-            where = save(run, plan.save, config_toml, plan.keep_last)
-            saved = run.state.step
-            if report is not None:
-                report.say(f"saved {where.name} in {time.perf_counter() - start:.2f} s")
+        if saver is None or saved == run.state.step:
+            return
+        save(run, saver, config_toml, optimizer=plan.save_optimizer, last=last)
+        saved = run.state.step
+        if clock is not None:
+            clock.saved(saved)
+        tell()
 
     def validate(sets: Sequence[EvaluationSet], what: str) -> None:
         for one in sets if plan.eval_iters else ():
@@ -151,7 +130,8 @@ def train(
         timing = run.state.step + 1 == plan.profile_step
         if timing:
             run.pipeline.timeline = []
-        result = train_step(run, want_stop=late or bool(stop.seen))
+        broken = saver is not None and saver.failed
+        result = train_step(run, want_stop=late or bool(stop.seen) or broken)
         since.append(result)
         step = run.state.step
         if timing:
@@ -162,8 +142,10 @@ def train(
             since = []
         if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
             validate(run.valid, "")
-        if plan.save_interval and step % plan.save_interval == 0:
+        by_clock = clock is not None and clock.due(step)
+        if by_clock or (plan.save_interval and step % plan.save_interval == 0):
             checkpoint()
+        tell()
         if result.stop:
             seen = signal.Signals(stop.seen[0]).name if stop.seen else None
             outcome, reason = Exit.REQUEUE, seen or "exit_duration_in_mins, or a signal on another rank"
@@ -172,8 +154,11 @@ def train(
             outcome, reason = Exit.REQUEUE, f"exit_interval={plan.exit_interval}"
             break
     run.buffer.wait_gather()
-    checkpoint()
-    if outcome is Exit.REQUEUE and plan.save is None:  # there is nothing that a requeued run could go on from
+    checkpoint(last=True)
+    if saver is not None:
+        saver.wait()  # a save in the background that failed ends the run here, on all ranks
+        tell()
+    if outcome is Exit.REQUEUE and saver is None:  # there is nothing that a requeued run could go on from
         return Exit.DONE, f"{reason}; nothing was saved"
     if outcome is Exit.DONE:
         validate(run.valid, " on validation set")

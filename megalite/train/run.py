@@ -12,15 +12,16 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
 from megalite.config import Config, check, differences, padded_vocab_size, to_toml
 from megalite.data.indexed import DataError
 from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
+from megalite.train.checkpoints import open_saver, start_run, with_checkpoint_args
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.hardware import Peak, find_peak
-from megalite.train.loop import Plan, StopSignal, resume, train
+from megalite.train.loop import Plan, StopSignal, train
 from megalite.train.metrics import Reporter, Speed, missing_packages
 from megalite.train.run_dir import Exit, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import (
@@ -73,7 +74,14 @@ def memory_of(config: Config, world: int, vocab_size: int) -> float:
 def pretrain(config: Config, ranks: Ranks) -> int:
     """Returns the exit code of this rank (train/run_dir.py)."""
     folder = run_folder(config)
+
+    def refuse(code: Exit, error: Exception) -> Exit:
+        if ranks.rank == 0 and folder.is_dir():  # what a run before left there would be taken for this one's
+            leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=str(error))
+        return code
+
     try:
+        config = with_checkpoint_args(config)
         sources = preflight(config, ranks)
         if config.train.dry_run:
             if ranks.rank == 0:
@@ -89,10 +97,11 @@ def pretrain(config: Config, ranks: Ranks) -> int:
         if ranks.local_rank == 0:  # every rank found the same
             for line in str(error).splitlines():
                 print(f"pretrain_gpt.py: {line}", file=sys.stderr, flush=True)
-        code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
-        if ranks.rank == 0 and folder.is_dir():  # what a run before left there would be taken for this one's
-            leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=str(error))
-        return code
+        return refuse(Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT, error)
+    except CheckpointError as error:  # of the directory to save in; each rank looks for itself
+        if not isinstance(error, ElsewhereError):
+            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+        return refuse(Exit.PREFLIGHT, error)
 
 
 def preflight(config: Config, ranks: Ranks) -> Sources:
@@ -125,23 +134,17 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     report: Reporter | None = None
-    outcome, reason, loaded, notes = Exit.CRASH, "", None, []
+    outcome, reason = Exit.CRASH, ""
+    saver = open_saver(run, config)  # before anything is written there: another run may have the directory
     try:
-        if config.checkpoint.load is not None:
-            resumed = resume(run, config.checkpoint.load)
-            if resumed is not None:
-                loaded, notes = resumed
-            if resumed is None and config.checkpoint.exit_on_missing_checkpoint:
-                raise SetupError(
-                    f"load={config.checkpoint.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away"
-                )
+        loaded, notes = start_run(run, config)
         if ranks.rank == 0:
             report = _reporter(config, run, sources, folder, ranks)
             if loaded is not None:
                 report.say(f"resumed from {loaded} at step {run.state.step}")
                 for note in notes:
                     report.say(f"note: {note}")
-        outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop)
+        outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop, saver)
     except SetupError:
         raise
     except (NonFiniteError, ScaleExhausted) as error:
@@ -150,7 +153,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
             print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
     except CheckpointError as error:
         outcome, reason = Exit.CRASH, str(error)
-        print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+        if not isinstance(error, ElsewhereError):
+            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
     except DataError as error:
         outcome, reason = Exit.PREFLIGHT, str(error)
         if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
@@ -164,6 +168,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         )
     finally:
         run.close()
+        if saver is not None:
+            saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))
         if report is not None:
             report.close()
         if ranks.rank == 0 and folder.is_dir():
@@ -181,9 +187,9 @@ def plan_of(config: Config) -> Plan:
         log_interval=config.log.log_interval,
         eval_interval=t.eval_interval,
         eval_iters=t.eval_iters,
-        save=c.save,
         save_interval=c.save_interval,
-        keep_last=c.keep_last,
+        save_every_s=None if c.save_interval_mins is None else 60 * c.save_interval_mins,
+        save_optimizer=not c.no_save_optim,
         exit_interval=t.exit_interval,
         exit_after_s=None if t.exit_duration_in_mins is None else 60 * t.exit_duration_in_mins,
         profile_step=config.log.profile_pipeline,

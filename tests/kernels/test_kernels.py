@@ -84,6 +84,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[t
     ),
     "swiglu linear": (act_linear("swiglu"), lambda u, w: plain_swiglu(u) @ w.T, [[(3, 2, 10), (4, 5)]]),
     "gelu linear": (act_linear("gelu"), lambda u, w: F.gelu(u, approximate="tanh") @ w.T, [[(3, 2, 5), (4, 5)]]),
+    "gelu_erf linear": (
+        act_linear("gelu_erf"),
+        lambda u, w: (u / 2 * (1 + torch.erf(u / math.sqrt(2)))) @ w.T,
+        [[(3, 2, 5), (4, 5)]],
+    ),
     "squared_relu linear": (act_linear("squared_relu"), lambda u, w: F.relu(u) ** 2 @ w.T, [[(3, 2, 5), (4, 5)]]),
     "gather_linear": (
         lambda x, a, b: torch.cat(gather_linear(x, [a, b], TP), -1),

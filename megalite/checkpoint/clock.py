@@ -1,0 +1,42 @@
+"""When to save by the clock, with ranks that agree and next to no collectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from megalite.parallel.comm import broadcast_
+from megalite.parallel.mesh import Mesh
+
+
+class SaveClock:
+    """`due(step)` after every step: True about every `interval_s` seconds, at the same step on all ranks.
+
+    Clocks differ between ranks, so rank 0's decides. It is asked only at steps that all know: each answer says when to
+    ask again: half way to the end at the pace so far, and after no more steps than that pace was measured over. That
+    is about 2 log2(steps per interval) broadcasts per save; an all-reduce in every step would be one more point where
+    all ranks wait for the slowest.
+    """
+
+    def __init__(self, interval_s: float, mesh: Mesh, step: int, now: Callable[[], float] = time.monotonic):
+        self._interval_s, self._mesh, self._now = interval_s, mesh, now
+        self.saved(step)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint was made: the interval starts again."""
+        self._from, self._begin, self._ask = step, self._now(), step + 1
+
+    def due(self, step: int) -> bool:
+        """Collective at some steps, the same on all ranks."""
+        if step < self._ask:
+            return False
+        elapsed = self._now() - self._begin
+        steps, left = step - self._from, self._interval_s - elapsed
+        pace = elapsed / steps
+        skip = 0 if left <= pace / 2 else 1 if pace <= 0 else max(1, min(int(left / pace / 2), steps))
+        agreed = torch.tensor(skip, dtype=torch.int64, device=self._mesh.device)
+        skip = int(broadcast_(agreed, self._mesh.world))
+        self._ask = step + skip
+        return skip == 0

@@ -1,0 +1,113 @@
+"""Megatron-LM's `args`, as a checkpoint of it holds them, <-> options of the model.
+
+The names are the same, with few exceptions: the activation is several flags there, and gelu is the tanh form where it
+is fused with the bias (the default) or `openai_gelu` is set. Names and meanings as in Megatron-LM at d98e8a64.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.config import ModelConfig
+
+# option -> its value where a checkpoint, being older than the flag, has no such argument; ...: it must have it
+_SAME: Mapping[str, Any] = {
+    "num_layers": ...,
+    "hidden_size": ...,
+    "num_attention_heads": ...,
+    "max_position_embeddings": ...,
+    "seq_length": ...,
+    "ffn_hidden_size": None,
+    "kv_channels": None,
+    "group_query_attention": False,
+    "normalization": "LayerNorm",
+    "apply_layernorm_1p": False,
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "position_embedding_type": "learned_absolute",
+    "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "untie_embeddings_and_output_weights": False,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "init_method_std": 0.02,
+    "qk_layernorm": False,
+}
+# argument -> values that mean nothing out of the ordinary
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": (None, False),
+    "rotary_interleaved": (None, False),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "window_size": (None,),
+    "mtp_num_layers": (None, 0),
+    "context_parallel_size": (None, 1),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "quick_geglu": (None, False),
+    "glu_linear_offset": (None, 0.0),
+    "softmax_type": (None, "vanilla"),
+    "heterogeneous_layers_config_path": (None,),
+    "hybrid_override_pattern": (None,),
+}
+
+
+def read_args(args: Namespace, where: str) -> dict[str, Any]:
+    """Option names to values. Raises CheckpointError listing what megalite does not have."""
+    problems: list[str] = []
+    options: dict[str, Any] = {}
+    for name, default in _SAME.items():
+        value = getattr(args, name, default)
+        if value is ...:
+            problems.append(f"{name} is missing")
+        elif value is not None:
+            options[name] = value
+    if options.get("group_query_attention"):
+        options["num_query_groups"] = getattr(args, "num_query_groups", None)
+    options["norm_epsilon"] = getattr(args, "norm_epsilon", getattr(args, "layernorm_epsilon", 1e-5))
+    options["rotary_base"] = float(getattr(args, "rotary_base", 10000.0))
+    options["activation"] = _activation(args)
+    for name, usual in _ONLY.items():
+        if getattr(args, name, None) not in usual:
+            problems.append(f"{name}={getattr(args, name)!r}")
+    if options["apply_layernorm_1p"] and options["qk_layernorm"]:
+        problems.append("apply_layernorm_1p=True with qk_layernorm=True")
+    if problems:
+        raise CheckpointError(f"{where}: args that megalite does not have:\n  " + "\n  ".join(problems))
+    return options
+
+
+def _activation(args: Namespace) -> str:
+    for name in ("swiglu", "squared_relu"):
+        if getattr(args, name, False):
+            return name
+    tanh = getattr(args, "openai_gelu", False) or getattr(args, "bias_gelu_fusion", True)
+    return "gelu" if tanh else "gelu_erf"
+
+
+def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, dtype: str) -> Namespace:
+    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args. Raises CheckpointError."""
+    if model.parallel_residual:
+        raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")
+    if model.apply_layernorm_1p and model.qk_layernorm:
+        raise CheckpointError("apply_layernorm_1p with qk_layernorm means another thing in Megatron-LM")
+    values = {name: getattr(model, name) for name in _SAME}
+    values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size, "num_query_groups": model.groups}
+    values |= {"norm_epsilon": model.norm_epsilon, "rotary_base": int(model.rotary_base)}
+    values |= {"max_position_embeddings": model.positions, "add_position_embedding": True}
+    values |= {name: model.activation == name for name in ("swiglu", "squared_relu")}
+    values |= {"openai_gelu": False, "bias_gelu_fusion": model.activation == "gelu" and model.add_bias_linear}
+    if model.activation == "gelu" and not model.add_bias_linear:
+        values["openai_gelu"] = True
+    values |= {"padded_vocab_size": padded_vocab_size, "make_vocab_size_divisible_by": 128}
+    values |= {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": None,
+    }
+    values |= {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+    values |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
+    return Namespace(**values)

@@ -1,0 +1,192 @@
+"""What of a run goes into a checkpoint, and how a run goes on from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint import reader, storage
+from megalite.checkpoint.manifest import CheckpointError, Manifest
+from megalite.checkpoint.saver import Saver
+from megalite.config import Config, ConfigError, ModelConfig, build, parse_toml
+from megalite.parallel.spec import Piece
+from megalite.train.setup import SetupError
+from megalite.train.state import Run
+
+# of the model's options, those that a run may change on the way: what is stored fits, and means the same
+FREE = {
+    "seq_length",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+}
+_EFFECTIVE = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "num_query_groups": "groups"}
+_IMPLIED = {"group_query_attention"}  # by the number of groups
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: step and data do too."""
+
+    step: int | None = None
+    weights_only: bool = False
+    afresh: bool = False
+
+
+def pieces_to_save(run: Run, optimizer: bool = True) -> list[Piece]:
+    """What this rank writes; without optimizer state the main weights are left out too."""
+    owned = [entry.piece for entry in run.optimizer.pieces() if entry.owned]
+    return [piece for piece in owned if optimizer or piece.name.startswith("model/")]
+
+
+def open_saver(run: Run, config: Config) -> Saver | None:
+    """Lock and try the directory of --save; None without one; collective. Raises CheckpointError."""
+    c = config.checkpoint
+    if c.save is None:
+        return None
+    pieces = pieces_to_save(run, not c.no_save_optim)
+    background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
+    return Saver.open(
+        c.save,
+        run.mesh,
+        sum(piece.data.numel() * piece.data.element_size() for piece in pieces),
+        keep_last=c.keep_last,
+        retain_interval=c.save_retain_interval,
+        background=background,
+    )
+
+
+def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Path:
+    """Write a checkpoint of the run as it is, or start to; collective. Raises CheckpointError on all ranks."""
+    run.buffer.wait_gather()
+    state: dict[str, Any] = {
+        "progress": run.state.to_json(),
+        "updates": run.optimizer.updates,
+        "loss_scaler": run.loss_scaler.to_json(),
+        "config": config_toml,
+        "vocab_size": run.vocab_size,
+    }
+    if run.ledger is not None and run.mesh.world.is_first:  # the first rank's copy is the one that is written
+        state["data"] = run.ledger.to_json(run.state.consumed_samples)
+    return saver.save(run.state.step, pieces_to_save(run, optimizer), state, last=last)
+
+
+def resume(run: Run, directory: str, config: Config, start: Start) -> tuple[Path, list[str]] | None:
+    """Continue from the newest valid checkpoint of `directory`, or start from its weights: (it, what is worth
+    telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
+    found = reader.newest(directory, run.mesh, start.step)
+    if found is None:
+        return None
+    folder, manifest = found
+    notes, problems = [], model_differences(config, manifest, folder, run.vocab_size)
+    if start.afresh:
+        notes, problems = [f"changed since the checkpoint: {line}" for line in problems], []
+    weights_only = start.weights_only or start.afresh
+    pieces = [e.piece for e in run.optimizer.pieces() if not weights_only or e.piece.name.startswith("model/")]
+    if not weights_only and run.optimizer.rule.states and not any(n.startswith("optimizer.") for n in manifest.tensors):
+        raise CheckpointError(
+            f"{folder} holds no optimizer state: add --no-load-optim to go on without, or --finetune to start afresh"
+        )
+    problems += reader.unused(manifest, pieces, run.mesh, {"model"} if weights_only else None)
+    reader.fill(folder, manifest, pieces, run.mesh, exact=not weights_only, problems=problems)
+    run.optimizer.after_load(main_loaded=not weights_only)
+    if start.afresh:
+        return folder, [*notes, "only the weights are loaded: step, optimizer and data begin afresh"]
+    progress: dict[str, Any] = manifest.state["progress"]
+    for name in run.state.to_json():
+        setattr(run.state, name, int(progress[name]))
+    if weights_only:
+        notes.append("the optimizer's state is not loaded: its moments begin at zero")
+    else:
+        run.optimizer.updates = int(manifest.state["updates"])
+        run.loss_scaler.from_json(manifest.state["loss_scaler"])
+    ledger = manifest.state.get("data")
+    notes += run.ledger.go_on(ledger) if run.ledger is not None and ledger is not None else []
+    return folder, notes
+
+
+def start_run(run: Run, config: Config) -> tuple[Path | None, list[str]]:
+    """What --load, --finetune, --pretrained-checkpoint and their like ask for: (the checkpoint, notes); collective."""
+    c = config.checkpoint
+    if c.load is not None:
+        found = resume(run, c.load, config, Start(c.ckpt_step, c.no_load_optim, c.finetune))
+        if found is not None:
+            return found
+        if c.exit_on_missing_checkpoint:
+            raise SetupError(f"load={c.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away")
+    if c.pretrained_checkpoint is not None:
+        found = resume(run, c.pretrained_checkpoint, config, Start(afresh=True))
+        if found is None:
+            raise SetupError(
+                f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
+            )
+        return found
+    return None, []
+
+
+def saved_config(manifest: Manifest, folder: Path) -> Config:
+    """The configuration of the run that wrote the checkpoint. Raises CheckpointError."""
+    try:
+        return build(parse_toml(str(manifest.state["config"]), str(folder)))
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"{folder}: its configuration cannot be read ({error}); use another checkpoint") from None
+
+
+def model_differences(config: Config, manifest: Manifest, folder: Path, vocab_size: int) -> list[str]:
+    """Options that change what the weights mean, one line each; shapes are compared tensor by tensor."""
+    here, there = config.model, saved_config(manifest, folder).model
+    lines = []
+    for f in fields(ModelConfig):
+        if f.name in FREE or f.name in _IMPLIED:
+            continue
+        name = _EFFECTIVE.get(f.name, f.name)
+        if getattr(here, name) != getattr(there, name):
+            lines.append(f"{f.name}: {getattr(here, name)!r} here, {getattr(there, name)!r} in the checkpoint")
+    then = manifest.state.get("vocab_size", vocab_size)
+    if then != vocab_size:
+        lines.append(f"vocab_size: {vocab_size} here, {then} in the checkpoint")
+    return lines
+
+
+def with_checkpoint_args(config: Config) -> Config:
+    """--use-checkpoint-args: the model's options, and those of the tokenizer where none is given, from the newest
+    checkpoint that can be read. Raises SetupError where an option that is given says something else."""
+    c = config.checkpoint
+    if not c.use_checkpoint_args:
+        return config
+    source = c.load if c.load is not None and storage.steps_in(c.load) else c.pretrained_checkpoint
+    saved = _newest_config(source, c.ckpt_step if source == c.load else None) if source else None
+    if saved is None:
+        raise SetupError(f"use_checkpoint_args: load={c.load!r} holds no checkpoint; give the model's options instead")
+    problems, model = [], {}
+    for f in fields(ModelConfig):
+        mine, theirs = getattr(config.model, f.name), getattr(saved.model, f.name)
+        if f.name in FREE and mine != f.default:
+            continue  # may change on the way
+        if mine not in (f.default, theirs):
+            problems.append(f"{f.name}={mine!r}, but {theirs!r} in the checkpoint; leave it away")
+        model[f.name] = theirs
+    if problems:
+        raise SetupError("\n".join(problems))
+    data = config.data
+    if data.tokenizer_type is None and data.vocab_size is None:
+        data = replace(data, **{name: getattr(saved.data, name) for name in TOKENIZER})
+    return replace(config, model=replace(config.model, **model), data=data)
+
+
+def _newest_config(directory: str, step: int | None) -> Config | None:
+    """Not collective: every rank reads the same files."""
+    steps: Sequence[int] = storage.steps_in(directory) if step is None else [step]
+    for candidate in reversed(steps):
+        folder = storage.folder_of(directory, candidate)
+        try:
+            return saved_config(manifests.load(folder), folder)
+        except CheckpointError:
+            continue
+    return None

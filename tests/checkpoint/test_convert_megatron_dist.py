@@ -1,0 +1,156 @@
+"""Megatron-LM's torch_dist format: fixtures are written by torch.distributed.checkpoint, or cut as its ranks do."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.filesystem as dcp_files
+import torch.distributed.checkpoint.metadata as dcp_meta
+from test_convert_megatron import ROWS, Case, D, Evil, F, H, K, L, V, assert_holds, stage, tool, whole
+from torch import Tensor
+
+GPT = Case()
+LLAMA = Case(groups=2, llama=True, tied=False)
+
+
+def global_tensors(case: Case, stacked: bool) -> dict[str, Tensor]:
+    """Names and shapes of Megatron core's sharded state: one tensor per name, layers stacked or numbered."""
+    names = stage(case, whole(case), 1, 0, range(L))
+    if not stacked:
+        return names
+    result = {name: values for name, values in names.items() if ".layers." not in name}
+    for name in [name for name in names if ".layers.0." in name]:
+        result[name.replace(".0.", ".")] = torch.stack([names[name.replace(".0.", f".{n}.")] for n in range(L)])
+    return result
+
+
+def _save(folder: Path, case: Case, stacked: bool) -> None:
+    """What one process writes."""
+    state: dict[str, Any] = dict(global_tensors(case, stacked))
+    state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(3)
+    state["rng_state/shard_0_1"] = {"a": 1}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def _save_cut(folder: Path, case: Case, stacked: bool) -> None:
+    """What 2 x 2 ranks write: layers over one axis (pp), rows over the other (tp), as far as they divide."""
+    files = [io.BytesIO() for _ in range(4)]
+    metadata, storage = {}, {}
+    for key, whole_tensor in global_tensors(case, stacked).items():
+        shape, chunks = whole_tensor.shape, []
+        cuts = [2 if dim < 2 and n % 2 == 0 else 1 for dim, n in enumerate(shape)]
+        for where in itertools.product(*map(range, cuts)):
+            sizes = [n // cut for n, cut in zip(shape, cuts, strict=True)]
+            offsets = [i * n for i, n in zip(where, sizes, strict=True)]
+            file = files[sum(where)]
+            begin = file.tell()
+            part = whole_tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+            torch.save(part.clone(), file)
+            chunks.append(dcp_meta.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            index = dcp_meta.MetadataIndex(key, torch.Size(offsets))
+            storage[index] = dcp_files._StorageInfo(f"__{sum(where)}_0.distcp", begin, file.tell() - begin)
+        properties = dcp_meta.TensorProperties(whole_tensor.dtype)
+        metadata[key] = dcp_meta.TensorStorageMetadata(properties, shape, chunks)
+    for rank, file in enumerate(files):
+        (folder / f"__{rank}_0.distcp").write_bytes(file.getvalue())
+    data = dcp_meta.Metadata(metadata, storage_data=storage)
+    (folder / ".metadata").write_bytes(pickle.dumps(data))
+
+
+def write(folder: Path, case: Case, stacked: bool = True, cut: bool = False) -> Path:
+    target = folder / "iter_0000007"
+    target.mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    (_save_cut if cut else _save)(target, case, stacked)
+    torch.save({"args": argparse.Namespace(**case.args), "iteration": 7}, target / "common.pt")
+    return target
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["numbered", "stacked"])
+@pytest.mark.parametrize("case", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_every_chunk_comes_to_its_place(case: Case, stacked: bool, cut: bool, tmp_path: Path, capsys) -> None:
+    write(tmp_path / "theirs", case, stacked, cut)
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V, "--check") == 0
+    assert "all bits equal" in capsys.readouterr().out
+    assert_holds(tmp_path / "ours", whole(case), V)
+
+
+class Sneaky:
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.canary,)
+
+
+def _metadata(folder: Path, change: Callable[[Any], object]) -> None:
+    data = pickle.loads((folder / ".metadata").read_bytes())
+    change(data)
+    (folder / ".metadata").write_bytes(pickle.dumps(data))
+
+
+def _places(data: Any, **values: Any) -> None:
+    for info in data.storage_data.values():
+        for name, value in values.items():
+            setattr(info, name, value)
+
+
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "command": (lambda f, c: (f / ".metadata").write_bytes(pickle.dumps(Evil(c))), "names posix.system, which is not"),
+    "inside": (lambda f, c: _metadata(f, lambda d: setattr(d, "planner_data", Evil(c))), "names posix.system"),
+    "method": (lambda f, c: _metadata(f, lambda d: setattr(d, "planner_data", Sneaky(c))), r"names \w+.getattr|names pathlib"),
+    "in common": (lambda f, c: torch.save({"args": Evil(c)}, f / "common.pt"), "names posix.system"),
+    "in a chunk": (
+        lambda f, c: (
+            torch.save(Evil(c), f / "__0_0.distcp"),
+            _metadata(f, lambda d: _places(d, offset=0, length=(f / "__0_0.distcp").stat().st_size)),
+        ),
+        "cannot be read .UnpicklingError",
+    ),
+    "truncated": (lambda f, c: os.truncate(f / ".metadata", 100), "refused: pickle data was truncated"),
+    "garbage": (lambda f, c: (f / ".metadata").write_bytes(b"\x80\x04" + bytes(range(256))), "refused: invalid load key"),
+    "parent": (lambda f, c: _metadata(f, lambda d: _places(d, relative_path="../x")), "'../x', which is not a file"),
+    "absolute": (lambda f, c: _metadata(f, lambda d: _places(d, relative_path="/etc/passwd")), "which is not a file"),
+    "offset": (lambda f, c: _metadata(f, lambda d: _places(d, offset=1 << 40)), "ends before"),
+    "no file": (lambda f, c: (f / "__0_0.distcp").unlink(), "which is not a file"),
+    "cut file": (lambda f, c: os.truncate(f / "__0_0.distcp", 2000), "ends before"),
+    "missing": (lambda f, c: _metadata(f, lambda d: d.state_dict_metadata.pop(QKV)), "linear_qkv.weight is missing"),
+    "hole": (lambda f, c: _metadata(f, lambda d: d.state_dict_metadata[QKV].chunks.clear()), "has a hole: 0 of"),
+    "no place": (lambda f, c: _metadata(f, lambda d: d.storage_data.clear()), "cannot be read"),
+    "other size": (lambda f, c: _metadata(f, lambda d: setattr(d.state_dict_metadata[QKV], "size", torch.Size((4, 9, 9)))),
+                   "outside|not"),
+    "no common": (lambda f, c: (f / "common.pt").unlink(), "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_files_are_refused_and_run_nothing(attack: str, tmp_path: Path, capsys) -> None:
+    target, canary = write(tmp_path / "theirs", GPT), tmp_path / "canary"
+    change, reason = HOSTILE[attack]
+    change(target, canary)
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours") == 3
+    error = capsys.readouterr().err
+    assert error.startswith("convert_checkpoint.py: ") and "Traceback" not in error
+    assert re.search(reason, error, re.DOTALL), error
+    assert not canary.exists() and not list(tmp_path.glob("ours/iter*"))
+
+
+def test_the_fixture_is_what_the_shapes_say() -> None:
+    found = global_tensors(LLAMA, True)
+    assert found[QKV].shape == (L, (H + 2 * 2) * K, D) and found["output_layer.weight"].shape == (ROWS, D)
+    assert found["decoder.layers.mlp.linear_fc1.weight"].shape == (L, 2 * F, D)

@@ -1,0 +1,376 @@
+"""Killed, damaged, hostile: never a checkpoint that loads wrong, never no checkpoint, and no code ever runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_cases import SMALL
+
+from megalite import cli
+from megalite.checkpoint import hashing, reader, storage, writer
+from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.saver import Saver
+from megalite.config import to_toml
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import Box, Piece
+from megalite.train.checkpoints import Start, open_saver, resume, save
+from megalite.train.setup import build_run
+from megalite.train.step import train_step
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = Mesh.alone()
+CPU = torch.device("cpu")
+
+
+def pieces(value: float, rows: int = 4) -> list[Piece]:
+    box = Box((0, 0), (rows, 1 << 14))
+    data = lambda: torch.full((box.numel,), value)  # noqa: E731
+    return [Piece(f"model/{n}", box.stop, box, range(box.numel), data()) for n in range(3)]
+
+
+# ---- killed
+
+
+def _save_for_ever(directory: str, background: bool, told: Any) -> None:
+    one = Saver.open(directory, ALONE, 0, keep_last=2, background=background)
+    found = reader.newest(directory, ALONE)
+    step = int(found[0].name[5:]) if found else 0
+    told.send_bytes(b"ready")
+    while True:
+        step += 1
+        one.save(step, pieces(float(step)), {"step": step})
+        for line in one.news():
+            if line.startswith(("saved", "committed")):
+                told.send_bytes(line.split()[1].strip(",").encode())
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Path, background: bool) -> None:
+    """kill -9 eight times each; what was told to be saved is never lost, and leftovers are swept by the next start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    moments, newest = random.Random(7), 0
+    for _ in range(8):
+        told, tell = context.Pipe(duplex=False)
+        process = context.Process(target=_save_for_ever, args=(str(tmp_path), background, tell))
+        process.start()
+        tell.close()
+        assert told.recv_bytes() == b"ready"
+        time.sleep(moments.uniform(0.0, 0.12))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        promised = newest
+        while True:
+            try:
+                promised = max(promised, int(told.recv_bytes().decode()[5:12]))
+            except EOFError:
+                break
+        if not storage.steps_in(tmp_path):
+            assert promised == 0
+            continue
+        found = reader.newest(tmp_path, ALONE)
+        assert found is not None
+        newest = found[1].state["step"]
+        assert newest >= promised
+        targets = pieces(0.0)
+        reader.fill(*found, targets, ALONE, exact=True)
+        assert all((target.data == newest).all() for target in targets)
+    assert newest > 3
+    Saver.open(tmp_path, ALONE, 0).close()
+    assert not list(tmp_path.glob(".iter_*"))
+
+
+def test_the_program_killed_while_it_saves_goes_on(tmp_path: Path) -> None:
+    flags = [*SMALL, "--nproc", "2", "--save", str(tmp_path), "--load", str(tmp_path), "--async-save"]
+    flags += ["--save-interval", "1", "--keep-last", "3"]
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+    first = [*words, "--train-iters", "100000"]
+    process = subprocess.Popen(first, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("committed iter_0000004"):
+                break
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    found = reader.newest(tmp_path, ALONE)
+    assert found is not None
+    step = found[1].state["progress"]["step"]
+    done = subprocess.run(
+        [*words, "--train-iters", str(step + 2)], capture_output=True, text=True, cwd=ROOT, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"at step {step}" in done.stdout and f"committed iter_{step + 2:07d}" in done.stdout
+    assert not list(tmp_path.glob(".iter_*"))
+
+
+# ---- damaged
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "missing": lambda f: f.unlink(),
+    "shorter by one": lambda f: os.truncate(f, f.stat().st_size - 1),
+    "longer by one": lambda f: f.write_bytes(f.read_bytes() + b"\0"),
+    "empty": lambda f: os.truncate(f, 0),
+    "a link": lambda f: (shutil.copy(f, f.with_name("copy")), f.unlink(), f.symlink_to(f.with_name("copy"))),
+    "a folder": lambda f: (f.unlink(), f.mkdir()),
+    "zeros": lambda f: f.write_bytes(bytes(f.stat().st_size)),
+    "a flipped bit": lambda f: flip(f, 12345),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGE))
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00002.safetensors", "manifest.json", "COMPLETE"])
+def test_a_damaged_file_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, damage: str
+) -> None:
+    from test_checkpoint import cut, save_all
+
+    for step in (1, 2):
+        save_all(tmp_path, cut(torch.full((6, 4), float(step)), "model/w", 0, 1, 3), step, {"step": step})
+    DAMAGE[damage](tmp_path / "iter_0000002" / name)
+    found = reader.newest(tmp_path, ALONE)
+    if damage == "shorter by one" and name == "COMPLETE":  # the end of the line after the hash: nothing is lost
+        assert found is not None and found[1].state == {"step": 2}
+        return
+    assert found is not None and found[1].state == {"step": 1}
+    shown = "manifest.json" if name == "COMPLETE" else name
+    assert shown in capsys.readouterr().out
+
+
+def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (writer.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
+    for name in ("rank-00000.safetensors", "manifest.json"):
+        (one / name).rename(tmp_path / "x")
+        (two / name).rename(one / name)
+        (tmp_path / "x").rename(two / name)
+        with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
+            reader.newest(tmp_path, ALONE)
+        assert name in capsys.readouterr().out
+        (one / name).rename(tmp_path / "x")
+        (two / name).rename(one / name)
+        (tmp_path / "x").rename(two / name)
+    stranger = two / "rank-00007.safetensors"  # that no manifest names: not looked at
+    stranger.write_bytes(b"stale")
+    assert reader.newest(tmp_path, ALONE)[0] == two  # type: ignore[index]
+
+
+def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "BLOCK", 256)
+    monkeypatch.setattr("megalite.checkpoint.tensor_file.write.__defaults__", (256,))
+    box = Box((0,), (500,))
+    state = [Piece(f"model/{n}", (500,), box, range(500), torch.randn(500)) for n in range(6)]
+    folder = writer.save(tmp_path, 1, state, {}, ALONE)
+    loaded = manifests.load(folder)
+    (file,) = (folder / name for name in loaded.files)
+    places = {row.key: name for name, whole in loaded.tensors.items() for row in whole.parts}
+    from megalite.checkpoint.tensor_file import places as find
+
+    where = find(file)
+    for n in range(40):
+        bit = n * 997 * 8 % (file.stat().st_size * 8) + n % 8
+        flip(file, bit)
+        with pytest.raises(CheckpointError, match=file.name) as error:
+            reader.verify(folder, loaded)
+        hit = [places[key] for key, place in where.items() if place.begin <= bit // 8 < place.end]
+        if hit:
+            assert hit[0] in str(error.value)
+        shares = []
+        for rank in range(3):
+            try:
+                reader.verify(folder, loaded, rank, 3)
+                shares.append(True)
+            except CheckpointError:
+                shares.append(False)
+        assert sorted(shares) == [False, True, True]  # one rank of three has the block
+        flip(file, bit)
+    reader.verify(folder, loaded)
+
+
+def test_the_tracker_file_is_never_believed(tmp_path: Path) -> None:
+    for step in (3, 4):
+        writer.save(tmp_path, step, pieces(1.0), {"step": step}, ALONE)
+    for text in (b"", b"99\n", b"\xff\xfe", b"release\n", b"-1"):
+        (tmp_path / storage.TRACKER).write_bytes(text)
+        found = reader.newest(tmp_path, ALONE)
+        assert found is not None and found[1].state == {"step": 4}
+    (tmp_path / storage.TRACKER).unlink()
+    assert reader.newest(tmp_path, ALONE, step=3)[1].state == {"step": 3}  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="holds no checkpoint of step 5"):
+        reader.newest(tmp_path, ALONE, step=5)
+    for name in ("iter_3", "iter_0000003x", "iter_٣", "iter_-000003"):
+        (tmp_path / name).mkdir()
+    assert storage.steps_in(tmp_path) == [3, 4]
+
+
+# ---- hostile
+
+
+def reseal(folder: Path, data: object) -> None:
+    (folder / "manifest.json").write_text(data if isinstance(data, str) else json.dumps(data))
+    (folder / "COMPLETE").write_text(manifests.sha256_of(folder / "manifest.json"))
+
+
+def mutated(data: Any, rng: random.Random) -> Any:
+    """One random place of a JSON value replaced by something unpleasant."""
+    data = copy.deepcopy(data)
+    bad = [None, True, -1, 2**63, 2**200, 1e308, "", "../x", "/etc/passwd", [], {}, [[]], "NaN", 0.5, "\0", "x" * 1000]
+    place, key = None, None
+    spot = data
+    while isinstance(spot, (dict, list)) and spot and rng.random() < 0.9:
+        place, key = spot, rng.choice(sorted(spot)) if isinstance(spot, dict) else rng.randrange(len(spot))
+        spot = place[key]
+    if place is None:
+        return rng.choice(bad)
+    if rng.random() < 0.2:
+        del place[key]
+    else:
+        place[key] = rng.choice(bad)
+    return data
+
+
+def test_five_hundred_hostile_manifests_are_refused_or_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = writer.save(tmp_path, 1, pieces(1.0, rows=1)[:2], {"progress": {"step": 1}}, ALONE)
+    sealed = json.loads((folder / "manifest.json").read_text())
+    opened: list[str] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda p, *a, **k: (opened.append(os.fspath(p)), real(p, *a, **k))[1])
+    rng, refused = random.Random(3), 0
+    for _ in range(500):
+        reseal(folder, mutated(sealed, rng))
+        targets = pieces(0.0, rows=1)[:2]
+        try:
+            loaded = manifests.load(folder)
+            reader.verify(folder, loaded)
+            reader.fill(folder, loaded, targets, ALONE, exact=True)
+        except CheckpointError:
+            refused += 1
+            continue
+        assert all((target.data == 1.0).all() for target in targets)
+    assert refused > 250
+    assert all(Path(p).resolve().is_relative_to(tmp_path) for p in opened)
+
+
+def test_manifests_that_are_bombs_are_refused(tmp_path: Path) -> None:
+    folder = writer.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    good = json.loads((folder / "manifest.json").read_text())
+    for text in ("[" * 200_000, '{"a":' * 50_000, "NaN", "\ufeff{}", '{"format": 2}', "null", "[]", "2"):
+        reseal(folder, text)
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            manifests.load(folder)
+    part = good["tensors"]["model/0"]["parts"][0]
+    for start, stop in (([0, 0], [1, 1 << 13]), ([0, 4], [1, 1 << 14])):  # twice the same elements, and a hole
+        bad = copy.deepcopy(good)
+        bad["tensors"]["model/0"]["parts"] = [[part[0], part[1], start, stop]] * 2
+        reseal(folder, bad)
+        with pytest.raises(CheckpointError, match="elements"):
+            manifests.load(folder)
+
+
+HEADERS = {
+    "longer than the file": lambda h: (1 << 40).to_bytes(8, "little") + h[8:],
+    "beyond the end": lambda h: h.replace(b'"data_offsets":[0,', b'"data_offsets":[9,'),
+    "negative": lambda h: h.replace(b'"data_offsets":[0', b'"data_offsets":[-'),
+    "dtype": lambda h: h.replace(b'"F32"', b'"F99"'),
+    "another shape": lambda h: h.replace(b"[1,16384]", b"[16384,1]"),
+    "no JSON": lambda h: h[:8] + b"[" * (len(h) - 8),
+}
+
+
+@pytest.mark.parametrize("attack", sorted(HEADERS))
+def test_a_hostile_header_is_refused(tmp_path: Path, attack: str) -> None:
+    """With hashes that fit: whoever wrote it wrote the manifest too."""
+    folder = writer.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    file = folder / "rank-00000.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    changed = HEADERS[attack](content[:end])
+    assert changed != content[:end] and len(changed) == end
+    file.write_bytes(changed + content[end:])
+    stamp = hashing.BlockHash()
+    stamp.update(memoryview(file.read_bytes()))
+    data = json.loads((folder / "manifest.json").read_text())
+    made = stamp.stamp()
+    data["files"][file.name] = [made.size, made.name, made.block, made.digests]
+    reseal(folder, data)
+    loaded = manifests.load(folder)
+    reader.verify(folder, loaded)
+    target = pieces(0.0, rows=1)[:1]
+    with pytest.raises(CheckpointError, match="rank-00000|cannot be read"):
+        reader.fill(folder, loaded, target, ALONE, exact=True)
+    assert not target[0].data.any()
+
+
+def test_nothing_is_unpickled_while_saving_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a pickle was read")
+
+    monkeypatch.setattr(pickle, "Unpickler", never)
+    monkeypatch.setattr(pickle, "loads", never)
+    monkeypatch.setattr(pickle, "load", never)
+    monkeypatch.setattr(torch, "load", never)
+    real = np.load
+    monkeypatch.setattr(np, "load", lambda *a, **k: never() if k.get("allow_pickle") else real(*a, **k))
+    flags = [*SMALL, "--train-iters", "4", "--save", str(tmp_path), "--save-interval", "2"]
+    config = cli.parse(flags, PRESETS)
+    run = build_run(config, Ranks(), CPU)
+    train_step(run)
+    for name in ("rank-00000.pt", "COMPLETE.pkl", "evil.npy"):  # planted: never opened
+        (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    for background in (False, True):
+        one = open_saver(run, config)
+        assert one is not None
+        one.background = background
+        save(run, one, to_toml(config))
+        one.wait()
+        one.close()
+        assert resume(run, str(tmp_path), config, Start()) is not None
+        train_step(run)
+    run.close()
+
+
+def test_a_pickle_in_the_place_of_every_file_is_refused(tmp_path: Path) -> None:
+    canary = tmp_path / "pwned"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {canary}",)
+
+    for protocol in (0, 2, 4):
+        folder = writer.save(tmp_path, 1, pieces(1.0, rows=1), {}, ALONE)
+        for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
+            kept = (folder / name).read_bytes()
+            (folder / name).write_bytes(pickle.dumps(Evil(), protocol))
+            with pytest.raises(CheckpointError):
+                reader.newest(tmp_path, ALONE)
+            (folder / name).write_bytes(kept)
+        shutil.rmtree(folder)
+    assert not canary.exists()

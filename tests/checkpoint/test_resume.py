@@ -1,0 +1,328 @@
+"""How a run starts from a checkpoint: exactly, without the optimizer, from its weights alone; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from train_cases import SMALL
+
+from megalite import cli
+from megalite.checkpoint import edit, reader
+from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
+from megalite.config import Config, ConfigError, to_toml
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import Mesh
+from megalite.train.checkpoints import open_saver, save, start_run, with_checkpoint_args
+from megalite.train.loop import Plan, StopSignal, train
+from megalite.train.run_dir import Exit
+from megalite.train.setup import SetupError, build_run
+from megalite.train.state import Run
+from megalite.train.step import train_step
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = Mesh.alone()
+CPU = torch.device("cpu")
+
+
+def parse(*flags: str, base: list[str] | None = None) -> Config:
+    return cli.parse([*(base or SMALL), "--train-iters", "6", *flags], PRESETS)
+
+
+def built(*flags: str) -> tuple[Run, Config]:
+    config = parse(*flags)
+    return build_run(config, Ranks(), CPU), config
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return {e.piece.name: e.piece.data.clone() for e in run.optimizer.pieces() if e.piece.name.startswith("model/")}
+
+
+def state(run: Run, kind: str) -> list[torch.Tensor]:
+    return [e.piece.data for e in run.optimizer.pieces() if e.piece.name.startswith(kind)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
+    """Checkpoints of steps 1, 2, 3 of one run, and its weights then."""
+    folder = tmp_path_factory.mktemp("saved")
+    run, config = built("--save", str(folder), "--save-interval", "1")
+    saver, then = open_saver(run, config), {}
+    assert saver is not None
+    for step in (1, 2, 3):
+        train_step(run)
+        save(run, saver, to_toml(config))
+        then[step] = weights(run)
+    saver.close()
+    run.close()
+    return folder, then
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:
+    folder, then = saved
+    run, config = built("--load", str(folder), "--ckpt-step", "2")
+    found, notes = start_run(run, config)
+    assert found is not None and found.name == "iter_0000002" and run.state.step == 2 and notes == []
+    assert same(weights(run), then[2]) and run.state.consumed_samples == 16
+    run.close()
+    run, config = built("--load", str(folder), "--ckpt-step", "7")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        start_run(run, config)
+    run.close()
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], precision: list[str]) -> None:
+    folder, then = saved
+    cast = (lambda t: t.bfloat16()) if precision else (lambda t: t)
+    wanted = {name: cast(values) for name, values in then[3].items()}
+    run, config = built("--load", str(folder), "--no-load-optim", *precision)
+    _, notes = start_run(run, config)
+    assert run.state.step == 3 and run.optimizer.updates == 0 and same(weights(run), wanted)
+    assert not any(t.any() for t in state(run, "optimizer.exp_avg")) and "begin at zero" in notes[0]
+    run.close()
+    run, config = built("--load", str(folder), "--finetune", *precision)
+    _, notes = start_run(run, config)
+    assert run.state.step == run.state.consumed_samples == run.optimizer.updates == 0 and same(weights(run), wanted)
+    if precision:  # main weights are those of the weights
+        for main, weight in zip(state(run, "optimizer.main"), state(run, "model"), strict=True):
+            assert torch.equal(main, weight.float())
+    assert "begin afresh" in notes[0]
+    first = train_step(run)
+    run.close()
+    assert first.loss > 0
+
+
+def test_pretrained_checkpoint_is_for_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
+    folder, then = saved
+    run, config = built("--load", str(tmp_path), "--pretrained-checkpoint", str(folder))
+    found, _ = start_run(run, config)
+    assert found is not None and run.state.step == 0 and same(weights(run), then[3])
+    run.close()
+    run, config = built("--load", str(folder), "--pretrained-checkpoint", "/no/such")  # not looked at
+    start_run(run, config)
+    assert run.state.step == 3
+    run.close()
+    run, config = built("--pretrained-checkpoint", str(tmp_path))
+    with pytest.raises(SetupError, match="pretrained_checkpoint=.* holds no checkpoint"):
+        start_run(run, config)
+    run.close()
+
+
+def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> None:
+    run, config = built("--save", str(tmp_path), "--save-interval", "1", "--no-save-optim", "--bf16")
+    saver = open_saver(run, config)
+    assert saver is not None
+    train_step(run)
+    save(run, saver, to_toml(config), optimizer=not config.checkpoint.no_save_optim)
+    saver.close()
+    before = weights(run)
+    assert {name.partition("/")[0] for name in edit.open_one(tmp_path)[1].tensors} == {"model"}
+    run.close()
+    run, config = built("--load", str(tmp_path), "--bf16")
+    with pytest.raises(CheckpointError, match="holds no optimizer state: add --no-load-optim"):
+        start_run(run, config)
+    run.close()
+    run, config = built("--load", str(tmp_path), "--bf16", "--no-load-optim")
+    start_run(run, config)
+    assert same(weights(run), before) and run.state.step == 1
+    run.close()
+
+
+MISMATCHES = {
+    "width": (
+        ["--ffn-hidden-size", "64"],
+        ["ffn_hidden_size: 64 here, 128 in the", "model/layers.3.mlp.up: shape (64,"],
+    ),
+    "depth": (["--num-layers", "3"], ["num_layers: 3 here, 4", "model/layers.3.mlp.down: not here, shape"]),
+    "deeper": (
+        ["--num-layers", "5"],
+        ["num_layers: 5 here, 4", "model/layers.4.mlp.down: shape (32, 128) here, not in"],
+    ),
+    "same shapes": (
+        ["--norm-epsilon", "1e-6", "--squared-relu"],
+        ["norm_epsilon: 1e-06 here", "activation: 'squared_relu'"],
+    ),
+    "vocabulary": (["--vocab-size", "95"], ["vocab_size: 95 here, 93 in the checkpoint"]),
+    "optimizer": (
+        ["--optimizer", "sgd"],
+        ["optimizer.momentum_buffer/", "optimizer.exp_avg_sq/layers.0.mlp.up: not here"],
+    ),
+    "precision": (
+        ["--bf16"],
+        ["model/layers.0.mlp.up: bfloat16 here, float32", "optimizer.main/layers.0.mlp.up: shape"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", sorted(MISMATCHES))
+def test_every_difference_is_listed_and_nothing_is_changed(saved: tuple[Path, dict], what: str) -> None:
+    flags, texts = MISMATCHES[what]
+    run, config = built("--load", str(saved[0]), *flags)
+    before = weights(run)
+    with pytest.raises(CheckpointError) as error:
+        start_run(run, config)
+    for text in texts:
+        assert text in str(error.value), str(error.value)
+    assert same(weights(run), before) and run.state.step == 0
+    run.close()
+
+
+def test_what_may_change_on_the_way(saved: tuple[Path, dict]) -> None:
+    free = "--hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1 --ffn-hidden-size 128 --num-query-groups 4"
+    run, config = built("--load", str(saved[0]), *free.split(), "--group-query-attention", "--kv-channels", "8")
+    start_run(run, config)
+    assert run.state.step == 3
+    run.close()
+
+
+# ---- the model's options from the checkpoint
+
+WITHOUT_MODEL = """--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-data --eval-iters 1 --vocab-size 93
+ --log-interval 1 --use-checkpoint-args""".split()
+
+
+def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
+    folder, then = saved
+    config = parse("--load", str(folder), base=WITHOUT_MODEL)
+    whole = with_checkpoint_args(config)
+    assert whole.model == parse().model
+    run = build_run(whole, Ranks(), CPU)
+    start_run(run, whole)
+    assert same(weights(run), then[3])
+    run.close()
+    changed = with_checkpoint_args(parse("--load", str(folder), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
+    assert changed.model.hidden_dropout == 0.3 and changed.model.num_layers == 4
+    wrong = parse("--load", str(folder), "--num-layers", "8", "--swiglu", base=WITHOUT_MODEL)
+    with pytest.raises(SetupError) as error:
+        with_checkpoint_args(wrong)
+    assert "num_layers=8, but 4" in str(error.value) and "activation='swiglu', but 'gelu'" in str(error.value)
+    with pytest.raises(SetupError, match="holds no checkpoint; give the model's options"):
+        with_checkpoint_args(parse("--load", str(tmp_path), base=WITHOUT_MODEL))
+    assert with_checkpoint_args(parse()) == parse()  # not asked for
+
+
+def test_flags_without_effect_are_refused() -> None:
+    cases = {
+        "ckpt_step=3 has no effect; add --load": ["--ckpt-step", "3"],
+        "finetune=True has no effect; add --load": ["--finetune"],
+        "keep_last=2 has no effect; add --save": ["--keep-last", "2"],
+        "no_load_optim has no effect with --finetune": ["--load", "x", "--finetune", "--no-load-optim"],
+        "use_checkpoint_args needs --load": ["--use-checkpoint-args"],
+        "save needs --save-interval or --save-interval-mins": ["--save", "x"],
+        "save_retain_interval=0 is too small": ["--save", "x", "--save-interval", "1", "--save-retain-interval", "0"],
+    }
+    for text, flags in cases.items():
+        with pytest.raises(ConfigError) as error:
+            cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)
+        assert text in str(error.value)
+    made, notes = cli.read([*SMALL, "--train-iters", "6", "--no-load-rng", "--no-save-rng"], PRESETS)
+    assert len(notes) == 2 and "--no-load-rng is ignored: randomness is computed from the seed" in notes[0]
+    for flags, value in (([], "auto"), (["--async-save"], "on"), (["--no-async-save"], "off")):
+        assert parse(*flags).checkpoint.asynchronous_save == value
+
+
+# ---- the loop
+
+
+def plan(**changes: object) -> Plan:
+    values = dict.fromkeys(Plan.__dataclass_fields__)
+    return Plan(**{**values, "log_interval": 100, "eval_iters": 0, "save_optimizer": True, **changes})  # type: ignore[arg-type]
+
+
+def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
+    run, config = built("--save", str(tmp_path), "--save-interval-mins", "1e-9", "--save-retain-interval", "4")
+    saver = open_saver(run, config)
+    made: list[int] = []
+    assert saver is not None and saver.keep_last == 1
+    real = saver.save
+    saver.save = lambda step, *a, **k: (made.append(step), real(step, *a, **k))[1]  # type: ignore[method-assign]
+    assert train(run, plan(save_every_s=6e-8), "", tmp_path, None, StopSignal(), saver)[0] is Exit.DONE
+    saver.close()
+    run.close()
+    assert made == [1, 2, 3, 4, 5, 6]
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+
+
+def _broken_writer(directory: str, broken: int) -> tuple[str, int, bool]:
+    """A run of two ranks, on one of which the writer in the background fails at step 2."""
+    from megalite.checkpoint import writer
+
+    rank = torch.distributed.get_rank()
+    real = writer.write_rank
+
+    def write(part: Path, r: int, *rest: object) -> None:
+        if rank == broken and part.name == ".iter_0000002.part":
+            raise OSError(28, "No space left on device")
+        real(part, r, *rest)  # type: ignore[arg-type]
+
+    writer.write_rank = write  # type: ignore[assignment]
+    config = parse("--save", directory, "--save-interval", "2", "--async-save", "--train-iters", "1000")
+    run = build_run(config, Ranks(rank, 2), CPU)
+    saver = open_saver(run, config)
+    assert saver is not None
+    with pytest.raises(CheckpointError) as error:
+        train(run, plan(save_interval=2), to_toml(config), Path(directory), None, StopSignal(), saver)
+    saver.close()
+    run.close()
+    return str(error.value), run.state.step, isinstance(error.value, ElsewhereError)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_background_error_ends_the_run_at_the_same_step_on_all_ranks(tmp_path: Path, broken: int) -> None:
+    results = run_ranks(2, _broken_writer, str(tmp_path), broken)
+    (_, step0, _), (_, step1, _) = results
+    assert step0 == step1 <= 4  # raised at the next step; at the latest by the next save
+    assert "No space left on device" in results[broken][0]
+    assert not list(tmp_path.glob("*iter_*"))
+
+
+def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Path) -> None:
+    from megalite.checkpoint.storage import Lock
+
+    (tmp_path / "status.json").write_text("of the other run")
+    lock = Lock(tmp_path)
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2"]
+    words += ["--save", str(tmp_path), "--save-interval", "1", "--nproc", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    lock.close()
+    assert done.returncode == 3, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py")]
+    assert len(errors) == 1 and f"is in use by process {os.getpid()} on" in errors[0]
+    assert (tmp_path / "status.json").read_text() == "of the other run" and not (tmp_path / "log.txt").exists()
+
+
+def test_a_checkpoint_of_the_first_format_still_loads(tmp_path: Path, saved: tuple[Path, dict]) -> None:
+    """Format 1: [bytes, sha256] for each file."""
+    from hashlib import sha256
+
+    from megalite.checkpoint.manifest import sha256_of
+
+    folder, manifest = edit.open_one(saved[0])
+    old = tmp_path / folder.name
+    old.mkdir()
+    data = json.loads((folder / "manifest.json").read_text())
+    for name in manifest.files:
+        (old / name).write_bytes((folder / name).read_bytes())
+        data["files"][name] = [(old / name).stat().st_size, sha256((old / name).read_bytes()).hexdigest()]
+    data["format"] = 1
+    del data["state"]["vocab_size"]
+    (old / "manifest.json").write_text(json.dumps(data))
+    (old / "COMPLETE").write_text(sha256_of(old / "manifest.json"))
+    found = reader.newest(tmp_path, ALONE)
+    assert found is not None
+    run, config = built("--load", str(tmp_path))
+    start_run(run, config)
+    assert run.state.step == 3 and same(weights(run), saved[1][3])
+    run.close()

@@ -1,0 +1,402 @@
+"""Saving as a run does it: durable order, failures on one rank, the lock, what is kept, the clock, the background."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint import reader, saver, storage, tensor_file, writer
+from megalite.checkpoint.clock import SaveClock
+from megalite.checkpoint.hashing import BlockHash
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.pieces import intersect
+from megalite.checkpoint.saver import Saver
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.spec import Box, Piece
+
+ALONE = Mesh.alone()
+CPU = torch.device("cpu")
+
+
+def whole(values: torch.Tensor, name: str = "model/w") -> Piece:
+    box = Box((0,) * values.dim(), tuple(values.shape))
+    return Piece(name, tuple(values.shape), box, range(values.numel()), values.reshape(-1).clone())
+
+
+def shard(mesh: Mesh, value: float, rows: int = 8) -> Piece:
+    """Row `rank` of a matrix of `world` rows, all `value`."""
+    rank, world = mesh.world.rank, mesh.world.size
+    box = Box((rank, 0), (rank + 1, rows))
+    return Piece("model/w", (world, rows), box, range(rows), torch.full((rows,), value))
+
+
+def load(folder: Path, like: Piece) -> torch.Tensor:
+    target = Piece(like.name, like.shape, like.box, like.span, torch.zeros_like(like.data))
+    loaded = manifests.load(folder)
+    reader.verify(folder, loaded)
+    reader.fill(folder, loaded, [target], ALONE, exact=True)
+    return target.data.view(like.box.shape)
+
+
+# ---- the file
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 4096])
+def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> None:
+    values = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "c": torch.arange(4).view(2, 2),
+        "d": torch.tensor([True, False, True]),
+        "e": torch.tensor(2.5, dtype=torch.float64),
+    }
+    header, rows, ordered = tensor_file.plan([whole(v, name) for name, v in values.items()])
+    stamp = tensor_file.write(tmp_path / "x.safetensors", header, (p.data for p in ordered), block)
+    got = load_file(tmp_path / "x.safetensors")
+    assert {row.name: row.key for row in rows}.keys() == values.keys()
+    for row in rows:
+        assert got[row.key].dtype == values[row.name].dtype and torch.equal(got[row.key], values[row.name])
+    assert stamp.size == (tmp_path / "x.safetensors").stat().st_size
+    again = BlockHash(block=block)
+    again.update(memoryview((tmp_path / "x.safetensors").read_bytes()))
+    assert again.stamp() == stamp
+    with pytest.raises(FileExistsError):  # a file that is there is never overwritten
+        tensor_file.write(tmp_path / "x.safetensors", header, (p.data for p in ordered))
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=st.lists(st.integers(1, 4), min_size=0, max_size=3), data=st.data())
+def test_any_rectangle_is_read_from_any_other(tmp_path_factory, shape, data) -> None:
+    def draw(limit: list[int]) -> Box:
+        start = [data.draw(st.integers(0, n - 1)) for n in limit]
+        return Box(tuple(start), tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, limit, strict=True)))
+
+    stored, wanted = draw(shape), draw(shape)
+    both = intersect(stored, wanted)
+    if both is None:
+        return
+    everything = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    cut = lambda box: everything[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]  # noqa: E731
+    folder = tmp_path_factory.mktemp("file")
+    piece = Piece("w", tuple(shape), stored, range(stored.numel), cut(stored).reshape(-1).clone())
+    header, rows, _ = tensor_file.plan([piece])
+    tensor_file.write(folder / "x", header, [piece.data])
+    target = torch.zeros(wanted.shape, dtype=data.draw(st.sampled_from([torch.float32, torch.float64])))
+    file = tensor_file.TensorFile(folder / "x")
+    file.copy(rows[0].key, stored, both, target, wanted)
+    file.close()
+    inner = tuple(slice(a - o, b - o) for a, b, o in zip(both.start, both.stop, wanted.start, strict=True))
+    assert torch.equal(target[inner].float(), cut(both)) and int((target != 0).sum()) == both.numel
+
+
+def peak_mib() -> float:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def test_a_save_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
+    state = [whole(torch.randn(16, 1 << 20), f"model/{i}") for i in range(2)]  # 128 MiB
+    writer.save(tmp_path, 1, [whole(torch.ones(3))], {}, ALONE)  # what is imported late is there now
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
+    before = peak_mib()
+    writer.save(tmp_path, 2, state, {}, ALONE)
+    assert peak_mib() - before <= 0.1 * 128
+    shutil.rmtree(tmp_path)
+
+
+# ---- durable, and failing
+
+
+def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    real_sync, real_replace = os.fsync, os.replace
+
+    def sync(number: int) -> None:
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{number}')).name}")
+        real_sync(number)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), real_replace(a, b)))
+    writer.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+    assert events == [
+        "sync rank-00000.safetensors",
+        "rename rank-00000.json",
+        "sync manifest.json",
+        "sync COMPLETE",
+        "sync .iter_0000001.part",
+        "rename iter_0000001",
+        f"sync {tmp_path.name}",
+        f"sync .{storage.TRACKER}.part",
+        f"rename {storage.TRACKER}",
+        f"sync {tmp_path.name}",
+    ]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
+def test_a_failed_save_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, background: bool
+) -> None:
+    one = Saver.open(tmp_path, ALONE, 8, background=background)
+    one.save(1, [whole(torch.ones(2))], {})
+    one.wait()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_file if call == "open" else os, call, full, raising=False)
+        with pytest.raises(CheckpointError, match="No space left"):
+            one.save(2, [whole(torch.ones(2))], {})
+            one.wait()
+    found = reader.newest(tmp_path, ALONE)
+    assert found is not None and found[0].name == "iter_0000001"
+    assert not list(tmp_path.glob(".iter_*"))
+    one.save(3, [whole(torch.ones(2))], {})  # and the next one works again
+    one.wait()
+    one.close()
+    assert reader.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
+
+
+def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    one = Saver.open(directory, mesh, 100, background=background)
+    one.save(1, [shard(mesh, 1.0)], {})
+    one.wait()
+    if mesh.world.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    try:
+        one.save(2, [shard(mesh, 2.0, 100_000)], {})
+        one.wait()
+    except CheckpointError as error:
+        text = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found = reader.newest(directory, mesh)
+    one.close()
+    return text, found is not None and found[0].name == "iter_0000001"
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(tmp_path: Path, background: bool) -> None:
+    (first, ok0), (second, ok1) = run_ranks(2, _disk_full_on_rank_1, str(tmp_path), background)
+    assert "File too large" in second and "rank 1" in second and "rank" in first and ok0 and ok1
+    assert not list(tmp_path.glob(".iter_*"))
+
+
+# ---- the directory
+
+
+def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    hold = f"""
+import time, sys
+from pathlib import Path
+from megalite.checkpoint.storage import Lock
+lock = Lock(Path({str(tmp_path)!r}))
+print("held", flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=f"in use by process {process.pid} on"):
+            Saver.open(tmp_path, ALONE, 0)
+    finally:
+        process.kill()
+        process.wait()
+    one = Saver.open(tmp_path, ALONE, 0)  # no stale lock is left of a killed run
+    with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
+        Saver.open(tmp_path, ALONE, 0)
+    one.close()
+    Saver.open(tmp_path, ALONE, 0).close()
+
+
+def _two_directories(base: str) -> str:
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    saver._check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError) as error:
+        Saver.open(Path(base) / f"of rank {mesh.world.rank}", mesh, 0)
+    return str(error.value)
+
+
+def test_a_directory_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+    assert "is not the directory that rank 0 sees" in run_ranks(2, _two_directories, str(tmp_path))[1]
+
+
+def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for bad in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            Saver.open(bad, ALONE, 0)
+    with pytest.raises(CheckpointError, match="GiB left, a checkpoint needs"):
+        Saver.open(tmp_path, ALONE, 1 << 60)
+    odd = tmp_path / "päth with späces ☃"
+    one = Saver.open(odd, ALONE, 0)
+    one.save(1, [whole(torch.ones(2))], {})
+    one.close()
+    assert reader.newest(odd, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
+    assert sorted(p.name for p in odd.iterdir()) == [storage.LOCK, "iter_0000001", storage.TRACKER]
+
+
+def test_what_unfinished_saves_and_deletions_have_left_is_swept(tmp_path: Path) -> None:
+    for name in (".iter_0000003.part", ".iter_0000001.old", ".mine", "iter_0000002"):
+        (tmp_path / name).mkdir()
+    one = Saver.open(tmp_path, ALONE, 0)
+    one.close()
+    assert ".iter_0000003.part" in one.news()[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [storage.LOCK, ".mine", "iter_0000002"]
+
+
+# ---- what is kept
+
+
+def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
+    for step in range(1, 9):
+        writer.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+    (tmp_path / "iter_backup").mkdir()
+    (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
+    os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
+    (tmp_path / "iter_0000001" / "KEEP").touch()
+    with storage.reading(tmp_path / "iter_0000002"):
+        gone = saver.prune(tmp_path, 2, 4, set())
+    assert gone == [3, 5]  # 7 and 6 are the newest two that are whole, 4 is retained, 2 is being read, 1 is pinned
+    assert saver.prune(tmp_path, 1, None, set()) == [2, 4, 6]
+    left = sorted(p.name for p in tmp_path.glob("iter_*"))
+    assert left == ["iter_0000001", "iter_0000007", "iter_0000008", "iter_0000009", "iter_backup"]
+
+
+def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        writer.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *a, **k: None)
+        saver.prune(tmp_path, 1, None, set())
+    assert storage.steps_in(tmp_path) == [2] and (tmp_path / ".iter_0000001.old").is_dir()
+    Saver.open(tmp_path, ALONE, 0).close()
+    assert not (tmp_path / ".iter_0000001.old").exists()
+
+
+@given(
+    paces=st.lists(st.floats(0.01, 5.0), min_size=1, max_size=6),
+    interval=st.floats(1.0, 60.0),
+)
+def test_the_clock_saves_in_time_whatever_the_pace(paces: list[float], interval: float) -> None:
+    """A steady pace: the interval to half a step. One that comes in cycles: to two of them."""
+    now, last, saves = [0.0], 0.0, []
+    clock = SaveClock(interval, ALONE, 0, lambda: now[0])
+    for step in range(1, 200):
+        pace = paces[step % len(paces)]
+        now[0] += pace
+        if clock.due(step):
+            saves.append(now[0] - last)
+            last = now[0]
+            clock.saved(step)
+    off = 0.5 * paces[0] if len(set(paces)) == 1 else 2 * len(paces) * max(paces)
+    for took in saves:
+        assert took >= interval - max(paces) / 2 - 1e-6 and took <= max(interval + off, max(paces)) + 1e-6
+    assert saves or now[0] < interval + off + max(paces)
+
+
+def test_the_clock_asks_rarely() -> None:
+    now, asked = [0.0], 0
+    clock = SaveClock(1000.0, ALONE, 0, lambda: now[0])
+    for step in range(1, 2001):
+        now[0] = step * 1.0
+        asked += step >= clock._ask
+        if clock.due(step):
+            clock.saved(step)
+    assert asked <= 2 * 2 * 10  # two saves, log2(1000) each way
+
+
+# ---- in the background
+
+
+def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
+    one = Saver.open(tmp_path, ALONE, 0, background=True)
+    piece = whole(torch.arange(6.0).view(2, 3))
+    state = {"n": [1]}
+    one.save(1, [piece], state)
+    piece.data.fill_(-1)
+    state["n"].append(2)
+    one.wait()
+    assert torch.equal(load(tmp_path / "iter_0000001", piece), torch.arange(6.0).view(2, 3))
+    assert manifests.load(tmp_path / "iter_0000001").state == {"n": [1]}
+    scheduled, committed = one.news()
+    assert scheduled.startswith("scheduled iter_0000001") and committed.startswith("committed iter_0000001")
+    one.close()
+
+
+def test_one_save_is_in_flight_and_closing_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, flying, most = threading.Event(), [0], [0]
+    real = writer.write_rank
+
+    def slow(*args: object) -> None:
+        flying[0] += 1
+        most[0] = max(most[0], flying[0])
+        gate.wait(10)
+        real(*args)  # type: ignore[arg-type]
+        flying[0] -= 1
+
+    monkeypatch.setattr(writer, "write_rank", slow)
+    one = Saver.open(tmp_path, ALONE, 0, background=True)
+    begin = time.monotonic()
+    one.save(1, [whole(torch.ones(2))], {})
+    assert time.monotonic() - begin < 5 and not (tmp_path / "iter_0000001").exists()
+    threading.Timer(0.2, gate.set).start()
+    one.save(2, [whole(torch.ones(2))], {})  # waits for the first
+    assert (tmp_path / "iter_0000001" / "COMPLETE").is_file()
+    one.close()
+    assert (tmp_path / "iter_0000002" / "COMPLETE").is_file() and most[0] == 1
+
+
+def _slow_rank(directory: str) -> list[str]:
+    """Rank 1's file comes late; rank 0 waits for it without any collective while all train on."""
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    if mesh.world.rank == 1:
+        real = writer.write_rank
+        writer.write_rank = lambda *a: (time.sleep(0.3), real(*a))[1]  # type: ignore[assignment]
+    one = Saver.open(directory, mesh, 0, background=True)
+    one.save(4, [shard(mesh, float(mesh.world.rank))], {"step": 4})
+    for _ in range(20):  # "training"
+        torch.distributed.all_reduce(torch.ones(8))
+    early = storage.folder_of(directory, 4).exists()
+    one.wait()
+    one.close()
+    return [str(early), *one.news()]
+
+
+def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _slow_rank, str(tmp_path))
+    assert first[0] == second[0] == "False" and first[-1].startswith("committed iter_0000004")
+    loaded = load(tmp_path / "iter_0000004", Piece("model/w", (2, 8), Box((0, 0), (2, 8)), range(16), torch.zeros(16)))
+    assert loaded.tolist() == [[0.0] * 8, [1.0] * 8]
+
+
+def test_a_rank_that_never_writes_does_not_hold_rank_0_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="rank 0 has written nothing"):
+        saver.wait_for_lists(tmp_path, 2, threading.Event(), patience_s=0.1)
+    (tmp_path / "rank-00001.failed").write_text("rank 1: broken")
+    with pytest.raises(CheckpointError, match="rank 1: broken"):
+        saver.wait_for_lists(tmp_path, 2, threading.Event())
+    (tmp_path / "rank-00001.failed").unlink()
+    told = threading.Event()
+    told.set()
+    with pytest.raises(CheckpointError, match="has failed"):
+        saver.wait_for_lists(tmp_path, 2, told)

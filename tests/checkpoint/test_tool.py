@@ -1,0 +1,125 @@
+"""tools/checkpoint.py: what it prints, what it writes, and its exit codes."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.checkpoint import edit, manifest, reader, storage, writer
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import Box, Piece
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = Mesh.alone()
+_spec = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "tools" / "checkpoint.py")
+assert _spec is not None and _spec.loader is not None
+tool = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tool)
+
+STATE = {"progress": {"step": 3, "consumed_tokens": 1234}, "config": "[model]\nnum_layers = 2\n"}
+
+
+def make(folder: Path, step: int, scale: float = 1.0, bf16: bool = False, change: int = 0) -> Path:
+    torch.manual_seed(1)
+    pieces = []
+    for name, shape in (("model/a", (6, 4)), ("model/b", (5,)), ("optimizer.exp_avg/a", (6, 4))):
+        values = scale * torch.randn(shape).reshape(-1)
+        values[:change] += 0.25
+        if bf16 and name.startswith("model/"):
+            box = Box((0,) * len(shape), shape)
+            pieces.append(Piece(name.replace("model", "optimizer.main"), shape, box, range(box.numel), values))
+            values = values.bfloat16()
+        box = Box((0,) * len(shape), shape)
+        pieces.append(Piece(name, shape, box, range(box.numel), values))
+    return writer.save(folder, step, pieces, STATE, ALONE)
+
+
+def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (3, 4):
+        make(tmp_path, step)
+    assert tool.main(["inspect", str(tmp_path), "--tensors"]) == 0
+    out = capsys.readouterr().out
+    assert "iter_0000004: step 3, 1,234 tokens" in out and "29 elements of float32" in out
+    assert "model/b" in out and "num_layers = 2" in out
+    assert tool.main(["verify", str(tmp_path / "iter_0000003")]) == 0
+    file = tmp_path / "iter_0000003" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert tool.main(["verify", str(tmp_path)]) == 0  # the newest is whole
+    capsys.readouterr()
+    assert tool.main(["verify", str(tmp_path), "--all"]) == 1
+    captured = capsys.readouterr()
+    assert "iter_0000004: 3 tensors in 1 files, all as" in captured.out and "optimizer.exp_avg/a" in captured.err
+
+
+def test_diff_says_where_and_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c = make(tmp_path / "a", 1), make(tmp_path / "b", 1, change=2), make(tmp_path / "c", 1, bf16=True)
+    assert tool.main(["diff", str(a), str(tmp_path / "a")]) == 0
+    assert "3 tensors, equal to the bit" in capsys.readouterr().out
+    assert tool.main(["diff", str(a), str(b)]) == 1
+    out = capsys.readouterr().out
+    assert "model/a: 2 elements; first at [0, 0]:" in out and "largest 0.25" in out and "3 tensors differ" in out
+    assert tool.main(["diff", str(a), str(c)]) == 1
+    out = capsys.readouterr().out
+    assert "optimizer.main/b: only in the second" in out and "model/a: float32 and bfloat16, " in out
+
+
+@pytest.mark.parametrize("files", [1, 2, 7])
+def test_resharded_is_equal(tmp_path: Path, files: int) -> None:
+    a = make(tmp_path / "a", 5)
+    assert tool.main(["reshard", str(a), str(tmp_path / "b"), "--files", str(files)]) == 0
+    found = reader.newest(tmp_path / "b", ALONE)  # verified
+    assert found is not None and len(found[1].files) == files and found[1].state == STATE
+    assert tool.main(["diff", str(a), str(found[0])]) == 0
+    assert tool.main(["reshard", str(a), str(tmp_path / "w" / "iter_0000009"), "--weights"]) == 0
+    small = manifest.load(tmp_path / "w" / "iter_0000009")
+    assert sorted(small.tensors) == ["model/a", "model/b"]
+    assert tool.main(["reshard", str(a), str(tmp_path / "b")]) == 3  # never over another
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_average_is_of_the_main_weights(tmp_path: Path, bf16: bool) -> None:
+    sources = [make(tmp_path / n, 2, scale, bf16) for n, scale in (("a", 1.0), ("b", 2.0), ("c", 6.0))]
+    assert tool.main(["average", str(tmp_path / "mean"), *map(str, sources)]) == 0
+    found = reader.newest(tmp_path / "mean", ALONE)
+    assert found is not None and sorted(found[1].tensors) == ["model/a", "model/b"]
+    one = edit.open_one(sources[0])
+    for name in found[1].tensors:
+        exact = edit.read_whole(*one, name.replace("model", "optimizer.main") if bf16 else name).double() * 3
+        got = edit.read_whole(*found, name)
+        assert got.dtype == (torch.bfloat16 if bf16 else torch.float32)
+        torch.testing.assert_close(got, exact.to(got.dtype), rtol=1e-6, atol=0)
+    other = writer.save(
+        tmp_path / "d", 1, [Piece("model/z", (1,), Box((0,), (1,)), range(1), torch.ones(1))], {}, ALONE
+    )
+    assert tool.main(["average", str(tmp_path / "m2"), str(sources[0]), str(other)]) == 3
+    assert not list((tmp_path / "m2").glob("*iter_*"))
+
+
+def test_prune_says_first_and_respects_the_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in range(1, 6):
+        make(tmp_path, step)
+    flags = ["prune", str(tmp_path), "--keep-last", "1", "--save-retain-interval", "2"]
+    assert tool.main([*flags, "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("would delete") == 2 and len(storage.steps_in(tmp_path)) == 5
+    lock = storage.Lock(tmp_path)
+    assert tool.main(flags) == 3 and "in use by process" in capsys.readouterr().err
+    lock.close()
+    assert tool.main(flags) == 0 and storage.steps_in(tmp_path) == [2, 4, 5]
+    assert tool.main(["prune", str(tmp_path / "no"), "--keep-last", "1"]) == 3
+
+
+def test_usage_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["inspect", str(tmp_path)]) == 3 and "no checkpoint" in capsys.readouterr().err
+    for bad in (["prune", "x", "--keep-last", "0"], ["what"], []):
+        with pytest.raises(SystemExit) as stop:
+            tool.main(bad)
+        assert stop.value.code == 2
+    done = subprocess.run([sys.executable, str(ROOT / "tools/checkpoint.py"), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "reshard" in done.stdout

@@ -1,0 +1,179 @@
+#!/usr/bin/env python
+"""Look at checkpoints, and change them, without a GPU and without the run that made them.
+
+python tools/checkpoint.py inspect runs/mine                       what is in it; --tensors: every one
+python tools/checkpoint.py verify runs/mine                        hash everything; --all: every checkpoint there
+python tools/checkpoint.py diff runs/a/iter_0000500 runs/b         first and largest difference of each tensor
+python tools/checkpoint.py reshard runs/mine small/iter_0000500    in --files 1; --weights: without the optimizer
+python tools/checkpoint.py average OUT A B C                       the mean of the weights
+python tools/checkpoint.py prune runs/mine --keep-last 3           as a run does; --dry-run: only say
+
+A --save directory stands for the newest checkpoint in it. Exit codes: 0; 1: it differs, or is damaged; 2: usage;
+3: it cannot be read or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.checkpoint import manifest as manifests  # noqa: E402
+from megalite.checkpoint import storage  # noqa: E402
+from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
+
+if TYPE_CHECKING:
+    from megalite.checkpoint.manifest import Manifest
+
+
+def inspect(path: Path, tensors: bool) -> int:
+    from megalite.checkpoint import edit
+
+    folder, manifest = edit.open_one(path)
+    progress = manifest.state.get("progress", {})
+    print(f"{folder}: step {progress.get('step', '?')}, {progress.get('consumed_tokens', 0):,} tokens")
+    size = sum(stamp.size for stamp in manifest.files.values())
+    hashes = ", ".join(sorted({stamp.name for stamp in manifest.files.values()}))
+    print(f"{len(manifest.files)} files, {size / 2**30:.3f} GiB, hashed with {hashes}")
+    elements: Counter[tuple[str, str]] = Counter()
+    for name, whole in manifest.tensors.items():
+        elements[name.partition("/")[0], whole.dtype] += math.prod(whole.shape)
+    for (kind, dtype), count in sorted(elements.items()):
+        print(f"{kind:24} {count:>16,} elements of {dtype}")
+    if tensors:
+        for name, whole in sorted(manifest.tensors.items()):
+            print(f"{name:56} {whole.dtype:10} {tuple(whole.shape)} in {len(whole.parts)} parts")
+    if "config" in manifest.state:
+        print(f"\n{manifest.state['config'].rstrip()}")
+    return 0
+
+
+def verify(path: Path, every: bool) -> int:
+    from megalite.checkpoint import edit, reader
+
+    folders = [edit.open_one(path)[0]]
+    if every:
+        folders = [storage.folder_of(path, step) for step in storage.steps_in(path)]
+    bad = 0
+    for folder in folders:
+        try:
+            manifest = manifests.load(folder)
+            reader.verify(folder, manifest)
+            print(f"{folder}: {len(manifest.tensors)} tensors in {len(manifest.files)} files, all as they were written")
+        except CheckpointError as error:
+            bad += 1
+            print(f"{folder}: {error}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def diff(a: Path, b: Path) -> int:
+    from megalite.checkpoint import edit
+
+    one, two = edit.open_one(a), edit.open_one(b)
+    found = 0
+    for d in edit.compare(one, two):
+        found += 1
+        text = d.what
+        if d.first is not None:
+            where = ", ".join(map(str, d.first))
+            text += f"{', ' if text else ''}{d.count:,} elements; first at [{where}]: {d.here:g} and {d.there:g}"
+            text += f"; largest {d.largest:g}"
+        print(f"{d.name}: {text}")
+    print(f"{found} tensors differ" if found else f"{len(one[1].tensors)} tensors, equal to the bit")
+    return 1 if found else 0
+
+
+def named(source: tuple[Path, Manifest], folder: Path) -> Path:
+    """`folder`, or in it the folder of the source's name."""
+    return folder if folder.name.startswith("iter_") else folder / source[0].name
+
+
+def reshard(source: Path, target: Path, files: int, weights: bool) -> int:
+    from megalite.checkpoint import edit
+
+    found = edit.open_one(source)
+    folder = named(found, target)
+    edit.reshard(found, folder, files, ["model"] if weights else None)
+    print(f"wrote {folder}")
+    return 0
+
+
+def average(target: Path, sources: list[Path], files: int) -> int:
+    from megalite.checkpoint import edit
+
+    found = [edit.open_one(source) for source in sources]
+    folder = named(found[-1], target)
+    edit.average(found, folder, files)
+    print(f"wrote {folder}, the mean of {', '.join(str(path) for path, _ in found)}")
+    return 0
+
+
+def prune(path: Path, keep: int, retain: int | None, dry: bool) -> int:
+    from megalite.checkpoint import saver
+
+    path.stat()  # the lock would make it
+    lock = storage.Lock(path)
+    try:
+        gone = saver.prune(path, keep, retain, set(), dry=dry)
+    finally:
+        lock.close()
+    for step in gone:
+        print(f"{'would delete' if dry else 'deleted'} {storage.folder_of(path, step)}")
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, *places: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, allow_abbrev=False)
+        for place in places:
+            made.add_argument(place, type=Path)
+        return made
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        return int(text)
+
+    command("inspect", "checkpoint").add_argument("--tensors", action="store_true", help="list every tensor")
+    command("verify", "checkpoint").add_argument("--all", action="store_true", help="every checkpoint of a directory")
+    command("diff", "a", "b")
+    one = command("reshard", "checkpoint", "out")
+    one.add_argument("--files", type=count, default=1)
+    one.add_argument("--weights", action="store_true", help="leave the optimizer's state away")
+    one = command("average", "out")
+    one.add_argument("checkpoints", type=Path, nargs="+")
+    one.add_argument("--files", type=count, default=1)
+    one = command("prune", "directory")
+    one.add_argument("--keep-last", type=count, required=True)
+    one.add_argument("--save-retain-interval", type=count, default=None)
+    one.add_argument("--dry-run", action="store_true")
+    a = parser.parse_args(argv)
+    try:
+        if a.command == "inspect":
+            return inspect(a.checkpoint, a.tensors)
+        if a.command == "verify":
+            return verify(a.checkpoint, a.all)
+        if a.command == "diff":
+            return diff(a.a, a.b)
+        if a.command == "reshard":
+            return reshard(a.checkpoint, a.out, a.files, a.weights)
+        if a.command == "average":
+            return average(a.out, a.checkpoints, a.files)
+        return prune(a.directory, a.keep_last, a.save_retain_interval, a.dry_run)
+    except (CheckpointError, OSError) as error:
+        print(f"checkpoint.py: {error}", file=sys.stderr)
+        return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,300 @@
+#!/usr/bin/env python
+"""Weights between megalite, Hugging Face and Megatron-LM, on one process, one tensor in memory at a time.
+
+    python tools/convert_checkpoint.py --from-hf models/Qwen3-8B --save runs/qwen
+    python tools/convert_checkpoint.py --load runs/qwen --to-hf models/mine --check
+    python tools/convert_checkpoint.py --from-megatron old/checkpoints --save runs/old
+    python tools/convert_checkpoint.py --load runs/old --to-megatron new/checkpoints
+
+The result of --save is a checkpoint of step 0 without optimizer states: the begin of a run. --load takes a --save
+directory (its newest valid checkpoint) or one checkpoint in it, saved under any layout. Names of families and of their
+tensors: megalite/models/families.py. What cannot be converted exactly is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export  # noqa: E402
+from megalite.checkpoint.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
+from megalite.checkpoint.hugging_face_config import choose_family  # noqa: E402
+from megalite.checkpoint.logits import compare_logits  # noqa: E402
+from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
+from megalite.checkpoint.name_map import specs_of  # noqa: E402
+from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
+from megalite.config import Config, ConfigError, build, padded_vocab_size, parse_toml, to_toml  # noqa: E402
+from megalite.data.indexed import DataError  # noqa: E402
+from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402
+from megalite.models.families import HUGGING_FACE  # noqa: E402
+from megalite.optim.loss_scale import LossScaler  # noqa: E402
+from megalite.train.datasets import open_tokenizer  # noqa: E402
+from megalite.train.state import State  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOGIT_BOUND = 1e-4
+SAMPLE = (
+    "The river rose in the night. By noon two of the bridges were closed, and the mill at 14 Ford Lane was cut off."
+)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '5GB', '500MB', '2GiB' or a plain number.
+
+    >>> parse_size("5GB"), parse_size("2GiB")
+    (5000000000, 2147483648)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 5GB or 500MiB")
+    return size
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face model directory")
+    source.add_argument("--from-megatron", type=Path, metavar="DIR", help="Megatron-LM checkpoints")
+    source.add_argument("--load", type=Path, metavar="DIR", help="checkpoint of megalite")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--save", type=Path, metavar="DIR", help="make a checkpoint of megalite")
+    target.add_argument("--to-hf", type=Path, metavar="DIR", help="make a Hugging Face model directory")
+    target.add_argument("--to-megatron", type=Path, metavar="DIR", help="make a release of Megatron-LM")
+    parser.add_argument("--check", action="store_true", help="compare both sides bit by bit afterwards")
+    parser.add_argument(
+        "--check-logits", action="store_true", help="--from-hf, --to-hf: compare with transformers' logits afterwards"
+    )
+    parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
+    parser.add_argument("--family", choices=sorted(HUGGING_FACE), help="--to-hf: default: of --like, or the first fit")
+    parser.add_argument("--like", type=Path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
+    parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: of a file (default 5GB)")
+    parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")
+    parser.add_argument("--target-tensor-parallel-size", type=int, metavar="TP", help="--to-megatron: default 1")
+    parser.add_argument("--target-pipeline-parallel-size", type=int, metavar="PP", help="--to-megatron: default 1")
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        help="--to-megatron: whose names of layers (default transformer_engine)",
+    )
+    return parser
+
+
+_ONLY_WITH = {  # flag -> those that it goes with
+    "check_logits": ("from_hf", "to_hf"),
+    "seq_length": ("from_hf",),
+    "vocab_size": ("from_megatron", "to_hf", "to_megatron"),
+    "family": ("to_hf",),
+    "like": ("to_hf",),
+    "dtype": ("to_hf", "to_megatron"),
+    "max_shard_size": ("to_hf",),
+    "target_tensor_parallel_size": ("to_megatron",),
+    "target_pipeline_parallel_size": ("to_megatron",),
+    "transformer_impl": ("to_megatron",),
+}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def misuse(args: argparse.Namespace) -> str | None:
+    """Why these flags do not go together, or None."""
+    if (args.load is None) == (args.save is None):
+        return "--load goes with --to-hf or --to-megatron, --from-hf and --from-megatron with --save"
+    for name, partners in _ONLY_WITH.items():
+        value = getattr(args, name)
+        if value not in (None, False) and all(getattr(args, partner) is None for partner in partners):
+            return f"{flag(name)} has no effect without {' or '.join(map(flag, partners))}; leave it away"
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            return f"{flag(name)} {value} is too small; give 1 or more"
+    return None
+
+
+def tokenizer_options(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """The data flags of the tokenizer in a model directory; empty where there is none that fits."""
+    here = folder.resolve()
+    if (here / "tokenizer.json").is_file():
+        options: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
+    elif (here / "tokenizer.model").is_file():
+        options = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
+    elif (here / "vocab.json").is_file() and (here / "merges.txt").is_file():
+        options = {"tokenizer_type": "GPT2BPETokenizer"}
+        options |= {"vocab_file": str(here / "vocab.json"), "merge_file": str(here / "merges.txt")}
+    else:
+        return {}
+    return checked_tokenizer(options, vocab_size)
+
+
+def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
+    """`options` if such a tokenizer can be opened here and has at most `rows` tokens; else nothing, with a note."""
+    try:
+        found = build_tokenizer(**options).vocab_size
+    except DataError as error:
+        print(f"note: the tokenizer is left away: {error}", file=sys.stderr)
+        return {}
+    if found > rows:
+        print(f"note: the tokenizer is left away: {found} tokens, but {rows} rows of embedding", file=sys.stderr)
+        return {}
+    return options
+
+
+def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """(padded vocabulary, what a checkpoint holds beside tensors) for a run that begins with converted weights.
+
+    The multiple that the vocabulary is padded to is the padded vocabulary itself: a tokenizer that uses fewer rows
+    than the model has then gives the same shapes.
+    """
+    padded = padded_vocab_size(options["vocab_size"], 128, 1)
+    precision = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(dtype, {})
+    config = build({**options, **tokenizer, **precision, "make_vocab_size_divisible_by": padded})
+    state = {"progress": State().to_json(), "updates": 0, "loss_scaler": LossScaler().to_json()}
+    return padded, {**state, "config": to_toml(config), "vocab_size": options["vocab_size"]}
+
+
+def from_hf(args: argparse.Namespace) -> bool:
+    folder: Path = args.from_hf
+    theirs = hugging_face.open_model(folder, args.seq_length)
+    tokenizer = tokenizer_options(folder, theirs.vocab_size)
+    padded, state = start_state(theirs.options, theirs.dtype, tokenizer)
+    written = write_import(args.save, theirs.tensors, specs_of(theirs.model, padded), theirs.vocab_size, state)
+    print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size} of {padded} rows")
+    return checked(args, folder, theirs, Ours(open_checkpoint(written), False))
+
+
+def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.HuggingFaceModel, ours: Ours) -> bool:
+    """What --check and --check-logits ask for. Logits have a bound, of fp32, unless --dtype changed the weights."""
+    good = not args.check or report(theirs.tensors, ours, theirs.vocab_size)
+    if not args.check_logits:
+        return good
+    tokenizer = open_tokenizer(saved_config(ours.source).data)
+    ids = tokenizer.encode(SAMPLE) if tokenizer is not None and not tokenizer.is_null else None
+    verdict = compare_logits(folder, ours.source, saved_model(ours.source), theirs.vocab_size, ids)
+    print(verdict)
+    return good and (args.dtype is not None or verdict.largest <= LOGIT_BOUND * max(1.0, verdict.scale))
+
+
+def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool) -> bool:
+    folder = megatron.folder_of(folder)
+    dist = (folder / ".metadata").is_file()
+    theirs = megatron_dist.open_dist(folder) if dist else megatron.open_megatron(folder)
+    rows, args = theirs.padded_vocab_size, theirs.args
+    tokenizer: dict[str, Any] = {}
+    if getattr(args, "tokenizer_type", None) in TYPES:
+        names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+        tokenizer = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+        tokenizer = checked_tokenizer(tokenizer, rows)
+    if vocab_size is None:
+        vocab_size = build_tokenizer(**tokenizer).vocab_size if tokenizer else rows
+        print(f"vocabulary {vocab_size} of {rows} rows, as its {'tokenizer' if tokenizer else 'tensors'} have it")
+    if vocab_size > rows:
+        raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
+    kept = vocab_size if tokenizer.get("tokenizer_type") != "NullTokenizer" else vocab_size - 1
+    padded, state = start_state(
+        {**theirs.options, "vocab_size": vocab_size}, theirs.dtype, {**tokenizer, "vocab_size": kept}
+    )
+    written = write_import(save, theirs.tensors, specs_of(theirs.model, padded), vocab_size, state)
+    print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {padded} rows")
+    return not check or report(theirs.tensors, Ours(open_checkpoint(written), False), vocab_size)
+
+
+def to_hf(args: argparse.Namespace) -> bool:
+    source = open_checkpoint(args.load)
+    model, config = saved_model(source), saved_config(source)
+    like: Path | None = args.like
+    if like is None and config.data.tokenizer_model is not None:
+        beside = Path(config.data.tokenizer_model)
+        like = beside if beside.is_dir() else beside.parent
+    vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
+    tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
+    family = choose_family(model, args.family, usual_family(like))
+    ours = Ours(source, model.apply_layernorm_1p, DTYPES.get(args.dtype))
+    size = args.max_shard_size or parse_size("5GB")
+    theirs = hugging_face.write_model(
+        args.to_hf, ours, model, family, vocab_size, tokens=tokens, like=like, shard_bytes=size
+    )
+    files = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
+    print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {files} files, vocabulary {vocab_size}")
+    return checked(args, args.to_hf, theirs, ours)
+
+
+def to_megatron(args: argparse.Namespace) -> bool:
+    source = open_checkpoint(args.load)
+    model = saved_model(source)
+    vocab_size, _ = vocabulary(saved_config(source), source.manifest.state.get("vocab_size"), args.vocab_size)
+    ours = Ours(source, False, DTYPES.get(args.dtype))  # there too, norm weights may be a difference from 1
+    tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
+    fused = args.transformer_impl != "local"
+    written = megatron_export.write_megatron(
+        args.to_megatron, ours, model, vocab_size=vocab_size, tp=tp, pp=pp, fused=fused
+    )
+    print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
+    return not args.check or report(megatron.open_megatron(args.to_megatron).tensors, ours, vocab_size)
+
+
+def saved_config(source: Source) -> Config:
+    return build(parse_toml(source.manifest.state["config"], str(source.folder)))
+
+
+def usual_family(like: Path | None) -> str | None:
+    if like is None or not (like / "config.json").is_file():
+        return None
+    family = hugging_face.read_json(like / "config.json").get("model_type")
+    return family if isinstance(family, str) else None
+
+
+def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int | None]:
+    """(rows without padding, the id that ends a document). `saved`: as the checkpoint says. Raises CheckpointError."""
+    eod = size = None
+    try:
+        tokenizer = open_tokenizer(config.data)
+        if tokenizer is not None:
+            size, eod = tokenizer.vocab_size, tokenizer.eod
+    except DataError as error:
+        if given is None and saved is None and config.data.vocab_size is None:
+            raise CheckpointError(f"{error}; or give --vocab-size") from None
+        print(f"note: the tokenizer of the run is not there: {error}", file=sys.stderr)
+    size = given or saved or max(size or 0, config.data.vocab_size or 0)
+    if not isinstance(size, int) or size < 1:
+        raise CheckpointError("the checkpoint does not tell its vocabulary; give --vocab-size")
+    return size, eod
+
+
+def report(theirs: list[Foreign], ours: Ours, vocab_size: int) -> bool:
+    verdict = compare(theirs, ours, vocab_size)
+    print(verdict)
+    return not verdict.differing
+
+
+def main(argv: list[str]) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if (problem := misuse(args)) is not None:
+        parser.error(problem)
+    torch.set_num_threads(1)  # it copies; nothing is computed
+    try:
+        if args.from_hf is not None:
+            good = from_hf(args)
+        elif args.from_megatron is not None:
+            good = from_megatron(args.from_megatron, args.save, args.vocab_size, args.check)
+        else:
+            good = to_hf(args) if args.to_hf is not None else to_megatron(args)
+    except (CheckpointError, ConfigError, DataError) as error:
+        print(f"convert_checkpoint.py: {error}", file=sys.stderr)
+        return 3
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
