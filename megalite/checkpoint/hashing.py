@@ -32,7 +32,7 @@ class Stamp:
 def fastest() -> str:
     """The hash that new files get."""
     try:
-        import xxhash
+        import xxhash  # noqa: F401
     except ImportError:
         return "sha256"
     return "xxh3_128"
@@ -44,7 +44,7 @@ def maker(name: str) -> Callable[[], Any]:
         return hashlib.sha256
     if name == "xxh3_128":
         try:
-            import xxhash
+            import xxhash  # noqa: F401
         except ImportError:
             raise ValueError("its files are hashed with xxh3, which is not installed: pip install xxhash") from None
         return xxhash.xxh3_128

@@ -74,12 +74,6 @@ def memory_of(config: Config, world: int, vocab_size: int) -> float:
 def pretrain(config: Config, ranks: Ranks) -> int:
     """Returns the exit code of this rank (train/run_dir.py)."""
     folder = run_folder(config)
-
-    def refuse(code: Exit, error: Exception) -> Exit:
-        if ranks.rank == 0 and folder.is_dir():  # what a run before left there would be taken for this one's
-            leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=str(error))
-        return code
-
     try:
         config = with_checkpoint_args(config)
         sources = preflight(config, ranks)
@@ -97,11 +91,14 @@ def pretrain(config: Config, ranks: Ranks) -> int:
         if ranks.local_rank == 0:  # every rank found the same
             for line in str(error).splitlines():
                 print(f"pretrain_gpt.py: {line}", file=sys.stderr, flush=True)
-        return refuse(Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT, error)
-    except CheckpointError as error:  # of the directory to save in; each rank looks for itself
+        code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
+        if ranks.rank == 0 and folder.is_dir():  # what a run before left there would be taken for this one's
+            leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=str(error))
+        return code
+    except CheckpointError as error:  # of the directory to save in: another run may have it, so its status stays
         if not isinstance(error, ElsewhereError):
             print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
-        return refuse(Exit.PREFLIGHT, error)
+        return Exit.PREFLIGHT
 
 
 def preflight(config: Config, ranks: Ranks) -> Sources:
@@ -131,11 +128,11 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
     stop = StopSignal()
     if config.train.exit_signal_handler:
         stop.install()
-    if ranks.rank == 0 and folder.is_dir():
-        leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     report: Reporter | None = None
     outcome, reason = Exit.CRASH, ""
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
+    if ranks.rank == 0 and folder.is_dir():
+        leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
         loaded, notes = start_run(run, config)
         if ranks.rank == 0:
