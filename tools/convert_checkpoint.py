@@ -30,7 +30,7 @@ from megalite.checkpoint.logits import compare_logits  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
-from megalite.config import Config, ConfigError, build, padded_vocab_size, parse_toml, to_toml  # noqa: E402
+from megalite.config import Config, ConfigError, build, parse_toml, to_toml  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
 from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
@@ -150,26 +150,21 @@ def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
     return options
 
 
-def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """(padded vocabulary, what a checkpoint holds beside tensors) for a run that begins with converted weights.
-
-    The multiple that the vocabulary is padded to is the padded vocabulary itself: a tokenizer that uses fewer rows
-    than the model has then gives the same shapes.
-    """
-    padded = padded_vocab_size(options["vocab_size"], 128, 1)
+def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors, for a run that begins with converted weights."""
     precision = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(dtype, {})
-    config = build({**options, **tokenizer, **precision, "make_vocab_size_divisible_by": padded})
+    config = build({**options, **tokenizer, **precision})
     state = {"progress": State().to_json(), "updates": 0, "loss_scaler": LossScaler().to_json()}
-    return padded, {**state, "config": to_toml(config), "vocab_size": options["vocab_size"]}
+    return {**state, "config": to_toml(config), "vocab_size": options["vocab_size"]}
 
 
 def from_hf(args: argparse.Namespace) -> bool:
     folder: Path = args.from_hf
     theirs = hugging_face.open_model(folder, args.seq_length)
     tokenizer = tokenizer_options(folder, theirs.vocab_size)
-    padded, state = start_state(theirs.options, theirs.dtype, tokenizer)
-    written = write_import(args.save, theirs.tensors, specs_of(theirs.model, padded), theirs.vocab_size, state)
-    print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size} of {padded} rows")
+    state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.vocab_size)
+    written = write_import(args.save, theirs.tensors, specs, theirs.vocab_size, state)
+    print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size}")
     return checked(args, folder, theirs, Ours(open_checkpoint(written), False))
 
 
@@ -201,11 +196,9 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
     if vocab_size > rows:
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     kept = vocab_size if tokenizer.get("tokenizer_type") != "NullTokenizer" else vocab_size - 1
-    padded, state = start_state(
-        {**theirs.options, "vocab_size": vocab_size}, theirs.dtype, {**tokenizer, "vocab_size": kept}
-    )
-    written = write_import(save, theirs.tensors, specs_of(theirs.model, padded), vocab_size, state)
-    print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {padded} rows")
+    state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, {**tokenizer, "vocab_size": kept})
+    written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), vocab_size, state)
+    print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size}")
     return not check or report(theirs.tensors, Ours(open_checkpoint(written), False), vocab_size)
 
 

@@ -1,7 +1,7 @@
 """Foreign weights to a checkpoint of megalite and back, one tensor in memory at a time, and the check of both sides.
 
 A foreign checkpoint is a list of `Foreign`: which tensor, in which dtype, and how to read it. The rest is the same for
-all of them: cut it into rectangles of ours, leave the padding of their vocabulary out, add the zeros of ours.
+all of them: cut it into rectangles of ours and leave the padding of their vocabulary out; ours is not stored.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from megalite.checkpoint.name_map import Entry, Specs, join, split, trimmed
 from megalite.checkpoint.whole import FILE_BYTES, Item, Source, write_checkpoint
 from megalite.config import ConfigError, ModelConfig, build, parse_toml
 from megalite.parallel.spec import Box
-
-VOCABULARY = ("embedding.word", "head")
 
 
 @dataclass(frozen=True)
@@ -41,20 +39,14 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
         raise CheckpointError(f"{where}: {'; '.join(error.problems)}; it is damaged") from None
 
 
-def items_of(foreign: Sequence[Foreign], specs: Specs, vocab_size: int) -> list[Item]:
-    """What to write: `specs` are ours, with our padded vocabulary."""
-    items, dtypes = [], {}
+def items_of(foreign: Sequence[Foreign], vocab_size: int) -> list[Item]:
+    """What to write; rows that pad their vocabulary are left out."""
+    items = []
     for one in foreign:
         boxes = [(name, trimmed(name, box, vocab_size)) for name, box in one.entry.parts]
         parts = [(name, box) for name, box in boxes if box is not None]
-        dtypes |= dict.fromkeys((name for name, _ in parts), one.dtype)
         if parts:
             items.append(Item(one.dtype, parts, lambda one=one: _values(one, vocab_size)))
-    for name in VOCABULARY:
-        if name in dtypes and specs[name].shape[0] > vocab_size:
-            box = Box((vocab_size, 0), specs[name].shape)
-            zeros = Item(dtypes[name], [(name, box)], lambda box=box, d=dtypes[name]: [torch.zeros(box.shape, dtype=d)])
-            items.append(zeros)
     return items
 
 
@@ -75,7 +67,7 @@ def write_import(
 ) -> Path:
     """A checkpoint of step 0 from foreign weights; no optimizer states. Raises CheckpointError."""
     shapes = {name: spec.shape for name, spec in specs.items()}
-    return write_checkpoint(directory, items_of(foreign, specs, vocab_size), shapes, state, file_bytes)
+    return write_checkpoint(directory, items_of(foreign, vocab_size), shapes, state, file_bytes)
 
 
 def saved_model(source: Source) -> ModelConfig:

@@ -22,14 +22,14 @@ from megalite.kernels.attention import Documents
 from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, rope_tables
 from megalite.nn.attention import Attention, Coordinates
-from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, word_spec
+from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, vocabulary_spec
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import cross_entropy
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker
 from megalite.nn.recompute import recompute
-from megalite.parallel.spec import Normal, ParamSpec
+from megalite.parallel.spec import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ class Stage(nn.Module):
         self.recompute = recompute or Recompute()
         mesh = make.mesh
         tied = not model.untie_embeddings_and_output_weights
-        word = word_spec(padded_vocab_size, model.hidden_size, model.init_method_std, tied and mesh.pp.size > 1)
+        sizes = (padded_vocab_size, vocab_size, model.hidden_size, model.init_method_std)
+        word = vocabulary_spec("embedding.word", *sizes, tied=tied and mesh.pp.size > 1)
         self.embedding = None
         if first:
             positions = model.positions if model.position_embedding_type == "learned_absolute" else None
@@ -162,10 +163,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(Block(make, model, layer, dropout_seed, selective) for layer in layers)
         self.head = None
         if last:
-            spec = word
-            if not tied:
-                shape = (padded_vocab_size, model.hidden_size)
-                spec = ParamSpec("head", shape, shards=((0, "tp"),), init=Normal(model.init_method_std))
+            spec = word if tied else vocabulary_spec("head", *sizes, tied=False)
             shared = self.embedding.word if tied and self.embedding is not None else None
             self.head = Head(make, model, spec, shared, vocab_size)
         self.rope: tuple[Tensor, Tensor] | None = None

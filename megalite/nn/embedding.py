@@ -18,9 +18,11 @@ from megalite.parallel.spec import Normal, ParamSpec
 SITE_EMBEDDING, SITE_ATTENTION, SITE_HIDDEN_1, SITE_HIDDEN_2 = range(4)  # where in a layer a dropout sits
 
 
-def word_spec(vocab_size: int, hidden_size: int, std: float, tied: bool) -> ParamSpec:
-    """The word embedding [V, D]; a tied head at the other end of the pipeline has this very spec."""
-    return ParamSpec("embedding.word", (vocab_size, hidden_size), shards=((0, "tp"),), init=Normal(std), tied=tied)
+def vocabulary_spec(name: str, padded: int, vocab_size: int, hidden_size: int, std: float, tied: bool) -> ParamSpec:
+    """The word embedding, or the head, [V, D] with `padded` rows of which `vocab_size` mean something; a tied head at
+    the other end of the pipeline has the very spec of the embedding."""
+    shape = (padded, hidden_size)
+    return ParamSpec(name, shape, shards=((0, "tp"),), init=Normal(std), tied=tied, rows=vocab_size)
 
 
 class Embedding(nn.Module):

@@ -98,21 +98,21 @@ class Zero1:
                 flats["optimizer.main"] = self.main[b]
             flats |= {f"optimizer.{name}": flat for name, flat in self.state[b].items()}
             for slot in bucket.slots:
-                first, last = max(slot.start, owned.start), min(slot.stop, owned.stop)
+                spec = buffer.layout.entries[slot.entry].spec
+                box = spec.stored_box(mesh.sizes, mesh.position)
+                first, last = max(slot.start, owned.start), min(slot.start + box.numel, owned.stop)
                 if first >= last:
                     continue
-                spec = buffer.layout.entries[slot.entry].spec
                 replicated = not any(axis == "tp" for _, axis in spec.shards)
                 mine = (
                     (mesh.tp.is_first or not replicated)
                     and (mesh.ends.is_first or not spec.tied)
                     and (mesh.dp.is_first or buffer.sharded)
                 )
-                box = spec.box(mesh.sizes, mesh.position)
                 span = range(first - slot.start, last - slot.start)
                 for prefix, flat in flats.items():
                     data = flat[first - owned.start : last - owned.start]
-                    result.append(Owned(Piece(f"{prefix}/{spec.name}", spec.shape, box, span, data), mine))
+                    result.append(Owned(Piece(f"{prefix}/{spec.name}", spec.stored_shape, box, span, data), mine))
         return result
 
     def after_load(self, main_loaded: bool = True) -> None:

@@ -67,6 +67,8 @@ class ParamSpec:
     tied    a second copy of this parameter lives at the other end of the pipeline; both copies carry the flag,
             and only when the pipeline has more than one rank
     block_dim  the dim along which initial values are drawn in blocks; default: the sharded one, or 0
+    rows    how many rows of dim 0 mean something, where the rest pads the vocabulary so that it splits: padding
+            depends on the layout, so it is not part of what is stored
     """
 
     name: str
@@ -77,6 +79,12 @@ class ParamSpec:
     decay: bool = True
     tied: bool = False
     block_dim: int | None = None
+    rows: int | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that a checkpoint has, without padding: the same under every layout."""
+        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape on one rank; `sizes` maps axis names to their sizes (absent: 1)."""
@@ -96,6 +104,14 @@ class ParamSpec:
             start[dim] = step * ranks.get(axis, 0)
             stop[dim] = start[dim] + step
         return Box(tuple(start), tuple(stop))
+
+    def stored_box(self, sizes: Mapping[str, int], ranks: Mapping[str, int]) -> Box:
+        """`box` without its rows of padding, which come last: flattened, it is a prefix of the flattened `box`. Empty
+        where all rows are padding."""
+        box = self.box(sizes, ranks)
+        if self.rows is None:
+            return box
+        return Box((min(box.start[0], self.rows), *box.start[1:]), (min(box.stop[0], self.rows), *box.stop[1:]))
 
     def replicas(self, sizes: Mapping[str, int]) -> int:
         """How many (pp, tp) positions hold each element, dp aside: its squared gradient counts 1/replicas."""

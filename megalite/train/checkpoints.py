@@ -12,6 +12,7 @@ from megalite.checkpoint import reader, storage
 from megalite.checkpoint.manifest import CheckpointError, Manifest
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config, ConfigError, ModelConfig, build, parse_toml
+from megalite.data.tokenizer import Tokenizer
 from megalite.parallel.spec import Piece
 from megalite.train.setup import SetupError
 from megalite.train.state import Run
@@ -71,6 +72,7 @@ def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, la
         "loss_scaler": run.loss_scaler.to_json(),
         "config": config_toml,
         "vocab_size": run.vocab_size,
+        "tokenizer": _identity(run.tokenizer),
     }
     if run.ledger is not None and run.mesh.world.is_first:  # the first rank's copy is the one that is written
         state["data"] = run.ledger.to_json(run.state.consumed_samples)
@@ -85,6 +87,7 @@ def resume(run: Run, directory: str, config: Config, start: Start) -> tuple[Path
         return None
     folder, manifest = found
     notes, problems = [], model_differences(config, manifest, folder, run.vocab_size)
+    problems += tokenizer_differences(run.tokenizer, manifest)
     if start.afresh:
         notes, problems = [f"changed since the checkpoint: {line}" for line in problems], []
     weights_only = start.weights_only or start.afresh
@@ -152,6 +155,21 @@ def model_differences(config: Config, manifest: Manifest, folder: Path, vocab_si
     if then != vocab_size:
         lines.append(f"vocab_size: {vocab_size} here, {then} in the checkpoint")
     return lines
+
+
+def _identity(tokenizer: Tokenizer | None) -> dict[str, str] | None:
+    if tokenizer is None or tokenizer.is_null:
+        return None
+    return {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
+
+
+def tokenizer_differences(tokenizer: Tokenizer | None, manifest: Manifest) -> list[str]:
+    """One line where the checkpoint was trained with another tokenizer: its ids mean different text."""
+    here, there = _identity(tokenizer), manifest.state.get("tokenizer")
+    if here is None or not isinstance(there, dict) or there.get("fingerprint") == here["fingerprint"]:
+        return []
+    then = f"{there.get('name')} {str(there.get('fingerprint'))[:12]}"
+    return [f"tokenizer: {here['name']} {here['fingerprint'][:12]} here, {then} in the checkpoint"]
 
 
 def with_checkpoint_args(config: Config) -> Config:

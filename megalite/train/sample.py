@@ -15,6 +15,7 @@ from megalite.models.gpt import Batch, Stage
 from megalite.nn.parameter import named_specs
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
+from megalite.train.checkpoints import tokenizer_differences
 from megalite.train.datasets import open_tokenizer
 from megalite.train.setup import SetupError, build_stages
 
@@ -31,12 +32,16 @@ def load_model(directory: str | Path, device: torch.device) -> tuple[Stage, Conf
     tokenizer = open_tokenizer(config.data)
     if tokenizer is None:
         raise SetupError(f"{folder} was trained without a tokenizer; only its loss can be looked at")
-    (model,) = build_stages(config, mesh, tokenizer.vocab_size, torch.float32)
+    if differences := tokenizer_differences(tokenizer, manifest):
+        raise SetupError(f"{folder}: {differences[0]}; put back the tokenizer that it was trained with")
+    vocab_size = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
+    (model,) = build_stages(config, mesh, vocab_size, torch.float32)
     unique = {spec.name: (spec, parameter) for spec, parameter in named_specs(model)}
     pieces = []
     for spec, parameter in unique.values():
-        box = spec.box(mesh.sizes, mesh.position)
-        pieces.append(Piece(f"model/{spec.name}", spec.shape, box, range(box.numel), parameter.data.view(-1)))
+        box = spec.stored_box(mesh.sizes, mesh.position)
+        data = parameter.data.view(-1)[: box.numel]
+        pieces.append(Piece(f"model/{spec.name}", spec.stored_shape, box, range(box.numel), data))
     reader.fill(folder, manifest, pieces, mesh)
     return model.eval(), config, tokenizer, int(manifest.state["progress"]["step"])
 

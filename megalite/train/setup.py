@@ -264,6 +264,7 @@ def build_run(
         valid=evaluation(sources.valid),
         test=evaluation(sources.test),
         ledger=sources.ledger,
+        tokenizer=sources.tokenizer,
         seq_length=m.seq_length,
         max_norm=config.optim.clip_grad,
         check_finite=t.check_for_nan_in_loss_and_grad,

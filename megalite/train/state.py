@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 from megalite.data.batches import Prefetcher
 from megalite.data.ledger import Ledger
+from megalite.data.tokenizer import Tokenizer
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule
@@ -83,6 +84,7 @@ class Run:
     valid: list[EvaluationSet] = field(default_factory=list)
     test: list[EvaluationSet] = field(default_factory=list)
     ledger: Ledger | None = None  # of what was read; None: generated data
+    tokenizer: Tokenizer | None = None  # what the ids mean; None: nobody said
 
     def close(self) -> None:
         """Stop the threads that read."""

@@ -47,7 +47,7 @@ FP32 = [
     Layout("alone", 1),
     Layout("dp2", 2),
     Layout("dp2 ddp", 2, NOZERO),
-    Layout("tp2", 2, f"{TP} 2"),
+    Layout("tp2, a rank of padding", 2, f"{TP} 2 --make-vocab-size-divisible-by 200"),
     Layout("pp2 vpp2", 2, f"{PP} 2 {VPP} 2"),
     Layout("tp2 pp2", 4, f"{TP} 2 {PP} 2"),
     Layout("tp2 dp2", 4, f"{TP} 2"),

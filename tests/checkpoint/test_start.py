@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from ranks import run_ranks
 from train_cases import SMALL
@@ -23,6 +24,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.train.checkpoints import open_saver, save, start_run, with_checkpoint_args
 from megalite.train.loop import Plan, StopSignal, train
 from megalite.train.run_dir import Exit
+from megalite.train.sample import load_model
 from megalite.train.setup import SetupError, build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
@@ -326,3 +328,27 @@ def test_a_checkpoint_of_the_first_format_still_loads(tmp_path: Path, saved: tup
     start_run(run, config)
     assert run.state.step == 3 and same(weights(run), saved[1][3])
     run.close()
+
+
+def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None:
+    bpe = tmp_path / "tokenizer.json"
+    texts = ["the same words, again and again", "other words here: nothing repeats"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["<|endoftext|>"], show_progress=False)
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(bpe), "--vocab-size", "93"]
+    for n, text in enumerate(texts):
+        tokenizer.train_from_iterator([text], trainer)
+        tokenizer.save(str(bpe))
+        where = str(tmp_path / "run")
+        run, config = built(*kind, "--load", where, "--save", where, "--save-interval", "1")
+        if n == 0:
+            saver = open_saver(run, config)
+            assert saver is not None
+            save(run, saver, to_toml(config))
+            saver.close()
+        else:
+            with pytest.raises(CheckpointError, match=r"tokenizer: .* here, .* in the checkpoint"):
+                start_run(run, config)
+            with pytest.raises(SetupError, match="put back the tokenizer that it was trained with"):
+                load_model(tmp_path / "run", CPU)
+        run.close()

@@ -1,0 +1,29 @@
+"""Where a value lives in the whole tensor, and what of it is stored."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.parallel.spec import ParamSpec
+
+
+@given(tp=st.integers(1, 8), rows=st.integers(1, 40), columns=st.integers(1, 3), multiple=st.integers(1, 50))
+def test_what_is_stored_is_every_true_row_once_and_no_padding(tp: int, rows: int, columns: int, multiple: int) -> None:
+    step = math.lcm(multiple, tp)
+    spec = ParamSpec("head", (-(-rows // step) * step, columns), shards=((0, "tp"),), rows=rows)
+    stored: list[int] = []
+    for rank in range(tp):
+        box, part = (find({"tp": tp}, {"tp": rank}) for find in (spec.box, spec.stored_box))
+        assert part.shape[1] == columns and 0 <= part.shape[0] <= box.shape[0]
+        assert part.start[0] == box.start[0] or not part.numel  # a prefix of the rows that the rank holds
+        stored += range(part.start[0], part.stop[0])
+    assert stored == list(range(rows)) and spec.stored_shape == (rows, columns)
+
+
+def test_without_padding_all_is_stored() -> None:
+    spec = ParamSpec("layers.0.mlp.up", (8, 2), shards=((0, "tp"),))
+    assert spec.stored_shape == spec.shape
+    assert spec.stored_box({"tp": 2}, {"tp": 1}) == spec.box({"tp": 2}, {"tp": 1})
