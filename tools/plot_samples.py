@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """A picture of how documents become samples, drawn from what the program reads for a toy set of documents.
 
-python tools/plot_samples.py --out docs/data_samples.png
+python tools/plot_samples.py --out docs/samples.png
 python tools/plot_samples.py --lengths 30 4 9 12 7 --split 4,1,0 --seq-length 10 --seed 3 --out samples.png
 """
 
