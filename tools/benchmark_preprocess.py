@@ -7,7 +7,8 @@
 
 library       encode all texts, parsed and in memory before, with the library's own threads on --workers cores
 preprocess    the whole work without gigatoken: start of the workers, read, parse, tokenize, write the pair, sync
-by gigatoken  the same, where that package is installed and makes the same ids; else it is preprocess once more
+by gigatoken  the same, where that package is installed and makes the same ids, over --times times the input, since the
+              start would else be most of it; without that package it is preprocess once more
 first result  from the start of preprocessing to its first block: starting processes, loading the tokenizer
 reading       the input alone, per format: what one reader thread can feed
 
@@ -102,6 +103,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokenizer-model", required=True, help="a SentencePiece .model or a tokenizer.json")
     parser.add_argument("--max-bytes", type=int, default=12_000_000, help="of the input; default 12 MB")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--times", type=int, default=10, help="so often gigatoken gets the input")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
     lines, size = [], 0
@@ -121,24 +123,28 @@ def main(argv: list[str]) -> int:
         directory = Path(name)
         path = directory / "in.jsonl"
         path.write_bytes(b"".join(lines))
+        long = directory / "long.jsonl"
+        long.write_bytes(b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines * args.times))
         job = Job(("text",), False, arguments)
         out = str(directory / "out")
         rows = ("library", "preprocess", "first result", "by gigatoken")
         took: dict[str, list[tuple[float, float]]] = {row: [] for row in rows}
         for _ in range(args.repeats):
             took["library"].append(seconds(lambda: encode(texts)))
-            for row, fast in (("preprocess", False), ("by gigatoken", True)):
+            for row, fast, source in (("preprocess", False, path), ("by gigatoken", True, long)):
                 run = seconds(
-                    lambda: preprocess([str(path)], out, workers=args.workers, gigatoken=fast, **arguments)  # noqa: B023
+                    lambda: preprocess([str(source)], out, workers=args.workers, gigatoken=fast, **arguments)  # noqa: B023
                 )
                 took[row].append(run)
             took["first result"].append(seconds(lambda: first_result(path, job, args.workers)))
         print(f"{kind}: {len(texts)} documents, {megabytes:.1f} MB, {args.workers} workers, {args.repeats} repeats")
         middle = {what: statistics.median(wall for wall, _ in values) for what, values in took.items()}
-        for what in ("library", "preprocess", "by gigatoken"):
-            spread = ", ".join(f"{megabytes / wall:.2f}" for wall, _ in sorted(took[what]))
+        for what, size in (("library", 1), ("preprocess", 1), ("by gigatoken", args.times)):
+            spread = ", ".join(f"{size * megabytes / wall:.2f}" for wall, _ in sorted(took[what]))
             cpu = statistics.median(cpu for _, cpu in took[what])
-            print(f"{what}: {megabytes / middle[what]:.2f} MB/s   ({spread}); {cpu:.2f} s of processor time")
+            print(f"{what}: {size * megabytes / middle[what]:.2f} MB/s   ({spread}); {cpu:.2f} s of processor time")
+        fast = args.times * middle["library"] / middle["by gigatoken"]
+        print(f"by gigatoken / library: {fast:.1f} of the speed")
         pairs = list(zip(took["library"], took["preprocess"], strict=True))
         wall, cpu = (statistics.median(a[i] / b[i] for a, b in pairs) for i in range(2))
         print(f"preprocess / library: {wall:.2f} of the speed, {cpu:.2f} by processor time (medians of the pairs)")
