@@ -74,6 +74,9 @@ def prepare(config: Config) -> tuple[int, int]:
 
 
 def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(f"{__doc__}\nThe flags: python pretrain_gpt.py --help, or docs/flags.md")
+        return 0
     try:
         config, _ = cli.read(argv, PRESETS)
         files, size = prepare(config)
