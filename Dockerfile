@@ -7,7 +7,7 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1
 WORKDIR /opt/megalite
 COPY pyproject.toml README.md LICENSE ./
 COPY megalite megalite
-RUN pip install --no-cache-dir ".[tensorboard,plots]"
+RUN pip install --no-cache-dir ".[tensorboard,plots,data]"
 RUN if [ "$APEX" = "1" ]; then \
       apt-get update && apt-get install -y --no-install-recommends git && rm -rf /var/lib/apt/lists/* && \
       git clone --depth 1 https://github.com/NVIDIA/apex /tmp/apex && \
