@@ -1,0 +1,161 @@
+#!/usr/bin/env python
+"""Training end to end: tokens/s, TFLOP/s, MFU, peak memory, and where the time of a step went; beside a peer.
+
+    python tools/benchmark.py --bf16                                    a small Llama, the shape of docs/performance.md
+    python tools/benchmark.py --preset llama3-8b --num-layers 16 ...    any flags of pretrain_gpt.py come last
+    python tools/benchmark.py --peer transformers --nproc 2 --bf16 --json out.json
+
+Every contender runs in processes of its own, in turns, --repeats times; a row is the median over the repeats of the
+median step, and ratios are medians of the ratios of neighbouring runs, since machines are seldom quiet.
+
+megalite           as pretrain_gpt.py runs it, on --mock-data
+transformers       LlamaForCausalLM of the same shape, its own loss, torch.optim.AdamW, clipping (benchmark_peer.py); in
+                   bf16 once with bf16 weights and once with autocast; on 2 processes DDP and FSDP2
++ allocator        on CPU, both sides with freed memory kept and huge pages (glibc tunables, THP_MEM_ALLOC_ENABLE)
+
+Parts are measured in further steps, each part between synchronisations, and sum to 100 %. Waiting: for collectives and,
+in the pipeline, for the other stage. Peak memory: on CPU the largest resident sizes of all ranks, added up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SHAPE = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --vocab-size 32000
+ --seq-length 512 --micro-batch-size 2 --swiglu --normalization RMSNorm --position-embedding-type rope
+ --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"""
+RUN = "--mock-data --train-iters 1000 --lr 1e-4 --lr-decay-style constant --eval-iters 0"
+ALLOCATOR = {
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184",
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+
+
+def contenders(options: argparse.Namespace, half: bool) -> list[tuple[str, dict[str, str]]]:
+    """(name, environment beside the usual one)."""
+    names = ["megalite"]
+    if options.peer:
+        kinds = ["bf16", "autocast"] if half else ["fp32"]
+        ways = [""] if options.nproc == 1 else [" ddp", " fsdp2"]
+        names += [f"transformers {kind}{way}" for kind in kinds for way in ways]
+    found: list[tuple[str, dict[str, str]]] = [(name, {}) for name in names]
+    if options.allocator:
+        found += [(f"{name} + allocator", ALLOCATOR) for name in names]
+    return found
+
+
+def measure(name: str, more: dict[str, str], options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """One contender, once, in processes of its own."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        task = {
+            "contender": name.removesuffix(" + allocator"),
+            "flags": flags,
+            "nproc": options.nproc,
+            "warmup": options.warmup,
+            "steps": options.steps,
+            "folder": folder,
+        }
+        environment = {**os.environ, **more}
+        command = [sys.executable, str(Path(__file__).with_name("benchmark_rank.py")), json.dumps(task)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
+        ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
+        if done.returncode or len(ranks) < options.nproc:
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            return {"error": lines[-1], "stderr": done.stderr[-4000:]}
+    steps = [max(times) for times in zip(*(rank["steps"] for rank in ranks), strict=True)]
+    result = {**ranks[0], "step_s": statistics.median(steps), "memory": sum(rank["memory"] for rank in ranks)}
+    return {**result, "parts": [rank.get("parts") for rank in ranks]}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--peer", choices=["transformers"])
+    parser.add_argument("--allocator", action="store_true", help="also with the allocator's settings, on CPU")
+    parser.add_argument("--nproc", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6, help="timed, after --warmup")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options, rest = parser.parse_known_args(argv)
+    if min(options.nproc, options.steps, options.repeats) < 1 or options.warmup < 0:
+        parser.error("nproc, steps and repeats are at least 1, warmup at least 0")
+    shaped = any(flag in rest for flag in ("--preset", "--num-layers", "--config"))
+    batch = [] if "--global-batch-size" in rest else ["--global-batch-size", "8"]
+    flags = [*([] if shaped else SHAPE.split()), *RUN.split(), *batch, *rest]
+
+    from megalite import cli
+    from megalite.config import ConfigError, check
+    from megalite.models.families import PRESETS
+
+    try:
+        config, _ = cli.read(flags, PRESETS)
+        problems = check(config, options.nproc)
+    except ConfigError as error:
+        problems = error.problems
+    if options.peer and not problems:
+        m = config.model
+        is_llama = (m.activation, m.normalization, m.position_embedding_type) == ("swiglu", "RMSNorm", "rope")
+        if not is_llama or m.add_bias_linear or config.data.vocab_size is None:
+            problems = ["peer=transformers is a Llama; leave --peer away, or the flags that make another model"]
+    if problems:
+        print("\n".join(f"benchmark.py: {problem}" for problem in problems), file=sys.stderr)
+        return 2
+
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(options.repeats):
+        for name, more in contenders(options, config.precision.bf16):
+            result = measure(name, more, options, flags)
+            runs.setdefault(name, []).append(result)
+            if "error" in result:
+                print(f"{name}: {result['error']}", file=sys.stderr)
+    good = {name: [one for one in some if "error" not in one] for name, some in runs.items()}
+    if not good["megalite"]:
+        return 1
+    report(good)
+    if options.json:
+        facts = {"machine": platform.platform(), "flags": flags, "nproc": options.nproc, "runs": runs}
+        options.json.write_text(json.dumps(facts, indent=1))
+    return 0
+
+
+def report(runs: dict[str, list[dict[str, Any]]]) -> None:
+    head = runs["megalite"][0]
+    print(f"{head['device']}, torch {head['torch']}; peak {head['peak_tflops'] or 0:.2f} TFLOP/s per device")
+    print(f"{'':32}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>8}{'GiB':>7}{'speed':>8}{'memory':>8}")
+    for name, some in runs.items():
+        if not some:
+            continue
+        step = statistics.median(one["step_s"] for one in some)
+        memory = statistics.median(one["memory"] for one in some)
+        tflops = head["flops_per_step"] / step / 1e12
+        mfu = f"{tflops / head['peak_tflops'] / head['devices']:.1%}" if head["peak_tflops"] else "n/a"
+        base = runs["megalite + allocator" if name.endswith("allocator") else "megalite"]
+        pairs = list(zip(base, some, strict=False))
+        speed = statistics.median(a["step_s"] / b["step_s"] for a, b in pairs)
+        less = statistics.median(b["memory"] / a["memory"] for a, b in pairs)
+        line = f"{head['tokens_per_step'] / step:10,.0f}{tflops:9.3f}{mfu:>8}{memory / 2**30:7.2f}"
+        print(f"{name:32}{line}{speed:8.2f}{less:8.2f}")
+    print("speed and memory: of the row, as a multiple of megalite's")
+    for rank, parts in enumerate(runs["megalite"][-1]["parts"]):
+        total = sum(parts.values())
+        texts = [f"{part} {seconds / total:.1%}" for part, seconds in sorted(parts.items(), key=lambda item: -item[1])]
+        print(f"rank {rank}: {', '.join(texts)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

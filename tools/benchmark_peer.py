@@ -1,0 +1,89 @@
+"""The peer of tools/benchmark.py: transformers' LlamaForCausalLM and torch's AdamW, alone, with DDP or with FSDP2.
+
+The same shape, sequence, micro-batches and clipping; random tokens. Nothing is tuned and nothing is held back: the
+attention is the one that transformers chooses (SDPA), the loss its own. `bf16`: weights and moments in bf16, which is
+less exact than megalite's fp32 main weights; `autocast`: fp32 weights, matmuls in bf16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from typing import Any
+
+from megalite import cli
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+
+
+def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
+    import torch
+    from torch import nn
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from megalite.parallel.launch import process_group
+    from megalite.train.run import choose_device
+    from tools.benchmark_rank import peak_memory, write
+
+    config, _ = cli.read(task["flags"], PRESETS)
+    m, t = config.model, config.train
+    assert m.seq_length and t.micro_batch_size and t.global_batch_size and config.data.vocab_size
+    _, kind, *way = task["contender"].split()
+    timeout = datetime.timedelta(minutes=5)
+    with process_group(ranks, device=choose_device(config.parallel.device), startup_timeout=timeout) as device:
+        torch.manual_seed(0)
+        shape = LlamaConfig(
+            vocab_size=config.data.vocab_size,
+            hidden_size=m.hidden_size,
+            intermediate_size=m.ffn_size,
+            num_hidden_layers=m.num_layers,
+            num_attention_heads=m.num_attention_heads,
+            num_key_value_heads=m.groups,
+            max_position_embeddings=m.seq_length,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+        dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+        model: Any = LlamaForCausalLM(shape).to(device, dtype)
+        if way == ["ddp"]:
+            model = nn.parallel.DistributedDataParallel(model)
+        elif way == ["fsdp2"]:
+            _shard(model, device.type, ranks.world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
+        count = t.global_batch_size // t.micro_batch_size // ranks.world
+        generator = torch.Generator().manual_seed(ranks.rank)
+        size = (count, t.micro_batch_size, m.seq_length)
+
+        def step() -> None:
+            tokens = torch.randint(0, shape.vocab_size, size, generator=generator).to(device)
+            for n, micro in enumerate(tokens):
+                last = n == count - 1
+                if way == ["fsdp2"]:
+                    model.set_requires_gradient_sync(last)
+                quiet = model.no_sync() if way == ["ddp"] and not last else contextlib.nullcontext()
+                with quiet, torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
+                    (model(input_ids=micro, labels=micro).loss / count).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        steps = []
+        for _ in range(task["warmup"] + task["steps"]):
+            begin = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            steps.append(time.perf_counter() - begin)
+        write(task, ranks.rank, steps=steps[task["warmup"] :], memory=peak_memory(device))
+
+
+def _shard(model: Any, device_type: str, world: int) -> None:
+    """Each block, then the rest, as torch's guide to FSDP2 does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device_type, (world,))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
