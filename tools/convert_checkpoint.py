@@ -31,11 +31,13 @@ from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
 from megalite.config import Config, ConfigError, build, padded_vocab_size, parse_toml, to_toml  # noqa: E402
+from megalite.data.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
 from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
+from megalite.train.hugging_face import family_in, like_of  # noqa: E402
 from megalite.train.state import State  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,21 +124,6 @@ def misuse(args: argparse.Namespace) -> str | None:
     return None
 
 
-def tokenizer_options(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """The data flags of the tokenizer in a model directory; empty where there is none that fits."""
-    here = folder.resolve()
-    if (here / "tokenizer.json").is_file():
-        options: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
-    elif (here / "tokenizer.model").is_file():
-        options = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
-    elif (here / "vocab.json").is_file() and (here / "merges.txt").is_file():
-        options = {"tokenizer_type": "GPT2BPETokenizer"}
-        options |= {"vocab_file": str(here / "vocab.json"), "merge_file": str(here / "merges.txt")}
-    else:
-        return {}
-    return checked_tokenizer(options, vocab_size)
-
-
 def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
     """`options` if such a tokenizer can be opened here and has at most `rows` tokens; else nothing, with a note."""
     try:
@@ -166,7 +153,9 @@ def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str
 def from_hf(args: argparse.Namespace) -> bool:
     folder: Path = args.from_hf
     theirs = hugging_face.open_model(folder, args.seq_length)
-    tokenizer = tokenizer_options(folder, theirs.vocab_size)
+    tokenizer = tokenizer_beside(folder)
+    if tokenizer:
+        tokenizer = checked_tokenizer(tokenizer, theirs.vocab_size)
     padded, state = start_state(theirs.options, theirs.dtype, tokenizer)
     written = write_import(args.save, theirs.tensors, specs_of(theirs.model, padded), theirs.vocab_size, state)
     print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size} of {padded} rows")
@@ -212,13 +201,10 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
 def to_hf(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load)
     model, config = saved_model(source), saved_config(source)
-    like: Path | None = args.like
-    if like is None and config.data.tokenizer_model is not None:
-        beside = Path(config.data.tokenizer_model)
-        like = beside if beside.is_dir() else beside.parent
+    like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
-    family = choose_family(model, args.family, usual_family(like))
+    family = choose_family(model, args.family, family_in(like))
     ours = Ours(source, model.apply_layernorm_1p, DTYPES.get(args.dtype))
     size = args.max_shard_size or parse_size("5GB")
     theirs = hugging_face.write_model(
@@ -245,13 +231,6 @@ def to_megatron(args: argparse.Namespace) -> bool:
 
 def saved_config(source: Source) -> Config:
     return build(parse_toml(source.manifest.state["config"], str(source.folder)))
-
-
-def usual_family(like: Path | None) -> str | None:
-    if like is None or not (like / "config.json").is_file():
-        return None
-    family = hugging_face.read_json(like / "config.json").get("model_type")
-    return family if isinstance(family, str) else None
 
 
 def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int | None]:

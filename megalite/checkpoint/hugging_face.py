@@ -201,7 +201,7 @@ def write_model(
     It is made beside `folder` and renamed when it is whole; `folder` must not hold anything yet.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"to_hf={str(folder)!r} is not empty; give a new directory")
+        raise CheckpointError(f"{folder} is not empty; give a new directory")
     wanted = entries(HUGGING_FACE[family], specs_of(model, vocab_size), model.groups, range(model.num_layers))
     if ours.rows("embedding.word") < vocab_size:
         raise CheckpointError(
@@ -223,7 +223,7 @@ def write_model(
             folder.rmdir()
         os.replace(part, folder)
     except OSError as error:
-        raise CheckpointError(f"to_hf={str(folder)!r}: cannot be written ({error})") from error
+        raise CheckpointError(f"{folder}: cannot be written ({error}); convert a checkpoint elsewhere") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return open_model(folder)
