@@ -184,6 +184,17 @@ def token_ids(folder: Path | None) -> Json:
     return {name: config[name] for name in _TOKENS if name in config}
 
 
+def stop_ids(folder: Path) -> list[int]:
+    """The ids that end a text: eos_token_id of generation_config.json, else of config.json. Raises CheckpointError."""
+    path = folder / "generation_config.json"
+    given = read_json(path).get("eos_token_id") if path.is_file() else None
+    found = token_ids(folder).get("eos_token_id") if given is None else given
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise CheckpointError(f"{folder}: eos_token_id={found!r} is no token id or list of them; mend its JSON files")
+    return ids
+
+
 def write_model(
     folder: Path,
     ours: Ours,

@@ -99,11 +99,11 @@ def _tokenizer(data: DataConfig, theirs: HuggingFaceModel) -> tuple[dict[str, An
         return {}, [f"vocab_size: {given} here, {rows} in {theirs.folder}"]
     options: dict[str, Any] = {} if data.vocab_size is not None else {"vocab_size": rows}
     if data.tokenizer_type is None:
-        options |= _usable_tokenizer(theirs.folder, rows)
+        options |= usable_tokenizer(theirs.folder, rows)
     return options, []
 
 
-def _usable_tokenizer(folder: Path, rows: int) -> dict[str, Any]:
+def usable_tokenizer(folder: Path, rows: int) -> dict[str, Any]:
     """The data options of the tokenizer in a model directory if it opens and has at most `rows` tokens."""
     options = tokenizer_beside(folder)
     try:

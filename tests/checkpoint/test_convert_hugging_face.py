@@ -35,7 +35,7 @@ from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import Mesh  # noqa: E402
 from megalite.parallel.spec import Box, Piece  # noqa: E402
-from megalite.train.sample import load_model  # noqa: E402
+from megalite.train.generate import load_model  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 
 TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
@@ -223,9 +223,9 @@ def test_the_tokenizer_goes_with_the_model_and_back(models, tmp_path: Path, caps
     assert "likeliest token the same in 100.00%" in capsys.readouterr().out
     data = build(parse_toml(open_checkpoint(tmp_path / "ours").manifest.state["config"], "")).data
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
-    model, config, tokenizer, step = load_model(tmp_path / "ours", torch.device("cpu"))  # what generate.py does
-    assert (tokenizer.vocab_size, tokenizer.eod, step) == (V - 20, 2, 0)
-    assert model.embedding is not None and model.embedding.word.shape[0] == 128
+    model = load_model(tmp_path / "ours", Mesh.alone())  # what generate.py does
+    assert (model.tokenizer.vocab_size, model.tokenizer.eod, model.step) == (V - 20, 2, 0)
+    assert model.stage.embedding is not None and model.stage.embedding.word.shape[0] == 128
     back = tmp_path / "back"
     assert tool("--load", tmp_path / "ours", "--to-hf", back, "--check", "--check-logits") == 0
     assert_same_bits(tensors_in(back), tensors_in(folder))
