@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
 
 import convert_checkpoint  # noqa: E402
 
@@ -103,7 +106,10 @@ def test_logits_equal_transformers_and_the_way_back_keeps_every_bit(models, name
     assert want.abs().max() > 1
     torch.testing.assert_close(our_logits(tmp_path / "ours"), want, rtol=0, atol=TOLERANCE)
     assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / "back", "--like", folder, "--check") == 0
-    assert capsys.readouterr().out.count("all bits equal") == 2
+    out = capsys.readouterr().out
+    assert out.count("all bits equal") == 2
+    differences = re.findall(r"logits of 96 random tokens differ by at most (\S+) .* the same in 100.00%", out)
+    assert len(differences) == 2 and max(map(float, differences)) < TOLERANCE
     assert_same_bits(tensors_in(tmp_path / "back"), tensors_in(folder))
     again = loaded(tmp_path / "back")
     assert again.config.model_type == name.split()[0] and (again.config.bos_token_id, again.config.eos_token_id) == (
@@ -219,15 +225,15 @@ def copied(folder: Path, target: Path) -> Path:
 def test_the_tokenizer_goes_with_the_model_and_back(models, tmp_path: Path, capsys) -> None:
     folder = copied(models("mistral")[1], tmp_path / "model")
     with_tokenizer(folder, V - 20)  # fewer tokens than rows, as Qwen's
-    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check-logits") == 0
-    assert "likeliest token the same in 100.00%" in capsys.readouterr().out
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 0
+    assert re.search("logits of 27 positions of a text .* likeliest token the same in 100.00%", capsys.readouterr().out)
     data = build(parse_toml(open_checkpoint(tmp_path / "ours").manifest.state["config"], "")).data
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
     model = load_model(tmp_path / "ours", Mesh.alone())  # what generate.py does
     assert (model.tokenizer.vocab_size, model.tokenizer.eod, model.step) == (V - 20, 2, 0)
     assert model.stage.embedding is not None and model.stage.embedding.word.shape[0] == 128
     back = tmp_path / "back"
-    assert tool("--load", tmp_path / "ours", "--to-hf", back, "--check", "--check-logits") == 0
+    assert tool("--load", tmp_path / "ours", "--to-hf", back, "--check") == 0
     assert_same_bits(tensors_in(back), tensors_in(folder))
     kept = {p.name for p in folder.iterdir()} - {"modeling_evil.py"}
     assert {p.name for p in back.iterdir()} == kept
@@ -249,6 +255,67 @@ def test_other_logits_are_seen(models, tmp_path: Path, capsys) -> None:
     _tensors(folder, lambda t: t["transformer.ln_f.bias"].add_(1.0))
     found = logits.compare_logits(folder, source := open_checkpoint(tmp_path / "ours"), saved_model(source), V)
     assert found.largest > 0.1 and found.agreement < 1 and found.positions == 2 * S
+
+
+def test_the_check_fails_with_other_logits(models, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Right weights under options that compute something else."""
+    folder = models("gpt2")[1]
+    real = convert_checkpoint.saved_model
+    monkeypatch.setattr(convert_checkpoint, "saved_model", lambda s: replace(real(s), activation="gelu_erf"))
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 1
+    out = capsys.readouterr().out
+    assert "all bits equal" in out and "logits of 96 random tokens differ by" in out
+    assert tool("--from-hf", folder, "--save", tmp_path / "again", "--check-bits") == 0
+    assert "logits" not in capsys.readouterr().out
+
+
+ALONE = """
+import sys, threading, time
+sys.modules["transformers"] = None  # an import of it fails
+sys.path.insert(0, sys.argv[1])
+import convert_checkpoint as tool
+
+def used():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(x.split()[1]) / 1024 for x in lines if x.startswith("RssAnon"))
+
+tiny, big, folder = sys.argv[2:]
+assert tool.main(["--from-hf", tiny, "--save", folder + "/a", "--check"]) == 0  # what is imported late is there now
+assert tool.main(["--load", folder + "/a", "--to-hf", folder + "/b", "--check"]) == 0
+for words in (["--from-hf", big, "--save", folder + "/c"], ["--load", folder + "/c", "--to-hf", folder + "/d"]):
+    before, most, going = used(), [used()], [True]
+    def watch():
+        while going:
+            most.append(used())
+            time.sleep(0.001)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert tool.main([*words, "--check-bits"]) == 0
+    going.clear()
+    thread.join()
+    print("peak", max(most) - before)
+"""
+
+
+def test_one_tensor_at_a_time_and_without_transformers(models, tmp_path: Path) -> None:
+    theirs = make("llama", tmp_path / "big", hidden_size=256, intermediate_size=1024, num_hidden_layers=32)
+    total = sum(p.numel() * 4 for p in theirs.parameters()) / 2**20
+    largest = max(p.numel() * 4 for p in theirs.parameters()) / 2**20
+    del theirs
+    words = [
+        sys.executable,
+        "-c",
+        ALONE,
+        str(ROOT / "tools"),
+        str(models("gpt2")[1]),
+        str(tmp_path / "big"),
+        str(tmp_path),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("logits are not compared; pip install transformers") == 2
+    peaks = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak")]
+    assert len(peaks) == 2 and total > 100 and max(peaks) < 8 + 4 * largest, peaks
 
 
 def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
