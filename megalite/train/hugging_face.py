@@ -8,6 +8,7 @@ tensor after tensor together from them, so that no process ever holds the model.
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +159,8 @@ def export_family(config: Config) -> str:
 
 
 def check_export(config: Config) -> None:
-    """Raises SetupError where --export-hf cannot be done: no family has this model, or something is there already."""
+    """Raises SetupError where --export-hf cannot be done: no family has this model, something is there already, or
+    nothing can be written there."""
     if config.checkpoint.export_hf is None:
         return
     target = Path(config.checkpoint.export_hf)
@@ -168,6 +170,9 @@ def check_export(config: Config) -> None:
         raise SetupError(f"export_hf={str(target)!r}: {error}") from None
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SetupError(f"export_hf={str(target)!r} is not empty; give a new directory")
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise SetupError(f"export_hf={str(target)!r}: nothing can be written in {above}; give another directory")
 
 
 def export(run: Run, config: Config, eod: int | None) -> str | None:

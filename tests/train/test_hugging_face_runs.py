@@ -15,18 +15,24 @@ from hugging_face_cases import S, V, make, with_tokenizer
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from megalite import cli
-from megalite.config import Config
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
-from megalite.train import hugging_face
-from megalite.train.batch import on_device
-from megalite.train.checkpoints import open_saver, save
-from megalite.train.run import preflight
-from megalite.train.setup import SetupError, build_run
-from megalite.train.step import train_step
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import convert_checkpoint  # noqa: E402
+
+from megalite import cli  # noqa: E402
+from megalite.checkpoint.pieces import rectangles  # noqa: E402
+from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
+from megalite.config import Config  # noqa: E402
+from megalite.models.families import PRESETS  # noqa: E402
+from megalite.parallel.launch import Ranks  # noqa: E402
+from megalite.train import hugging_face  # noqa: E402
+from megalite.train.batch import on_device  # noqa: E402
+from megalite.train.checkpoints import open_saver, save  # noqa: E402
+from megalite.train.run import preflight  # noqa: E402
+from megalite.train.setup import SetupError, build_run  # noqa: E402
+from megalite.train.step import train_step  # noqa: E402
+
 CPU = torch.device("cpu")
 BASE = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --seq-length 16 "
@@ -95,6 +101,34 @@ def test_the_first_loss_is_that_of_transformers_under_every_layout(models, name:
     layouts = [flags for flags in LAYOUTS.values() if name == "llama" or flags == LAYOUTS["tp2 pp2"]]
     for losses in run_ranks(4, _first_steps, str(folder), layouts):
         assert losses == pytest.approx([want] * len(layouts), rel=1e-5)
+
+
+def _differing(folder: str, converted: str, layouts: list[str]) -> list[str]:
+    """Names of this rank's pieces that are not, bit by bit, what is in a checkpoint made by the converter."""
+    import torch.distributed as dist
+
+    source, names = open_checkpoint(Path(converted)), []
+    for flags in layouts:
+        config = taken(Path(folder), *flags.split())
+        run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
+        hugging_face.start(run, config)
+        pieces = [e.piece for e in run.optimizer.pieces() if e.piece.name.startswith("model/")]
+        assert pieces
+        for piece in pieces:
+            want = torch.cat([source.read(piece.name, box).view(-1) for box, _ in rectangles(piece.box, piece.span)])
+            if not torch.equal(piece.data.view(torch.int32), want.view(torch.int32)):
+                names.append(f"{flags}: {piece.name}")
+        run.close()
+    return names
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gpt_neox"])
+def test_every_rank_holds_its_part_bit_for_bit(models, name: str, tmp_path: Path) -> None:
+    _, folder = models(name)
+    assert convert_checkpoint.main(["--from-hf", str(folder), "--save", str(tmp_path)]) == 0
+    layouts = [*LAYOUTS.values(), "--tensor-model-parallel-size 4"]
+    for differing in run_ranks(4, _differing, str(folder), str(tmp_path), layouts):
+        assert differing == []
 
 
 def test_half_precision_keeps_the_exact_values_as_main_weights(models) -> None:
@@ -239,6 +273,25 @@ def test_a_run_from_a_directory_to_a_directory(models, how: str, tmp_path: Path)
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]  # no temporary is left
 
 
+def test_an_export_that_fails_is_told_and_what_was_saved_stays(models, tmp_path: Path) -> None:
+    _, folder = models("gpt2")
+    (tmp_path / ".out.part").write_text("in the way")
+    run = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
+    flags = ["--load", str(folder), "--use-checkpoint-args", "--export-hf", str(tmp_path / "out"), *run]
+    done = program(*flags)
+    assert done.returncode == 1 and "cannot be written" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["outcome"] == "crash"
+    (tmp_path / ".out.part").unlink()
+    flags[1] = str(tmp_path / "run")  # the run is at its end: what is left is the export
+    done = program(*flags)
+    assert done.returncode == 0 and f"exported to {tmp_path / 'out'}: gpt2" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_plan_of_a_run_that_begins_with_a_directory(models) -> None:
+    done = program("--load", str(models("llama")[1]), "--use-checkpoint-args", "--dry-run")
+    assert done.returncode == 0 and "vocabulary 93, padded to 128" in done.stdout, done.stderr
+
+
 def _exported(folder: str, target: str, flags: str) -> str | None:
     import torch.distributed as dist
 
@@ -282,6 +335,9 @@ def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path) -> N
     with pytest.raises(SetupError, match="(?s)export_hf=.*no family of Hugging Face has this model.*squared_relu"):
         preflight(config, Ranks())
     (tmp_path / "mine").write_text("x")
+    config = cli.parse([*BASE.split(), *small.split(), "--export-hf", str(tmp_path / "mine" / "x")], PRESETS)
+    with pytest.raises(SetupError, match="nothing can be written in .*mine; give another directory"):
+        preflight(config, Ranks())
     done = program(*small.split(), "--export-hf", str(tmp_path), "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 2 and "is not empty; give a new directory" in done.stderr, done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
