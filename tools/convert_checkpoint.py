@@ -38,7 +38,7 @@ from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
-from megalite.train.hugging_face import family_in, like_of  # noqa: E402
+from megalite.train.hugging_face import family_in, like_of, tokenizer_files  # noqa: E402
 from megalite.train.state import State  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -208,14 +208,15 @@ def to_hf(args: argparse.Namespace) -> bool:
     like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
+    files = tokenizer_files(config.data, eod) if args.like is None else hugging_face.companions(like)
     family = choose_family(model, args.family, family_in(like))
     ours = Ours(source, model.apply_layernorm_1p, DTYPES.get(args.dtype))
     size = args.max_shard_size or parse_size("5GB")
     theirs = hugging_face.write_model(
-        args.to_hf, ours, model, family, vocab_size, tokens=tokens, like=like, shard_bytes=size
+        args.to_hf, ours, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size
     )
-    files = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
-    print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {files} files, vocabulary {vocab_size}")
+    count = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
+    print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {count} files, vocabulary {vocab_size}")
     return checked(args, args.to_hf, theirs, ours)
 
 

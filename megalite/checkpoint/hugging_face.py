@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from megalite.models.families import HUGGING_FACE, Family
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# copied when a model is exported; no code among them
-TOKENIZER_FILES = (
+# that belong to a model and are copied with it; no code among them
+COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -41,6 +41,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "generation_config.json",
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LARGEST_JSON = 1 << 28  # bytes
@@ -176,6 +177,11 @@ class _Read:
             raise CheckpointError(f"{self.path}: {self.name} cannot be read ({error})") from None
 
 
+def companions(folder: Path | None) -> dict[str, Path | str]:
+    """The files of a directory that go with its model: tokenizer and generation config; name to path."""
+    return {} if folder is None else {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+
+
 def token_ids(folder: Path | None) -> Json:
     """bos_token_id and the like of a directory's config.json, where there is one."""
     if folder is None or not (folder / "config.json").is_file():
@@ -203,12 +209,13 @@ def write_model(
     vocab_size: int,
     *,
     tokens: Json,
-    like: Path | None = None,
+    files: Mapping[str, Path | str] | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> HuggingFaceModel:
     """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, and open it. Raises CheckpointError.
 
-    tokens: bos_token_id and the like. like: a directory whose tokenizer and generation config are copied.
+    tokens: bos_token_id and the like. files: what else is in it, the tokenizer's for example: name to a file that is
+    copied, or to a text.
     It is made beside `folder` and renamed when it is whole; `folder` must not hold anything yet.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -225,9 +232,11 @@ def write_model(
         widest = _write_shards(part, ours, wanted, shard_bytes)
         config = write_config(model, family, vocab_size, str(widest)[6:], tokens)
         _write_json(part / "config.json", config)
-        for name in (*TOKENIZER_FILES, "generation_config.json"):
-            if like is not None and (like / name).is_file():
-                shutil.copyfile(like / name, part / name)
+        for name, content in (files or {}).items():
+            if isinstance(content, Path):
+                shutil.copyfile(content, part / name)
+            else:
+                (part / name).write_text(content, encoding="utf-8")
         if not (part / "generation_config.json").exists():
             _write_json(part / "generation_config.json", {name: config.get(name) for name in _TOKENS[:2]})
         if folder.exists():

@@ -8,6 +8,7 @@ tensor after tensor together from them, so that no process ever holds the model.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -28,7 +29,7 @@ from megalite.checkpoint.whole import Source
 from megalite.config import Config, DataConfig
 from megalite.data.hugging_face_files import tokenizer_beside
 from megalite.data.indexed import DataError
-from megalite.data.tokenizer import build_tokenizer
+from megalite.data.tokenizer import SENTENCEPIECE, build_tokenizer
 from megalite.parallel.comm import broadcast_
 from megalite.train.checkpoints import options_that_differ, pieces_to_save, with_checkpoint_args, with_model
 from megalite.train.datasets import open_tokenizer
@@ -137,11 +138,31 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
 
 
 def like_of(data: DataConfig) -> Path | None:
-    """Where the tokenizer's files are: an export takes them, and the token ids of config.json, from there."""
+    """The model directory that the run's tokenizer is from: an export takes its other files, and token ids, from
+    there. None for a tokenizer file under a name of its own, whose neighbours may be anything."""
     name = data.tokenizer_model or data.vocab_file
     if name is None:
         return None
-    return Path(name) if Path(name).is_dir() else Path(name).parent
+    path = Path(name)
+    return path if path.is_dir() else path.parent if path.name in hugging_face.COMPANIONS else None
+
+
+def tokenizer_files(data: DataConfig, eod: int | None) -> dict[str, Path | str]:
+    """What an export holds besides the model, by name: the tokenizer as transformers finds it."""
+    files = hugging_face.companions(like_of(data))
+    if data.tokenizer_model is not None and Path(data.tokenizer_model).is_file():
+        name = {"HuggingFaceTokenizer": "tokenizer.json"}.get(data.tokenizer_type or "", "tokenizer.model")
+        if data.tokenizer_type in ("HuggingFaceTokenizer", *SENTENCEPIECE):
+            files[name] = Path(data.tokenizer_model)
+    if data.vocab_file is not None and data.merge_file is not None:
+        files |= {"vocab.json": Path(data.vocab_file), "merges.txt": Path(data.merge_file)}
+    source = files.get("tokenizer.json")
+    if isinstance(source, Path) and "tokenizer_config.json" not in files:  # without it transformers would guess
+        added = hugging_face.read_json(source).get("added_tokens") or []
+        ends = [one.get("content") for one in added if isinstance(one, dict) and one.get("id") == eod]
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0] if ends else None}
+        files["tokenizer_config.json"] = json.dumps(settings) + "\n"
+    return files
 
 
 def family_in(folder: Path | None) -> str | None:
@@ -192,11 +213,12 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
         folder = writer.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
     if not mesh.world.is_first:
         return None
-    like = like_of(config.data) or named_by(config)
-    tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
+    tokens = {"eos_token_id": eod, **hugging_face.token_ids(like_of(config.data) or named_by(config))}
     try:
+        own = config.data.tokenizer_type is not None
+        files = tokenizer_files(config.data, eod) if own else hugging_face.companions(named_by(config))
         ours = Ours(Source(folder, manifests.load(folder)), config.model.apply_layernorm_1p)
-        made = hugging_face.write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, like=like)
+        made = hugging_face.write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return f"exported to {target}: {family}, {len(made.tensors)} tensors, vocabulary {run.vocab_size}"

@@ -287,6 +287,45 @@ def test_an_export_that_fails_is_told_and_what_was_saved_stays(models, tmp_path:
     assert done.returncode == 0 and f"exported to {tmp_path / 'out'}: gpt2" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("kind", ["json", "sentencepiece"])
+def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path: Path) -> None:
+    """As transformers finds it; its neighbours are not taken for parts of it."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    (tmp_path / "vocab.json").write_text("{}")
+    if kind == "json":
+        tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "river": 2}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+        tokenizer.add_special_tokens(["</s>"])
+        tokenizer.save(str(tmp_path / "mine.json"))
+        flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "mine.json")]
+    else:
+        import sentencepiece
+
+        (tmp_path / "text").write_text("the river rose in the night and fell\n" * 20)
+        how = {"vocab_size": 30, "model_type": "bpe", "minloglevel": 2, "hard_vocab_limit": False}
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(tmp_path / "text"), model_prefix=str(tmp_path / "mine"), **how
+        )
+        flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "mine.model")]
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --mock-data --max-position-embeddings 16".split()
+    flags += [*shape, "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--save-interval", "2"]
+    done = program(*flags, "--export-hf", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert convert_checkpoint.main(["--load", str(tmp_path / "run"), "--to-hf", str(tmp_path / "tool")]) == 0
+    for folder in (tmp_path / "out", tmp_path / "tool"):
+        assert not (folder / "vocab.json").exists()
+        config = transformers.AutoConfig.from_pretrained(folder)
+        if kind == "json":
+            found = transformers.AutoTokenizer.from_pretrained(folder)
+            assert found("the river the").input_ids == [1, 2, 1] and found.eos_token == "</s>"
+            assert (config.vocab_size, config.eos_token_id) == (4, 3)
+        else:
+            assert (folder / "tokenizer.model").read_bytes() == (tmp_path / "mine.model").read_bytes()
+            assert config.eos_token_id == 2
+
+
 def test_the_plan_of_a_run_that_begins_with_a_directory(models) -> None:
     done = program("--load", str(models("llama")[1]), "--use-checkpoint-args", "--dry-run")
     assert done.returncode == 0 and "vocabulary 93, padded to 128" in done.stdout, done.stderr
