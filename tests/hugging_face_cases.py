@@ -51,6 +51,7 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # what tests capture should be ours
     cls, values = MODELS[name]
     config = getattr(transformers, cls)(**{**values, **changes}, bos_token_id=1, eos_token_id=2)
     config._attn_implementation = "eager"

@@ -27,6 +27,7 @@ import torch  # noqa: E402
 from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export  # noqa: E402
 from megalite.checkpoint.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.checkpoint.hugging_face_config import choose_family  # noqa: E402
+from megalite.checkpoint.hugging_face_write import write_model  # noqa: E402
 from megalite.checkpoint.logits import compare_logits  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
@@ -38,7 +39,7 @@ from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
-from megalite.train.hugging_face import family_in, like_of, tokenizer_files  # noqa: E402
+from megalite.train.export import family_in, like_of, tokenizer_files  # noqa: E402
 from megalite.train.state import State  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -212,9 +213,7 @@ def to_hf(args: argparse.Namespace) -> bool:
     family = choose_family(model, args.family, family_in(like))
     ours = Ours(source, model.apply_layernorm_1p, DTYPES.get(args.dtype))
     size = args.max_shard_size or parse_size("5GB")
-    theirs = hugging_face.write_model(
-        args.to_hf, ours, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size
-    )
+    theirs = write_model(args.to_hf, ours, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size)
     count = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
     print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {count} files, vocabulary {vocab_size}")
     return checked(args, args.to_hf, theirs, ours)

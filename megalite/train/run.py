@@ -21,6 +21,7 @@ from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process
 from megalite.train import hugging_face
 from megalite.train.checkpoints import open_saver, start_run
 from megalite.train.datasets import Sources, open_sources
+from megalite.train.export import check_export, export
 from megalite.train.hardware import Peak, find_peak
 from megalite.train.loop import Plan, StopSignal, train
 from megalite.train.metrics import Reporter, Speed, missing_packages
@@ -114,7 +115,7 @@ def preflight(config: Config, ranks: Ranks) -> Sources:
         sizes = batch_sizes(config, ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
     except ValueError as error:
         raise SetupError(str(error)) from None
-    hugging_face.check_export(config)
+    check_export(config)
     if run_length(config, sizes).steps < 1:
         raise SetupError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
     sources = open_sources(config.data, m.seq_length, t.seed, t.eval_iters * sizes.final)
@@ -145,7 +146,7 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
                 for note in notes:
                     report.say(f"note: {note}")
         outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop, saver)
-        if outcome is Exit.DONE and (line := hugging_face.export(run, config, sources.eod)) and report is not None:
+        if outcome is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
             report.say(line)
     except SetupError:
         raise

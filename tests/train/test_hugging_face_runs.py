@@ -29,6 +29,7 @@ from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.train import hugging_face  # noqa: E402
 from megalite.train.batch import on_device  # noqa: E402
 from megalite.train.checkpoints import open_saver, save  # noqa: E402
+from megalite.train.export import export  # noqa: E402
 from megalite.train.run import preflight  # noqa: E402
 from megalite.train.setup import SetupError, build_run  # noqa: E402
 from megalite.train.step import train_step  # noqa: E402
@@ -339,7 +340,7 @@ def _exported(folder: str, target: str, flags: str) -> str | None:
     hugging_face.start(run, config)
     train_step(run)
     run.buffer.wait_gather()
-    line = hugging_face.export(run, config, 2)
+    line = export(run, config, 2)
     run.close()
     return line
 
