@@ -100,7 +100,7 @@ def main() -> int:
     if not (status.is_file() and json.loads(status.read_text())["outcome"] == "done"):
         train(config, ranks, steps)
     difference, compared = twin_difference(config)
-    generate = ("tools/generate.py", "--load", RUN, "--tokens", "60", "--prompt")
+    generate = ("tools/generate.py", "--load", RUN, "--max-new-tokens", "60", "--prompt")
     prompts = ("def __init__(self", "import os\n", "class Test")
     samples = [re.sub(r"^\[step \d+\] ", "", command(*generate, p, quiet=True)) for p in prompts]
     pictures = []

@@ -244,13 +244,18 @@ class CheckpointConfig:
     keep_last: int | None = opt(None, "checkpoints to keep; default: all, 1 with --save-retain-interval")
     save_retain_interval: int | None = opt(None, "checkpoints of steps divisible by this are never deleted")
     no_save_optim: bool = opt(False, "save weights only; such a checkpoint does not resume a run exactly")
-    load: str | None = opt(None, "directory to resume from; a directory without checkpoints starts afresh")
+    load: str | None = opt(
+        None, "directory to resume from, or Hugging Face model to begin with; one that has nothing starts afresh"
+    )
     ckpt_step: int | None = opt(None, "step of the checkpoint to load; default: the newest valid one")
     no_load_optim: bool = opt(False, "load weights, step and data position, not the optimizer's state")
     finetune: bool = opt(False, "load weights only, and start at step 0")
-    pretrained_checkpoint: str | None = opt(None, "directory to take weights from when --load holds no checkpoint")
+    pretrained_checkpoint: str | None = opt(
+        None, "directory, also of Hugging Face, to take weights from when --load holds no checkpoint"
+    )
     use_checkpoint_args: bool = opt(False, "take the model's options from the checkpoint")
     exit_on_missing_checkpoint: bool = opt(False, "stop when --load holds no checkpoint")
+    export_hf: str | None = opt(None, "new directory that becomes a Hugging Face model after the last step")
 
 
 @dataclass(frozen=True)
@@ -448,8 +453,9 @@ def without_effect(config: Config) -> list[str]:
     return notes
 
 
-def check(config: Config, world_size: int | None = None) -> list[str]:
-    """Every contradiction, each as `name=value breaks rule; remedy`. `world_size` adds what depends on it."""
+def check(config: Config, world_size: int | None = None, *, complete: bool = False) -> list[str]:
+    """Every contradiction, each as `name=value breaks rule; remedy`. `world_size` adds what depends on it; `complete`:
+    also what --load could still have brought, a vocabulary."""
     m, p, t, o, d, c = config.model, config.parallel, config.train, config.optim, config.data, config.checkpoint
     problems: list[str] = []
     say, incomplete = problems.append, False
@@ -616,10 +622,11 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
     for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
         if (getattr(d, name) or 0) > 1:
             say(f"{name}={getattr(d, name)} is no share; use at most 1")
+    open_end = not complete and (c.load is not None or c.pretrained_checkpoint is not None)
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):
-        if getattr(d, name) and d.tokenizer_type is None:
+        if getattr(d, name) and d.tokenizer_type is None and not open_end:
             say(f"{name} needs a tokenizer that knows the end of a document; give --tokenizer-type")
-    if d.tokenizer_type is None and d.vocab_size is None:
+    if d.tokenizer_type is None and d.vocab_size is None and not open_end:
         say("vocab_size is not set; give a tokenizer (--tokenizer-type, --tokenizer-model) or --vocab-size")
     if d.tokenizer_type == "NullTokenizer" and d.vocab_size is None:
         say("tokenizer_type=NullTokenizer needs --vocab-size")

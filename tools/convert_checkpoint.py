@@ -14,6 +14,7 @@ tensors: megalite/models/families.py. What cannot be converted exactly is refuse
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -26,16 +27,19 @@ import torch  # noqa: E402
 from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export  # noqa: E402
 from megalite.checkpoint.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.checkpoint.hugging_face_config import choose_family  # noqa: E402
+from megalite.checkpoint.hugging_face_write import write_model  # noqa: E402
 from megalite.checkpoint.logits import compare_logits  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
 from megalite.config import Config, ConfigError, build, parse_toml, to_toml  # noqa: E402
+from megalite.data.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
 from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
+from megalite.train.export import family_in, like_of, tokenizer_files  # noqa: E402
 from megalite.train.state import State  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,10 +75,10 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--save", type=Path, metavar="DIR", help="make a checkpoint of megalite")
     target.add_argument("--to-hf", type=Path, metavar="DIR", help="make a Hugging Face model directory")
     target.add_argument("--to-megatron", type=Path, metavar="DIR", help="make a release of Megatron-LM")
-    parser.add_argument("--check", action="store_true", help="compare both sides bit by bit afterwards")
     parser.add_argument(
-        "--check-logits", action="store_true", help="--from-hf, --to-hf: compare with transformers' logits afterwards"
+        "--check", action="store_true", help="compare both sides afterwards: all bits, and logits with transformers'"
     )
+    parser.add_argument("--check-bits", action="store_true", help="only all bits: one tensor in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
     parser.add_argument("--family", choices=sorted(HUGGING_FACE), help="--to-hf: default: of --like, or the first fit")
     parser.add_argument("--like", type=Path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied")
@@ -92,7 +96,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 _ONLY_WITH = {  # flag -> those that it goes with
-    "check_logits": ("from_hf", "to_hf"),
     "seq_length": ("from_hf",),
     "vocab_size": ("from_megatron", "to_hf", "to_megatron"),
     "family": ("to_hf",),
@@ -122,21 +125,6 @@ def misuse(args: argparse.Namespace) -> str | None:
     return None
 
 
-def tokenizer_options(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """The data flags of the tokenizer in a model directory; empty where there is none that fits."""
-    here = folder.resolve()
-    if (here / "tokenizer.json").is_file():
-        options: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
-    elif (here / "tokenizer.model").is_file():
-        options = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
-    elif (here / "vocab.json").is_file() and (here / "merges.txt").is_file():
-        options = {"tokenizer_type": "GPT2BPETokenizer"}
-        options |= {"vocab_file": str(here / "vocab.json"), "merge_file": str(here / "merges.txt")}
-    else:
-        return {}
-    return checked_tokenizer(options, vocab_size)
-
-
 def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
     """`options` if such a tokenizer can be opened here and has at most `rows` tokens; else nothing, with a note."""
     try:
@@ -161,7 +149,9 @@ def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str
 def from_hf(args: argparse.Namespace) -> bool:
     folder: Path = args.from_hf
     theirs = hugging_face.open_model(folder, args.seq_length)
-    tokenizer = tokenizer_options(folder, theirs.vocab_size)
+    tokenizer = tokenizer_beside(folder)
+    if tokenizer:
+        tokenizer = checked_tokenizer(tokenizer, theirs.vocab_size)
     state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.vocab_size)
     written = write_import(args.save, theirs.tensors, specs, theirs.vocab_size, state)
     print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size}")
@@ -169,15 +159,19 @@ def from_hf(args: argparse.Namespace) -> bool:
 
 
 def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.HuggingFaceModel, ours: Ours) -> bool:
-    """What --check and --check-logits ask for. Logits have a bound, of fp32, unless --dtype changed the weights."""
-    good = not args.check or report(theirs.tensors, ours, theirs.vocab_size)
-    if not args.check_logits:
+    """What --check and --check-bits ask for. Logits have a bound, unless --dtype rounded the weights."""
+    good = not (args.check or args.check_bits) or report(theirs.tensors, ours, theirs.vocab_size)
+    if not args.check:
+        return good
+    if importlib.util.find_spec("transformers") is None:
+        print("check: logits are not compared; pip install transformers for that")
         return good
     tokenizer = open_tokenizer(saved_config(ours.source).data)
     ids = tokenizer.encode(SAMPLE) if tokenizer is not None and not tokenizer.is_null else None
-    verdict = compare_logits(folder, ours.source, saved_model(ours.source), theirs.vocab_size, ids)
+    whole = args.dtype == "float32"
+    verdict = compare_logits(folder, ours.source, saved_model(ours.source), theirs.vocab_size, ids, whole)
     print(verdict)
-    return good and (args.dtype is not None or verdict.largest <= LOGIT_BOUND * max(1.0, verdict.scale))
+    return good and (args.dtype in ("bfloat16", "float16") or verdict.largest <= LOGIT_BOUND * max(1.0, verdict.scale))
 
 
 def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool) -> bool:
@@ -205,20 +199,16 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
 def to_hf(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load)
     model, config = saved_model(source), saved_config(source)
-    like: Path | None = args.like
-    if like is None and config.data.tokenizer_model is not None:
-        beside = Path(config.data.tokenizer_model)
-        like = beside if beside.is_dir() else beside.parent
+    like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
-    family = choose_family(model, args.family, usual_family(like))
+    files = tokenizer_files(config.data, eod) if args.like is None else hugging_face.companions(like)
+    family = choose_family(model, args.family, family_in(like))
     ours = Ours(source, model.apply_layernorm_1p, DTYPES.get(args.dtype))
     size = args.max_shard_size or parse_size("5GB")
-    theirs = hugging_face.write_model(
-        args.to_hf, ours, model, family, vocab_size, tokens=tokens, like=like, shard_bytes=size
-    )
-    files = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
-    print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {files} files, vocabulary {vocab_size}")
+    theirs = write_model(args.to_hf, ours, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size)
+    count = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
+    print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {count} files, vocabulary {vocab_size}")
     return checked(args, args.to_hf, theirs, ours)
 
 
@@ -233,18 +223,13 @@ def to_megatron(args: argparse.Namespace) -> bool:
         args.to_megatron, ours, model, vocab_size=vocab_size, tp=tp, pp=pp, fused=fused
     )
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
-    return not args.check or report(megatron.open_megatron(args.to_megatron).tensors, ours, vocab_size)
+    return not (args.check or args.check_bits) or report(
+        megatron.open_megatron(args.to_megatron).tensors, ours, vocab_size
+    )
 
 
 def saved_config(source: Source) -> Config:
     return build(parse_toml(source.manifest.state["config"], str(source.folder)))
-
-
-def usual_family(like: Path | None) -> str | None:
-    if like is None or not (like / "config.json").is_file():
-        return None
-    family = hugging_face.read_json(like / "config.json").get("model_type")
-    return family if isinstance(family, str) else None
 
 
 def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int | None]:
@@ -280,7 +265,7 @@ def main(argv: list[str]) -> int:
         if args.from_hf is not None:
             good = from_hf(args)
         elif args.from_megatron is not None:
-            good = from_megatron(args.from_megatron, args.save, args.vocab_size, args.check)
+            good = from_megatron(args.from_megatron, args.save, args.vocab_size, args.check or args.check_bits)
         else:
             good = to_hf(args) if args.to_hf is not None else to_megatron(args)
     except (CheckpointError, ConfigError, DataError) as error:

@@ -1,57 +1,163 @@
 #!/usr/bin/env python
-"""Continue a prompt with the newest checkpoint of a run, on one process, whatever layout wrote it.
+"""Continue prompts with the newest checkpoint of a run, or with a Hugging Face model, whatever layout wrote it.
 
-python tools/generate.py --load runs/quickstart --prompt 'def main(' --tokens 60
+    python tools/generate.py --load runs/quickstart --prompt 'def main(' --max-new-tokens 60
+    python tools/generate.py --load models/Qwen3-8B --prompts-file prompts.txt --temperature 0 --json
+    python tools/generate.py --load runs/large --nproc 4 --tensor-model-parallel-size 2 \\
+        --pipeline-model-parallel-size 2 --prompt 'Once'                   or the same under torchrun, without --nproc
+
+Without --json: the text, prompt first, after [step N]. With it a line per prompt: number, prompt, text (what is new),
+ids, new_ids, stop ("eod" or "length"), step.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.parallel.launch import (  # noqa: E402
+    INTERRUPTED,
+    LaunchError,
+    Ranks,
+    process_group,
+    read_environment,
+    start_local,
+)
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", required=True, help="directory of checkpoints")
-    parser.add_argument("--prompt", default="import ", help="text to continue")
-    parser.add_argument("--tokens", type=int, default=60, help="how many to add")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=40, help="sample from the K likeliest tokens")
-    parser.add_argument("--seed", type=int, default=1234)
-    args = parser.parse_args()
-    for name, least in (("tokens", 1), ("top_k", 1), ("temperature", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is below {least}")
-    import torch
+LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
+LEAST |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seed": 0}
 
-    from megalite.checkpoint.manifest import CheckpointError
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or Hugging Face model")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
+    parser.add_argument("--prompts-file", type=Path, help="more: one per line; .jsonl: strings, or objects with text")
+    parser.add_argument("--max-new-tokens", type=int, default=60, help="how many to add to each at most (default 60)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=40, help="choose among the K likeliest; 0: all (default 40)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="among the fewest with this probability (default 1)")
+    parser.add_argument("--seed", type=int, default=1234, help="of what is drawn (default 1234)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts at once (default 16)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and arithmetic")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is")
+    parser.add_argument("--nproc", type=int, default=1, help="local processes to start when no launcher did")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="TP")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="PP")
+    return parser
+
+
+def misuse(args: argparse.Namespace, world: int) -> str | None:
+    """What is wrong with the flags on so many ranks, or None."""
+    for name, least in LEAST.items():
+        value = getattr(args, name)
+        if not least <= value < float("inf"):
+            return f"--{name.replace('_', '-')} {value} is below {least}, or not finite"
+    if not 0 < args.top_p <= 1:
+        return f"--top-p {args.top_p} is not in (0, 1]; give a probability"
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if tp * pp != world:
+        return (
+            f"{world} process{'es' * (world > 1)} for tp {tp} x pp {pp} = {tp * pp}; start as many (--nproc {tp * pp})"
+        )
+    return None
+
+
+def read_prompts(given: list[str], path: Path | None) -> list[str]:
+    """Those of the command line, then those of the file; "" where there are none. Raises ValueError."""
+    prompts = list(given)
+    if path is not None:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts-file {path}: cannot be read ({error}); give a text file") from None
+        for number, line in enumerate(lines, 1):
+            if path.suffix != ".jsonl":
+                prompts.append(line)
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}); write a string on each line") from None
+            value = value.get("text") if isinstance(value, dict) else value
+            if not isinstance(value, str):
+                raise ValueError(f"{path}, line {number}: no string, and no object with a text; write one")
+            prompts.append(value)
+        if not prompts:
+            raise ValueError(f"--prompts-file {path} is empty; write a prompt on each line")
+    return prompts or [""]
+
+
+def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
+    """One rank, from its place in the world to its exit code."""
+    from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
     from megalite.data.indexed import DataError
-    from megalite.train.sample import continue_ids, load_model
+    from megalite.train.run import choose_device
     from megalite.train.setup import SetupError
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        model, config, tokenizer, step = load_model(args.load, device)
-    except (SetupError, CheckpointError, DataError) as error:
-        print(f"generate.py: {error}", file=sys.stderr)
-        return 3
-    prompt = tokenizer.encode(args.prompt) or [tokenizer.eod]
-    ids = continue_ids(
-        model,
-        prompt,
-        args.tokens,
-        limit=config.model.positions,
-        vocab_size=tokenizer.vocab_size,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-    )
-    print(f"[step {step}] {tokenizer.decode(ids)}")
+        device, limit = choose_device(args.device), datetime.timedelta(minutes=10)
+        with process_group(ranks, device=device, startup_timeout=limit) as here:
+            generate(args, prompts, here, speak=ranks.rank == 0)
+    except (SetupError, DataError, LaunchError) as error:
+        if ranks.local_rank == 0:  # every rank found the same
+            print(f"generate.py: {error}", file=sys.stderr)
+        sys.exit(3)
+    except CheckpointError as error:
+        if not isinstance(error, ElsewhereError):
+            print(f"generate.py: {error}", file=sys.stderr)
+        sys.exit(3)
+
+
+def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) -> None:
+    import torch
+
+    from megalite.parallel.mesh import build_mesh
+    from megalite.train.generate import continue_texts, load_model
+    from megalite.train.sample import Sampling
+
+    mesh = build_mesh(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size, device=device)
+    model = load_model(args.load, mesh, getattr(torch, args.dtype))
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    ids = [model.tokenizer.encode(prompt) or [model.tokenizer.eod] for prompt in prompts]
+    for first in range(0, len(ids), args.batch_size):
+        batch = ids[first : first + args.batch_size]
+        for number, text in enumerate(continue_texts(model, batch, args.max_new_tokens, sampling, first), first):
+            new = text.ids[text.begin :]
+            row = {"number": number, "prompt": prompts[number], "text": model.tokenizer.decode(new), "ids": text.ids}
+            row |= {"new_ids": new, "stop": text.stop, "step": model.step}
+            line = json.dumps(row) if args.json else f"[step {model.step}] {model.tokenizer.decode(text.ids)}"
+            if speak:
+                print(line, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        ranks = read_environment(os.environ)
+        prompts = read_prompts(args.prompt, args.prompts_file)
+    except (LaunchError, ValueError) as error:
+        parser.error(str(error))
+    if (problem := misuse(args, args.nproc if ranks is None else ranks.world)) is not None:
+        parser.error(problem)
+    if ranks is None and args.nproc > 1:
+        return start_local(args.nproc, run, (args, prompts))
+    run(ranks or Ranks(), args, prompts)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        os._exit(INTERRUPTED)

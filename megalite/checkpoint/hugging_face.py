@@ -1,7 +1,6 @@
-"""A Hugging Face model directory: config.json and safetensors files, read and written without transformers.
+"""A Hugging Face model directory, read without transformers; hugging_face_write.py writes one.
 
-    read    config.json -> options; model.safetensors, or the files that model.safetensors.index.json names
-    write   the same, the vocabulary without padding, with the tokenizer's files of another directory
+    config.json -> options; model.safetensors, or the files that model.safetensors.index.json names -> tensors
 
 Nothing is trusted: names of files stay inside the directory, every tensor must be one that the configuration asks for
 and has its shape, and no tensor may be missing. Only safetensors is read, since the other formats can run code.
@@ -10,8 +9,6 @@ and has its shape, and no tensor may be missing. Only safetensors is read, since
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +18,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.checkpoint.convert import Foreign, Ours, model_of
-from megalite.checkpoint.hugging_face_config import Json, read_config, write_config
+from megalite.checkpoint.convert import Foreign, model_of
+from megalite.checkpoint.hugging_face_config import Json, read_config
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.name_map import Entry, entries, specs_of
-from megalite.checkpoint.stream import DTYPES, Planned, cut, write_tensors
+from megalite.checkpoint.stream import DTYPES
 from megalite.config import ModelConfig
 from megalite.models.families import HUGGING_FACE, Family
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# copied when a model is exported; no code among them
-TOKENIZER_FILES = (
+# that belong to a model and are copied with it; no code among them
+COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -41,8 +38,9 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "generation_config.json",
 )
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LARGEST_JSON = 1 << 28  # bytes
 _MOST_LAYERS = 10_000  # more is a damaged file, and would take long to refuse
 
@@ -176,75 +174,25 @@ class _Read:
             raise CheckpointError(f"{self.path}: {self.name} cannot be read ({error})") from None
 
 
+def companions(folder: Path | None) -> dict[str, Path | str]:
+    """The files of a directory that go with its model: tokenizer and generation config; name to path."""
+    return {} if folder is None else {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+
+
 def token_ids(folder: Path | None) -> Json:
     """bos_token_id and the like of a directory's config.json, where there is one."""
     if folder is None or not (folder / "config.json").is_file():
         return {}
     config = read_json(folder / "config.json")
-    return {name: config[name] for name in _TOKENS if name in config}
+    return {name: config[name] for name in TOKENS if name in config}
 
 
-def write_model(
-    folder: Path,
-    ours: Ours,
-    model: ModelConfig,
-    family: str,
-    vocab_size: int,
-    *,
-    tokens: Json,
-    like: Path | None = None,
-    shard_bytes: int = 5 * 10**9,
-) -> HuggingFaceModel:
-    """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, and open it. Raises CheckpointError.
-
-    tokens: bos_token_id and the like. like: a directory whose tokenizer and generation config are copied.
-    It is made beside `folder` and renamed when it is whole; `folder` must not hold anything yet.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"to_hf={str(folder)!r} is not empty; give a new directory")
-    wanted = entries(HUGGING_FACE[family], specs_of(model, vocab_size), model.groups, range(model.num_layers))
-    if ours.rows("embedding.word") < vocab_size:
-        raise CheckpointError(
-            f"vocab_size={vocab_size} is above the {ours.rows('embedding.word')} rows of the embedding"
-        )
-    part = folder.with_name(f".{folder.name}.part")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        widest = _write_shards(part, ours, wanted, shard_bytes)
-        config = write_config(model, family, vocab_size, str(widest)[6:], tokens)
-        _write_json(part / "config.json", config)
-        for name in (*TOKENIZER_FILES, "generation_config.json"):
-            if like is not None and (like / name).is_file():
-                shutil.copyfile(like / name, part / name)
-        if not (part / "generation_config.json").exists():
-            _write_json(part / "generation_config.json", {name: config.get(name) for name in _TOKENS[:2]})
-        if folder.exists():
-            folder.rmdir()
-        os.replace(part, folder)
-    except OSError as error:
-        raise CheckpointError(f"to_hf={str(folder)!r}: cannot be written ({error})") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return open_model(folder)
-
-
-def _write_shards(part: Path, ours: Ours, wanted: Sequence[Entry], shard_bytes: int) -> torch.dtype:
-    """The files and their index; the widest dtype among them."""
-    planned = [(entry, Planned(entry.theirs, ours.dtype_of(entry), entry.shape)) for entry in wanted]
-    planned.sort(key=lambda pair: -pair[1].dtype.itemsize)
-    files = cut([plan.bytes for _, plan in planned], shard_bytes)
-    weight_map: dict[str, str] = {}
-    for number, chosen in enumerate(files, start=1):
-        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        pairs = [planned[i] for i in chosen]
-        write_tensors(part / name, [plan for _, plan in pairs], (ours.join(entry) for entry, _ in pairs))
-        weight_map |= {plan.key: name for _, plan in pairs}
-    if len(files) > 1:
-        total = sum(plan.bytes for _, plan in planned)
-        _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return planned[0][1].dtype
-
-
-def _write_json(path: Path, data: Json) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+def stop_ids(folder: Path) -> list[int]:
+    """The ids that end a text: eos_token_id of generation_config.json, else of config.json. Raises CheckpointError."""
+    path = folder / "generation_config.json"
+    given = read_json(path).get("eos_token_id") if path.is_file() else None
+    found = token_ids(folder).get("eos_token_id") if given is None else given
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise CheckpointError(f"{folder}: eos_token_id={found!r} is no token id or list of them; mend its JSON files")
+    return ids

@@ -6,7 +6,7 @@ directory with `trust_remote_code` off and safetensors only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,53 +17,64 @@ from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.whole import Source
 from megalite.config import ModelConfig
 from megalite.models.gpt import Batch, Stage
-from megalite.nn.parameter import Maker, named_specs
+from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Box, Piece
 
 
 @dataclass(frozen=True)
 class LogitVerdict:
     """`largest`: absolute difference of logits; `scale`: the largest logit; `agreement`: part of positions whose
-    likeliest token is the same."""
+    likeliest token is the same. `text`: of a sample text; else of random tokens."""
 
+    text: bool
     positions: int
     largest: float
     scale: float
     agreement: float
 
     def __str__(self) -> str:
+        of = "positions of a text" if self.text else "random tokens"
         return (
-            f"check: logits of {self.positions} positions differ by at most {self.largest:.2e} (largest logit "
+            f"check: logits of {self.positions} {of} differ by at most {self.largest:.2e} (largest logit "
             f"{self.scale:.1f}), likeliest token the same in {self.agreement:.2%}"
         )
 
 
 @torch.no_grad()
-def our_logits(source: Source, model: ModelConfig, ids_BS: Tensor, vocab_size: int) -> Tensor:
-    """[B, S, V] in fp32, of the checkpoint loaded as one stage on the CPU. Raises CheckpointError."""
+def our_logits(
+    source: Source, model: ModelConfig, ids_BS: Tensor, vocab_size: int, main_weights: bool = False
+) -> Tensor:
+    """[B, S, V] in fp32, of the checkpoint loaded as one stage on the CPU. Raises CheckpointError. `main_weights`: of a
+    run in half precision those that the optimizer keeps."""
     rows = source.shape("model/embedding.word")[0]
     make, layers = Maker(Mesh.alone(), torch.float32, seed=0), range(model.num_layers)
     stage = Stage(
         make, model, layers, first=True, last=True, vocab_size=vocab_size, padded_vocab_size=rows, dropout_seed=0
     )
-    pieces = []
-    for spec, parameter in {spec.name: (spec, p) for spec, p in named_specs(stage)}.values():
-        box = Box((0,) * len(spec.shape), spec.shape)
-        pieces.append(Piece(f"model/{spec.name}", spec.shape, box, range(box.numel), parameter.data.view(-1)))
+    pieces = weight_pieces(stage, make.mesh)
+    if main_weights:
+        main = {piece.name: piece.name.replace("model/", "optimizer.main/", 1) for piece in pieces}
+        pieces = [replace(p, name=main[p.name]) if main[p.name] in source.manifest.tensors else p for p in pieces]
     reader.fill(source.folder, source.manifest, pieces, Mesh.alone())
     batch = Batch(ids_BS.T, None, None, torch.zeros(len(ids_BS), dtype=torch.int64), 0)
     return stage.eval()(None, batch)[..., :vocab_size].transpose(0, 1)
 
 
 def compare_logits(
-    folder: Path, source: Source, model: ModelConfig, vocab_size: int, ids: list[int] | None = None
+    folder: Path,
+    source: Source,
+    model: ModelConfig,
+    vocab_size: int,
+    ids: list[int] | None = None,
+    main_weights: bool = False,
 ) -> LogitVerdict:
     """`folder`: of Hugging Face. ids: a text; None: random ones. Raises CheckpointError without transformers."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise CheckpointError("check_logits needs transformers; pip install transformers, or use --check") from None
+        raise CheckpointError(
+            "logits are compared with transformers; pip install transformers, or use --check-bits"
+        ) from None
     if ids:
         ids_BS = torch.tensor([ids[: model.positions]])
     else:
@@ -75,6 +86,7 @@ def compare_logits(
     with torch.no_grad():
         want = theirs.eval()(ids_BS).logits[..., :vocab_size].float()
     del theirs
-    got = our_logits(source, model, ids_BS, vocab_size)
+    got = our_logits(source, model, ids_BS, vocab_size, main_weights)
     agreement = (got.argmax(-1) == want.argmax(-1)).double().mean()
-    return LogitVerdict(ids_BS.numel(), float((got - want).abs().max()), float(want.abs().max()), float(agreement))
+    largest, scale = float((got - want).abs().max()), float(want.abs().max())
+    return LogitVerdict(bool(ids), ids_BS.numel(), largest, scale, float(agreement))

@@ -40,6 +40,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return gigatoken.Tokenizer.from_json(self._model.to_str())
 
 
+def tokenizer_beside(folder: Path) -> dict[str, Any]:
+    """The data options (--tokenizer-type and its like) of the tokenizer in a model directory; empty without one."""
+    here = folder.resolve()
+    if (here / "tokenizer.json").is_file():
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
+    if (here / "tokenizer.model").is_file():
+        return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
+    if (here / "vocab.json").is_file() and (here / "merges.txt").is_file():
+        files = {"vocab_file": str(here / "vocab.json"), "merge_file": str(here / "merges.txt")}
+        return {"tokenizer_type": "GPT2BPETokenizer", **files}
+    return {}
+
+
 def open_tokenizer_json(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json, or of the directory that holds one; eod is its eos_token, or a usual one."""
     import tokenizers

@@ -22,6 +22,7 @@ from megalite.kernels.attention import Documents
 from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, rope_tables
 from megalite.nn.attention import Attention, Coordinates
+from megalite.nn.cache import KeyValueCache
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, vocabulary_spec
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import cross_entropy
@@ -29,6 +30,7 @@ from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker
 from megalite.nn.recompute import recompute
+from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import ParamSpec
 
 
@@ -38,6 +40,7 @@ class Batch:
 
     sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
     positions_SB: of each token for the position embedding; None: 0 .. S - 1. documents: kernels/attention.py.
+    cache, to generate text: nn/cache.py. chosen_B, without labels: logits of this position of each sample alone.
     """
 
     tokens_SB: Tensor
@@ -47,6 +50,8 @@ class Batch:
     step: int
     positions_SB: Tensor | None = None
     documents: Documents | None = None
+    cache: KeyValueCache | None = None
+    chosen_B: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,10 @@ class Head(nn.Module):
         self.weight = word if word is not None else make(spec)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+        if batch.chosen_B is not None:
+            x_SBD = start_all_gather(self.norm(x_sBD), self.tp).wait()
+            samples_B = torch.arange(x_SBD.shape[1], device=x_SBD.device)
+            return x_SBD[batch.chosen_B, samples_B].unsqueeze(0) @ self.weight.T
         (logits_SBv,) = gather_linear(self.norm(x_sBD), [self.weight], self.tp)
         if batch.labels_SB is None:
             return logits_SBv
@@ -191,7 +200,7 @@ class Stage(nn.Module):
         if self.rope is not None:
             chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
             rope = (self.rope[0][chosen], self.rope[1][chosen])
-        where = Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents)
+        where = Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.cache)
         for blocks, again in self._groups():
 
             def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks) -> Tensor:

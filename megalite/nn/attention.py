@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megalite.kernels.attention import Documents, attention
 from megalite.kernels.dropout import fold
 from megalite.kernels.rope import apply_rope
+from megalite.nn.cache import KeyValueCache
 from megalite.nn.embedding import SITE_ATTENTION
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
 from megalite.nn.norm import Norm
@@ -32,12 +33,14 @@ class Coordinates:
     rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
     sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
     documents     what may attend to what (kernels/attention.py); None: each sample is one document
+    cache         keys and values of earlier positions, when text is generated (nn/cache.py)
     """
 
     rope: tuple[Tensor, Tensor] | None
     sample_ids_B: Tensor
     step: int
     documents: Documents | None = None
+    cache: KeyValueCache | None = None
 
 
 class Attention(nn.Module):
@@ -119,7 +122,9 @@ class Attention(nn.Module):
                 documents=where.documents,
             )
 
-        if self.recompute_core and self.training:
+        if where.cache is not None:
+            o_SBhK = where.cache.attend(self.layer, q_SBhK, k_SBgK, v_SBgK, scale=1.0 / math.sqrt(K))
+        elif self.recompute_core and self.training:
             o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK)
         else:
             o_SBhK = core(q_SBhK, k_SBgK, v_SBgK)

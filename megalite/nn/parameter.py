@@ -10,7 +10,7 @@ from torch import nn
 
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.rng import initialize_
-from megalite.parallel.spec import ParamSpec
+from megalite.parallel.spec import ParamSpec, Piece
 
 
 @dataclass(frozen=True)
@@ -44,3 +44,13 @@ def named_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
     """Every parameter of `module` with its spec, in order of registration, which is the order of use."""
     for parameter in module.parameters():
         yield spec_of(parameter), parameter
+
+
+def weight_pieces(module: nn.Module, mesh: Mesh) -> list[Piece]:
+    """What of this rank's weights a checkpoint holds, each parameter once, as views that loading may write."""
+    pieces = []
+    for spec, parameter in {spec.name: (spec, p) for spec, p in named_specs(module)}.values():
+        box = spec.stored_box(mesh.sizes, mesh.position)
+        data = parameter.data.view(-1)[: box.numel]
+        pieces.append(Piece(f"model/{spec.name}", spec.stored_shape, box, range(box.numel), data))
+    return pieces

@@ -143,17 +143,22 @@ def saved_config(manifest: Manifest, folder: Path) -> Config:
 
 def model_differences(config: Config, manifest: Manifest, folder: Path, vocab_size: int) -> list[str]:
     """Options that change what the weights mean, one line each; shapes are compared tensor by tensor."""
-    here, there = config.model, saved_config(manifest, folder).model
+    lines = options_that_differ(config.model, saved_config(manifest, folder).model, "the checkpoint")
+    then = manifest.state.get("vocab_size", vocab_size)
+    if then != vocab_size:
+        lines.append(f"vocab_size: {vocab_size} here, {then} in the checkpoint")
+    return lines
+
+
+def options_that_differ(here: ModelConfig, there: ModelConfig, where: str) -> list[str]:
+    """One line per option, but those that a run may change on the way; of those with a default, what it comes to."""
     lines = []
     for f in fields(ModelConfig):
         if f.name in FREE or f.name in _IMPLIED:
             continue
         name = _EFFECTIVE.get(f.name, f.name)
         if getattr(here, name) != getattr(there, name):
-            lines.append(f"{f.name}: {getattr(here, name)!r} here, {getattr(there, name)!r} in the checkpoint")
-    then = manifest.state.get("vocab_size", vocab_size)
-    if then != vocab_size:
-        lines.append(f"vocab_size: {vocab_size} here, {then} in the checkpoint")
+            lines.append(f"{f.name}: {getattr(here, name)!r} here, {getattr(there, name)!r} in {where}")
     return lines
 
 
@@ -182,20 +187,25 @@ def with_checkpoint_args(config: Config) -> Config:
     saved = _newest_config(source, c.ckpt_step if source == c.load else None) if source else None
     if saved is None:
         raise SetupError(f"use_checkpoint_args: load={c.load!r} holds no checkpoint; give the model's options instead")
+    config, data = with_model(config, saved.model, "the checkpoint"), config.data
+    if data.tokenizer_type is None and data.vocab_size is None:
+        data = replace(data, **{name: getattr(saved.data, name) for name in TOKENIZER})
+    return replace(config, data=data)
+
+
+def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
+    """`config` with the model of `where`. Raises SetupError where an option that is given says something else."""
     problems, model = [], {}
     for f in fields(ModelConfig):
-        mine, theirs = getattr(config.model, f.name), getattr(saved.model, f.name)
+        mine, theirs = getattr(config.model, f.name), getattr(saved, f.name)
         if f.name in FREE and mine != f.default:
             continue  # may change on the way
         if mine not in (f.default, theirs):
-            problems.append(f"{f.name}={mine!r}, but {theirs!r} in the checkpoint; leave it away")
+            problems.append(f"{f.name}={mine!r}, but {theirs!r} in {where}; leave it away")
         model[f.name] = theirs
     if problems:
         raise SetupError("\n".join(problems))
-    data = config.data
-    if data.tokenizer_type is None and data.vocab_size is None:
-        data = replace(data, **{name: getattr(saved.data, name) for name in TOKENIZER})
-    return replace(config, model=replace(config.model, **model), data=data)
+    return replace(config, model=replace(config.model, **model))
 
 
 def _newest_config(directory: str, step: int | None) -> Config | None:

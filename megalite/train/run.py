@@ -18,8 +18,10 @@ from megalite.data.indexed import DataError
 from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
-from megalite.train.checkpoints import open_saver, start_run, with_checkpoint_args
+from megalite.train import hugging_face
+from megalite.train.checkpoints import open_saver, start_run
 from megalite.train.datasets import Sources, open_sources
+from megalite.train.export import check_export, export
 from megalite.train.hardware import Peak, find_peak
 from megalite.train.loop import Plan, StopSignal, train
 from megalite.train.metrics import Reporter, Speed, missing_packages
@@ -75,7 +77,7 @@ def pretrain(config: Config, ranks: Ranks) -> int:
     """Returns the exit code of this rank (train/run_dir.py)."""
     folder = run_folder(config)
     try:
-        config = with_checkpoint_args(config)
+        config = hugging_face.with_source(config)
         sources = preflight(config, ranks)
         if config.train.dry_run:
             if ranks.rank == 0:
@@ -103,7 +105,7 @@ def pretrain(config: Config, ranks: Ranks) -> int:
 
 def preflight(config: Config, ranks: Ranks) -> Sources:
     """All that can be refused before a process group exists."""
-    problems = check(config, ranks.world)
+    problems = check(config, ranks.world, complete=True)
     problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
     if problems:
         raise SetupError("\n".join(problems))
@@ -113,6 +115,7 @@ def preflight(config: Config, ranks: Ranks) -> Sources:
         sizes = batch_sizes(config, ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
     except ValueError as error:
         raise SetupError(str(error)) from None
+    check_export(config)
     if run_length(config, sizes).steps < 1:
         raise SetupError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
     sources = open_sources(config.data, m.seq_length, t.seed, t.eval_iters * sizes.final)
@@ -134,14 +137,17 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
-        loaded, notes = start_run(run, config)
+        loaded, notes = hugging_face.start(run, config) or start_run(run, config)
         if ranks.rank == 0:
             report = _reporter(config, run, sources, folder, ranks)
             if loaded is not None:
-                report.say(f"resumed from {loaded} at step {run.state.step}")
+                how = "resumed from" if run.state.step else "begins with"
+                report.say(f"{how} {loaded} at step {run.state.step}")
                 for note in notes:
                     report.say(f"note: {note}")
         outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop, saver)
+        if outcome is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
+            report.say(line)
     except SetupError:
         raise
     except (NonFiniteError, ScaleExhausted) as error:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import re
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hugging_face_cases import GPT2, MODELS, SCALED, SHAPE, S, V, make, with_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
 
 import convert_checkpoint  # noqa: E402
 
@@ -34,45 +38,9 @@ from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import Mesh  # noqa: E402
 from megalite.parallel.spec import Box, Piece  # noqa: E402
-from megalite.train.sample import load_model  # noqa: E402
+from megalite.train.generate import load_model  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 
-V, S = 93, 48
-SHAPE = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": S,
-}
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": S}
-# name -> (class of the configuration, its values); the name begins with the model type
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {**SHAPE, "num_key_value_heads": 2, "rope_parameters": SCALED}),
-    "llama tied biases": (
-        "LlamaConfig",
-        {**SHAPE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    ),
-    "mistral": ("MistralConfig", {**SHAPE, "num_key_value_heads": 2, "sliding_window": None, "head_dim": 16}),
-    "qwen2": ("Qwen2Config", {**SHAPE, "num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {**SHAPE, "num_key_value_heads": 2, "head_dim": 16}),
-    "gpt_neox": ("GPTNeoXConfig", SHAPE),
-    "gpt_neox one after the other": (
-        "GPTNeoXConfig",
-        {**SHAPE, "use_parallel_residual": False, "hidden_act": "gelu_new"},
-    ),
-    "gpt2": ("GPT2Config", GPT2),
-    "gpt2 untied exact gelu": ("GPT2Config", {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu"}),
-}
 TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
 
 
@@ -82,24 +50,14 @@ def tool(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
-    """(model of transformers with weights that are far from their initial values, the directory it is saved in)."""
-    transformers = pytest.importorskip("transformers")
-    transformers.logging.set_verbosity_error()
+    """(model of transformers, the directory it is saved in)."""
+    pytest.importorskip("transformers")
     made: dict[str, tuple[Any, Path]] = {}
 
     def get(name: str) -> tuple[Any, Path]:
         if name not in made:
-            cls, values = MODELS[name]
-            config = getattr(transformers, cls)(**values, bos_token_id=1, eos_token_id=2)
-            config._attn_implementation = "eager"
-            torch.manual_seed(len(name))
-            model = transformers.AutoModelForCausalLM.from_config(config).eval()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(0.2 * torch.randn_like(parameter))
             folder = tmp_path_factory.mktemp("hf") / "model"
-            model.save_pretrained(folder)
-            made[name] = model, folder
+            made[name] = make(name, folder), folder
         return made[name]
 
     return get
@@ -148,7 +106,10 @@ def test_logits_equal_transformers_and_the_way_back_keeps_every_bit(models, name
     assert want.abs().max() > 1
     torch.testing.assert_close(our_logits(tmp_path / "ours"), want, rtol=0, atol=TOLERANCE)
     assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / "back", "--like", folder, "--check") == 0
-    assert capsys.readouterr().out.count("all bits equal") == 2
+    out = capsys.readouterr().out
+    assert out.count("all bits equal") == 2
+    differences = re.findall(r"logits of 96 random tokens differ by at most (\S+) .* the same in 100.00%", out)
+    assert len(differences) == 2 and max(map(float, differences)) < TOLERANCE
     assert_same_bits(tensors_in(tmp_path / "back"), tensors_in(folder))
     again = loaded(tmp_path / "back")
     assert again.config.model_type == name.split()[0] and (again.config.bos_token_id, again.config.eos_token_id) == (
@@ -238,7 +199,7 @@ def test_through_checkpoints_of_many_ranks(models, tmp_path: Path) -> None:
 def test_main_weights_and_weights_stored_as_their_difference_from_one(tmp_path: Path) -> None:
     model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=4, apply_layernorm_1p=True)
     pieces = []
-    for name, spec in specs_of(model, 8).items():
+    for name, spec in specs_of(model, 7).items():
         box = Box((0,) * len(spec.shape), spec.shape)
         main = torch.randn(box.numel)
         for kind, values in (("model", main.bfloat16()), ("optimizer.main", main)):
@@ -254,20 +215,6 @@ def test_main_weights_and_weights_stored_as_their_difference_from_one(tmp_path: 
         assert torch.equal(found["transformer.ln_f.bias"], stored[f"{kind}/final_norm.bias"])
 
 
-def with_tokenizer(folder: Path, words: int) -> None:
-    """A word-level tokenizer of `words` tokens beside the model, with what else is usually there."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    names = ["<unk>", "<s>", "</s>", "the", "in", "of", "was", "."]
-    vocab = {name: i for i, name in enumerate(names + [f"w{i}" for i in range(words - len(names))])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_length": 17}))
-    (folder / "modeling_evil.py").write_text("raise SystemExit")
-
-
 def copied(folder: Path, target: Path) -> Path:
     target.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -278,15 +225,15 @@ def copied(folder: Path, target: Path) -> Path:
 def test_the_tokenizer_goes_with_the_model_and_back(models, tmp_path: Path, capsys) -> None:
     folder = copied(models("mistral")[1], tmp_path / "model")
     with_tokenizer(folder, V - 20)  # fewer tokens than rows, as Qwen's
-    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check-logits") == 0
-    assert "likeliest token the same in 100.00%" in capsys.readouterr().out
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 0
+    assert re.search("logits of 27 positions of a text .* likeliest token the same in 100.00%", capsys.readouterr().out)
     data = build(parse_toml(open_checkpoint(tmp_path / "ours").manifest.state["config"], "")).data
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
-    model, config, tokenizer, step = load_model(tmp_path / "ours", torch.device("cpu"))  # what generate.py does
-    assert (tokenizer.vocab_size, tokenizer.eod, step) == (V - 20, 2, 0)
-    assert model.embedding is not None and model.embedding.word.shape[0] == 128
+    model = load_model(tmp_path / "ours", Mesh.alone())  # what generate.py does
+    assert (model.tokenizer.vocab_size, model.tokenizer.eod, model.step) == (V - 20, 2, 0)
+    assert model.stage.embedding is not None and model.stage.embedding.word.shape[0] == 128
     back = tmp_path / "back"
-    assert tool("--load", tmp_path / "ours", "--to-hf", back, "--check", "--check-logits") == 0
+    assert tool("--load", tmp_path / "ours", "--to-hf", back, "--check") == 0
     assert_same_bits(tensors_in(back), tensors_in(folder))
     kept = {p.name for p in folder.iterdir()} - {"modeling_evil.py"}
     assert {p.name for p in back.iterdir()} == kept
@@ -308,6 +255,67 @@ def test_other_logits_are_seen(models, tmp_path: Path, capsys) -> None:
     _tensors(folder, lambda t: t["transformer.ln_f.bias"].add_(1.0))
     found = logits.compare_logits(folder, source := open_checkpoint(tmp_path / "ours"), saved_model(source), V)
     assert found.largest > 0.1 and found.agreement < 1 and found.positions == 2 * S
+
+
+def test_the_check_fails_with_other_logits(models, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Right weights under options that compute something else."""
+    folder = models("gpt2")[1]
+    real = convert_checkpoint.saved_model
+    monkeypatch.setattr(convert_checkpoint, "saved_model", lambda s: replace(real(s), activation="gelu_erf"))
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 1
+    out = capsys.readouterr().out
+    assert "all bits equal" in out and "logits of 96 random tokens differ by" in out
+    assert tool("--from-hf", folder, "--save", tmp_path / "again", "--check-bits") == 0
+    assert "logits" not in capsys.readouterr().out
+
+
+ALONE = """
+import sys, threading, time
+sys.modules["transformers"] = None  # an import of it fails
+sys.path.insert(0, sys.argv[1])
+import convert_checkpoint as tool
+
+def used():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(x.split()[1]) / 1024 for x in lines if x.startswith("RssAnon"))
+
+tiny, big, folder = sys.argv[2:]
+assert tool.main(["--from-hf", tiny, "--save", folder + "/a", "--check"]) == 0  # what is imported late is there now
+assert tool.main(["--load", folder + "/a", "--to-hf", folder + "/b", "--check"]) == 0
+for words in (["--from-hf", big, "--save", folder + "/c"], ["--load", folder + "/c", "--to-hf", folder + "/d"]):
+    before, most, going = used(), [used()], [True]
+    def watch():
+        while going:
+            most.append(used())
+            time.sleep(0.001)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert tool.main([*words, "--check-bits"]) == 0
+    going.clear()
+    thread.join()
+    print("peak", max(most) - before)
+"""
+
+
+def test_one_tensor_at_a_time_and_without_transformers(models, tmp_path: Path) -> None:
+    theirs = make("llama", tmp_path / "big", hidden_size=256, intermediate_size=1024, num_hidden_layers=32)
+    total = sum(p.numel() * 4 for p in theirs.parameters()) / 2**20
+    largest = max(p.numel() * 4 for p in theirs.parameters()) / 2**20
+    del theirs
+    words = [
+        sys.executable,
+        "-c",
+        ALONE,
+        str(ROOT / "tools"),
+        str(models("gpt2")[1]),
+        str(tmp_path / "big"),
+        str(tmp_path),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("logits are not compared; pip install transformers") == 2
+    peaks = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak")]
+    assert len(peaks) == 2 and total > 100 and max(peaks) < 8 + 4 * largest, peaks
 
 
 def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train.checkpoints import open_saver, save, start_run, with_checkpoint_args
+from megalite.train.generate import load_model
 from megalite.train.loop import Plan, StopSignal, train
 from megalite.train.run_dir import Exit
-from megalite.train.sample import load_model
 from megalite.train.setup import SetupError, build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
@@ -350,5 +350,5 @@ def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None
             with pytest.raises(CheckpointError, match=r"tokenizer: .* here, .* in the checkpoint"):
                 start_run(run, config)
             with pytest.raises(SetupError, match="put back the tokenizer that it was trained with"):
-                load_model(tmp_path / "run", CPU)
+                load_model(tmp_path / "run", ALONE)
         run.close()

@@ -1,0 +1,36 @@
+"""What attention has computed for earlier positions, so that generation reads a token's keys and values once.
+
+The first forward pass brings the prompts, padded at their end to one length; each later one a few tokens at places of
+each sample's own. What a pass leaves behind a sample's last token (padding) is never seen: places are written again
+before a query comes that far. Bytes: 2 T B g K times the size of an element for each layer of this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.attention import attention
+from megalite.kernels.cached_attention import cached_attention
+
+
+class KeyValueCache:
+    """`length`: T, places per sample. `places_SB`: of the tokens in the next forward pass; 0 .. S - 1 in the first."""
+
+    def __init__(self, length: int, places_SB: Tensor):
+        self.length, self.places_SB = length, places_SB
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor, *, scale: float) -> Tensor:
+        """Store the new keys and values of `layer`, and let the queries see all up to their own place: o_SBhK."""
+        first = layer not in self._layers
+        if first:
+            shape = (self.length, *k_SBgK.shape[1:])
+            self._layers[layer] = (k_SBgK.new_zeros(shape), v_SBgK.new_zeros(shape))
+        k_TBgK, v_TBgK = self._layers[layer]
+        samples_B = torch.arange(k_SBgK.shape[1], device=k_SBgK.device)
+        k_TBgK[self.places_SB, samples_B] = k_SBgK
+        v_TBgK[self.places_SB, samples_B] = v_SBgK
+        if first:  # nothing came before: the training path, which makes no mask
+            return attention(q_SBhK, k_SBgK, v_SBgK, scale=scale)
+        return cached_attention(q_SBhK, k_TBgK, v_TBgK, self.places_SB, scale=scale)

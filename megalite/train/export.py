@@ -1,0 +1,116 @@
+"""A run that ends with a Hugging Face directory: --export-hf.
+
+After the last step the ranks write their parts side by side, as for every checkpoint, and the first one puts tensor
+after tensor together from them, so that no process ever holds the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint import hugging_face, storage, writer
+from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint.convert import Ours
+from megalite.checkpoint.hugging_face_config import choose_family
+from megalite.checkpoint.hugging_face_write import write_model
+from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.whole import Source
+from megalite.config import Config, DataConfig
+from megalite.data.tokenizer import SENTENCEPIECE
+from megalite.parallel.comm import broadcast_
+from megalite.train.checkpoints import pieces_to_save
+from megalite.train.hugging_face import named_by
+from megalite.train.setup import SetupError
+from megalite.train.state import Run
+
+
+def family_in(folder: Path | None) -> str | None:
+    """model_type of a model directory; None where `folder` is none."""
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    family = hugging_face.read_json(folder / "config.json").get("model_type")
+    return family if isinstance(family, str) else None
+
+
+def like_of(data: DataConfig) -> Path | None:
+    """The model directory that the run's tokenizer is from: an export takes its other files, and token ids, from
+    there. None for a tokenizer file under a name of its own, whose neighbours may be anything."""
+    name = data.tokenizer_model or data.vocab_file
+    if name is None:
+        return None
+    path = Path(name)
+    return path if path.is_dir() else path.parent if path.name in hugging_face.COMPANIONS else None
+
+
+def tokenizer_files(data: DataConfig, eod: int | None) -> dict[str, Path | str]:
+    """What an export holds besides the model, by name: the tokenizer as transformers finds it."""
+    files = hugging_face.companions(like_of(data))
+    if data.tokenizer_model is not None and Path(data.tokenizer_model).is_file():
+        name = {"HuggingFaceTokenizer": "tokenizer.json"}.get(data.tokenizer_type or "", "tokenizer.model")
+        if data.tokenizer_type in ("HuggingFaceTokenizer", *SENTENCEPIECE):
+            files[name] = Path(data.tokenizer_model)
+    if data.vocab_file is not None and data.merge_file is not None:
+        files |= {"vocab.json": Path(data.vocab_file), "merges.txt": Path(data.merge_file)}
+    source = files.get("tokenizer.json")
+    if isinstance(source, Path) and "tokenizer_config.json" not in files:  # without it transformers would guess
+        added = hugging_face.read_json(source).get("added_tokens") or []
+        ends = [one.get("content") for one in added if isinstance(one, dict) and one.get("id") == eod]
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0] if ends else None}
+        files["tokenizer_config.json"] = json.dumps(settings) + "\n"
+    return files
+
+
+def export_family(config: Config) -> str:
+    """The family to export as: that of the directory begun with, where it can express the model. Raises
+    CheckpointError."""
+    return choose_family(config.model, None, family_in(named_by(config)) or family_in(like_of(config.data)))
+
+
+def check_export(config: Config) -> None:
+    """Raises SetupError where --export-hf cannot be done: no family has this model, something is there already, or
+    nothing can be written there."""
+    if config.checkpoint.export_hf is None:
+        return
+    target = Path(config.checkpoint.export_hf)
+    try:
+        export_family(config)
+    except CheckpointError as error:
+        raise SetupError(f"export_hf={str(target)!r}: {error}") from None
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SetupError(f"export_hf={str(target)!r} is not empty; give a new directory")
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise SetupError(f"export_hf={str(target)!r}: nothing can be written in {above}; give another directory")
+
+
+def export(run: Run, config: Config, eod: int | None) -> str | None:
+    """Write what --export-hf asks for: a line about it, on the first rank; collective until the weights are in files.
+
+    They are those of the checkpoint that --save has just made, or else of one beside the new directory that holds
+    weights only and is deleted afterwards. Raises CheckpointError.
+    """
+    c, mesh = config.checkpoint, run.mesh
+    if c.export_hf is None:
+        return None
+    family, target = export_family(config), Path(c.export_hf)
+    folder = None if c.save is None else storage.folder_of(c.save, run.state.step)
+    there = torch.tensor(int(folder is not None and (folder / "COMPLETE").is_file()), device=mesh.device)
+    temporary = target.with_name(f".{target.name}.weights")
+    if folder is None or not int(broadcast_(there, mesh.world)):
+        folder = writer.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
+    if not mesh.world.is_first:
+        return None
+    tokens = {"eos_token_id": eod, **hugging_face.token_ids(like_of(config.data) or named_by(config))}
+    try:
+        own = config.data.tokenizer_type is not None
+        files = tokenizer_files(config.data, eod) if own else hugging_face.companions(named_by(config))
+        ours = Ours(Source(folder, manifests.load(folder)), config.model.apply_layernorm_1p)
+        made = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return f"exported to {target}: {family}, {len(made.tensors)} tensors, vocabulary {run.vocab_size}"

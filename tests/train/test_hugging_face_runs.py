@@ -1,0 +1,383 @@
+"""Runs that begin with a Hugging Face directory and end with one, under any layout; what contradicts it is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hugging_face_cases import S, V, make, with_tokenizer
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import convert_checkpoint  # noqa: E402
+
+from megalite import cli  # noqa: E402
+from megalite.checkpoint.pieces import rectangles  # noqa: E402
+from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
+from megalite.config import Config  # noqa: E402
+from megalite.models.families import PRESETS  # noqa: E402
+from megalite.parallel.launch import Ranks  # noqa: E402
+from megalite.train import hugging_face  # noqa: E402
+from megalite.train.batch import on_device  # noqa: E402
+from megalite.train.checkpoints import open_saver, save  # noqa: E402
+from megalite.train.export import export  # noqa: E402
+from megalite.train.run import preflight  # noqa: E402
+from megalite.train.setup import SetupError, build_run  # noqa: E402
+from megalite.train.step import train_step  # noqa: E402
+
+CPU = torch.device("cpu")
+BASE = (
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --seq-length 16 "
+    "--hidden-dropout 0 --attention-dropout 0 --device cpu"
+)
+LAYOUTS = {
+    "tp2 pp2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "tp2 dp2": "--tensor-model-parallel-size 2",
+    "pp2 vpp2 dp2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+}
+FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """(model of transformers, the directory it is saved in); of four layers."""
+    pytest.importorskip("transformers")
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def get(name: str) -> tuple[Any, Path]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("hf") / "model"
+            layers = {"n_layer": 4} if name.startswith("gpt2") else {"num_hidden_layers": 4}
+            made[name] = make(name, folder, **layers), folder
+        return made[name]
+
+    return get
+
+
+def parse(folder: Path | str, *flags: str, base: str = BASE) -> Config:
+    return cli.parse([*base.split(), "--load", str(folder), *flags], PRESETS)
+
+
+def taken(folder: Path, *flags: str, base: str = BASE) -> Config:
+    return hugging_face.with_source(parse(folder, "--use-checkpoint-args", *flags, base=base))
+
+
+def first_step(folder: str, flags: str) -> tuple[float, list[torch.Tensor]]:
+    """(loss of the first step of a run that begins with `folder`, its tokens [B, S + 1]) on this rank."""
+    import torch.distributed as dist
+
+    config = taken(Path(folder), *flags.split())
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    run = build_run(config, ranks, CPU)
+    assert hugging_face.start(run, config) is not None
+    hosts, _ = run.data.get(0, 4)
+    batches = [on_device(host, CPU, 1) for host in hosts]
+    tokens = [torch.cat([b.tokens_SB, b.labels_SB[-1:]]).T for b in batches if b.labels_SB is not None]
+    loss = train_step(run).loss
+    run.close()
+    return loss, tokens
+
+
+def _first_steps(folder: str, layouts: list[str]) -> list[float]:
+    return [first_step(folder, layout)[0] for layout in layouts]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_first_loss_is_that_of_transformers_under_every_layout(models, name: str) -> None:
+    theirs, folder = models(name)
+    loss, tokens = first_step(str(folder), "")
+    with torch.no_grad():
+        want = float(theirs(ids := torch.cat(tokens), labels=ids).loss)
+    assert want > 1.05 * torch.tensor(float(V)).log()  # nothing that random weights of ours would give
+    assert loss == pytest.approx(want, rel=2e-6)
+    layouts = [flags for flags in LAYOUTS.values() if name == "llama" or flags == LAYOUTS["tp2 pp2"]]
+    for losses in run_ranks(4, _first_steps, str(folder), layouts):
+        assert losses == pytest.approx([want] * len(layouts), rel=1e-5)
+
+
+def _differing(folder: str, converted: str, layouts: list[str]) -> list[str]:
+    """Names of this rank's pieces that are not, bit by bit, what is in a checkpoint made by the converter."""
+    import torch.distributed as dist
+
+    source, names = open_checkpoint(Path(converted)), []
+    for flags in layouts:
+        config = taken(Path(folder), *flags.split())
+        run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
+        hugging_face.start(run, config)
+        pieces = [e.piece for e in run.optimizer.pieces() if e.piece.name.startswith("model/")]
+        assert pieces
+        for piece in pieces:
+            want = torch.cat([source.read(piece.name, box).view(-1) for box, _ in rectangles(piece.box, piece.span)])
+            if not torch.equal(piece.data.view(torch.int32), want.view(torch.int32)):
+                names.append(f"{flags}: {piece.name}")
+        run.close()
+    return names
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gpt_neox"])
+def test_every_rank_holds_its_part_bit_for_bit(models, name: str, tmp_path: Path) -> None:
+    _, folder = models(name)
+    assert convert_checkpoint.main(["--from-hf", str(folder), "--save", str(tmp_path)]) == 0
+    layouts = [*LAYOUTS.values(), "--tensor-model-parallel-size 4"]
+    for differing in run_ranks(4, _differing, str(folder), str(tmp_path), layouts):
+        assert differing == []
+
+
+def test_half_precision_keeps_the_exact_values_as_main_weights(models) -> None:
+    theirs, folder = models("llama")
+    config = taken(folder, "--bf16")
+    run = build_run(config, Ranks(), CPU)
+    found = hugging_face.start(run, config)
+    assert found is not None and "llama in float32" in found[1][0]
+    pieces = {e.piece.name: e.piece.data for e in run.optimizer.pieces()}
+    word = theirs.model.embed_tokens.weight.detach()
+    main = pieces["optimizer.main/embedding.word"].view(V, -1)
+    assert torch.equal(main, word)
+    assert torch.equal(pieces["model/embedding.word"].view(V, -1), word.bfloat16())
+    run.close()
+
+
+# ---- options
+
+
+MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
+MODEL += "--ffn-hidden-size 48 --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --vocab-size 93 "
+MODEL += (
+    "--use-rotary-position-embeddings --rotary-base 500000 --use-rope-scaling --untie-embeddings-and-output-weights"
+)
+
+
+def test_options_that_contradict_are_named_together(models) -> None:
+    _, folder = models("llama")
+    right = hugging_face.with_source(parse(folder, *MODEL.split()))
+    assert right.model.num_layers == 4 and right.data.tokenizer_type is None
+    wrong = f"{MODEL} --num-layers 6 --squared-relu --norm-epsilon 1e-5 --vocab-size 95 --ckpt-step 3"
+    with pytest.raises(SetupError) as error:
+        hugging_face.with_source(parse(folder, *wrong.split()))
+    lines = str(error.value).splitlines()
+    assert len(lines) == 5 and all("--use-checkpoint-args" in line for line in lines)
+    for text in (
+        "num_layers: 6 here, 4 in",
+        "activation: 'squared_relu' here, 'swiglu' in",
+        "norm_epsilon: 1e-05 here, 1e-06 in",
+        "vocab_size: 95 here, 93 in",
+        "ckpt_step=3, but",
+    ):
+        assert text in str(error.value)
+    with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; leave it away"):
+        taken(folder, "--num-layers", "6")
+
+
+def test_learned_positions_must_be_as_many(models) -> None:
+    _, folder = models("gpt2")
+    flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4"
+    assert hugging_face.with_source(parse(folder, *flags.split(), "--max-position-embeddings", str(S)))
+    with pytest.raises(SetupError, match="max_position_embeddings: 16 here, 48 in"):
+        hugging_face.with_source(parse(folder, *flags.split()))
+
+
+def test_a_damaged_directory_and_another_kind_of_model_are_refused(models, tmp_path: Path) -> None:
+    folder = copy_of(models("llama")[1], tmp_path / "a")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(SetupError, match="not a whole safetensors file"):
+        taken(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(SetupError, match="model_type='mamba' is not one of"):
+        taken(folder)
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_bytes((folder / name).read_bytes())
+    return target
+
+
+def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -> None:
+    folder = copy_of(models("llama")[1], tmp_path / "model")
+    assert (config := taken(folder)).data.tokenizer_type is None and config.data.vocab_size == V
+    with_tokenizer(folder, V - 20)
+    data = taken(folder, "--reset-position-ids").data  # needs the id that ends a document
+    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
+    assert preflight(taken(folder), Ranks()).vocab_size == data.vocab_size == V
+    given = taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V - 1)).data
+    assert given.tokenizer_type == "NullTokenizer" and given.tokenizer_model is None
+    with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):
+        taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V))
+    other = copy_of(folder, tmp_path / "other")
+    with_tokenizer(other, V + 7)
+    assert taken(other).data.tokenizer_type is None  # more tokens than rows
+    with pytest.raises(SetupError, match="vocab_size: 100 here, 93 in"):
+        taken(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other))
+
+
+def test_without_any_vocabulary_a_load_that_has_none_is_refused(tmp_path: Path) -> None:
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    config = hugging_face.with_source(parse(tmp_path, *flags.split()))
+    with pytest.raises(SetupError, match="vocab_size is not set"):
+        preflight(config, Ranks())
+
+
+def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tmp_path: Path) -> None:
+    _, folder = models("qwen2")
+    again = ("--pretrained-checkpoint", str(folder), "--save", str(tmp_path / "run"), "--save-interval", "1")
+    config = taken(tmp_path / "run", *again)
+    run = build_run(config, Ranks(), CPU)
+    saver = open_saver(run, config)
+    assert saver is not None and hugging_face.start(run, config) is not None
+    train_step(run)
+    save(run, saver, "num_layers = 4\n")
+    saver.close()
+    run.close()
+    assert hugging_face.source_of(config) is None and hugging_face.start(run, config) is None
+    direct = parse(folder, "--use-checkpoint-args", "--save", str(tmp_path / "other"), "--save-interval", "1")
+    run = build_run(config := hugging_face.with_source(direct), Ranks(), CPU)
+    found = hugging_face.start(run, config)
+    run.close()
+    assert found is not None and "--pretrained-checkpoint" in found[1][1]
+
+
+# ---- --export-hf
+
+
+def program(*flags: str, base: str = BASE) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *base.split(), *flags]
+    return subprocess.run(words, capture_output=True, text=True, timeout=110, cwd=ROOT)
+
+
+@pytest.mark.parametrize("how", ["one process", "tp2 pp2, saving"])
+def test_a_run_from_a_directory_to_a_directory(models, how: str, tmp_path: Path) -> None:
+    """With a learning rate of zero, what comes out is what went in, bit for bit."""
+    folder = copy_of(models("llama")[1], tmp_path / "model")
+    with_tokenizer(folder, V - 20)
+    flags = ["--load", str(folder), "--use-checkpoint-args", "--lr", "0", "--run-dir", str(tmp_path / "run")]
+    flags += ["--export-hf", str(tmp_path / "out"), "--log-interval", "1"]
+    if how != "one process":
+        flags += [*LAYOUTS["tp2 pp2"].split(), "--nproc", "4", "--save", str(tmp_path / "run"), "--save-interval", "1"]
+    done = program(*flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"begins with {folder} at step 0" in done.stdout and "weights of llama in float32" in done.stdout
+    assert f"exported to {tmp_path / 'out'}: llama" in done.stdout
+    a, b = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert a.keys() == b.keys() and all(torch.equal(a[n].view(torch.int32), b[n].view(torch.int32)) for n in a)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]  # no temporary is left
+
+
+def test_an_export_that_fails_is_told_and_what_was_saved_stays(models, tmp_path: Path) -> None:
+    _, folder = models("gpt2")
+    (tmp_path / ".out.part").write_text("in the way")
+    run = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
+    flags = ["--load", str(folder), "--use-checkpoint-args", "--export-hf", str(tmp_path / "out"), *run]
+    done = program(*flags)
+    assert done.returncode == 1 and "cannot be written" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["outcome"] == "crash"
+    (tmp_path / ".out.part").unlink()
+    flags[1] = str(tmp_path / "run")  # the run is at its end: what is left is the export
+    done = program(*flags)
+    assert done.returncode == 0 and f"exported to {tmp_path / 'out'}: gpt2" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["json", "sentencepiece"])
+def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path: Path) -> None:
+    """As transformers finds it; its neighbours are not taken for parts of it."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    (tmp_path / "vocab.json").write_text("{}")
+    if kind == "json":
+        tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "river": 2}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+        tokenizer.add_special_tokens(["</s>"])
+        tokenizer.save(str(tmp_path / "mine.json"))
+        flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "mine.json")]
+    else:
+        import sentencepiece
+
+        (tmp_path / "text").write_text("the river rose in the night and fell\n" * 20)
+        how = {"vocab_size": 30, "model_type": "bpe", "minloglevel": 2, "hard_vocab_limit": False}
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(tmp_path / "text"), model_prefix=str(tmp_path / "mine"), **how
+        )
+        flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "mine.model")]
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --mock-data --max-position-embeddings 16".split()
+    flags += [*shape, "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--save-interval", "2"]
+    done = program(*flags, "--export-hf", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert convert_checkpoint.main(["--load", str(tmp_path / "run"), "--to-hf", str(tmp_path / "tool")]) == 0
+    for folder in (tmp_path / "out", tmp_path / "tool"):
+        assert not (folder / "vocab.json").exists()
+        config = transformers.AutoConfig.from_pretrained(folder)
+        if kind == "json":
+            found = transformers.AutoTokenizer.from_pretrained(folder)
+            assert found("the river the").input_ids == [1, 2, 1] and found.eos_token == "</s>"
+            assert (config.vocab_size, config.eos_token_id) == (4, 3)
+        else:
+            assert (folder / "tokenizer.model").read_bytes() == (tmp_path / "mine.model").read_bytes()
+            assert config.eos_token_id == 2
+
+
+def test_the_plan_of_a_run_that_begins_with_a_directory(models) -> None:
+    done = program("--load", str(models("llama")[1]), "--use-checkpoint-args", "--dry-run")
+    assert done.returncode == 0 and "vocabulary 93, padded to 128" in done.stdout, done.stderr
+
+
+def _exported(folder: str, target: str, flags: str) -> str | None:
+    import torch.distributed as dist
+
+    config = taken(Path(folder), "--export-hf", target, *flags.split())
+    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
+    hugging_face.start(run, config)
+    train_step(run)
+    run.buffer.wait_gather()
+    line = export(run, config, 2)
+    run.close()
+    return line
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trained_weights_are_exported_without_saving(models, layout: str, tmp_path: Path) -> None:
+    import transformers
+
+    _, folder = models("gpt2" if layout == "tp2 pp2" else "qwen3")
+    lines = run_ranks(4, _exported, str(folder), str(tmp_path / layout), LAYOUTS[layout])
+    assert lines[0] is not None and lines[1:] == [None] * 3
+    assert [p.name for p in tmp_path.iterdir()] == [layout]
+    config = taken(folder)
+    run = build_run(config, Ranks(), CPU)
+    hugging_face.start(run, config)
+    train_step(run)
+    hosts, _ = run.data.get(4, 4)
+    batches = [on_device(host, CPU, 2) for host in hosts]
+    want = float(run.pipeline.evaluate(batches))
+    run.close()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / layout).eval()
+    assert model.config.eos_token_id == 2
+    ids = torch.cat([torch.cat([b.tokens_SB, b.labels_SB[-1:]]).T for b in batches if b.labels_SB is not None])
+    with torch.no_grad():
+        got = float(model(ids, labels=ids).loss) * ids[:, 1:].numel()
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path) -> None:
+    small = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 93"
+    config = cli.parse([*BASE.split(), *small.split(), "--squared-relu", "--export-hf", str(tmp_path / "x")], PRESETS)
+    with pytest.raises(SetupError, match="(?s)export_hf=.*no family of Hugging Face has this model.*squared_relu"):
+        preflight(config, Ranks())
+    (tmp_path / "mine").write_text("x")
+    config = cli.parse([*BASE.split(), *small.split(), "--export-hf", str(tmp_path / "mine" / "x")], PRESETS)
+    with pytest.raises(SetupError, match="nothing can be written in .*mine; give another directory"):
+        preflight(config, Ranks())
+    done = program(*small.split(), "--export-hf", str(tmp_path), "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 2 and "is not empty; give a new directory" in done.stderr, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
