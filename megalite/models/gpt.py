@@ -24,7 +24,7 @@ from megalite.kernels.rope import RopeScaling, rope_tables
 from megalite.nn.attention import Attention, Coordinates
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, word_spec
 from megalite.nn.linear import gather_linear
-from megalite.nn.loss import cross_entropy
+from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker
@@ -110,7 +110,10 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, logits over this rank's part of the vocabulary, loss. `word` is the tied weight, or None."""
+    """Final norm, then the loss; without labels the logits over this rank's part of the vocabulary.
+
+    `word` is the tied weight, or None.
+    """
 
     def __init__(self, make: Maker, model: ModelConfig, spec: ParamSpec, word: nn.Parameter | None, vocab_size: int):
         super().__init__()
@@ -121,11 +124,10 @@ class Head(nn.Module):
         self.weight = word if word is not None else make(spec)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
-        (logits_SBv,) = gather_linear(self.norm(x_sBD), [self.weight], self.tp)
+        h_sBD = self.norm(x_sBD)
         if batch.labels_SB is None:
-            return logits_SBv
-        loss_SB = cross_entropy(logits_SBv, batch.labels_SB, self.tp, self.vocab_size)
-        return loss_SB.sum() if batch.mask_SB is None else (loss_SB * batch.mask_SB).sum()
+            return gather_linear(h_sBD, [self.weight], self.tp)[0]
+        return linear_cross_entropy(h_sBD, self.weight, batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
 
 
 class Stage(nn.Module):
