@@ -221,6 +221,13 @@ def test_bf16_stays_close(item: Row) -> None:
     _compare(item, None, BF16, 0.1)
 
 
+def test_moments_in_bf16_are_rounded_alike_under_every_layout() -> None:
+    """In fp64 only: what is rounded at random magnifies the rounding of fp32."""
+    model = LLAMA + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    _compare(row("llama bf16 moments", 8, model, tp=2, pp=2), "float64", 1e-10, 1e-9)
+    assert alone(model + " ", "float64").losses[-1] != alone(LLAMA + " ", "float64").losses[-1]
+
+
 def test_borders_of_documents_change_the_result() -> None:
     """The rows with documents say nothing unless there are some."""
     assert alone(GPT + BORDERS + " ", "float64").losses[0] != alone(GPT + " ", "float64").losses[0]
