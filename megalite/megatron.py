@@ -30,7 +30,8 @@ auto-detect-ckpt-format use-dist-ckpt dist-ckpt-format=1 ckpt-fully-parallel-sav
 no-ckpt-fully-parallel-save ckpt-assume-constant-structure dist-ckpt-strictness=1 dist-ckpt-optim-fully-reshardable
 deterministic-mode no-overlap-p2p-communication account-for-embedding-in-pipeline-split
 account-for-loss-in-pipeline-split disable-gloo-process-groups use-checkpoint-opt-param-scheduler
-use-precision-aware-optimizer override-opt-param-scheduler init-model-with-meta-device verify-integrity distribute-saved-activations
+use-precision-aware-optimizer override-opt-param-scheduler init-model-with-meta-device verify-integrity
+distribute-saved-activations
 
 randomness is computed from the seed and the step, there is no state of it
 no-load-rng no-save-rng
