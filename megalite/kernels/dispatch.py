@@ -118,23 +118,26 @@ def kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Block:
-    """The tile of one program: rows x columns elements (columns a power of two), and its warps."""
+    """The tile of one program: rows x columns elements (columns a power of two), and its warps. `programs`: how many
+    per multiprocessor where a program walks over many tiles."""
 
     rows: int
     columns: int
     warps: int
+    programs: int = 1
 
 
-def block_for(table: tuple[tuple[int, int, int], ...], columns: int) -> Block:
-    """The tile that holds whole rows of `columns`, from a table (largest width, rows, warps) in rising order.
+def block_for(table: tuple[tuple[int, ...], ...], columns: int) -> Block:
+    """The tile that holds whole rows of `columns`, from a table in rising order of
+    (largest width, rows, warps[, programs]).
 
     >>> block_for(((128, 8, 4), (4096, 1, 8)), 1000)
-    Block(rows=1, columns=1024, warps=8)
+    Block(rows=1, columns=1024, warps=8, programs=1)
     """
     width = power_of_two(columns)
-    for largest, rows, warps in table:
+    for largest, rows, warps, *programs in table:
         if width <= largest:
-            return Block(rows, width, warps)
+            return Block(rows, width, warps, *programs)
     raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch twin")
 
 
@@ -151,6 +154,11 @@ def ceil_div(a: int, b: int) -> int:
 def processors(device: torch.device) -> int:
     """Multiprocessors of a card; on CPU a small number, so that the interpreter sees programs share the work."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def stat_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which reductions over `x` are taken."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def as_rows(x: Tensor) -> Tensor:
