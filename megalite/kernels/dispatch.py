@@ -25,8 +25,8 @@ CHOICES = ("auto", "triton", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
 
-# What has a Triton kernel, and what has only its torch form; the plan at start prints it.
-IN_TRITON = ("rms_norm",)
+# The modules that have Triton kernels, and those that have only their torch form; the plan at start prints both.
+IN_TRITON = ("rms_norm", "layer_norm", "rope", "swiglu", "bias_gelu", "dropout")
 IN_TORCH = ("attention", "cross_entropy", "adamw")
 
 
@@ -74,10 +74,11 @@ def use_triton(x: Tensor, columns: int = 1) -> bool:
     return runs_triton(x.device.type) and x.dtype in DTYPES and 0 < columns <= LARGEST_TILE and x.numel() > 0
 
 
-def describe(device_type: str) -> str:
+def describe_kernels(device_type: str) -> str:
     """One line for the plan. Raises KernelError as `runs_triton` does."""
     if not runs_triton(device_type):
-        return f"torch (MEGALITE_KERNELS={choice()})"
+        missing = choice() == "auto" and device_type == "cuda" and not installed()
+        return "torch (triton is not installed)" if missing else f"torch (MEGALITE_KERNELS={choice()})"
     how = "triton's interpreter" if interpreted() else "triton"
     return f"{how}: {', '.join(IN_TRITON)}" + (f"; torch: {', '.join(IN_TORCH)}" if IN_TORCH else "")
 

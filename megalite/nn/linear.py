@@ -10,7 +10,8 @@ hides behind the matmul for dx, and the reduce-scatter of dx behind the matmuls 
     after    | gather x ............  |  scatter dx ..............  |
              | dx = dy W              |  dW = dy^T x                |
 
-The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored.
+The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored; where a
+kernel adds the bias too, u + bias is not stored either.
 Rejected: a differentiable gather before the matmul, which saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
 """
 
@@ -83,7 +84,7 @@ def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis) -> tuple[Tenso
 def linear_scatter(
     u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: str | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Add `bias` [f] to u, apply `activation` (a name of kernels/activation.py), multiply, sum over tp, keep this rank's
+    """Add `bias` [f], apply `activation` (a name of kernels/activation.py), multiply, sum over tp, keep this rank's
     positions."""
     if bias is not None and not (activation is not None and ACTIVATIONS[activation].takes_bias and use_triton(u_SBf)):
         u_SBf, bias = add_bias(u_SBf, bias), None
