@@ -23,8 +23,8 @@ from megalite.kernels.dispatch import (
     Block,
     as_rows,
     ceil_div,
+    fit,
     kernel,
-    power_of_two,
     processors,
     stat_dtype,
     use_triton,
@@ -65,14 +65,17 @@ def _gelu(x, TANH: tl.constexpr):
 
 
 @kernel
-def _forward(U, B, A, columns, stride, BIAS: tl.constexpr, TANH: tl.constexpr, COLUMNS: tl.constexpr):
+def _forward(
+    U, B, A, rows, columns, stride,
+    BIAS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     ACC: tl.constexpr = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < columns
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (at < columns)
     x = tl.load(U + row * stride + at, mask=inside, other=0.0).to(ACC)
     if BIAS:
-        x += tl.load(B + at, mask=inside, other=0.0).to(ACC)
+        x += tl.load(B + at, mask=at < columns, other=0.0).to(ACC)
     a, _ = _gelu(x, TANH)
     tl.store(A + row * columns + at, a.to(A.dtype.element_ty), mask=inside)
 
@@ -80,16 +83,16 @@ def _forward(U, B, A, columns, stride, BIAS: tl.constexpr, TANH: tl.constexpr, C
 @kernel
 def _backward(
     U, B, DA, A, DU, PARTIAL, rows, columns, stride_u, stride_da,
-    BIAS: tl.constexpr, TANH: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < columns
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     if BIAS:
-        b = tl.load(B + at, mask=inside, other=0.0).to(ACC)
-        db = tl.zeros((COLUMNS,), dtype=ACC)
-    for number in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = tl.full((), 0, tl.int64) + number
+        b = tl.load(B + at, mask=at < columns, other=0.0).to(ACC)
+        db = tl.zeros((ROWS, COLUMNS), dtype=ACC)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = tl.arange(0, ROWS).to(tl.int64)[:, None] + first
+        inside = (row < rows) & (at < columns)
         x = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(ACC)
         if BIAS:
             x += b
@@ -100,17 +103,19 @@ def _backward(
         if BIAS:
             db += dx
     if BIAS:
-        tl.store(PARTIAL + tl.program_id(0).to(tl.int64) * columns + at, db, mask=inside)
+        own = PARTIAL + tl.program_id(0).to(tl.int64) * columns + at
+        tl.store(own, tl.sum(db, 0)[None, :], mask=at < columns)
 
 
 def forward(u: Tensor, bias: Tensor | None, tanh: bool, block: Block) -> Tensor:
     u_NF = as_rows(u)
     rows, columns = u_NF.shape
-    width = min(block.columns, power_of_two(columns))
+    block = fit(block, columns)
     a = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     b = u if bias is None else bias.contiguous()
-    _forward[(rows, ceil_div(columns, width))](
-        u_NF, b, a, columns, u_NF.stride(0), bias is not None, tanh, width, num_warps=block.warps
+    _forward[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
+        *(u_NF, b, a, rows, columns, u_NF.stride(0), bias is not None, tanh, block.rows, block.columns),
+        num_warps=block.warps,
     )
     return a
 
@@ -118,15 +123,16 @@ def forward(u: Tensor, bias: Tensor | None, tanh: bool, block: Block) -> Tensor:
 def backward(u: Tensor, da: Tensor, bias: Tensor | None, tanh: bool, block: Block) -> tuple[Tensor, ...]:
     u_NF, da_NF = as_rows(u), as_rows(da)
     rows, columns = u_NF.shape
-    width = min(block.columns, power_of_two(columns))
-    across = ceil_div(columns, width)
-    programs = min(rows, ceil_div(block.programs * processors(u.device), across)) if bias is not None else rows
+    block = fit(block, columns)
+    across, programs = ceil_div(columns, block.columns), ceil_div(rows, block.rows)
+    if bias is not None:
+        programs = min(programs, ceil_div(block.programs * processors(u.device), across))
     a, du = (torch.empty(u.shape, dtype=u.dtype, device=u.device) for _ in range(2))
     partial = torch.empty((programs if bias is not None else 0, columns), dtype=stat_dtype(u), device=u.device)
     b = u if bias is None else bias.contiguous()
     _backward[(programs, across)](
         *(u_NF, b, da_NF, a, du, partial, rows, columns, u_NF.stride(0), da_NF.stride(0)),
-        *(bias is not None, tanh, width),
+        *(bias is not None, tanh, block.rows, block.columns),
         num_warps=block.warps,
     )
     return (a, du) if bias is None else (a, du, sum_rows(partial, bias.dtype))

@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -140,6 +140,16 @@ def block_for(table: tuple[tuple[int, ...], ...], columns: int) -> Block:
         if width <= largest:
             return Block(rows, width, warps, *programs)
     raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch twin")
+
+
+def fit(block: Block, columns: int) -> Block:
+    """The same number of elements for rows of `columns`: where they are narrower than the tile, several of them.
+
+    >>> fit(Block(1, 2048, 4), 500)
+    Block(rows=4, columns=512, warps=4, programs=1)
+    """
+    width = min(block.columns, power_of_two(columns))
+    return replace(block, rows=block.rows * block.columns // width, columns=width)
 
 
 def power_of_two(n: int) -> int:

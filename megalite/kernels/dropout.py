@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.dispatch import Block, as_rows, ceil_div, kernel, power_of_two, use_triton
+from megalite.kernels.dispatch import Block, as_rows, ceil_div, fit, kernel, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -75,27 +75,23 @@ def drop_reference(
 
 
 @kernel
-def _mix(h):
+def _chain(h, axis):
+    """The hash with one more coordinate; 32 bits wrap as the mask of the definition does."""
+    h = h ^ (axis.to(tl.uint32) * 0x9E3779B1 + 0x7F4A7C15)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
 
 
-@kernel
-def _chain(h, axis):
-    """The hash with one more coordinate; 32 bits wrap as the mask of the definition does."""
-    return _mix(h ^ (axis.to(tl.uint32) * 0x9E3779B1 + 0x7F4A7C15))
-
-
 @kernel(do_not_specialize=["key"])
 def _drop(
-    X, A, IDS, Y, key, first_position, batch, columns, stride_x, stride_a,
-    P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr, COLUMNS: tl.constexpr,
+    X, A, IDS, Y, key, first_position, batch, rows, columns, stride_x, stride_a,
+    P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < columns
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (at < columns)
     h = _chain(key.to(tl.uint32), tl.load(IDS + row % batch))
     h = _chain(h, row // batch + first_position)
     keep = _chain(h, at) >= THRESHOLD
@@ -118,12 +114,12 @@ def drop(
     x_ND = as_rows(x_sBD)
     a_ND = x_ND if residual is None else as_rows(residual)
     rows, columns = x_ND.shape
-    width = min(block.columns, power_of_two(columns))
+    block = fit(block, columns)
     y = torch.empty(x_sBD.shape, dtype=x_sBD.dtype, device=x_sBD.device)
     signed = key - 2**32 if key >= 2**31 else key  # always 32 bits, or Triton would compile for each width
-    _drop[(rows, ceil_div(columns, width))](
-        *(x_ND, a_ND, sample_ids_B.contiguous(), y, signed, first_position, x_sBD.shape[1], columns),
-        *(x_ND.stride(0), a_ND.stride(0), p, int(p * 2**32), residual is not None, width),
+    _drop[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
+        *(x_ND, a_ND, sample_ids_B.contiguous(), y, signed, first_position, x_sBD.shape[1], rows, columns),
+        *(x_ND.stride(0), a_ND.stride(0), p, int(p * 2**32), residual is not None, block.rows, block.columns),
         num_warps=block.warps,
     )
     return y

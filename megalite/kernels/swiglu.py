@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.dispatch import Block, as_rows, ceil_div, kernel, power_of_two, use_triton
+from megalite.kernels.dispatch import Block, as_rows, ceil_div, fit, kernel, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-# One row of up to 2048 columns per program: 16 elements per thread, which is two 16-byte loads of bf16 from each half.
+# Up to 2048 columns of a row per program, or several narrow rows: 16 elements per thread, which is two 16-byte loads of
+# bf16 from each half.
 FORWARD = Block(1, 2048, 4)
 BACKWARD = Block(1, 1024, 4)  # three inputs and three results are held at once
 
@@ -42,22 +43,22 @@ def swiglu_backward_reference(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @kernel
-def _forward(U, A, columns, stride, COLUMNS: tl.constexpr):
+def _forward(U, A, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     ACC: tl.constexpr = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < columns
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (at < columns)
     g = tl.load(U + row * stride + at, mask=inside, other=0.0).to(ACC)
     u = tl.load(U + row * stride + columns + at, mask=inside, other=0.0).to(ACC)
     tl.store(A + row * columns + at, (g * tl.sigmoid(g) * u).to(A.dtype.element_ty), mask=inside)
 
 
 @kernel
-def _backward(U, DA, A, DU, columns, stride_u, stride_da, COLUMNS: tl.constexpr):
+def _backward(U, DA, A, DU, rows, columns, stride_u, stride_da, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     ACC: tl.constexpr = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < columns
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (at < columns)
     g = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(ACC)
     u = tl.load(U + row * stride_u + columns + at, mask=inside, other=0.0).to(ACC)
     da = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(ACC)
@@ -72,21 +73,22 @@ def _backward(U, DA, A, DU, columns, stride_u, stride_da, COLUMNS: tl.constexpr)
 def forward(u: Tensor, block: Block) -> Tensor:
     u_N2F = as_rows(u)
     rows, columns = u_N2F.shape[0], u.shape[-1] // 2
-    width = min(block.columns, power_of_two(columns))
+    block = fit(block, columns)
     a = torch.empty((*u.shape[:-1], columns), dtype=u.dtype, device=u.device)
-    grid = (rows, ceil_div(columns, width))
-    _forward[grid](u_N2F, a, columns, u_N2F.stride(0), width, num_warps=block.warps)
+    grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
+    _forward[grid](u_N2F, a, rows, columns, u_N2F.stride(0), block.rows, block.columns, num_warps=block.warps)
     return a
 
 
 def backward(u: Tensor, da: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     u_N2F, da_NF = as_rows(u), as_rows(da)
     rows, columns = da_NF.shape
-    width = min(block.columns, power_of_two(columns))
+    block = fit(block, columns)
     a = torch.empty(da.shape, dtype=u.dtype, device=u.device)
     du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    grid = (rows, ceil_div(columns, width))
-    _backward[grid](u_N2F, da_NF, a, du, columns, u_N2F.stride(0), da_NF.stride(0), width, num_warps=block.warps)
+    grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
+    strides = (u_N2F.stride(0), da_NF.stride(0))
+    _backward[grid](u_N2F, da_NF, a, du, rows, columns, *strides, block.rows, block.columns, num_warps=block.warps)
     return a, du
 
 
