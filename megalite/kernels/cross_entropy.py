@@ -3,17 +3,26 @@
     loss = lse - logit[label],  lse = max + log(sum exp(logit - max));   dlogit = (softmax - onehot(label)) * dloss
 
 Columns from `valid` on are padding: no probability, no gradient. The gradient is written over the logits. Arithmetic
-in fp32 (fp64 for fp64), a few rows at a time, so that what is not logits stays in cache.
+in fp32 (fp64 for fp64); torch's form takes a few rows at a time, so that what is not logits stays in cache.
+
+Bytes per row of v logits of e bytes, in Triton: v e for the first half, 2 v e for the second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megalite.kernels.rms_norm import stat_dtype
+from megalite.kernels.dispatch import kernel, stat_dtype, use_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# columns and warps per turn of a program, which walks along one row: 16 logits per thread, two 16-byte loads in bf16
+COLUMNS, WARPS = 4096, 8
 
 # bytes of fp32 working space: about a CPU's second-level cache; on a GPU enough to fill it
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
@@ -39,11 +48,7 @@ def _label_columns(labels_N: Tensor, first: int, valid: int) -> tuple[Tensor, Te
     return local_N.masked_fill(elsewhere_N, 0)[:, None], elsewhere_N
 
 
-def shard_stats(logits_Nv: Tensor, labels_N: Tensor, first: int, valid: int) -> Tensor:
-    """[2, N]: log(sum exp(logit)) over this slice's columns, and the label's logit or 0 if another slice has it.
-
-    A slice with no valid column gives -inf and 0. `first`: the global number of column 0.
-    """
+def shard_stats_reference(logits_Nv: Tensor, labels_N: Tensor, first: int, valid: int) -> Tensor:
     dtype, n = stat_dtype(logits_Nv), logits_Nv.shape[0]
     stats_2N = torch.zeros(2, n, dtype=dtype, device=logits_Nv.device)
     if valid == 0:
@@ -57,8 +62,9 @@ def shard_stats(logits_Nv: Tensor, labels_N: Tensor, first: int, valid: int) -> 
     return stats_2N
 
 
-def shard_grad_(logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int) -> Tensor:
-    """Overwrite the logits by their gradient and return them. lse_N: over the whole vocabulary."""
+def shard_grad_reference_(
+    logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int
+) -> Tensor:
     logits_Nv[:, valid:] = 0
     if valid == 0:
         return logits_Nv
@@ -74,11 +80,71 @@ def shard_grad_(logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, 
     return logits_Nv
 
 
+@kernel
+def _stats(L, LABELS, OUT, stride, rows, first, valid, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    L += row * stride
+    largest = tl.full((), float("-inf"), dtype=OUT.dtype.element_ty)
+    total = tl.full((), 0.0, dtype=OUT.dtype.element_ty)
+    for start in range(0, valid, COLUMNS):
+        at = start + tl.arange(0, COLUMNS)
+        x = tl.load(L + at, mask=at < valid, other=float("-inf")).to(OUT.dtype.element_ty)
+        now = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - now) + tl.sum(tl.exp(x - now), 0)
+        largest = now
+    tl.store(OUT + row, largest + tl.log(total))
+    local = tl.load(LABELS + row) - first
+    target = tl.load(L + local, mask=(local >= 0) & (local < valid), other=0.0)
+    tl.store(OUT + rows + row, target.to(OUT.dtype.element_ty))
+
+
+@kernel
+def _grad(L, LABELS, LSE, DLOSS, stride, columns, first, valid, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    L += row * stride
+    local = tl.load(LABELS + row) - first
+    lse, dloss = tl.load(LSE + row), tl.load(DLOSS + row)
+    for start in range(0, columns, COLUMNS):
+        at = start + tl.arange(0, COLUMNS)
+        x = tl.load(L + at, mask=at < valid, other=float("-inf")).to(LSE.dtype.element_ty)
+        # before rounding: p - 1 of a confident token has no digits left in bf16
+        dx = dloss * (tl.exp(x - lse) - tl.where((at == local) & (at < valid), 1.0, 0.0))
+        tl.store(L + at, dx.to(L.dtype.element_ty), mask=at < columns)
+
+
+def shard_stats(logits_Nv: Tensor, labels_N: Tensor, first: int, valid: int) -> Tensor:
+    """[2, N]: log(sum exp(logit)) over this slice's columns, and the label's logit or 0 if another slice has it.
+
+    A slice with no valid column gives -inf and 0. `first`: the global number of column 0. Rows may be strided.
+    """
+    if not use_triton(logits_Nv):
+        return shard_stats_reference(logits_Nv, labels_N, first, valid)
+    rows = logits_Nv.shape[0]
+    out_2N = torch.empty(2, rows, dtype=stat_dtype(logits_Nv), device=logits_Nv.device)
+    stride = logits_Nv.stride(0)
+    _stats[(rows,)](logits_Nv, labels_N.contiguous(), out_2N, stride, rows, first, valid, COLUMNS, num_warps=WARPS)
+    return out_2N
+
+
+def shard_grad_(logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int) -> Tensor:
+    """Overwrite the logits by their gradient and return them. lse_N: over the whole vocabulary."""
+    if not use_triton(logits_Nv):
+        return shard_grad_reference_(logits_Nv, lse_N, labels_N, first, dloss_N, valid)
+    rows, columns = logits_Nv.shape
+    given = (labels_N.contiguous(), lse_N.contiguous(), dloss_N.to(lse_N.dtype).contiguous())
+    _grad[(rows,)](logits_Nv, *given, logits_Nv.stride(0), columns, first, valid, COLUMNS, num_warps=WARPS)
+    return logits_Nv
+
+
 def loss_and_grad_(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor, valid: int) -> Tensor:
     """Both halves where this slice is the whole vocabulary: loss_N, and the logits overwritten by their gradient.
 
-    One exponential per logit instead of two, which is what a CPU pays for.
+    In torch one exponential per logit instead of two, which is what a CPU pays for.
     """
+    if use_triton(logits_NV):
+        stats_2N = shard_stats(logits_NV, labels_N, 0, valid)
+        shard_grad_(logits_NV, stats_2N[0], labels_N, 0, dloss_N, valid)
+        return stats_2N[0] - stats_2N[1]
     dtype = stat_dtype(logits_NV)
     logits_NV[:, valid:] = 0
     loss_N = logits_NV.gather(1, labels_N[:, None])[:, 0].to(dtype).neg_()

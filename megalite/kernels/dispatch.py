@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ CHOICES = ("auto", "triton", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
 
-# What has a Triton kernel, and what has only its torch form; the plan at start prints it.
-IN_TRITON = ("rms_norm",)
-IN_TORCH = ("attention", "cross_entropy", "adamw")
+# The modules that have Triton kernels, and those that have only their torch form; the plan at start prints both.
+IN_TRITON = ("rms_norm", "layer_norm", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
+IN_TORCH = ("attention",)
 
 
 class KernelError(Exception):
@@ -74,10 +74,11 @@ def use_triton(x: Tensor, columns: int = 1) -> bool:
     return runs_triton(x.device.type) and x.dtype in DTYPES and 0 < columns <= LARGEST_TILE and x.numel() > 0
 
 
-def describe(device_type: str) -> str:
+def describe_kernels(device_type: str) -> str:
     """One line for the plan. Raises KernelError as `runs_triton` does."""
     if not runs_triton(device_type):
-        return f"torch (MEGALITE_KERNELS={choice()})"
+        missing = choice() == "auto" and device_type == "cuda" and not installed()
+        return "torch (triton is not installed)" if missing else f"torch (MEGALITE_KERNELS={choice()})"
     how = "triton's interpreter" if interpreted() else "triton"
     return f"{how}: {', '.join(IN_TRITON)}" + (f"; torch: {', '.join(IN_TORCH)}" if IN_TORCH else "")
 
@@ -118,24 +119,37 @@ def kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Block:
-    """The tile of one program: rows x columns elements (columns a power of two), and its warps."""
+    """The tile of one program: rows x columns elements (columns a power of two), and its warps. `programs`: how many
+    per multiprocessor where a program walks over many tiles."""
 
     rows: int
     columns: int
     warps: int
+    programs: int = 1
 
 
-def block_for(table: tuple[tuple[int, int, int], ...], columns: int) -> Block:
-    """The tile that holds whole rows of `columns`, from a table (largest width, rows, warps) in rising order.
+def block_for(table: tuple[tuple[int, ...], ...], columns: int) -> Block:
+    """The tile that holds whole rows of `columns`, from a table in rising order of
+    (largest width, rows, warps[, programs]).
 
     >>> block_for(((128, 8, 4), (4096, 1, 8)), 1000)
-    Block(rows=1, columns=1024, warps=8)
+    Block(rows=1, columns=1024, warps=8, programs=1)
     """
     width = power_of_two(columns)
-    for largest, rows, warps in table:
+    for largest, rows, warps, *programs in table:
         if width <= largest:
-            return Block(rows, width, warps)
+            return Block(rows, width, warps, *programs)
     raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch twin")
+
+
+def fit(block: Block, columns: int) -> Block:
+    """The same number of elements for rows of `columns`: where they are narrower than the tile, several of them.
+
+    >>> fit(Block(1, 2048, 4), 500)
+    Block(rows=4, columns=512, warps=4, programs=1)
+    """
+    width = min(block.columns, power_of_two(columns))
+    return replace(block, rows=block.rows * block.columns // width, columns=width)
 
 
 def power_of_two(n: int) -> int:
@@ -151,6 +165,11 @@ def ceil_div(a: int, b: int) -> int:
 def processors(device: torch.device) -> int:
     """Multiprocessors of a card; on CPU a small number, so that the interpreter sees programs share the work."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def stat_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which reductions over `x` are taken."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalite.kernels.dispatch import ceil_div, kernel, processors, use_triton
-from megalite.kernels.rms_norm import stat_dtype
+from megalite.kernels.dispatch import ceil_div, kernel, processors, stat_dtype, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl

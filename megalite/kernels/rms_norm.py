@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.columns import sum_rows
-from megalite.kernels.dispatch import Block, as_rows, block_for, ceil_div, kernel, processors, use_triton
+from megalite.kernels.dispatch import Block, as_rows, block_for, ceil_div, kernel, processors, stat_dtype, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -26,15 +26,11 @@ if TYPE_CHECKING:
 # 64 to 128 columns) are taken several at a time, or a program would have less than one 16-byte load per thread.
 FORWARD = ((128, 32, 4), (256, 16, 4), (512, 8, 4), (1024, 4, 4), (2048, 2, 4), (4096, 1, 4), (8192, 1, 8))
 FORWARD += ((16384, 1, 16), (32768, 1, 32))
-# Backward also holds dy and a row of weight gradients: fewer rows, more warps.
-BACKWARD = ((128, 32, 4), (256, 16, 4), (512, 8, 4), (1024, 4, 4), (2048, 1, 4), (4096, 1, 8), (8192, 1, 16))
-BACKWARD += ((16384, 1, 32), (32768, 1, 32))
-WAVES = 4  # programs of backward per multiprocessor: each leaves a row of D sums, so not one per row of x
-
-
-def stat_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which reductions over `x` are taken."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+# (largest width, rows, warps, programs per multiprocessor). Backward walks over rows, so that each program leaves one
+# row of weight gradients, and holds dy and that row too. All programs are resident at once: ptxas gives 80 registers a
+# thread at 4096 columns, so three of 8 warps fit.
+BACKWARD = ((128, 16, 4, 4), (256, 8, 4, 4), (512, 4, 4, 4), (1024, 2, 4, 4), (2048, 1, 4, 4), (4096, 1, 8, 3))
+BACKWARD += ((8192, 1, 16, 1), (16384, 1, 32, 1), (32768, 1, 32, 1))
 
 
 class _Reference(Function):
@@ -126,7 +122,7 @@ def backward(
     """dx and dw."""
     rows, columns = x_ND.shape
     dx = torch.empty((rows, columns), dtype=x_ND.dtype, device=x_ND.device)
-    programs = min(ceil_div(rows, block.rows), WAVES * processors(x_ND.device))
+    programs = min(ceil_div(rows, block.rows), block.programs * processors(x_ND.device))
     partial = torch.empty((programs, columns), dtype=r_N.dtype, device=x_ND.device)
     dh = dy_ND if dh_ND is None else dh_ND
     _backward[(programs,)](

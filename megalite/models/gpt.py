@@ -98,12 +98,19 @@ class Block(nn.Module):
         )
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
-        h_sBD = self._add(self.attention(self.attention_norm(x_sBD), where), x_sBD, SITE_HIDDEN_1, where)
-        y_sBD = self.mlp(self.mlp_norm(x_sBD if self.parallel else h_sBD))
-        return self._add(y_sBD, h_sBD, SITE_HIDDEN_2, where)
+        a_sBD = self.attention(self.attention_norm(x_sBD), where)
+        if self.parallel or self._drops():
+            h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
+            n_sBD = self.mlp_norm(x_sBD if self.parallel else h_sBD)
+        else:
+            h_sBD, n_sBD = self.mlp_norm.after_add(a_sBD, x_sBD)
+        return self._add(self.mlp(n_sBD), h_sBD, SITE_HIDDEN_2, where)
+
+    def _drops(self) -> bool:
+        return bool(self.dropout_p and self.training)
 
     def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, where: Coordinates) -> Tensor:
-        if not (self.dropout_p and self.training):
+        if not self._drops():
             return x_sBD + y_sBD
         key = fold(self.seed, where.step, self.layer, site)
         return dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, self.tp.rank * x_sBD.shape[0])

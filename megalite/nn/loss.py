@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.cross_entropy import loss_and_grad_, shard_grad_, shard_stats
+from megalite.kernels.dispatch import stat_dtype
 from megalite.kernels.linear_cross_entropy import add_outer_, chunk_tokens
-from megalite.kernels.rms_norm import stat_dtype
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
 

@@ -9,6 +9,7 @@ the end are seen; inputs lie between NaNs, so a read beyond the end is seen too.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.kernels.activation import ACTIVATIONS
+from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
+from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
+from megalite.kernels.dropout import dropout, dropout_add, dropout_add_reference
+from megalite.kernels.layer_norm import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+)
 from megalite.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from megalite.kernels.rope import RopeScaling, apply_rope, apply_rope_reference, rope_tables
+from megalite.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 
 Make = Callable[[], list[Tensor]]
 LAYOUTS = ("contiguous", "gapped", "transposed")
@@ -45,7 +58,97 @@ def normals(*shapes: tuple[int, ...]) -> Make:
     return lambda: [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
 
 
+class _Activated(torch.autograd.Function):
+    """An activation as nn/linear.py uses it, y = a * v: backward's own `a` is then the gradient of v."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: tuple[Callable[..., Any], ...], u: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
+        ctx.pair = pair
+        ctx.save_for_backward(u, v, *bias)
+        return pair[0](u, *bias) * v
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        u, v, *bias = ctx.saved_tensors
+        a, du, *dbias = ctx.pair[1](u, dy * v, *bias)
+        return None, du, dy * a, *dbias
+
+
+def activated(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda u, v, *bias: _Activated.apply((forward, backward), u, v, *bias)
+
+
+def gelu_twin(tanh: bool) -> Callable[..., Any]:
+    pair = (bias_gelu_forward_reference, bias_gelu_backward_reference)
+    return activated(*(functools.partial(fn, tanh=tanh) for fn in pair))
+
+
+def gelu_run(name: str) -> Callable[..., Any]:
+    return activated(ACTIVATIONS[name].forward, ACTIVATIONS[name].backward)
+
+
+def roped(fn: Callable[..., Tensor], scaling: RopeScaling | None = None, part: float = 1.0) -> Callable[..., Tensor]:
+    """The tables that models/gpt.py makes, for the first `part` of a head's channels; with `positions_SB`, per sample."""
+
+    def run(x_SBHK: Tensor, positions_SB: Tensor | None = None) -> Tensor:
+        wide = torch.float64 if x_SBHK.dtype == torch.float64 else torch.float32
+        rotary = int(x_SBHK.shape[-1] * part)
+        tables = rope_tables(x_SBHK.shape[0], rotary, 1e4, scaling, device=x_SBHK.device, dtype=wide)
+        if positions_SB is not None:
+            tables = (tables[0][positions_SB], tables[1][positions_SB])
+        return fn(x_SBHK, *tables)
+
+    return run
+
+
+def positioned(x_SBHK: tuple[int, ...]) -> Make:
+    S, B = x_SBHK[:2]
+    return lambda: [normal(*x_SBHK), torch.randint(S, (S, B), generator=torch.Generator().manual_seed(1))]
+
+
+def numbered(*shapes: tuple[int, ...]) -> Make:
+    """Normal inputs [s, B, D] and B sample numbers, some of them beyond 32 bits."""
+    return lambda: [*normals(*shapes)(), torch.arange(shapes[0][1]) * 2**31 + 5]
+
+
+class _Sliced(torch.autograd.Function):
+    """Cross entropy of logits_NV in two slices, as two tp ranks have them; `halves`: stats, gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, halves: tuple[Callable[..., Tensor], ...], logits: Tensor, labels: Tensor, vocab: int
+    ) -> Tensor:
+        cut = logits.shape[1] * 2 // 3
+        ctx.halves, ctx.parts = (
+            halves,
+            ((logits[:, :cut], 0, min(cut, vocab)), (logits[:, cut:], cut, max(0, vocab - cut))),
+        )
+        stats = torch.stack([halves[0](part, labels, first, valid) for part, first, valid in ctx.parts])
+        ctx.lse, ctx.labels = stats[:, 0].logsumexp(0), labels
+        return ctx.lse - stats[:, 1].sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        grads = [
+            ctx.halves[1](part.clone(), ctx.lse, ctx.labels, first, dloss, valid) for part, first, valid in ctx.parts
+        ]
+        return None, torch.cat(grads, 1), None, None
+
+
+def sliced(*halves: Callable[..., Tensor], padding: int) -> Callable[..., Tensor]:
+    return lambda logits, labels: _Sliced.apply(halves, logits, labels, logits.shape[1] - padding)
+
+
+def labelled(rows: int, columns: int, vocab: int) -> Make:
+    g = torch.Generator().manual_seed(1)
+    return lambda: [3 * normal(rows, columns), torch.randint(vocab, (rows,), generator=g)]
+
+
+KEY = 0xC0FFEE01  # above 2^31: the key's sign must not matter
 WIDTHS = ((1, 1), (3, 8), (2, 5, 7), (37, 100), (5, 1, 1025))  # odd, ragged, several rows per program, several programs
+HEADS = ((1, 1, 1, 2), (5, 2, 3, 8), (3, 2, 5, 96), (9, 1, 2, 20))  # [S, B, H, K]
+FEEDS = ((1, 1), (4, 3, 7), (7, 2, 100), (3, 2, 2050))  # the last one more than one program wide
+STREAMS = ((1, 1, 1), (3, 2, 7), (2, 3, 1100))  # [s, B, D]
 
 OPS: dict[str, Op] = {
     "rms_norm": Op(
@@ -57,6 +160,52 @@ OPS: dict[str, Op] = {
         lambda x, a, w: add_rms_norm(x, a, w, 1e-5),
         lambda x, a, w: add_rms_norm_reference(x, a, w, 1e-5),
         tuple(normals(s, s, s[-1:]) for s in WIDTHS),
+    ),
+    "layer_norm": Op(
+        lambda x, w, b: layer_norm(x, w, b, 1e-5),
+        lambda x, w, b: layer_norm_reference(x, w, b, 1e-5),
+        tuple(normals(s, s[-1:], s[-1:]) for s in WIDTHS),
+    ),
+    "add_layer_norm": Op(
+        lambda x, a, w, b: add_layer_norm(x, a, w, b, 1e-5),
+        lambda x, a, w, b: add_layer_norm_reference(x, a, w, b, 1e-5),
+        tuple(normals(s, s, s[-1:], s[-1:]) for s in WIDTHS),
+    ),
+    "rope": Op(roped(apply_rope), roped(apply_rope_reference), tuple(normals(s) for s in HEADS)),
+    "rope partial, Llama-3": Op(
+        roped(apply_rope, RopeScaling(), 0.25),
+        roped(apply_rope_reference, RopeScaling(), 0.25),
+        tuple(normals(s) for s in HEADS if s[-1] >= 8),
+    ),
+    "rope by sample": Op(roped(apply_rope), roped(apply_rope_reference), tuple(positioned(s) for s in HEADS)),
+    "swiglu": Op(
+        activated(ACTIVATIONS["swiglu"].forward, ACTIVATIONS["swiglu"].backward),
+        activated(swiglu_forward_reference, swiglu_backward_reference),
+        tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
+    ),
+    "gelu": Op(gelu_run("gelu"), gelu_twin(True), tuple(normals(s, s) for s in FEEDS)),
+    "gelu_erf": Op(gelu_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s) for s in FEEDS)),
+    "bias_gelu": Op(gelu_run("gelu"), gelu_twin(True), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
+    "bias_gelu_erf": Op(gelu_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
+    "cross_entropy": Op(
+        sliced(shard_stats, shard_grad_, padding=0),
+        sliced(shard_stats_reference, shard_grad_reference_, padding=0),
+        (labelled(1, 2, 2), labelled(5, 37, 37), labelled(3, 9001, 9001)),
+    ),
+    "cross_entropy with padding": Op(
+        sliced(shard_stats, shard_grad_, padding=6),
+        sliced(shard_stats_reference, shard_grad_reference_, padding=6),
+        (labelled(4, 8, 2), labelled(2, 100, 94)),  # the first one: nothing valid in the second slice
+    ),
+    "dropout": Op(
+        lambda x, ids: dropout(x, 0.25, KEY, ids, 3),
+        lambda x, ids: dropout_add_reference(x, torch.zeros_like(x), 0.25, KEY, ids, 3),
+        tuple(numbered(s) for s in STREAMS),
+    ),
+    "dropout_add": Op(
+        lambda x, a, ids: dropout_add(x, a, 0.1, KEY, ids, 2**20),
+        lambda x, a, ids: dropout_add_reference(x, a, 0.1, KEY, ids, 2**20),
+        tuple(numbered(s, s) for s in STREAMS),
     ),
 }
 
@@ -73,11 +222,12 @@ class Result:
 
     @property
     def bound(self) -> float:
-        """Twice the twin's own error, or twice one rounding of the result where the twin happens to be exact."""
+        """Twice the twin's own error, or twice one rounding of the result where the twin happens to be exact. In fp32,
+        where kernel and twin compute alike but in another order, at least four units in the last place."""
         eps = torch.finfo(DTYPES[self.dtype]).eps
         if self.dtype == "float64":
             return 1e-10 * max(self.scale, 1.0)
-        return 2 * max(self.twin_error, eps / 2 * self.scale)
+        return 2 * max(self.twin_error, (2 if self.dtype == "float32" else 0.5) * eps * self.scale)
 
 
 class Guarded(TorchDispatchMode):
@@ -178,11 +328,31 @@ def measure(name: str, case: int, dtype: str, layout: str, device: str = "cpu") 
     return rows
 
 
+def round_as_a_card_does() -> None:
+    """Triton's interpreter cuts fp32 off to bf16 (3.9), which doubles the error of every result; a card rounds to the
+    nearest, ties to even."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, mode)
+        bits = np.ascontiguousarray(data).view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
+
+    interpreter._convert_float = rounded
+
+
 def in_interpreter(pipe: Any) -> None:
     """The loop of a process whose Triton is the interpreter: (function, arguments) in, (whether it ran, result) out."""
     import traceback
 
     assert os.environ["TRITON_INTERPRET"] == "1"
+    round_as_a_card_does()
     torch.set_num_threads(1)
     while True:
         fn, args = pipe.recv()
