@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels.activation import ACTIVATIONS
+from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
 from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
 from megalite.kernels.dropout import dropout, dropout_add, dropout_add_reference
@@ -144,6 +145,36 @@ def labelled(rows: int, columns: int, vocab: int) -> Make:
     return lambda: [3 * normal(rows, columns), torch.randint(vocab, (rows,), generator=g)]
 
 
+def attended(fn: Callable[..., Tensor], window: int | None = None) -> Callable[..., Tensor]:
+    """`fn` on q, k, v and, where given, the starts of documents."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor | None = None) -> Tensor:
+        documents = None if first_BS is None else Documents(spans_of(first_BS), first_BS)
+        return fn(q, k, v, scale=q.shape[-1] ** -0.5, window=window, documents=documents)
+
+    return run
+
+
+def spans_of(first_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
+    rows = [sorted(set(row)) for row in first_BS.tolist()]
+    ends = [[*row[1:], first_BS.shape[1]] for row in rows]
+    return tuple((b, *span) for b in range(len(rows)) for span in zip(rows[b], ends[b], strict=True))
+
+
+def heads(S: int, B: int, H: int, G: int, K: int, document: int | None = None) -> Make:
+    """q, k, v; with `document`, documents of about that length, different in each sample."""
+
+    def make() -> list[Tensor]:
+        given = normals((S, B, H, K), (S, B, G, K), (S, B, G, K))()
+        if document is not None:
+            starts = torch.arange(S)[None] + torch.arange(B)[:, None] * (document // 2)
+            first_BS = (starts // document * document - torch.arange(B)[:, None] * (document // 2)).clamp(min=0)
+            given.append(first_BS)
+        return given
+
+    return make
+
+
 KEY = 0xC0FFEE01  # above 2^31: the key's sign must not matter
 WIDTHS = ((1, 1), (3, 8), (2, 5, 7), (37, 100), (5, 1, 1025))  # odd, ragged, several rows per program, several programs
 HEADS = ((1, 1, 1, 2), (5, 2, 3, 8), (3, 2, 5, 96), (9, 1, 2, 20))  # [S, B, H, K]
@@ -187,6 +218,20 @@ OPS: dict[str, Op] = {
     "gelu_erf": Op(gelu_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s) for s in FEEDS)),
     "bias_gelu": Op(gelu_run("gelu"), gelu_twin(True), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
     "bias_gelu_erf": Op(gelu_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
+    "attention": Op(
+        attended(attention),
+        attended(attention_reference),
+        (heads(2, 1, 1, 1, 4), heads(37, 2, 4, 2, 20), heads(150, 1, 2, 1, 96), heads(261, 1, 1, 1, 128)),
+    ),
+    "attention in a window": Op(
+        attended(attention, 50), attended(attention_reference, 50), (heads(290, 1, 2, 2, 64), heads(9, 2, 3, 1, 8))
+    ),
+    "attention by document": Op(
+        attended(attention), attended(attention_reference), (heads(300, 2, 2, 1, 64, 80), heads(20, 3, 2, 2, 16, 3))
+    ),
+    "attention by document in a window": Op(
+        attended(attention, 70), attended(attention_reference, 70), (heads(300, 2, 1, 1, 64, 130),)
+    ),
     "cross_entropy": Op(
         sliced(shard_stats, shard_grad_, padding=0),
         sliced(shard_stats_reference, shard_grad_reference_, padding=0),
