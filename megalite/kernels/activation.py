@@ -44,8 +44,8 @@ def squared_relu_backward(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gelu(tanh: bool) -> Activation:
-    forward, backward = (functools.partial(fn, tanh=tanh) for fn in (bias_gelu_forward, bias_gelu_backward))
-    return Activation(forward, backward, 1, takes_bias=True)
+    forward = functools.partial(bias_gelu_forward, tanh=tanh)
+    return Activation(forward, functools.partial(bias_gelu_backward, tanh=tanh), 1, takes_bias=True)
 
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(

@@ -69,13 +69,13 @@ def _forward(
     U, B, A, rows, columns, stride,
     BIAS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    ACC: tl.constexpr = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
+    wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
-    x = tl.load(U + row * stride + at, mask=inside, other=0.0).to(ACC)
+    x = tl.load(U + row * stride + at, mask=inside, other=0.0).to(wide)
     if BIAS:
-        x += tl.load(B + at, mask=at < columns, other=0.0).to(ACC)
+        x += tl.load(B + at, mask=at < columns, other=0.0).to(wide)
     a, _ = _gelu(x, TANH)
     tl.store(A + row * columns + at, a.to(A.dtype.element_ty), mask=inside)
 
@@ -85,26 +85,26 @@ def _backward(
     U, B, DA, A, DU, PARTIAL, rows, columns, stride_u, stride_da,
     BIAS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    ACC: tl.constexpr = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
+    wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     if BIAS:
-        b = tl.load(B + at, mask=at < columns, other=0.0).to(ACC)
-        db = tl.zeros((ROWS, COLUMNS), dtype=ACC)
+        b = tl.load(B + at, mask=at < columns, other=0.0).to(wide)
+        db = tl.zeros((ROWS, COLUMNS), dtype=wide)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = tl.arange(0, ROWS).to(tl.int64)[:, None] + first
         inside = (row < rows) & (at < columns)
-        x = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(ACC)
+        x = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(wide)
         if BIAS:
             x += b
         a, slope = _gelu(x, TANH)
-        dx = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(ACC) * slope
+        dx = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(wide) * slope
         tl.store(A + row * columns + at, a.to(A.dtype.element_ty), mask=inside)
         tl.store(DU + row * columns + at, dx.to(DU.dtype.element_ty), mask=inside)
         if BIAS:
             db += dx
     if BIAS:
         own = PARTIAL + tl.program_id(0).to(tl.int64) * columns + at
-        tl.store(own, tl.sum(db, 0)[None, :], mask=at < columns)
+        tl.store(own, tl.sum(db, 0, keep_dims=True), mask=at < columns)
 
 
 def forward(u: Tensor, bias: Tensor | None, tanh: bool, block: Block) -> Tensor:

@@ -88,17 +88,17 @@ def _drop(
     X, A, IDS, Y, key, first_position, batch, rows, columns, stride_x, stride_a,
     P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
+    wide = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
     h = _chain(key.to(tl.uint32), tl.load(IDS + row % batch))
     h = _chain(h, row // batch + first_position)
     keep = _chain(h, at) >= THRESHOLD
-    x = tl.load(X + row * stride_x + at, mask=inside, other=0.0).to(ACC)
+    x = tl.load(X + row * stride_x + at, mask=inside, other=0.0).to(wide)
     y = tl.where(keep, x * (1.0 / (1.0 - P)), 0.0)
     if ADD:
-        y += tl.load(A + row * stride_a + at, mask=inside, other=0.0).to(ACC)
+        y += tl.load(A + row * stride_a + at, mask=inside, other=0.0).to(wide)
     tl.store(Y + row * columns + at, y.to(Y.dtype.element_ty), mask=inside)
 
 

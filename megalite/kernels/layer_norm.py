@@ -143,7 +143,7 @@ class _LayerNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dx, dw, db = backward(as_rows(dy), None, *ctx.saved_tensors, block_for(BACKWARD, dy.shape[-1]))
+        dx, dw, db = backward(as_rows(dy), None, *ctx.saved_tensors, block=block_for(BACKWARD, dy.shape[-1]))
         return dx.view(dy.shape), dw, db, None
 
 
@@ -160,7 +160,7 @@ class _AddLayerNorm(Function):
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         block = block_for(BACKWARD, dy.shape[-1])
-        dx, dw, db = backward(as_rows(dy), as_rows(dh), *ctx.saved_tensors, block)
+        dx, dw, db = backward(as_rows(dy), as_rows(dh), *ctx.saved_tensors, block=block)
         return dx.view(dy.shape), dx.view(dy.shape), dw, db, None
 
 

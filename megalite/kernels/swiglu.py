@@ -44,24 +44,24 @@ def swiglu_backward_reference(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _forward(U, A, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    ACC: tl.constexpr = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
+    wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
-    g = tl.load(U + row * stride + at, mask=inside, other=0.0).to(ACC)
-    u = tl.load(U + row * stride + columns + at, mask=inside, other=0.0).to(ACC)
+    g = tl.load(U + row * stride + at, mask=inside, other=0.0).to(wide)
+    u = tl.load(U + row * stride + columns + at, mask=inside, other=0.0).to(wide)
     tl.store(A + row * columns + at, (g * tl.sigmoid(g) * u).to(A.dtype.element_ty), mask=inside)
 
 
 @kernel
 def _backward(U, DA, A, DU, rows, columns, stride_u, stride_da, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    ACC: tl.constexpr = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
+    wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
-    g = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(ACC)
-    u = tl.load(U + row * stride_u + columns + at, mask=inside, other=0.0).to(ACC)
-    da = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(ACC)
+    g = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(wide)
+    u = tl.load(U + row * stride_u + columns + at, mask=inside, other=0.0).to(wide)
+    da = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(wide)
     s = tl.sigmoid(g)
     silu = g * s
     tl.store(A + row * columns + at, (silu * u).to(A.dtype.element_ty), mask=inside)

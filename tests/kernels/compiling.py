@@ -68,7 +68,7 @@ class Recorder:
         self.built[key] = made.asm["ptx"]
 
 
-def compile_ops(run: Callable[[], None]) -> dict[str, str]:
+def compile_ops(run: Callable[[], Any]) -> dict[str, str]:
     """Run `run` with every launch compiled in place of executed; the PTX of each kernel by its signature."""
     from triton.runtime.jit import JITFunction
 
