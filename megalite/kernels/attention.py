@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.dispatch import KernelError, choice, use_triton
+from megalite.kernels.dispatch import KernelError, choice, runs_triton, use_triton
 from megalite.kernels.dropout import keep_mask
 from megalite.kernels.flash_attention import flash_attention, supports
 
@@ -97,11 +97,22 @@ def backend(q_SBHK: Tensor, *, masked: bool) -> str:
     triton = use_triton(q_SBHK) and supports(q_SBHK)
     if forced() != "auto":
         return "torch" if forced() == "triton" and not triton else forced()
-    if triton and (masked or choice() == "triton"):
+    if triton and (masked or choice() == "triton" or not q_SBHK.is_cuda):
         return "triton"
     if masked or not q_SBHK.is_cuda or q_SBHK.dtype not in (torch.bfloat16, torch.float16):
         return "torch"
     return "cudnn" if torch.cuda.get_device_capability(q_SBHK.device)[0] >= 9 else "flash"
+
+
+def describe_attention(device_type: str) -> str:
+    """One line for the plan: what `backend` takes in half precision on such a device."""
+    if forced() != "auto":
+        return f"{forced()} (MEGALITE_ATTENTION)"
+    if device_type != "cuda":
+        return "triton" if runs_triton(device_type) else "torch"
+    if not runs_triton(device_type):
+        return "cudnn or flash; by document: torch"
+    return "triton" if choice() == "triton" else "cudnn or flash; by document: triton"
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 LOG2_E = 1 / math.log(2)  # exp2 is an instruction, exp is not: scores are in units of log 2
 WIDEST = 128  # head size
-# by padded head size: queries and keys per block, warps, stages. The largest tiles that the assembler for sm_90 fits into
-# registers: with 128 keys that stay, the last kernel spills 470 to 700 bytes a thread. Not timed on a card yet.
+# by padded head size: queries and keys per block, warps, stages. The largest tiles that the assembler for sm_90 fits
+# into registers: with 128 keys that stay, the last kernel spills 470 to 700 bytes a thread. Not timed on a card yet.
 FORWARD = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
 BACKWARD_Q = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2)}
 BACKWARD_KV = {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)}
@@ -130,7 +130,7 @@ def _backward_q(
         seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= rows[:, None])
         p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
         dp = _dot(do, tl.trans(v), WIDE)
-        dq += _dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)
+        dq += _dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)  # type: ignore[arg-type]
     dq = dq * (scale * 0.6931471805599453)  # ln 2
     inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
     at = own + rows.to(tl.int64)[:, None] * (batch * heads * HEAD) + channels[None, :]

@@ -15,6 +15,7 @@ import torch
 from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
 from megalite.config import Config, check, differences, padded_vocab_size, to_toml
 from megalite.data.indexed import DataError
+from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton
 from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
@@ -254,6 +255,7 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None, de
     }
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
+        rows["attention"] = describe_attention(device_type)
     if peak is not None:
         rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -14,6 +14,7 @@ import torch
 from cases import OPS, results
 from compiling import compile_ops, spilled
 
+from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.layer_norm import add_layer_norm
 from megalite.kernels.rms_norm import add_rms_norm
 
@@ -46,3 +47,15 @@ def test_norms_hold_their_rows_in_registers(width: int) -> None:
         assert bytes_spilled == 0, f"{name}: {registers} registers, {bytes_spilled} bytes spilled"
         narrow = re.findall(r"(?:ld|st)\.global\S*\.[bf]16 ", ptx)
         assert "columns" in name or not narrow, f"{name}: accesses of 2 bytes"
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_attention_fits_into_registers_and_uses_the_tensor_cores(head_size: int) -> None:
+    def run() -> None:
+        q, k, v = (torch.zeros(256, 2, n, head_size, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
+        flash_attention(q, k, v, scale=0.1, first_BS=torch.zeros(2, 256, dtype=torch.int64)).sum().backward()
+
+    built = compile_ops(run)
+    assert len(built) == 3
+    for name, ptx in built.items():
+        assert "wgmma" in ptx and spilled(ptx)[1] == 0, f"{name}: {spilled(ptx)}"

@@ -121,3 +121,23 @@ def test_a_run_says_what_its_kernels_are(variables: dict[str, str], code: int, s
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     assert says in re.sub(r"\s+", " ", done.stdout + done.stderr)
+
+
+def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megalite.kernels import attention
+
+    q = torch.zeros(4, 1, 2, 8)
+    attention.forced.cache_clear()
+    monkeypatch.setenv("MEGALITE_ATTENTION", "magic")
+    try:
+        with pytest.raises(KernelError, match="MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton or"):
+            attention.backend(q, masked=False)
+        monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
+        assert attention.backend(q, masked=False) == "flash"
+        torch.testing.assert_close(attention.attention(q, q, q, scale=1.0), q)
+        attention.forced.cache_clear()
+        monkeypatch.delenv("MEGALITE_ATTENTION")
+        assert attention.backend(q, masked=False) == attention.backend(q, masked=True) == "torch"
+        assert attention.describe_attention("cpu") == "torch"
+    finally:
+        attention.forced.cache_clear()
