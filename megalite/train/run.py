@@ -54,6 +54,7 @@ def check_machine(config: Config, device: str, ranks: Ranks, vocab_size: int) ->
         raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
     try:
         runs_triton(device)
+        describe_attention(device)  # MEGALITE_ATTENTION is one of its names
     except KernelError as error:
         raise SetupError(str(error)) from None
     needs = memory_of(config, ranks.world, vocab_size)
