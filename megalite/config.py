@@ -162,6 +162,8 @@ class OptimConfig:
     adam_beta1: float = opt(0.9, "decay of the first moment")
     adam_beta2: float = opt(0.999, "decay of the second moment")
     adam_eps: float = opt(1e-8, "added to the root of the second moment")
+    exp_avg_dtype: str = opt("fp32", "of the first moment; bf16 is rounded at random", choices=("fp32", "bf16"))
+    exp_avg_sq_dtype: str = opt("fp32", "of the second moment; bf16 is rounded at random", choices=("fp32", "bf16"))
     sgd_momentum: float = opt(0.9, "momentum of sgd")
 
 
@@ -476,6 +478,9 @@ def check(config: Config, world_size: int | None = None, *, complete: bool = Fal
     if problems or incomplete:
         return problems
     assert o.lr is not None
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(o, name) == "bf16" and (o.optimizer != "adam" or o.optimizer_impl == "apex"):
+            say(f"{name}=bf16 is for the AdamW that is built in; use --optimizer adam, --optimizer-impl auto")
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     heads = m.num_attention_heads
     if m.kv_channels is None and m.hidden_size % heads:

@@ -30,7 +30,8 @@ auto-detect-ckpt-format use-dist-ckpt dist-ckpt-format=1 ckpt-fully-parallel-sav
 no-ckpt-fully-parallel-save ckpt-assume-constant-structure dist-ckpt-strictness=1 dist-ckpt-optim-fully-reshardable
 deterministic-mode no-overlap-p2p-communication account-for-embedding-in-pipeline-split
 account-for-loss-in-pipeline-split disable-gloo-process-groups use-checkpoint-opt-param-scheduler
-override-opt-param-scheduler init-model-with-meta-device verify-integrity distribute-saved-activations
+use-precision-aware-optimizer override-opt-param-scheduler init-model-with-meta-device verify-integrity
+distribute-saved-activations
 
 randomness is computed from the seed and the step, there is no state of it
 no-load-rng no-save-rng
@@ -90,7 +91,7 @@ pipeline-model-parallel-split-rank=1
 
 this precision is not supported (yet); use --bf16
 fp8-format=1 fp8-e4m3 fp8-hybrid fp8-param-gather fp8-recipe=1 fp8-amax-history-len=1 fp8-amax-compute-algo=1
-grad-reduce-in-bf16 use-precision-aware-optimizer main-grads-dtype=1 exp-avg-dtype=1 exp-avg-sq-dtype=1
+grad-reduce-in-bf16 main-grads-dtype=1
 
 this sharding is not supported (yet); the distributed optimizer (ZeRO-1) is on by default
 use-megatron-fsdp use-torch-fsdp2 use-custom-fsdp data-parallel-sharding-strategy=1 optimizer-cpu-offload

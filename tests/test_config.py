@@ -69,6 +69,8 @@ BAD: list[tuple[str, str]] = [
     ("--swiglu --hidden-size 16", "give --ffn-hidden-size"),
     ("--adam-beta1 1.0", "adam_beta1=1.0"),
     ("--adam-beta2 1.5", "adam_beta2=1.5"),
+    ("--exp-avg-dtype bf16 --optimizer sgd", "exp_avg_dtype=bf16 is for the AdamW that is built in"),
+    ("--exp-avg-sq-dtype fp8", "exp_avg_sq_dtype='fp8' is not one of"),
     ("--weight-decay -1", "weight_decay=-1.0"),
     ("--clip-grad -1", "clip_grad=-1.0"),
     ("--bf16 --fp16", "bf16 and fp16 exclude"),

@@ -8,6 +8,7 @@ within BF16 of its own one-process twin.
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from ranks import run_ranks
 
 from megalite import cli
+from megalite.kernels.dispatch import runs_triton
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.setup import build_run
@@ -158,6 +160,13 @@ def _both(flags: str) -> list[tuple]:
     return [_parts(flags, dtype) for dtype in DTYPES]
 
 
+def _in_triton(flags: str) -> list[tuple]:
+    """With the Triton kernels, interpreted; on a rank of its own process that has not chosen its kernels yet."""
+    os.environ.update(TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
+    assert runs_triton("cpu")
+    return _both(flags)
+
+
 @functools.cache
 def trained(world: int, flags: str) -> dict[str | None, list[tuple]]:
     """What every rank returned, in fp64 and in fp32, from one start of the ranks."""
@@ -186,6 +195,11 @@ def _far(a: np.ndarray, b: np.ndarray) -> float:
 def _compare(item: Row, dtype: str | None, bound: float, weights_bound: float) -> None:
     flags = f"{item.model} {item.layout}"
     parts = trained(item.world, flags)[dtype] if "bf16" not in flags else run_ranks(item.world, _parts, flags, dtype)
+    _same(item, parts, dtype, bound, weights_bound)
+
+
+def _same(item: Row, parts: list[tuple], dtype: str | None, bound: float, weights_bound: float) -> None:
+    """What the ranks of a layout returned equals the one-process twin."""
     got, want = _assemble(parts), alone(_twin(item), dtype)
     for losses, norms, _ in parts:
         assert (losses, norms) == (got.losses, got.grad_norms), "ranks disagree"
@@ -219,6 +233,32 @@ def test_layout_equals_one_process_in_fp32(item: Row) -> None:
 )
 def test_bf16_stays_close(item: Row) -> None:
     _compare(item, None, BF16, 0.1)
+
+
+def test_moments_in_bf16_are_rounded_alike_under_every_layout() -> None:
+    """In fp64 only: what is rounded at random magnifies the rounding of fp32."""
+    model = LLAMA + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    _compare(row("llama bf16 moments", 8, model, tp=2, pp=2), "float64", 1e-10, 1e-9)
+    assert alone(model + " ", "float64").losses[-1] != alone(LLAMA + " ", "float64").losses[-1]
+
+
+FEW = " --num-layers 2 --micro-batch-size 1 --global-batch-size 2 --seq-length 6"  # a program is a Python call there
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        row("gpt dropout", 1, DROP + FEW),
+        row("neox", 1, NEOX + FEW),
+        row("qwen tp2", 2, QWEN + FEW, tp=2),
+    ],
+    ids=lambda r: r.name,
+)
+def test_triton_kernels_train_as_torch_does(item: Row) -> None:
+    ranks = run_ranks(item.world, _in_triton, f"{item.model} {item.layout}", timeout=110)
+    for i, dtype in enumerate(DTYPES):
+        bounds = (1e-10, 1e-9) if dtype == "float64" else (1e-4, 1e-4)
+        _same(item, [rank[i] for rank in ranks], dtype, *bounds)
 
 
 def test_borders_of_documents_change_the_result() -> None:

@@ -1,8 +1,8 @@
 """Causal attention with grouped key/value heads: softmax(scale * q k^T + causal) v.
 
-Layout in and out is sequence first: q_SBHK, k_SBGK, v_SBGK -> o_SBHK, H a multiple of G. Without dropout torch's
-fused attention runs (flash on CPU and CUDA): saved are q, k, v, o and one log-sum-exp per row, never the S x S
-scores. With dropout the scores are explicit, because the mask must depend on coordinates (sample, head, query, key)
+Layout in and out is sequence first: q_SBHK, k_SBGK, v_SBGK -> o_SBHK, H a multiple of G. Without dropout a fused
+kernel runs (`backend` says which): saved are q, k, v, o and one log-sum-exp per row, never the S x S scores. With
+dropout the scores are explicit, because the mask must depend on coordinates (sample, head, query, key)
 and not on a generator's state.
 
 Where several documents share a sequence, each is attended to by itself: variable-length attention, whose work is the
@@ -11,13 +11,21 @@ sum of the squared lengths and which never makes a mask of S x S.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.kernels.dispatch import KernelError, choice, runs_triton, use_triton
 from megalite.kernels.dropout import keep_mask
+from megalite.kernels.flash_attention import flash_attention, supports
+
+BACKENDS = ("auto", "cudnn", "flash", "triton", "torch")
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,96 @@ class Documents:
     first_BS: Tensor
 
 
+def attention_reference(
+    q_SBHK: Tensor,
+    k_SBGK: Tensor,
+    v_SBGK: Tensor,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+    dropout_key: int | None = None,
+    sample_ids_B: Tensor | None = None,
+    head_offset: int = 0,
+    documents: Documents | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The definition, with the scores in memory; arguments as of `attention`."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    length = torch.arange(q.shape[2], device=q.device)
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    hidden = length[None, :] > length[:, None]
+    if window is not None:
+        hidden = hidden | (length[None, :] <= length[:, None] - window)
+    if documents is not None:
+        hidden = hidden | (length < documents.first_BS.unsqueeze(-1)).unsqueeze(1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if dropout_p == 0.0:
+        return (scores.softmax(-1).to(q.dtype) @ v).permute(2, 0, 1, 3)
+    assert dropout_key is not None and sample_ids_B is not None
+    heads = torch.arange(head_offset, head_offset + q.shape[1], device=q.device)
+    keep = keep_mask(
+        dropout_key, dropout_p, sample_ids_B.view(-1, 1, 1, 1), heads.view(-1, 1, 1), length.view(-1, 1), length
+    )
+    weights = (scores.softmax(-1) * keep / (1 - dropout_p)).to(q.dtype)
+    return (weights @ v).permute(2, 0, 1, 3)
+
+
+@functools.cache
+def forced() -> str:
+    """MEGALITE_ATTENTION: auto (the table of `backend`), or one of BACKENDS for every shape that it can do."""
+    wanted = os.environ.get("MEGALITE_ATTENTION") or "auto"
+    if wanted not in BACKENDS:
+        raise KernelError(f"MEGALITE_ATTENTION={wanted} is unknown; use {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
+    return wanted
+
+
+def backend(q_SBHK: Tensor, *, masked: bool) -> str:
+    """Who computes attention of this shape: "triton" (kernels/flash_attention.py), or torch's SDPA with "cudnn",
+    "flash" or what it picks itself ("torch"). `masked`: there are documents or a window.
+
+        half precision on a card, masked      triton: one launch, work only where the mask is not
+        half precision, compute capability 9  cudnn: published as the fastest, not measured here
+        half precision on an older card       flash
+        all else                              torch
+    """
+    triton = use_triton(q_SBHK) and supports(q_SBHK)
+    if forced() != "auto":
+        return "torch" if forced() == "triton" and not triton else forced()
+    if triton and (masked or choice() == "triton" or not q_SBHK.is_cuda):
+        return "triton"
+    if masked or not q_SBHK.is_cuda or q_SBHK.dtype not in (torch.bfloat16, torch.float16):
+        return "torch"
+    return "cudnn" if torch.cuda.get_device_capability(q_SBHK.device)[0] >= 9 else "flash"
+
+
+def describe_attention(device_type: str) -> str:
+    """One line for the plan: what `backend` takes in half precision on such a device."""
+    if forced() != "auto":
+        return f"{forced()} (MEGALITE_ATTENTION)"
+    if device_type != "cuda":
+        return "triton" if runs_triton(device_type) else "torch"
+    if not runs_triton(device_type):
+        return "cudnn or flash; by document: torch"
+    return "triton" if choice() == "triton" else "cudnn or flash; by document: triton"
+
+
+@contextlib.contextmanager
+def _sdpa(name: str) -> Iterator[None]:
+    """Torch's fused attention by `name` first; by others where it cannot do the shape, unless it is forced."""
+    if name not in ("cudnn", "flash"):
+        yield
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION]
+    if forced() == "auto":
+        order += [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(list(dict.fromkeys(order)), set_priority=True):
+        yield
+
+
 def attention(
     q_SBHK: Tensor,
     k_SBGK: Tensor,
@@ -43,34 +141,37 @@ def attention(
     sample_ids_B: Tensor | None = None,
     head_offset: int = 0,
     documents: Documents | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """`head_offset`: the global number of head 0, a coordinate of dropout like sample_ids_B and dropout_key.
-    `documents` None: one per sample."""
-    if documents is not None and dropout_p == 0.0:
+    `documents` None: one per sample. `window`: how many keys a query sees, itself included; None: all before it."""
+    name = backend(q_SBHK, masked=documents is not None or window is not None)
+    if name == "triton" and dropout_p == 0.0:
+        first_BS = None if documents is None else documents.first_BS
+        return flash_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, first_BS=first_BS)
+    if documents is not None and dropout_p == 0.0 and window is None:
         return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
-    if dropout_p == 0.0:
+    if dropout_p == 0.0 and window is None:
         grouped = q.shape[1] != k.shape[1]
         if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             grouped = False
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        with _sdpa(name):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         return o.permute(2, 0, 1, 3)
-    assert dropout_key is not None and sample_ids_B is not None
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    length = torch.arange(q.shape[2], device=q.device)
-    heads = torch.arange(head_offset, head_offset + q.shape[1], device=q.device)
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    hidden = length[None, :] > length[:, None]
-    if documents is not None:
-        hidden = hidden | (length < documents.first_BS.unsqueeze(-1)).unsqueeze(1)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    keep = keep_mask(
-        dropout_key, dropout_p, sample_ids_B.view(-1, 1, 1, 1), heads.view(-1, 1, 1), length.view(-1, 1), length
+    return attention_reference(
+        q_SBHK,
+        k_SBGK,
+        v_SBGK,
+        scale=scale,
+        dropout_p=dropout_p,
+        dropout_key=dropout_key,
+        sample_ids_B=sample_ids_B,
+        head_offset=head_offset,
+        documents=documents,
+        window=window,
     )
-    weights = (scores.softmax(-1) * keep / (1 - dropout_p)).to(q.dtype)
-    return (weights @ v).permute(2, 0, 1, 3)
 
 
 def _by_document(q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, documents: Documents, scale: float) -> Tensor:

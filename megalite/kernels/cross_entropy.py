@@ -1,45 +1,159 @@
-"""Cross entropy over a slice of the vocabulary, as halves around the two reductions of nn/loss.py.
+"""Cross entropy over a slice of the vocabulary, as halves around the one reduction of nn/loss.py.
 
     loss = lse - logit[label],  lse = max + log(sum exp(logit - max));   dlogit = (softmax - onehot(label)) * dloss
 
-Columns from `valid` on are padding: no probability, no gradient. Arithmetic in fp32 (fp64 for fp64).
+Columns from `valid` on are padding: no probability, no gradient. The gradient is written over the logits. Arithmetic
+in fp32 (fp64 for fp64); torch's form takes a few rows at a time, so that what is not logits stays in cache.
+
+Bytes per row of v logits of e bytes, in Triton: v e for the first half, 2 v e for the second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from megalite.kernels.rms_norm import stat_dtype
+from megalite.kernels.dispatch import kernel, stat_dtype, use_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# columns and warps per turn of a program, which walks along one row: 16 logits per thread, two 16-byte loads in bf16
+COLUMNS, WARPS = 4096, 8
+
+# bytes of fp32 working space: about a CPU's second-level cache; on a GPU enough to fill it
+BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
 
 
-def shard_max(logits_Nv: Tensor, valid: int) -> Tensor:
-    """Largest logit of each row, max_N; -inf where this slice has no valid column."""
-    if valid == 0:
-        return torch.full(logits_Nv.shape[:1], float("-inf"), dtype=stat_dtype(logits_Nv), device=logits_Nv.device)
-    return logits_Nv[:, :valid].amax(1).to(stat_dtype(logits_Nv))
+def _blocks(logits_Nv: Tensor, valid: int, work: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows, their valid logits, working space of that shape or the logits themselves if those have its dtype)."""
+    rows = max(1, BLOCK_BYTES.get(logits_Nv.device.type, 2 << 20) // (4 * max(1, valid)))
+    dtype = stat_dtype(logits_Nv)
+    space = None
+    if not work or logits_Nv.dtype != dtype:
+        space = torch.empty(min(rows, logits_Nv.shape[0]), valid, dtype=dtype, device=logits_Nv.device)
+    for start in range(0, logits_Nv.shape[0], rows):
+        here = slice(start, min(start + rows, logits_Nv.shape[0]))
+        block = logits_Nv[here, :valid]
+        yield here, block, block if space is None else space[: block.shape[0]]
 
 
-def shard_sums(logits_Nv: Tensor, max_N: Tensor, labels_N: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
-    """(sum of exp(logit - max), the label's logit or 0 if another slice has it), each [N]."""
-    sums_N = torch.sub(logits_Nv[:, :valid], max_N[:, None]).exp_().sum(1)
+def _label_columns(labels_N: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
+    """(column of each label as [N, 1], 0 if another slice has it; whether another has it, [N])."""
     local_N = labels_N - first
     elsewhere_N = (local_N < 0) | (local_N >= valid)
-    index_N1 = local_N.masked_fill(elsewhere_N, 0)[:, None]
-    target_N = logits_Nv.gather(1, index_N1)[:, 0].to(max_N.dtype).masked_fill(elsewhere_N, 0.0)
-    return sums_N, target_N
+    return local_N.masked_fill(elsewhere_N, 0)[:, None], elsewhere_N
+
+
+def shard_stats_reference(logits_Nv: Tensor, labels_N: Tensor, first: int, valid: int) -> Tensor:
+    dtype, n = stat_dtype(logits_Nv), logits_Nv.shape[0]
+    stats_2N = torch.zeros(2, n, dtype=dtype, device=logits_Nv.device)
+    if valid == 0:
+        stats_2N[0] = float("-inf")
+        return stats_2N
+    for here, block, work in _blocks(logits_Nv, valid, work=False):
+        max_n = block.amax(1).to(dtype)
+        stats_2N[0, here] = torch.sub(block, max_n[:, None], out=work).exp_().sum(1).log_().add_(max_n)
+    column_N1, elsewhere_N = _label_columns(labels_N, first, valid)
+    stats_2N[1] = logits_Nv.gather(1, column_N1)[:, 0].to(dtype).masked_fill_(elsewhere_N, 0.0)
+    return stats_2N
+
+
+def shard_grad_reference_(
+    logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int
+) -> Tensor:
+    logits_Nv[:, valid:] = 0
+    if valid == 0:
+        return logits_Nv
+    dloss_N1 = dloss_N.to(lse_N.dtype)[:, None]
+    column_N1, elsewhere_N = _label_columns(labels_N, first, valid)
+    minus_N1 = dloss_N1.masked_fill(elsewhere_N[:, None], 0.0).neg_()
+    for here, block, work in _blocks(logits_Nv, valid, work=True):
+        torch.sub(block, lse_N[here, None], out=work).exp_().mul_(dloss_N1[here])
+        # before rounding: p - 1 of a confident token has no digits left in bf16
+        work.scatter_add_(1, column_N1[here], minus_N1[here])
+        if work is not block:
+            block.copy_(work)
+    return logits_Nv
+
+
+@kernel
+def _stats(L, LABELS, OUT, stride, rows, first, valid, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    L += row * stride
+    largest = tl.full((), float("-inf"), dtype=OUT.dtype.element_ty)
+    total = tl.full((), 0.0, dtype=OUT.dtype.element_ty)
+    for start in range(0, valid, COLUMNS):
+        at = start + tl.arange(0, COLUMNS)
+        x = tl.load(L + at, mask=at < valid, other=float("-inf")).to(OUT.dtype.element_ty)
+        now = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - now) + tl.sum(tl.exp(x - now), 0)
+        largest = now
+    tl.store(OUT + row, largest + tl.log(total))
+    local = tl.load(LABELS + row) - first
+    target = tl.load(L + local, mask=(local >= 0) & (local < valid), other=0.0)
+    tl.store(OUT + rows + row, target.to(OUT.dtype.element_ty))
+
+
+@kernel
+def _grad(L, LABELS, LSE, DLOSS, stride, columns, first, valid, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    L += row * stride
+    local = tl.load(LABELS + row) - first
+    lse, dloss = tl.load(LSE + row), tl.load(DLOSS + row)
+    for start in range(0, columns, COLUMNS):
+        at = start + tl.arange(0, COLUMNS)
+        x = tl.load(L + at, mask=at < valid, other=float("-inf")).to(LSE.dtype.element_ty)
+        # before rounding: p - 1 of a confident token has no digits left in bf16
+        dx = dloss * (tl.exp(x - lse) - tl.where((at == local) & (at < valid), 1.0, 0.0))
+        tl.store(L + at, dx.to(L.dtype.element_ty), mask=at < columns)
+
+
+def shard_stats(logits_Nv: Tensor, labels_N: Tensor, first: int, valid: int) -> Tensor:
+    """[2, N]: log(sum exp(logit)) over this slice's columns, and the label's logit or 0 if another slice has it.
+
+    A slice with no valid column gives -inf and 0. `first`: the global number of column 0. Rows may be strided.
+    """
+    if not use_triton(logits_Nv):
+        return shard_stats_reference(logits_Nv, labels_N, first, valid)
+    rows = logits_Nv.shape[0]
+    out_2N = torch.empty(2, rows, dtype=stat_dtype(logits_Nv), device=logits_Nv.device)
+    stride = logits_Nv.stride(0)
+    _stats[(rows,)](logits_Nv, labels_N.contiguous(), out_2N, stride, rows, first, valid, COLUMNS, num_warps=WARPS)
+    return out_2N
 
 
 def shard_grad_(logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int) -> Tensor:
-    """Overwrite the logits by their gradient and return them."""
-    dloss_N1 = dloss_N.to(lse_N.dtype)[:, None]
-    if valid:
-        grad_Nv = torch.sub(logits_Nv[:, :valid], lse_N[:, None]).exp_().mul_(dloss_N1)
-        local_N = labels_N - first
-        elsewhere_N = (local_N < 0) | (local_N >= valid)
-        index_N1 = local_N.masked_fill(elsewhere_N, 0)[:, None]
-        # before rounding: p - 1 of a confident token has no digits left in bf16
-        grad_Nv.scatter_add_(1, index_N1, dloss_N1.masked_fill(elsewhere_N[:, None], 0.0).neg())
-        logits_Nv[:, :valid] = grad_Nv
-    logits_Nv[:, valid:] = 0
+    """Overwrite the logits by their gradient and return them. lse_N: over the whole vocabulary."""
+    if not use_triton(logits_Nv):
+        return shard_grad_reference_(logits_Nv, lse_N, labels_N, first, dloss_N, valid)
+    rows, columns = logits_Nv.shape
+    given = (labels_N.contiguous(), lse_N.contiguous(), dloss_N.to(lse_N.dtype).contiguous())
+    _grad[(rows,)](logits_Nv, *given, logits_Nv.stride(0), columns, first, valid, COLUMNS, num_warps=WARPS)
     return logits_Nv
+
+
+def loss_and_grad_(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor, valid: int) -> Tensor:
+    """Both halves where this slice is the whole vocabulary: loss_N, and the logits overwritten by their gradient.
+
+    In torch one exponential per logit instead of two, which is what a CPU pays for.
+    """
+    if use_triton(logits_NV):
+        stats_2N = shard_stats(logits_NV, labels_N, 0, valid)
+        shard_grad_(logits_NV, stats_2N[0], labels_N, 0, dloss_N, valid)
+        return stats_2N[0] - stats_2N[1]
+    dtype = stat_dtype(logits_NV)
+    logits_NV[:, valid:] = 0
+    loss_N = logits_NV.gather(1, labels_N[:, None])[:, 0].to(dtype).neg_()
+    dloss_N1 = dloss_N.to(dtype)[:, None]
+    for here, block, work in _blocks(logits_NV, valid, work=True):
+        max_n = block.amax(1).to(dtype)
+        sum_n = torch.sub(block, max_n[:, None], out=work).exp_().sum(1)
+        loss_N[here] += sum_n.log().add_(max_n)
+        work.mul_(dloss_N1[here] / sum_n[:, None]).scatter_add_(1, labels_N[here, None], -dloss_N1[here])
+        if work is not block:
+            block.copy_(work)
+    return loss_N

@@ -4,17 +4,25 @@
 
 The key folds (seed, step, layer, site) on the host. The hash is the 32-bit finaliser of MurmurHash3 (A. Appleby,
 public domain), chained over the coordinates, in int64 arithmetic masked to 32 bits: the same bits on every device.
-Backward draws the mask again: 0 bytes saved.
+Backward draws the mask again: 0 bytes saved. Bytes for N elements of e bytes: forward with the residual 3 N e, backward
+2 N e.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megalite.kernels.dispatch import Block, as_rows, ceil_div, fit, kernel, use_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+BLOCK = Block(1, 1024, 4)  # 8 elements per thread: one 16-byte load of bf16, and the hash hides behind it
 _M32 = 0xFFFFFFFF
 
 
@@ -59,28 +67,93 @@ def _mask_sBD(x: Tensor, key: int, p: float, sample_ids_B: Tensor, first_positio
     return keep_mask(key, p, sample_ids_B.view(1, -1, 1), positions, channels)
 
 
+def drop_reference(
+    x_sBD: Tensor, residual: Tensor | None, p: float, key: int, sample_ids_B: Tensor, first_position: int
+) -> Tensor:
+    y = x_sBD * _mask_sBD(x_sBD, key, p, sample_ids_B, first_position) / (1 - p)
+    return y if residual is None else y + residual
+
+
+@kernel
+def _chain(h, axis):
+    """The hash with one more coordinate; 32 bits wrap as the mask of the definition does."""
+    h = h ^ (axis.to(tl.uint32) * 0x9E3779B1 + 0x7F4A7C15)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@kernel(do_not_specialize=["key"])
+def _drop(
+    X, A, IDS, Y, key, first_position, batch, rows, columns, stride_x, stride_a,
+    P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    wide = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (at < columns)
+    h = _chain(key.to(tl.uint32), tl.load(IDS + row % batch))
+    h = _chain(h, row // batch + first_position)
+    keep = _chain(h, at) >= THRESHOLD
+    x = tl.load(X + row * stride_x + at, mask=inside, other=0.0).to(wide)
+    y = tl.where(keep, x * (1.0 / (1.0 - P)), 0.0)
+    if ADD:
+        y += tl.load(A + row * stride_a + at, mask=inside, other=0.0).to(wide)
+    tl.store(Y + row * columns + at, y.to(Y.dtype.element_ty), mask=inside)
+
+
+def drop(
+    x_sBD: Tensor,
+    residual: Tensor | None,
+    p: float,
+    key: int,
+    sample_ids_B: Tensor,
+    first_position: int,
+    block: Block = BLOCK,
+) -> Tensor:
+    x_ND = as_rows(x_sBD)
+    a_ND = x_ND if residual is None else as_rows(residual)
+    rows, columns = x_ND.shape
+    block = fit(block, columns)
+    y = torch.empty(x_sBD.shape, dtype=x_sBD.dtype, device=x_sBD.device)
+    signed = key - 2**32 if key >= 2**31 else key  # always 32 bits, or Triton would compile for each width
+    _drop[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
+        *(x_ND, a_ND, sample_ids_B.contiguous(), y, signed, first_position, x_sBD.shape[1], rows, columns),
+        *(x_ND.stride(0), a_ND.stride(0), p, int(p * 2**32), residual is not None, block.rows, block.columns),
+        num_warps=block.warps,
+    )
+    return y
+
+
 class _DropoutAdd(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, p: float, key: int, sample_ids_B: Tensor, first_position: int
-    ) -> Tensor:
-        ctx.args = (key, p, sample_ids_B, first_position)
-        y = x * _mask_sBD(x, *ctx.args) / (1 - p)
-        return y if residual is None else y + residual
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, fn: Callable[..., Tensor], *args: Any) -> Tensor:
+        ctx.fn, ctx.args = fn, args
+        return fn(x, residual, *args)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dx = dy * _mask_sBD(dy, *ctx.args) / (1 - ctx.args[1])
-        return dx, dy if ctx.needs_input_grad[1] else None, None, None, None, None
+        dx = ctx.fn(dy, None, *ctx.args)
+        return dx, dy if ctx.needs_input_grad[1] else None, None, *(None for _ in ctx.args)
 
 
 def dropout(x_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int = 0) -> Tensor:
     """Drop elements of x_sBD, whose row 0 is sequence position `first_position`."""
-    return _DropoutAdd.apply(x_sBD, None, p, key, sample_ids_B, first_position)  # type: ignore[return-value]
+    fn = drop if use_triton(x_sBD) else drop_reference
+    return _DropoutAdd.apply(x_sBD, None, fn, p, key, sample_ids_B, first_position)  # type: ignore[return-value]
 
 
 def dropout_add(
     x_sBD: Tensor, residual_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int = 0
 ) -> Tensor:
     """residual + dropout(x)."""
-    return _DropoutAdd.apply(x_sBD, residual_sBD, p, key, sample_ids_B, first_position)  # type: ignore[return-value]
+    fn = drop if use_triton(x_sBD) else drop_reference
+    return _DropoutAdd.apply(x_sBD, residual_sBD, fn, p, key, sample_ids_B, first_position)  # type: ignore[return-value]
+
+
+def dropout_add_reference(
+    x_sBD: Tensor, residual_sBD: Tensor, p: float, key: int, sample_ids_B: Tensor, first_position: int = 0
+) -> Tensor:
+    """The definition in torch, and the CPU path."""
+    args = (p, key, sample_ids_B, first_position)
+    return _DropoutAdd.apply(x_sBD, residual_sBD, drop_reference, *args)  # type: ignore[return-value]

@@ -5,17 +5,28 @@
 Partial rotary turns the first R channels. Llama-3 scaling stretches wavelengths beyond
 original_length / low_factor by `factor`, leaves those below original_length / high_factor, and blends between
 (arXiv:2407.21783, sec. 3.2; the released model's constants).
+
+Arithmetic in the dtype of the tables. Bytes for N elements of e bytes, forward and backward each: 2 N e and the tables.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+
+from megalite.kernels.dispatch import Block, ceil_div, kernel, power_of_two, use_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# Columns are pairs of channels: tokens x heads x R / 2 of about this many, so that a token's angles serve its heads.
+BLOCK = Block(1, 1024, 4)
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ def rope_tables(
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def _rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def rotate_reference(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     half = cos.shape[-1]
     c, s = cos.unsqueeze(-2), sin.unsqueeze(-2) * sign
     if cos.dim() == 2:  # the same angles for every sample
@@ -66,19 +77,73 @@ def _rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     return y
 
 
+@kernel
+def _rotate(
+    X, COS, SIN, Y, tokens, batch, heads, half, size, x_s, x_b, x_h, cos_s, cos_b,
+    SIGN: tl.constexpr, REST: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    s, b = token // batch, token % batch
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    at = tl.arange(0, HALF)
+    angle = (s * cos_s + b * cos_b)[:, None] + at[None, :]
+    known = (token < tokens)[:, None] & (at < half)[None, :]
+    cos = tl.load(COS + angle, mask=known, other=0.0)[:, None, :]
+    sin = tl.load(SIN + angle, mask=known, other=0.0)[:, None, :] * SIGN
+    inside = ((token < tokens)[:, None] & (head < heads)[None, :])[:, :, None]
+    x = X + ((s * x_s + b * x_b)[:, None] + (head * x_h)[None, :])[:, :, None]
+    y = Y + ((token * heads)[:, None] + head[None, :])[:, :, None] * size
+    turned = at[None, None, :]
+    mask = inside & (turned < half)
+    first = tl.load(x + turned, mask=mask, other=0.0).to(COS.dtype.element_ty)
+    second = tl.load(x + half + turned, mask=mask, other=0.0).to(COS.dtype.element_ty)
+    tl.store(y + turned, (first * cos - second * sin).to(Y.dtype.element_ty), mask=mask)
+    tl.store(y + half + turned, (second * cos + first * sin).to(Y.dtype.element_ty), mask=mask)
+    if REST > 0:
+        rest = 2 * half + tl.arange(0, REST)[None, None, :]
+        mask = inside & (rest < size)
+        tl.store(y + rest, tl.load(x + rest, mask=mask, other=0.0), mask=mask)
+
+
+def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: Block = BLOCK) -> Tensor:
+    """One launch; x may be a view (a slice of the packed keys and values), the result is contiguous."""
+    S, B, H, K = x_SBHK.shape
+    x = x_SBHK if x_SBHK.stride(3) == 1 else x_SBHK.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = cos.shape[-1]
+    width = power_of_two(half)
+    heads = min(power_of_two(H), max(1, block.columns // width))
+    tokens = max(1, block.columns // (width * heads))
+    rest = K - 2 * half
+    _rotate[(ceil_div(S * B, tokens), ceil_div(H, heads))](
+        *(x, cos, sin, y, S * B, B, H, half, K, *x.stride()[:3], cos.stride(0), cos.stride(1) if cos.dim() == 3 else 0),
+        *(sign, power_of_two(rest) if rest else 0, tokens, heads, width),
+        num_warps=block.warps,
+    )
+    return y
+
+
 class _Rope(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1.0)
+        ctx.turn = turn
+        return turn(x, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _rotate(dy, cos, sin, -1.0), None, None
+        return ctx.turn(dy, cos, sin, -1.0), None, None, None
+
+
+def apply_rope_reference(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The definition in torch, and the CPU path."""
+    return _Rope.apply(x_SBHK, cos, sin, rotate_reference)  # type: ignore[return-value]
 
 
 def apply_rope(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2 * cos.shape[-1] channels of each head. Tables as `rope_tables` makes them, [S, R / 2], or
     [S, B, R / 2] where each sample counts its positions in its own way."""
-    return _Rope.apply(x_SBHK, cos, sin)  # type: ignore[return-value]
+    turn = rotate if use_triton(x_SBHK, x_SBHK.shape[-1]) else rotate_reference
+    return _Rope.apply(x_SBHK, cos, sin, turn)  # type: ignore[return-value]

@@ -25,7 +25,7 @@ from megalite.nn.attention import Attention, Coordinates
 from megalite.nn.cache import KeyValueCache
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, vocabulary_spec
 from megalite.nn.linear import gather_linear
-from megalite.nn.loss import cross_entropy
+from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker
@@ -103,19 +103,29 @@ class Block(nn.Module):
         )
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
-        h_sBD = self._add(self.attention(self.attention_norm(x_sBD), where), x_sBD, SITE_HIDDEN_1, where)
-        y_sBD = self.mlp(self.mlp_norm(x_sBD if self.parallel else h_sBD))
-        return self._add(y_sBD, h_sBD, SITE_HIDDEN_2, where)
+        a_sBD = self.attention(self.attention_norm(x_sBD), where)
+        if self.parallel or self._drops():
+            h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
+            n_sBD = self.mlp_norm(x_sBD if self.parallel else h_sBD)
+        else:
+            h_sBD, n_sBD = self.mlp_norm.after_add(a_sBD, x_sBD)
+        return self._add(self.mlp(n_sBD), h_sBD, SITE_HIDDEN_2, where)
+
+    def _drops(self) -> bool:
+        return bool(self.dropout_p and self.training)
 
     def _add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, where: Coordinates) -> Tensor:
-        if not (self.dropout_p and self.training):
+        if not self._drops():
             return x_sBD + y_sBD
         key = fold(self.seed, where.step, self.layer, site)
         return dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, self.tp.rank * x_sBD.shape[0])
 
 
 class Head(nn.Module):
-    """Final norm, logits over this rank's part of the vocabulary, loss. `word` is the tied weight, or None."""
+    """Final norm, then the loss; without labels the logits over this rank's part of the vocabulary.
+
+    `word` is the tied weight, or None.
+    """
 
     def __init__(self, make: Maker, model: ModelConfig, spec: ParamSpec, word: nn.Parameter | None, vocab_size: int):
         super().__init__()
@@ -126,15 +136,14 @@ class Head(nn.Module):
         self.weight = word if word is not None else make(spec)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+        h_sBD = self.norm(x_sBD)
         if batch.chosen_B is not None:
-            x_SBD = start_all_gather(self.norm(x_sBD), self.tp).wait()
-            samples_B = torch.arange(x_SBD.shape[1], device=x_SBD.device)
-            return x_SBD[batch.chosen_B, samples_B].unsqueeze(0) @ self.weight.T
-        (logits_SBv,) = gather_linear(self.norm(x_sBD), [self.weight], self.tp)
+            h_SBD = start_all_gather(h_sBD, self.tp).wait()
+            samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
+            return h_SBD[batch.chosen_B, samples_B].unsqueeze(0) @ self.weight.T
         if batch.labels_SB is None:
-            return logits_SBv
-        loss_SB = cross_entropy(logits_SBv, batch.labels_SB, self.tp, self.vocab_size)
-        return loss_SB.sum() if batch.mask_SB is None else (loss_SB * batch.mask_SB).sum()
+            return gather_linear(h_sBD, [self.weight], self.tp)[0]
+        return linear_cross_entropy(h_sBD, self.weight, batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
 
 
 class Stage(nn.Module):

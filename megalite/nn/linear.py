@@ -10,7 +10,8 @@ hides behind the matmul for dx, and the reduce-scatter of dx behind the matmuls 
     after    | gather x ............  |  scatter dx ..............  |
              | dx = dy W              |  dW = dy^T x                |
 
-The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored.
+The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored; where a
+kernel adds the bias too, u + bias is not stored either.
 Rejected: a differentiable gather before the matmul, which saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
 """
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.activation import ACTIVATIONS
+from megalite.kernels.dispatch import use_triton
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
 
@@ -54,22 +56,24 @@ class _GatherLinear(Function):
 
 class _LinearScatter(Function):
     @staticmethod
-    def forward(ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: str | None) -> Tensor:
+    def forward(
+        ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: str | None, bias: Tensor | None
+    ) -> Tensor:
         ctx.tp, ctx.activation = tp, activation
-        ctx.save_for_backward(u_SBf, weight)
-        a_SBf = u_SBf if activation is None else ACTIVATIONS[activation].forward(u_SBf)
+        added = () if bias is None else (bias,)
+        ctx.save_for_backward(u_SBf, weight, *added)
+        a_SBf = u_SBf if activation is None else ACTIVATIONS[activation].forward(u_SBf, *added)
         return start_reduce_scatter(a_SBf @ weight.T, tp).wait()
 
     @staticmethod
     def backward(ctx: Any, dy_sBD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        u_SBf, weight = ctx.saved_tensors
-        gathering = start_all_gather(dy_sBD, ctx.tp)
-        a_SBf = u_SBf if ctx.activation is None else ACTIVATIONS[ctx.activation].forward(u_SBf)
-        dy_SBD = gathering.wait()
-        da_SBf = dy_SBD @ weight
+        u_SBf, weight, *added = ctx.saved_tensors
+        dy_SBD = start_all_gather(dy_sBD, ctx.tp).wait()
+        a_SBf, du_SBf, dbias = u_SBf, dy_SBD @ weight, []
+        if ctx.activation is not None:
+            a_SBf, du_SBf, *dbias = ACTIVATIONS[ctx.activation].backward(u_SBf, du_SBf, *added)
         dweight = _rows(dy_SBD).T @ _rows(a_SBf)
-        du_SBf = da_SBf if ctx.activation is None else ACTIVATIONS[ctx.activation].backward(u_SBf, da_SBf)
-        return du_SBf, dweight, None, None
+        return du_SBf, dweight, None, None, dbias[0] if dbias else None
 
 
 def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis) -> tuple[Tensor, ...]:
@@ -77,9 +81,14 @@ def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis) -> tuple[Tenso
     return _GatherLinear.apply(x_sBD, tp, *weights)  # type: ignore[return-value]
 
 
-def linear_scatter(u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: str | None = None) -> Tensor:
-    """Apply `activation` (a name of kernels/activation.py), multiply, sum over tp, keep this rank's positions."""
-    return _LinearScatter.apply(u_SBf, weight_Df, tp, activation)  # type: ignore[return-value]
+def linear_scatter(
+    u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: str | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Add `bias` [f], apply `activation` (a name of kernels/activation.py), multiply, sum over tp, keep this rank's
+    positions."""
+    if bias is not None and not (activation is not None and ACTIVATIONS[activation].takes_bias and use_triton(u_SBf)):
+        u_SBf, bias = add_bias(u_SBf, bias), None
+    return _LinearScatter.apply(u_SBf, weight_Df, tp, activation, bias)  # type: ignore[return-value]
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:

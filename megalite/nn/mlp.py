@@ -46,5 +46,5 @@ class MLP(nn.Module):
 
     def forward(self, x_sBD: Tensor) -> Tensor:
         (u_SBf,) = gather_linear(x_sBD, [self.up], self.tp)
-        y_sBD = linear_scatter(add_bias(u_SBf, self.up_bias), self.down, self.tp, self.activation)
+        y_sBD = linear_scatter(u_SBf, self.down, self.tp, self.activation, self.up_bias)
         return add_bias(y_sBD, self.down_bias)

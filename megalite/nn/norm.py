@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megalite.kernels.layer_norm import layer_norm
-from megalite.kernels.rms_norm import rms_norm
+from megalite.kernels.layer_norm import add_layer_norm, layer_norm
+from megalite.kernels.rms_norm import add_rms_norm, rms_norm
 from megalite.nn.parameter import Maker
 from megalite.parallel.spec import Constant, ParamSpec
 
@@ -31,3 +31,10 @@ class Norm(nn.Module):
         if self.bias is None:
             return rms_norm(x, weight, self.eps)
         return layer_norm(x, weight, self.bias, self.eps)
+
+    def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """h = x + residual and the norm of h, in one pass over both where the kernel is Triton's."""
+        weight = self.weight + 1 if self.one_plus else self.weight
+        if self.bias is None:
+            return add_rms_norm(x, residual, weight, self.eps)
+        return add_layer_norm(x, residual, weight, self.bias, self.eps)

@@ -14,9 +14,16 @@ from megalite.kernels.adamw import adamw_
 
 @dataclass(frozen=True)
 class AdamW:
+    """`exp_avg_dtype`, `exp_avg_sq_dtype`: None, that of the main weights, or bf16 (kernels/adamw.py)."""
+
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    exp_avg_dtype: torch.dtype | None = None
+    exp_avg_sq_dtype: torch.dtype | None = None
+
+    @property
+    def states(self) -> dict[str, torch.dtype | None]:
+        return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
 
     def update_(
         self,
@@ -28,6 +35,7 @@ class AdamW:
         weight_decay: float,
         step: int,
         scale: float,
+        copy: Tensor | None = None,
     ) -> None:
         adamw_(
             param,
@@ -40,6 +48,7 @@ class AdamW:
             weight_decay=weight_decay,
             step=step,
             grad_scale=scale,
+            copy=copy,
         )
 
 
@@ -63,6 +72,7 @@ class ApexAdamW(AdamW):
         weight_decay: float,
         step: int,
         scale: float,
+        copy: Tensor | None = None,
     ) -> None:
         import amp_C  # type: ignore[import-not-found]
 
@@ -71,3 +81,5 @@ class ApexAdamW(AdamW):
         tensors = [[grad], [param], [state["exp_avg"]], [state["exp_avg_sq"]]]
         # mode 1 is decoupled decay, bias correction on
         amp_C.multi_tensor_adam(65536, overflow, tensors, lr, *self.betas, self.eps, step, 1, 1, weight_decay)
+        if copy is not None:
+            copy.copy_(param)

@@ -14,8 +14,8 @@ class SGD:
     momentum: float = 0.9
 
     @property
-    def states(self) -> tuple[str, ...]:
-        return ("momentum_buffer",) if self.momentum else ()  # plain SGD keeps nothing
+    def states(self) -> dict[str, torch.dtype | None]:
+        return {"momentum_buffer": None} if self.momentum else {}  # plain SGD keeps nothing
 
     @torch.no_grad()
     def update_(
@@ -28,6 +28,7 @@ class SGD:
         weight_decay: float,
         step: int,
         scale: float,
+        copy: Tensor | None = None,
     ) -> None:
         grad.mul_(scale)
         if weight_decay:
@@ -35,3 +36,5 @@ class SGD:
         if self.momentum:  # torch starts the buffer as the first gradient; so does 0 * momentum + gradient
             grad = state["momentum_buffer"].mul_(self.momentum).add_(grad)
         param.add_(grad, alpha=-lr)
+        if copy is not None:
+            copy.copy_(param)

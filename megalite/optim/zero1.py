@@ -18,16 +18,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megalite.kernels.grad_norm import sum_of_squares
 from megalite.optim.buffer import ParamBuffer
-from megalite.optim.layout import ALIGN
 from megalite.parallel.spec import Piece
 
 
 class Rule(Protocol):
-    """How one flat parameter moves; `states` names the tensors that it keeps beside it."""
+    """How one flat parameter moves; `states` names the tensors that it keeps beside it, with their dtype (None: that
+    of the main weights). `copy` gets the new weights in its own dtype, for the gather."""
 
     @property
-    def states(self) -> tuple[str, ...]: ...
+    def states(self) -> Mapping[str, torch.dtype | None]: ...
 
     def update_(
         self,
@@ -39,6 +40,7 @@ class Rule(Protocol):
         weight_decay: float,
         step: int,
         scale: float,
+        copy: Tensor | None = None,
     ) -> None: ...
 
 
@@ -62,7 +64,7 @@ class Zero1:
             weight = buffer.owned_weight(bucket)
             main = weight if self.same else weight.to(buffer.grads.dtype)
             self.main.append(main)
-            self.state.append({name: torch.zeros_like(main) for name in rule.states})
+            self.state.append({name: torch.zeros_like(main, dtype=dtype) for name, dtype in rule.states.items()})
 
     def local_norm_sq(self) -> Tensor:
         """This rank's share of the squared gradient norm, fp64 scalar; unscaled sums of gradients. NaN and inf stay."""
@@ -70,10 +72,7 @@ class Zero1:
         total = torch.zeros((), dtype=torch.float64, device=buffer.mesh.device)
         for bucket in buffer.layout.buckets:
             copies = bucket.kind.replicas * (1 if buffer.sharded else buffer.mesh.dp.size)
-            # short rows in their own precision, their sum in fp64: error 1e-9; all in fp64 is 20 times slower on a
-            # CPU, and one long fp32 sum is wrong by 1e-3 at 12 M elements
-            rows = torch.linalg.vector_norm(buffer.owned_grad(bucket).view(-1, ALIGN), dim=1)
-            total += rows.double().square().sum() / copies
+            total += sum_of_squares(buffer.owned_grad(bucket)) / copies
         return total
 
     def step(self, *, lr: float, weight_decay: float, scale: float) -> None:
@@ -82,9 +81,8 @@ class Zero1:
         for bucket, main, state in zip(self.buffer.layout.buckets, self.main, self.state, strict=True):
             decay = weight_decay if bucket.kind.decay else 0.0
             grad = self.buffer.owned_grad(bucket)
-            self.rule.update_(main, grad, state, lr=lr, weight_decay=decay, step=self.updates, scale=scale)
-            if not self.same:
-                self.buffer.owned_weight(bucket).copy_(main)
+            copy = None if self.same else self.buffer.owned_weight(bucket)
+            self.rule.update_(main, grad, state, lr=lr, weight_decay=decay, step=self.updates, scale=scale, copy=copy)
 
     def pieces(self) -> list[Owned]:
         """Everything a checkpoint needs of this rank, as views that loading may write: names are

@@ -15,6 +15,8 @@ import torch
 from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
 from megalite.config import Config, check, differences, padded_vocab_size, to_toml
 from megalite.data.indexed import DataError
+from megalite.kernels.attention import describe_attention
+from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton
 from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
@@ -52,6 +54,11 @@ def check_machine(config: Config, device: str, ranks: Ranks, vocab_size: int) ->
     p = config.parallel
     if device == "cpu" and p.distributed_backend == "nccl":
         raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
+    try:
+        runs_triton(device)
+        describe_attention(device)  # MEGALITE_ATTENTION is one of its names
+    except KernelError as error:
+        raise SetupError(str(error)) from None
     needs = memory_of(config, ranks.world, vocab_size)
     if device == "cpu":
         there, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks.local_world, "the memory"
@@ -218,7 +225,7 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: R
         wandb_name=log.wandb_exp_name,
         wandb_config=differences(config),
     )
-    report.say(describe(config, sources, ranks.world, peak))
+    report.say(describe(config, sources, ranks.world, peak, run.mesh.device.type))
     for note in sources.notes:
         report.say(f"note: {note}")
     if run.mesh.device.type == "cuda":
@@ -227,8 +234,8 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: R
     return report
 
 
-def describe(config: Config, sources: Sources, world: int, peak: Peak | None) -> str:
-    """The plan as a table: what will run where, and how much of it there is."""
+def describe(config: Config, sources: Sources, world: int, peak: Peak | None, device_type: str | None = None) -> str:
+    """The plan as a table: what will run where, and how much of it there is. A dry run has no device and no peak."""
     from rich.console import Console
     from rich.table import Table
 
@@ -253,6 +260,9 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None) ->
         "steps": f"{length.steps:,} of {sizes.final} x {m.seq_length} tokens: {length.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(length.samples),
     }
+    if device_type is not None:
+        rows["kernels"] = describe_kernels(device_type)
+        rows["attention"] = describe_attention(device_type)
     if peak is not None:
         rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -146,10 +147,12 @@ class _Late:
 class Half:
     """An update rule: w <- w / 2, to see where weights come from."""
 
-    states: tuple[str, ...] = ()
+    states: Mapping[str, torch.dtype | None] = {}
 
-    def update_(self, param: Tensor, grad: Tensor, state: Any, **_: Any) -> None:
+    def update_(self, param: Tensor, grad: Tensor, state: Any, copy: Tensor | None = None, **_: Any) -> None:
         param.mul_(0.5)
+        if copy is not None:
+            copy.copy_(param)
 
 
 def _late_weights(dtype: torch.dtype, overlap: bool, training: bool) -> tuple[float, float, bool]:

@@ -1,0 +1,152 @@
+"""GELU (arXiv:1606.08415) after an optional bias, in its tanh form and exactly, with backward from the input alone.
+
+    x = u + b
+    tanh form   a = x s,  s = sigmoid(2 k (x + 0.044715 x^3)),  k = sqrt(2/pi)   (1 + tanh z = 2 sigmoid(2 z))
+                dx = da (s + x s (1 - s) 2 k (1 + 0.134145 x^2))
+    exact       a = x P,  P = (1 + erf(x / sqrt(2))) / 2;   dx = da (P + x exp(-x^2 / 2) / sqrt(2 pi))
+    du = dx,  db = sum over rows of dx
+
+Backward gives `a` once more, for the weight gradient of the matmul after it, in the same pass: neither x nor a is
+stored. Arithmetic in fp32 (fp64 for fp64). Bytes for N x F elements of e bytes: forward 2 N F e, backward 4 N F e.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.kernels.columns import sum_rows
+from megalite.kernels.dispatch import (
+    Block,
+    as_rows,
+    ceil_div,
+    fit,
+    kernel,
+    processors,
+    stat_dtype,
+    use_triton,
+)
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+FORWARD = Block(1, 2048, 4)  # 16 elements per thread: two 16-byte loads of bf16
+# Backward walks down the rows of its columns and holds their sums for db; 4 programs of 4 warps per multiprocessor.
+BACKWARD = Block(1, 1024, 4, 4)
+
+
+def bias_gelu_forward_reference(u: Tensor, bias: Tensor | None = None, *, tanh: bool) -> Tensor:
+    form = "tanh" if tanh else "none"
+    return F.gelu(u if bias is None else u + bias, approximate=form)
+
+
+def bias_gelu_backward_reference(
+    u: Tensor, da: Tensor, bias: Tensor | None = None, *, tanh: bool
+) -> tuple[Tensor, ...]:
+    x, form = u if bias is None else u + bias, "tanh" if tanh else "none"
+    dx = torch.ops.aten.gelu_backward(da, x, approximate=form)
+    a = F.gelu(x, approximate=form)
+    return (a, dx) if bias is None else (a, dx, dx.flatten(0, -2).sum(0))
+
+
+@kernel
+def _gelu(x, TANH: tl.constexpr):
+    """gelu(x) and its derivative."""
+    if TANH:
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        slope = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        s = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        slope = s + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    return x * s, slope
+
+
+@kernel
+def _forward(
+    U, B, A, rows, columns, stride,
+    BIAS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (at < columns)
+    x = tl.load(U + row * stride + at, mask=inside, other=0.0).to(wide)
+    if BIAS:
+        x += tl.load(B + at, mask=at < columns, other=0.0).to(wide)
+    a, _ = _gelu(x, TANH)
+    tl.store(A + row * columns + at, a.to(A.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _backward(
+    U, B, DA, A, DU, PARTIAL, rows, columns, stride_u, stride_da,
+    BIAS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    wide = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if BIAS:
+        b = tl.load(B + at, mask=at < columns, other=0.0).to(wide)
+        db = tl.zeros((ROWS, COLUMNS), dtype=wide)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = tl.arange(0, ROWS).to(tl.int64)[:, None] + first
+        inside = (row < rows) & (at < columns)
+        x = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(wide)
+        if BIAS:
+            x += b
+        a, slope = _gelu(x, TANH)
+        dx = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(wide) * slope
+        tl.store(A + row * columns + at, a.to(A.dtype.element_ty), mask=inside)
+        tl.store(DU + row * columns + at, dx.to(DU.dtype.element_ty), mask=inside)
+        if BIAS:
+            db += dx
+    if BIAS:
+        own = PARTIAL + tl.program_id(0).to(tl.int64) * columns + at
+        tl.store(own, tl.sum(db, 0, keep_dims=True), mask=at < columns)
+
+
+def forward(u: Tensor, bias: Tensor | None, tanh: bool, block: Block) -> Tensor:
+    u_NF = as_rows(u)
+    rows, columns = u_NF.shape
+    block = fit(block, columns)
+    a = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+    b = u if bias is None else bias.contiguous()
+    _forward[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
+        *(u_NF, b, a, rows, columns, u_NF.stride(0), bias is not None, tanh, block.rows, block.columns),
+        num_warps=block.warps,
+    )
+    return a
+
+
+def backward(u: Tensor, da: Tensor, bias: Tensor | None, tanh: bool, block: Block) -> tuple[Tensor, ...]:
+    u_NF, da_NF = as_rows(u), as_rows(da)
+    rows, columns = u_NF.shape
+    block = fit(block, columns)
+    across, programs = ceil_div(columns, block.columns), ceil_div(rows, block.rows)
+    if bias is not None:
+        programs = min(programs, ceil_div(block.programs * processors(u.device), across))
+    a, du = (torch.empty(u.shape, dtype=u.dtype, device=u.device) for _ in range(2))
+    partial = torch.empty((programs if bias is not None else 0, columns), dtype=stat_dtype(u), device=u.device)
+    b = u if bias is None else bias.contiguous()
+    _backward[(programs, across)](
+        *(u_NF, b, da_NF, a, du, partial, rows, columns, u_NF.stride(0), da_NF.stride(0)),
+        *(bias is not None, tanh, block.rows, block.columns),
+        num_warps=block.warps,
+    )
+    return (a, du) if bias is None else (a, du, sum_rows(partial, bias.dtype))
+
+
+def bias_gelu_forward(u: Tensor, bias: Tensor | None = None, *, tanh: bool) -> Tensor:
+    """gelu(u + bias), u [..., F], bias [F]."""
+    if use_triton(u):
+        return forward(u, bias, tanh, FORWARD)
+    return bias_gelu_forward_reference(u, bias, tanh=tanh)
+
+
+def bias_gelu_backward(u: Tensor, da: Tensor, bias: Tensor | None = None, *, tanh: bool) -> tuple[Tensor, ...]:
+    """a once more and du, both of u's shape, and with a bias db [F]."""
+    if use_triton(u):
+        return backward(u, da, bias, tanh, BACKWARD)
+    return bias_gelu_backward_reference(u, da, bias, tanh=tanh)

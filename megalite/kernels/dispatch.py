@@ -1,0 +1,179 @@
+"""Which implementation of a kernel runs: Triton, or its plain torch twin.
+
+    MEGALITE_KERNELS=auto     Triton on CUDA where it is installed, torch on CPU (the default)
+    MEGALITE_KERNELS=triton   Triton everywhere; on CPU that needs TRITON_INTERPRET=1, which runs kernels in numpy
+    MEGALITE_KERNELS=torch    the twins everywhere
+
+The variable is read once per process: a kernel is not switched in the middle of a run. Triton is imported when the
+first kernel is launched; torch for CPU comes without it. Rejected: importing it at the top of every kernel file, which
+costs 0.3 s at each start on CPU and a stand-in for `triton.jit` where it is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHOICES = ("auto", "triton", "torch")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
+
+# The modules that have Triton kernels, and those that have only their torch form; the plan at start prints both.
+IN_TRITON = ("rms_norm", "layer_norm", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
+IN_TRITON += ("flash_attention",)
+IN_TORCH: tuple[str, ...] = ()
+
+
+class KernelError(Exception):
+    """The kernels asked for cannot run here; the text says what to set or install."""
+
+
+@functools.cache
+def choice() -> str:
+    """MEGALITE_KERNELS, as it was when first asked for."""
+    wanted = os.environ.get("MEGALITE_KERNELS") or "auto"
+    if wanted not in CHOICES:
+        raise KernelError(f"MEGALITE_KERNELS={wanted} is unknown; use {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
+    return wanted
+
+
+@functools.cache
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which it decides when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def runs_triton(device_type: str) -> bool:
+    """Whether Triton kernels are what runs on such a device. Raises KernelError where they are wanted and cannot."""
+    wanted = choice()
+    if wanted == "torch" or device_type not in ("cpu", "cuda"):
+        return False
+    if wanted == "auto":
+        return device_type == "cuda" and installed() and not interpreted()
+    if not installed():
+        raise KernelError("MEGALITE_KERNELS=triton but triton is not installed; pip install triton, or use torch")
+    if device_type == "cpu" and not interpreted():
+        raise KernelError("MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1 (slow, for tests); or use torch")
+    return True
+
+
+def use_triton(x: Tensor, columns: int = 1) -> bool:
+    """Whether the kernel for `x` is Triton's; `columns` is what one program must hold of a row."""
+    return runs_triton(x.device.type) and x.dtype in DTYPES and 0 < columns <= LARGEST_TILE and x.numel() > 0
+
+
+def describe_kernels(device_type: str) -> str:
+    """One line for the plan. Raises KernelError as `runs_triton` does."""
+    if not runs_triton(device_type):
+        missing = choice() == "auto" and device_type == "cuda" and not installed()
+        return "torch (triton is not installed)" if missing else f"torch (MEGALITE_KERNELS={choice()})"
+    how = "triton's interpreter" if interpreted() else "triton"
+    return f"{how}: {', '.join(IN_TRITON)}" + (f"; torch: {', '.join(IN_TORCH)}" if IN_TORCH else "")
+
+
+class Kernel:
+    """A function in Triton's language that is handed to `triton.jit` when it is first launched.
+
+    `kernel[grid](...)` launches it as Triton's own object does. Its module names the language under TYPE_CHECKING
+    only (`import triton.language as tl`); the first launch puts the real one there, and does the same for the
+    modules of the kernels that it calls.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
+        self.fn, self.options = fn, options
+        self.jitted: Any = None
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.compiled()[grid]
+
+    def compiled(self) -> Any:
+        if self.jitted is None:
+            import triton
+            import triton.language
+
+            self.jitted = triton.jit(self.fn, **self.options)
+            names = self.fn.__globals__
+            names["tl"] = triton.language
+            for name, value in list(names.items()):
+                if isinstance(value, Kernel):  # a kernel may call it, and Triton looks for its own kind
+                    names[name] = value.compiled()
+        return self.jitted
+
+
+def kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Decorate a Triton kernel; `options` are those of `triton.jit`."""
+    return functools.partial(kernel, **options) if fn is None else Kernel(fn, options)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The tile of one program: rows x columns elements (columns a power of two), and its warps. `programs`: how many
+    per multiprocessor where a program walks over many tiles."""
+
+    rows: int
+    columns: int
+    warps: int
+    programs: int = 1
+
+
+def block_for(table: tuple[tuple[int, ...], ...], columns: int) -> Block:
+    """The tile that holds whole rows of `columns`, from a table in rising order of
+    (largest width, rows, warps[, programs]).
+
+    >>> block_for(((128, 8, 4), (4096, 1, 8)), 1000)
+    Block(rows=1, columns=1024, warps=8, programs=1)
+    """
+    width = power_of_two(columns)
+    for largest, rows, warps, *programs in table:
+        if width <= largest:
+            return Block(rows, width, warps, *programs)
+    raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch twin")
+
+
+def fit(block: Block, columns: int) -> Block:
+    """The same number of elements for rows of `columns`: where they are narrower than the tile, several of them.
+
+    >>> fit(Block(1, 2048, 4), 500)
+    Block(rows=4, columns=512, warps=4, programs=1)
+    """
+    width = min(block.columns, power_of_two(columns))
+    return replace(block, rows=block.rows * block.columns // width, columns=width)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a card; on CPU a small number, so that the interpreter sees programs share the work."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def stat_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which reductions over `x` are taken."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., D] as [N, D] with unit stride along D: a view where the layout allows it."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -1,0 +1,249 @@
+"""Causal attention in Triton that never stores scores (arXiv:2205.14135, arXiv:2307.08691): forward and backward.
+
+    s = scale q k^T;  p = exp(s - lse);  o = p v;   for every query i its keys are low(i) <= j <= i
+    delta = sum(do o);  dp = do v^T;  ds = p (dp - delta) scale;   dq = ds k;  dk = ds^T q;  dv = p^T do
+
+low(i) is the first position of i's document, and not before the sliding window. It never falls, so the blocks that a
+program visits are one range, and work is what the mask leaves. q_SBHK, k_SBGK, v_SBGK may be strided (unit stride
+along K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs.
+
+dq and (dk, dv) have a kernel each, which computes the scores twice, 7 instead of 5 matmuls; one kernel would need
+atomic additions to dq and give another rounding in every run. A key's program walks over all query heads of its group.
+Saved: q, k, v, o and the log-sum-exp. FLOPs of all scores: forward 4 S^2 B H K, backward 14; half of it is masked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megalite.kernels.dispatch import ceil_div, interpreted, kernel, power_of_two
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+LOG2_E = 1 / math.log(2)  # exp2 is an instruction, exp is not: scores are in units of log 2
+WIDEST = 128  # head size
+# by padded head size: queries and keys per block, warps, stages. The largest tiles that the assembler for sm_90 fits
+# into registers: with 128 keys that stay, the last kernel spills 470 to 700 bytes a thread. Not timed on a card yet.
+FORWARD = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
+BACKWARD_Q = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2)}
+BACKWARD_KV = {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)}
+
+
+def supports(q_SBHK: Tensor) -> bool:
+    return q_SBHK.dtype in (torch.bfloat16, torch.float16, torch.float32) and q_SBHK.shape[-1] <= WIDEST
+
+
+@kernel
+def _low(FIRST, rows, b, length, window, DOCUMENTS: tl.constexpr):
+    """The first key of each query; beyond the end `length`, so that no key is left."""
+    low = tl.maximum(rows - window + 1, 0)
+    if DOCUMENTS:
+        low = tl.maximum(low, tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32))
+    return tl.where(rows < length, low, length)
+
+
+@kernel
+def _dot(a, b, WIDE: tl.constexpr):
+    if WIDE:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@kernel
+def _tile(X, rows, channels, stride, length, HEAD: tl.constexpr):
+    inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
+    return tl.load(X + rows.to(tl.int64)[:, None] * stride + channels[None, :], mask=inside, other=0.0)
+
+
+@kernel
+def _forward(
+    Q, K, V, OUT, LSE, FIRST, length, batch, heads, group, scale, window,
+    qs, qb, qh, ks, kb, kh, vs, vb, vh,
+    DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, so that none is left over at the end
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows, channels = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    K += b.to(tl.int64) * kb + (h // group) * kh
+    V += b.to(tl.int64) * vb + (h // group) * vh
+    q = _tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD)
+    low = _low(FIRST, rows, b, length, window, DOCUMENTS)
+    largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    o = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for start in range(tl.min(low, 0) // COLUMNS * COLUMNS, tl.minimum((block + 1) * ROWS, length), COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        k = _tile(K, columns, channels, ks, length, HEAD)
+        s = _dot(q, tl.trans(k), WIDE) * scale
+        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= rows[:, None])
+        s = tl.where(seen, s, float("-inf"))
+        now = tl.maximum(largest, tl.max(s, 1))
+        base = tl.where(now == float("-inf"), 0.0, now)  # no key yet
+        p = tl.exp2(s - base[:, None])
+        again = tl.exp2(largest - base)
+        total = total * again + tl.sum(p, 1)
+        v = _tile(V, columns, channels, vs, length, HEAD)
+        o = o * again[:, None] + _dot(p.to(v.dtype), v, WIDE)
+        largest = now
+    total = tl.where(total == 0.0, 1.0, total)
+    at = (rows.to(tl.int64) * batch + b) * heads + h
+    inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
+    o = (o / total[:, None]).to(OUT.dtype.element_ty)
+    tl.store(OUT + at[:, None] * HEAD + channels[None, :], o, mask=inside)
+    tl.store(LSE + tl.program_id(1).to(tl.int64) * length + rows, largest + tl.log2(total), mask=rows < length)
+
+
+@kernel
+def _backward_q(
+    Q, K, V, OUT, DO, LSE, DELTA, DQ, FIRST, length, batch, heads, group, scale, window,
+    qs, qb, qh, ks, kb, kh, vs, vb, vh,
+    DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows, channels = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    K += b.to(tl.int64) * kb + (h // group) * kh
+    V += b.to(tl.int64) * vb + (h // group) * vh
+    own = (b.to(tl.int64) * heads + h) * HEAD  # o and do are contiguous [S, B, H, K]
+    q = _tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD)
+    do = _tile(DO + own, rows, channels, batch * heads * HEAD, length, HEAD)
+    o = _tile(OUT + own, rows, channels, batch * heads * HEAD, length, HEAD)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    line = tl.program_id(1).to(tl.int64) * length + rows
+    tl.store(DELTA + line, delta, mask=rows < length)  # for the other kernel
+    lse = tl.load(LSE + line, mask=rows < length, other=float("inf"))
+    low = _low(FIRST, rows, b, length, window, DOCUMENTS)
+    dq = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for start in range(tl.min(low, 0) // COLUMNS * COLUMNS, tl.minimum((block + 1) * ROWS, length), COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        k = _tile(K, columns, channels, ks, length, HEAD)
+        v = _tile(V, columns, channels, vs, length, HEAD)
+        s = _dot(q, tl.trans(k), WIDE) * scale
+        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= rows[:, None])
+        p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
+        dp = _dot(do, tl.trans(v), WIDE)
+        dq += _dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)  # type: ignore[arg-type]
+    dq = dq * (scale * 0.6931471805599453)  # ln 2
+    inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
+    at = own + rows.to(tl.int64)[:, None] * (batch * heads * HEAD) + channels[None, :]
+    tl.store(DQ + at, dq.to(DQ.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _backward_kv(
+    Q, K, V, DO, LSE, DELTA, DK, DV, FIRST, END, length, batch, heads, group, scale, window,
+    qs, qb, qh, ks, kb, kh, vs, vb, vh,
+    DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    groups = heads // group
+    b, g = tl.program_id(1) // groups, tl.program_id(1) % groups
+    first = tl.program_id(0) * COLUMNS
+    columns, channels = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
+    k = _tile(K + b.to(tl.int64) * kb + g * kh, columns, channels, ks, length, HEAD)
+    v = _tile(V + b.to(tl.int64) * vb + g * vh, columns, channels, vs, length, HEAD)
+    last = tl.minimum(first + COLUMNS, length) - 1
+    end = tl.minimum(last + window, length)  # after the last query that sees some key of this block
+    if DOCUMENTS:
+        end = tl.minimum(end, tl.load(END + b * length + last).to(tl.int32))
+    dk = tl.zeros((COLUMNS, WIDTH), dtype=tl.float32)
+    dv = tl.zeros((COLUMNS, WIDTH), dtype=tl.float32)
+    for i in range(0, group):
+        h = g * group + i
+        own = (b.to(tl.int64) * heads + h) * HEAD
+        for start in range(first // ROWS * ROWS, end, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            line = (b * heads + h).to(tl.int64) * length + rows
+            lse = tl.load(LSE + line, mask=rows < length, other=float("inf"))
+            delta = tl.load(DELTA + line, mask=rows < length, other=0.0)
+            low = _low(FIRST, rows, b, length, window, DOCUMENTS)
+            q = _tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD)
+            do = _tile(DO + own, rows, channels, batch * heads * HEAD, length, HEAD)
+            s = _dot(q, tl.trans(k), WIDE) * scale
+            seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= rows[:, None])
+            p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
+            dv += _dot(tl.trans(p.to(do.dtype)), do, WIDE)
+            dp = _dot(do, tl.trans(v), WIDE)
+            ds = (p * (dp - delta[:, None])).to(q.dtype)
+            dk += _dot(tl.trans(ds), q, WIDE)
+    dk = dk * (scale * 0.6931471805599453)  # ln 2
+    inside = (columns < length)[:, None] & (channels < HEAD)[None, :]
+    at = ((columns.to(tl.int64) * batch + b) * groups + g)[:, None] * HEAD + channels[None, :]
+    tl.store(DK + at, dk.to(DK.dtype.element_ty), mask=inside)
+    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=inside)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _new(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, first_BS: Tensor | None
+    ) -> Tensor:
+        q, k, v = _unit(q), _unit(k), _unit(v)
+        S, B, H, K = q.shape
+        o, lse = _new(q), torch.empty(B, H, S, dtype=torch.float32, device=q.device)
+        first = lse if first_BS is None else first_BS.contiguous()
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        ctx.given = (S, B, H, H // k.shape[2], scale * LOG2_E, window or S, *strides)
+        # the interpreter multiplies bf16 as if it were whole numbers (triton 3.9)
+        wide = interpreted() and q.dtype == torch.bfloat16
+        ctx.kind = (first_BS is not None, wide, K, max(64, power_of_two(K)))
+        rows, columns, warps, stages = FORWARD[ctx.kind[-1]]
+        _forward[(ceil_div(S, rows), B * H)](
+            *(q, k, v, o, lse, first, *ctx.given, *ctx.kind, rows, columns), num_warps=warps, num_stages=stages
+        )
+        ctx.save_for_backward(q, k, v, o, lse, first)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, o, lse, first = ctx.saved_tensors
+        S, B, H = ctx.given[:3]
+        do, delta = do.contiguous(), _new(lse)
+        dq, dk, dv = _new(q), _new(k), _new(v)
+        rows, columns, warps, stages = BACKWARD_Q[ctx.kind[-1]]
+        _backward_q[(ceil_div(S, rows), B * H)](
+            *(q, k, v, o, do, lse, delta, dq, first, *ctx.given, *ctx.kind, rows, columns),
+            num_warps=warps,
+            num_stages=stages,
+        )
+        end = first
+        if ctx.kind[0]:  # how many queries have a first key not after j: where the document of key j ends
+            keys = torch.arange(S, dtype=first.dtype, device=first.device).expand(B, S).contiguous()
+            end = torch.searchsorted(first, keys, right=True)
+        rows, columns, warps, stages = BACKWARD_KV[ctx.kind[-1]]
+        _backward_kv[(ceil_div(S, columns), B * k.shape[2])](
+            *(q, k, v, do, lse, delta, dk, dv, first, end, *ctx.given, *ctx.kind, rows, columns),
+            num_warps=warps,
+            num_stages=stages,
+        )
+        return dq, dk, dv, None, None, None
+
+
+def flash_attention(
+    q_SBHK: Tensor,
+    k_SBGK: Tensor,
+    v_SBGK: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    first_BS: Tensor | None = None,
+) -> Tensor:
+    """o_SBHK. `window`: how many keys a query sees, itself included. first_BS: int64, of each position the first one of
+    its document. Head size up to 128, bf16, fp16 or fp32."""
+    return _Attention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, first_BS)  # type: ignore[return-value]

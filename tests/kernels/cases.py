@@ -1,0 +1,419 @@
+"""The shared harness of the Triton kernels: one table of operations, and how far each is from its definition.
+
+A row has the operation as callers know it (the dispatcher takes Triton), its torch twin, and inputs in fp64. `measure`
+runs the operation and the twin in one dtype and the twin in fp64, forward and backward, and returns errors; the tests
+(test_triton.py) do so in Triton's interpreter on CPU, and on a card where there is one. Every tensor that the
+operation allocates is filled with NaN and lies between guards, so an element that no program wrote and a write beyond
+the end are seen; inputs lie between NaNs, so a read beyond the end is seen too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.kernels.activation import ACTIVATIONS
+from megalite.kernels.attention import Documents, attention, attention_reference
+from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
+from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
+from megalite.kernels.dropout import dropout, dropout_add, dropout_add_reference
+from megalite.kernels.layer_norm import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+)
+from megalite.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from megalite.kernels.rope import RopeScaling, apply_rope, apply_rope_reference, rope_tables
+from megalite.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
+
+Make = Callable[[], list[Tensor]]
+LAYOUTS = ("contiguous", "gapped", "transposed")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Op:
+    """`run` and `twin` take the tensors of a case and return one tensor or several. Of the inputs, those in floating
+    point are cast and get gradients; the others (labels, sample numbers) are passed as they are."""
+
+    run: Callable[..., Any]
+    twin: Callable[..., Any]
+    cases: tuple[Make, ...]
+    fp32_units: int = 4  # of the last place of the largest value, which any fp32 result may be away
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def normals(*shapes: tuple[int, ...]) -> Make:
+    """One case: normal inputs of these shapes."""
+    return lambda: [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+class _Activated(torch.autograd.Function):
+    """An activation as nn/linear.py uses it, y = a * v: backward's own `a` is then the gradient of v."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: tuple[Callable[..., Any], ...], u: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
+        ctx.pair = pair
+        ctx.save_for_backward(u, v, *bias)
+        return pair[0](u, *bias) * v
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        u, v, *bias = ctx.saved_tensors
+        a, du, *dbias = ctx.pair[1](u, dy * v, *bias)
+        return None, du, dy * a, *dbias
+
+
+def activated(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda u, v, *bias: _Activated.apply((forward, backward), u, v, *bias)
+
+
+def gelu_twin(tanh: bool) -> Callable[..., Any]:
+    pair = (bias_gelu_forward_reference, bias_gelu_backward_reference)
+    return activated(*(functools.partial(fn, tanh=tanh) for fn in pair))
+
+
+def gelu_run(name: str) -> Callable[..., Any]:
+    return activated(ACTIVATIONS[name].forward, ACTIVATIONS[name].backward)
+
+
+def roped(fn: Callable[..., Tensor], scaling: RopeScaling | None = None, part: float = 1.0) -> Callable[..., Tensor]:
+    """The tables that models/gpt.py makes, for the first `part` of a head's channels; with `positions_SB`, per sample."""
+
+    def run(x_SBHK: Tensor, positions_SB: Tensor | None = None) -> Tensor:
+        wide = torch.float64 if x_SBHK.dtype == torch.float64 else torch.float32
+        rotary = int(x_SBHK.shape[-1] * part)
+        tables = rope_tables(x_SBHK.shape[0], rotary, 1e4, scaling, device=x_SBHK.device, dtype=wide)
+        if positions_SB is not None:
+            tables = (tables[0][positions_SB], tables[1][positions_SB])
+        return fn(x_SBHK, *tables)
+
+    return run
+
+
+def positioned(x_SBHK: tuple[int, ...]) -> Make:
+    S, B = x_SBHK[:2]
+    return lambda: [normal(*x_SBHK), torch.randint(S, (S, B), generator=torch.Generator().manual_seed(1))]
+
+
+def numbered(*shapes: tuple[int, ...]) -> Make:
+    """Normal inputs [s, B, D] and B sample numbers, some of them beyond 32 bits."""
+    return lambda: [*normals(*shapes)(), torch.arange(shapes[0][1]) * 2**31 + 5]
+
+
+class _Sliced(torch.autograd.Function):
+    """Cross entropy of logits_NV in two slices, as two tp ranks have them; `halves`: stats, gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, halves: tuple[Callable[..., Tensor], ...], logits: Tensor, labels: Tensor, vocab: int
+    ) -> Tensor:
+        cut = logits.shape[1] * 2 // 3
+        ctx.halves, ctx.parts = (
+            halves,
+            ((logits[:, :cut], 0, min(cut, vocab)), (logits[:, cut:], cut, max(0, vocab - cut))),
+        )
+        stats = torch.stack([halves[0](part, labels, first, valid) for part, first, valid in ctx.parts])
+        ctx.lse, ctx.labels = stats[:, 0].logsumexp(0), labels
+        return ctx.lse - stats[:, 1].sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        grads = [
+            ctx.halves[1](part.clone(), ctx.lse, ctx.labels, first, dloss, valid) for part, first, valid in ctx.parts
+        ]
+        return None, torch.cat(grads, 1), None, None
+
+
+def sliced(*halves: Callable[..., Tensor], padding: int) -> Callable[..., Tensor]:
+    return lambda logits, labels: _Sliced.apply(halves, logits, labels, logits.shape[1] - padding)
+
+
+def labelled(rows: int, columns: int, vocab: int) -> Make:
+    g = torch.Generator().manual_seed(1)
+    return lambda: [3 * normal(rows, columns), torch.randint(vocab, (rows,), generator=g)]
+
+
+def attended(fn: Callable[..., Tensor], window: int | None = None) -> Callable[..., Tensor]:
+    """`fn` on q, k, v and, where given, the starts of documents."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor | None = None) -> Tensor:
+        documents = None if first_BS is None else Documents(spans_of(first_BS), first_BS)
+        return fn(q, k, v, scale=q.shape[-1] ** -0.5, window=window, documents=documents)
+
+    return run
+
+
+def spans_of(first_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
+    rows = [sorted(set(row)) for row in first_BS.tolist()]
+    ends = [[*row[1:], first_BS.shape[1]] for row in rows]
+    return tuple((b, *span) for b in range(len(rows)) for span in zip(rows[b], ends[b], strict=True))
+
+
+def heads(S: int, B: int, H: int, G: int, K: int, document: int | None = None) -> Make:
+    """q, k, v; with `document`, documents of about that length, different in each sample."""
+
+    def make() -> list[Tensor]:
+        given = normals((S, B, H, K), (S, B, G, K), (S, B, G, K))()
+        if document is not None:
+            starts = torch.arange(S)[None] + torch.arange(B)[:, None] * (document // 2)
+            first_BS = (starts // document * document - torch.arange(B)[:, None] * (document // 2)).clamp(min=0)
+            given.append(first_BS)
+        return given
+
+    return make
+
+
+KEY = 0xC0FFEE01  # above 2^31: the key's sign must not matter
+WIDTHS = ((1, 1), (3, 8), (2, 5, 7), (37, 100), (5, 1, 1025))  # odd, ragged, several rows per program, several programs
+HEADS = ((1, 1, 1, 2), (5, 2, 3, 8), (3, 2, 5, 96), (9, 1, 2, 20))  # [S, B, H, K]
+FEEDS = ((1, 1), (4, 3, 7), (7, 2, 100), (3, 2, 2050))  # the last one more than one program wide
+STREAMS = ((1, 1, 1), (3, 2, 7), (2, 3, 1100))  # [s, B, D]
+
+OPS: dict[str, Op] = {
+    "rms_norm": Op(
+        lambda x, w: rms_norm(x, w, 1e-5),
+        lambda x, w: rms_norm_reference(x, w, 1e-5),
+        tuple(normals(s, s[-1:]) for s in WIDTHS),
+    ),
+    "add_rms_norm": Op(
+        lambda x, a, w: add_rms_norm(x, a, w, 1e-5),
+        lambda x, a, w: add_rms_norm_reference(x, a, w, 1e-5),
+        tuple(normals(s, s, s[-1:]) for s in WIDTHS),
+    ),
+    "layer_norm": Op(
+        lambda x, w, b: layer_norm(x, w, b, 1e-5),
+        lambda x, w, b: layer_norm_reference(x, w, b, 1e-5),
+        tuple(normals(s, s[-1:], s[-1:]) for s in WIDTHS),
+    ),
+    "add_layer_norm": Op(
+        lambda x, a, w, b: add_layer_norm(x, a, w, b, 1e-5),
+        lambda x, a, w, b: add_layer_norm_reference(x, a, w, b, 1e-5),
+        tuple(normals(s, s, s[-1:], s[-1:]) for s in WIDTHS),
+    ),
+    "rope": Op(roped(apply_rope), roped(apply_rope_reference), tuple(normals(s) for s in HEADS)),
+    "rope partial, Llama-3": Op(
+        roped(apply_rope, RopeScaling(), 0.25),
+        roped(apply_rope_reference, RopeScaling(), 0.25),
+        tuple(normals(s) for s in HEADS if s[-1] >= 8),
+    ),
+    "rope by sample": Op(roped(apply_rope), roped(apply_rope_reference), tuple(positioned(s) for s in HEADS)),
+    "swiglu": Op(
+        activated(ACTIVATIONS["swiglu"].forward, ACTIVATIONS["swiglu"].backward),
+        activated(swiglu_forward_reference, swiglu_backward_reference),
+        tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
+    ),
+    "gelu": Op(gelu_run("gelu"), gelu_twin(True), tuple(normals(s, s) for s in FEEDS)),
+    "gelu_erf": Op(gelu_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s) for s in FEEDS)),
+    "bias_gelu": Op(gelu_run("gelu"), gelu_twin(True), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
+    "bias_gelu_erf": Op(gelu_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
+    "attention": Op(
+        attended(attention),
+        attended(attention_reference),
+        (heads(2, 1, 1, 1, 4), heads(37, 2, 4, 2, 20), heads(150, 1, 2, 1, 96), heads(261, 1, 1, 1, 128)),
+        fp32_units=16,  # dp - delta is rounded as dp is, and that is larger than the gradient
+    ),
+    "attention in a window": Op(
+        attended(attention, 50),
+        attended(attention_reference, 50),
+        (heads(290, 1, 2, 2, 64), heads(9, 2, 3, 1, 8)),
+        fp32_units=16,
+    ),
+    "attention by document": Op(
+        attended(attention),
+        attended(attention_reference),
+        (heads(300, 2, 2, 1, 64, 80), heads(20, 3, 2, 2, 16, 3)),
+        fp32_units=16,
+    ),
+    "attention by document in a window": Op(
+        attended(attention, 70),
+        attended(attention_reference, 70),
+        (heads(300, 2, 1, 1, 64, 130),),
+        fp32_units=16,
+    ),
+    "cross_entropy": Op(
+        sliced(shard_stats, shard_grad_, padding=0),
+        sliced(shard_stats_reference, shard_grad_reference_, padding=0),
+        (labelled(1, 2, 2), labelled(5, 37, 37), labelled(3, 9001, 9001)),
+    ),
+    "cross_entropy with padding": Op(
+        sliced(shard_stats, shard_grad_, padding=6),
+        sliced(shard_stats_reference, shard_grad_reference_, padding=6),
+        (labelled(4, 8, 2), labelled(2, 100, 94)),  # the first one: nothing valid in the second slice
+    ),
+    "dropout": Op(
+        lambda x, ids: dropout(x, 0.25, KEY, ids, 3),
+        lambda x, ids: dropout_add_reference(x, torch.zeros_like(x), 0.25, KEY, ids, 3),
+        tuple(numbered(s) for s in STREAMS),
+    ),
+    "dropout_add": Op(
+        lambda x, a, ids: dropout_add(x, a, 0.1, KEY, ids, 2**20),
+        lambda x, a, ids: dropout_add_reference(x, a, 0.1, KEY, ids, 2**20),
+        tuple(numbered(s, s) for s in STREAMS),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one tensor: the largest error of the operation and of its twin against fp64, and the largest true value."""
+
+    name: str
+    error: float
+    twin_error: float
+    scale: float
+    dtype: str
+    fp32_units: int
+
+    @property
+    def bound(self) -> float:
+        """Twice the twin's own error, or twice one rounding of the result where the twin happens to be exact. In fp32,
+        where kernel and twin compute alike but in another order, at least `fp32_units` in the last place."""
+        eps = torch.finfo(DTYPES[self.dtype]).eps
+        if self.dtype == "float64":
+            return 1e-10 * max(self.scale, 1.0)
+        return 2 * max(self.twin_error, (self.fp32_units if self.dtype == "float32" else 1) / 2 * eps * self.scale)
+
+
+class Guarded(TorchDispatchMode):
+    """Tensors made by `empty` are full of NaN (-77 for integers) and lie between guards that `check` looks at."""
+
+    WIDTH = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flats: list[tuple[Tensor, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
+        if not name.startswith(("empty", "new_empty")) or out.numel() == 0:
+            return out
+        flat = torch.full((out.numel() + 2 * self.WIDTH,), poison(out.dtype), dtype=out.dtype, device=out.device)
+        self.flats.append((flat, out.numel()))
+        return flat[self.WIDTH : -self.WIDTH].as_strided(out.shape, out.stride(), self.WIDTH)
+
+    def check(self) -> None:
+        for flat, n in self.flats:
+            for guard in (flat[: self.WIDTH], flat[self.WIDTH + n :]):
+                same = guard.isnan().all() if guard.is_floating_point() else (guard == poison(guard.dtype)).all()
+                assert bool(same), f"a kernel wrote outside of a tensor of {n} elements"
+
+
+def poison(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point else -77
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """`x` with other strides, its values between NaNs."""
+    if layout == "transposed" and x.dim() > 2:  # [b, a, ...] in memory
+        base = laid_out(x.transpose(0, 1), "contiguous")
+        return base.transpose(0, 1)
+    gap = 3 if layout == "gapped" and x.dim() > 1 else 0
+    width = x.shape[-1] + gap
+    flat = torch.full((x.numel() // x.shape[-1] * width + 128,), float("nan"), dtype=x.dtype, device=x.device)
+    view = flat[64:-64].view(*x.shape[:-1], width)[..., : x.shape[-1]]
+    view.copy_(x)
+    return view
+
+
+def results(fn: Callable[..., Any], inputs: list[Tensor], layout: str | None) -> dict[str, Tensor]:
+    """Outputs and gradients of `fn` with a fixed gradient from above, laid out as the inputs are."""
+    leaves = [x.detach().clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    given = [x if layout is None or not x.is_floating_point() else laid_out_leaf(x, layout) for x in leaves]
+    made = fn(*given)
+    outputs = list(made) if isinstance(made, tuple) else [made]
+    above = [normal(*y.shape, seed=90 + i).to(y.device, y.dtype) for i, y in enumerate(outputs)]
+    if layout is not None:
+        above = [laid_out(dy, layout) for dy in above]
+    wanted = [x for x in leaves if x.is_floating_point()]
+    grads = torch.autograd.grad(outputs, wanted, above)
+    named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    return named | {f"gradient {i}": g for i, g in enumerate(grads)}
+
+
+class _LaidOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: str) -> Tensor:
+        return laid_out(x, layout)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dx, None
+
+
+def laid_out_leaf(x: Tensor, layout: str) -> Tensor:
+    return _LaidOut.apply(x, layout)  # type: ignore[return-value]
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    with Guarded() as mode:
+        yield
+    mode.check()
+
+
+def measure(name: str, case: int, dtype: str, layout: str, device: str = "cpu") -> list[Result]:
+    """Run one case here, in this process; Triton must be what the dispatcher takes on `device`."""
+    from megalite.kernels.dispatch import runs_triton
+
+    assert runs_triton(device), "the dispatcher does not take Triton here, so this would compare torch with torch"
+    op = OPS[name]
+    exact = [x.to(device) for x in op.cases[case]()]
+    inputs = [x.to(DTYPES[dtype]) if x.is_floating_point() else x for x in exact]
+    same = [x.double() if x.is_floating_point() else x for x in inputs]  # the true result is that of rounded inputs
+    with guarded():
+        got = results(op.run, inputs, layout)
+    twin, want = results(op.twin, inputs, None), results(op.twin, same, None)
+    rows = []
+    for key, true in want.items():
+        assert got[key].dtype == twin[key].dtype and got[key].shape == true.shape, key
+        error, twin_error = ((x[key].double() - true).abs().nan_to_num(float("inf")).max().item() for x in (got, twin))
+        rows.append(Result(key, error, twin_error, true.abs().max().item(), dtype, op.fp32_units))
+    return rows
+
+
+def round_as_a_card_does() -> None:
+    """Triton's interpreter cuts fp32 off to bf16 (3.9), which doubles the error of every result; a card rounds to the
+    nearest, ties to even."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, mode)
+        bits = np.ascontiguousarray(data).view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
+
+    interpreter._convert_float = rounded
+
+
+def in_interpreter(pipe: Any) -> None:
+    """The loop of a process whose Triton is the interpreter: (function, arguments) in, (whether it ran, result) out."""
+    import traceback
+
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    round_as_a_card_does()
+    torch.set_num_threads(1)
+    while True:
+        fn, args = pipe.recv()
+        try:
+            pipe.send((True, fn(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

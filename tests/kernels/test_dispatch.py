@@ -1,0 +1,143 @@
+"""Which kernels run: by the variable, the device, the dtype and the shape; and what the plan says of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.kernels import dispatch
+from megalite.kernels.dispatch import KernelError, block_for, describe_kernels, runs_triton, use_triton
+
+FOLDER = Path(dispatch.__file__).parent
+CACHED = (dispatch.choice, dispatch.installed, dispatch.interpreted, dispatch.runs_triton)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has not read its environment yet, before and after."""
+    for name in ("MEGALITE_KERNELS", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    for fn in CACHED:
+        fn.cache_clear()
+    yield
+    for fn in CACHED:
+        fn.cache_clear()
+
+
+def test_auto_is_triton_on_a_card_and_torch_on_cpu() -> None:
+    assert runs_triton("cuda") and not runs_triton("cpu") and not runs_triton("meta")
+
+
+def test_torch_means_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGALITE_KERNELS", "torch")
+    assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (MEGALITE_KERNELS=torch)"
+
+
+def test_it_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs_triton("cuda")
+    monkeypatch.setenv("MEGALITE_KERNELS", "torch")
+    assert runs_triton("cuda")
+
+
+@pytest.mark.parametrize(
+    "variables,message",
+    [
+        ({"MEGALITE_KERNELS": "cuda"}, "MEGALITE_KERNELS=cuda is unknown; use auto, triton or torch"),
+        ({"MEGALITE_KERNELS": "triton"}, "needs TRITON_INTERPRET=1"),
+    ],
+)
+def test_what_cannot_run_is_one_clear_error(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(KernelError, match=message):
+        runs_triton("cpu")
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (triton is not installed)"
+    runs_triton.cache_clear()
+    dispatch.choice.cache_clear()
+    monkeypatch.setenv("MEGALITE_KERNELS", "triton")
+    with pytest.raises(KernelError, match="pip install triton"):
+        runs_triton("cuda")
+
+
+def test_shapes_and_dtypes_that_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGALITE_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.zeros(2, 8)
+    assert use_triton(x, 8) and use_triton(x.double(), 8) and use_triton(x, dispatch.LARGEST_TILE)
+    assert not use_triton(x, dispatch.LARGEST_TILE + 1)
+    assert not use_triton(x.long(), 8) and not use_triton(x[:0], 8) and not use_triton(x.to("meta"), 8)
+    with pytest.raises(ValueError, match="columns=5000 is above the table's 4096"):
+        block_for(((128, 8, 4), (4096, 1, 8)), 5000)
+
+
+def test_the_plan_names_what_there_is() -> None:
+    """The two lists together are the modules with something to run; those of the first have kernels."""
+    frame = {"dispatch", "columns", "activation", "__init__"}
+    kernels = {p.stem for p in FOLDER.glob("*.py") if re.search(r"^@kernel", p.read_text(), re.M)} - frame
+    assert kernels == set(dispatch.IN_TRITON)
+    line = describe_kernels("cuda")
+    assert line.startswith("triton: ") and all(name in line for name in (*dispatch.IN_TRITON, *dispatch.IN_TORCH))
+    assert all((FOLDER / f"{name}.py").exists() for name in dispatch.IN_TORCH)
+    assert not set(dispatch.IN_TORCH) & kernels
+
+
+def test_a_run_on_cpu_does_not_import_triton() -> None:
+    code = "import sys, megalite.train.run; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ})
+
+
+RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 4
+ --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 0.01 --lr-decay-style constant --mock-data
+ --tokenizer-type NullTokenizer --vocab-size 30 --eval-iters 0 --log-interval 1 --device cpu"""
+
+
+@pytest.mark.parametrize(
+    "variables,code,says",
+    [
+        ({"MEGALITE_KERNELS": "triton", "TRITON_INTERPRET": "1"}, 0, "triton's interpreter: rms_norm"),
+        ({}, 0, "torch (MEGALITE_KERNELS=auto)"),
+        ({"MEGALITE_KERNELS": "triton"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1"),
+        ({"MEGALITE_KERNELS": "fast"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=fast is unknown"),
+    ],
+)
+def test_a_run_says_what_its_kernels_are(variables: dict[str, str], code: int, says: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "pretrain_gpt.py"
+    done = subprocess.run(
+        [sys.executable, str(script), *RUN.split()],
+        cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert says in re.sub(r"\s+", " ", done.stdout + done.stderr)
+
+
+def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megalite.kernels import attention
+
+    q = torch.zeros(4, 1, 2, 8)
+    attention.forced.cache_clear()
+    monkeypatch.setenv("MEGALITE_ATTENTION", "magic")
+    try:
+        with pytest.raises(KernelError, match="MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton or"):
+            attention.backend(q, masked=False)
+        monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
+        assert attention.backend(q, masked=False) == "flash"
+        torch.testing.assert_close(attention.attention(q, q, q, scale=1.0), q)
+        attention.forced.cache_clear()
+        monkeypatch.delenv("MEGALITE_ATTENTION")
+        assert attention.backend(q, masked=False) == attention.backend(q, masked=True) == "torch"
+        assert attention.describe_attention("cpu") == "torch"
+    finally:
+        attention.forced.cache_clear()

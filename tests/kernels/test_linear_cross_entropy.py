@@ -1,0 +1,173 @@
+"""Head and loss in chunks against the definition in fp64: gradients, padding, masks, memory, ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import Tensor
+
+from megalite.kernels import cross_entropy as halves
+from megalite.kernels import linear_cross_entropy as chunks
+from megalite.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy_reference
+from megalite.nn.loss import linear_cross_entropy
+from megalite.parallel.mesh import Mesh, build_mesh
+
+TP = Mesh.alone().tp
+SCALE = 0.37
+Result = tuple[Tensor, Tensor, Tensor]
+
+
+def inputs(s: int, b: int, d: int, padded: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(s + 10 * d)
+    x, w = (torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in ((s, b, d), (padded, d)))
+    labels = torch.randint(0, vocab, (s, b), generator=g)
+    labels.view(-1)[:2] = torch.tensor([vocab - 1, 0])[: labels.numel()]
+    mask = (torch.rand((s, b), generator=g) < 0.7).float()
+    return x, w, labels, mask
+
+
+def grads_of(loss: Tensor, x: Tensor, w: Tensor) -> Result:
+    loss.backward(torch.tensor(SCALE, dtype=loss.dtype))
+    assert x.grad is not None and w.grad is not None
+    return loss.detach(), x.grad, w.grad
+
+
+def definition(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int) -> Result:
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    count = torch.ones(labels.shape) if mask is None else mask
+    return grads_of(linear_cross_entropy_reference(x.flatten(0, 1), w, labels.flatten(), count.flatten(), vocab), x, w)
+
+
+def in_chunks(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int) -> Result:
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    return grads_of(linear_cross_entropy(x, w, labels, mask, TP, vocab), x, w)
+
+
+def small(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int) -> None:
+    """Chunks of about `tokens`, and blocks of `rows` inside them."""
+    monkeypatch.setattr(chunks, "MIN_TOKENS", tokens)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(halves, "BLOCK_BYTES", {"cpu": 4 * rows * columns})
+
+
+@pytest.mark.parametrize("sizes", [(7, 3, 5, 16, 11), (4, 1, 8, 8, 8), (1, 1, 3, 5, 2), (33, 2, 6, 64, 61)])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("tokens", [5, 1000])
+def test_equals_the_definition(
+    sizes: tuple[int, ...], masked: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s, b, d, padded, vocab = sizes
+    small(monkeypatch, tokens, 2, vocab)
+    x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
+    m = mask if masked else None
+    got, want = in_chunks(x, w, labels, m, vocab), definition(x, w, labels, m, vocab)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert not got[2][vocab:].any()
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, w, labels, m, TP, vocab)
+    torch.testing.assert_close(loss, want[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_is_at_most_twice_that_of_plain_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    s, b, d, padded, vocab = 37, 2, 24, 128, 121
+    small(monkeypatch, 20, 3, vocab)
+    x, w, labels, mask = inputs(s, b, d, padded, vocab, dtype)
+    exact = definition(x.double(), w.double(), labels, mask, vocab)
+    for got, plain, want in zip(
+        in_chunks(x, w, labels, mask, vocab), definition(x, w, labels, mask, vocab), exact, strict=True
+    ):
+        assert got.dtype == plain.dtype
+        floor = torch.finfo(got.dtype).eps * want.abs().max()
+        assert (got.double() - want).abs().max() <= 2 * max((plain.double() - want).abs().max(), floor)
+
+
+def test_strided_inputs_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch, 5, 2, 11)
+    x, w, labels, mask = inputs(6, 4, 5, 16, 11, torch.float64)
+    want = definition(x, w, labels, mask, 11)
+    transposed = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, labels, mask)]
+    got = in_chunks(transposed[0], w.T.contiguous().T, transposed[1], transposed[2], 11)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was never written is NaN here."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        small(monkeypatch, 5, 2, 11)
+        assert torch.empty(3).isnan().all()
+        x, w, labels, mask = inputs(7, 3, 5, 16, 11, torch.bfloat16)
+        assert all(t.isfinite().all() for t in in_chunks(x, w, labels, mask, 11))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_second_backward_is_refused() -> None:
+    x, w, labels, _ = inputs(4, 1, 8, 8, 8, torch.float32)
+    x.requires_grad_()
+    w.requires_grad_()
+    loss = linear_cross_entropy(x, w, labels, None, TP, 8)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@given(st.integers(1, 10**5), st.integers(1, 2 * 10**5), st.sampled_from([torch.bfloat16, torch.float32]))
+@settings(deadline=None)
+def test_chunks_are_even_and_bounded(tokens: int, columns: int, dtype: torch.dtype) -> None:
+    size = chunk_tokens(tokens, columns, dtype, torch.device("cpu"))
+    bound = max(chunks.MIN_TOKENS, chunks.CHUNK_BYTES["cpu"] // (columns * dtype.itemsize))
+    assert 1 <= size <= min(tokens, bound)
+    count = -(-tokens // size)
+    assert count == -(-tokens // bound) and tokens > (count - 1) * size
+
+
+def test_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing kept for backward, and no result of an operation, has tokens x vocabulary elements."""
+    s, b, d, vocab = 64, 4, 8, 512
+    small(monkeypatch, 32, 4, vocab)
+    largest = 0
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple) else (out,):
+                if isinstance(t, Tensor):
+                    largest = max(largest, t.untyped_storage().nbytes() // 4)
+            return out
+
+    x, w, labels, mask = inputs(s, b, d, vocab, vocab, torch.float32)
+    with Sizes():
+        in_chunks(x, w, labels, mask, vocab)
+    assert largest == 32 * vocab < s * b * vocab
+
+
+def _on_ranks(tp: int, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[list[float], list[float], list[float]]:
+    s, b, d, padded, vocab = sizes
+    mesh = build_mesh(tp=tp, pp=1, device=torch.device("cpu"))
+    chunks.MIN_TOKENS, chunks.CHUNK_BYTES = 5, {"cpu": 1}
+    x, w, labels, mask = inputs(s, b, d, padded, vocab, dtype)
+    x, w = (t.chunk(tp)[mesh.tp.rank].clone().requires_grad_() for t in (x, w))
+    loss, dx, dw = grads_of(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab), x, w)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab), loss)
+    return loss.double().tolist(), dx.double().tolist(), dw.double().tolist()
+
+
+@pytest.mark.parametrize("tp,padded,vocab", [(2, 16, 11), (2, 16, 7), (4, 32, 15)])
+def test_vocabulary_over_ranks(tp: int, padded: int, vocab: int) -> None:
+    """Also where the last ranks have nothing but padding."""
+    sizes = (8, 3, 5, padded, vocab)
+    want = definition(*inputs(*sizes, torch.float64), vocab)
+    parts = run_ranks(tp, _on_ranks, tp, sizes, torch.float64)
+    for loss, _, _ in parts:
+        assert loss == parts[0][0]
+    got = [torch.cat([torch.tensor(p[i], dtype=torch.float64) for p in parts]) for i in (1, 2)]
+    torch.testing.assert_close(torch.tensor(parts[0][0], dtype=torch.float64), want[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got, [want[1], want[2]], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,67 @@
+"""Every Triton kernel against its torch twin: fp64 to 1e-10, and in other dtypes at most twice the twin's own error.
+
+On CPU the kernels run in Triton's interpreter, in one process of its own per test session: Triton decides when it is
+imported, and this process must stay free to train with torch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, OPS, in_interpreter, measure
+
+ROWS = [(name, i, dtype) for name, op in OPS.items() for i in range(len(op.cases)) for dtype in DTYPES]
+Call = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Call]:
+    """Call a module-level function in the process whose kernels are interpreted."""
+    before = {name: os.environ.get(name) for name in ("TRITON_INTERPRET", "MEGALITE_KERNELS")}
+    os.environ.update(TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=in_interpreter, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def call(fn: Call, *args: Any) -> Any:
+        here.send((fn, args))
+        ran, result = here.recv()
+        assert ran, result
+        return result
+
+    yield call
+    process.kill()
+    process.join()
+
+
+def layout_of(name: str, case: int, dtype: str) -> str:
+    """Each operation sees every layout in some case of every dtype; all of them in fp64."""
+    return LAYOUTS[(case + list(DTYPES).index(dtype)) % len(LAYOUTS)]
+
+
+def check(call: Call, name: str, case: int, dtype: str, layout: str, *device: str) -> None:
+    for row in call(measure, name, case, dtype, layout, *device):
+        assert row.error <= row.bound, f"{row.name} {layout}: {row.error:.3g} > {row.bound:.3g} ({row})"
+
+
+@pytest.mark.parametrize("name,case,dtype", ROWS)
+def test_kernel_against_its_twin(interpreter: Call, name: str, case: int, dtype: str) -> None:
+    for layout in LAYOUTS if dtype == "float64" else (layout_of(name, case, dtype),):
+        check(interpreter, name, case, dtype, layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name,case,dtype", ROWS)
+def test_kernel_against_its_twin_on_a_card(name: str, case: int, dtype: str) -> None:
+    for layout in LAYOUTS:
+        check(lambda fn, *args: fn(*args), name, case, dtype, layout, "cuda")

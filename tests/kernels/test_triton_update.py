@@ -1,0 +1,168 @@
+"""The update of the weights and the gradient norm: torch's own AdamW, the plain definition and Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import guarded, laid_out
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_triton import interpreter  # noqa: F401  (a fixture)
+from torch import Tensor
+
+from megalite.kernels.adamw import adamw_, adamw_reference_, round_at_random
+from megalite.kernels.dispatch import runs_triton
+from megalite.kernels.grad_norm import sum_of_squares, sum_of_squares_reference
+
+ARGS: dict[str, Any] = {
+    "lr": 1e-2,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "step": 3,
+    "grad_scale": 0.5,
+}
+MOMENTS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
+SIZES = [1, 1000, 2049]
+
+
+def tensors(n: int, moments: tuple[torch.dtype, torch.dtype], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(n)
+    w, grad, m, v = (torch.randn(n, generator=g, dtype=torch.float64) for _ in range(4))
+    return [w.to(dtype), (grad * 0.1).to(dtype), (m * 0.1).to(moments[0]), (v.square() * 0.01).to(moments[1])]
+
+
+def between_nans(given: list[Tensor], device: str) -> list[Tensor]:
+    return [laid_out(x.to(device), "contiguous") for x in given]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_equals_torch_and_the_definition(dtype: torch.dtype, decay: float) -> None:
+    args = ARGS | {"weight_decay": decay}
+    ours, plain, theirs = (tensors(999, (dtype, dtype), dtype) for _ in range(3))
+    copy = torch.empty(999, dtype=torch.bfloat16)
+    adamw_(*ours, **args, copy=copy)
+    adamw_reference_(*plain, **args)
+    p = torch.nn.Parameter(theirs[0])
+    p.grad = theirs[1] * args["grad_scale"]
+    optimizer = torch.optim.AdamW([p], args["lr"], args["betas"], args["eps"], decay)
+    optimizer.state[p] = {"step": torch.tensor(2.0), "exp_avg": theirs[2], "exp_avg_sq": theirs[3]}
+    optimizer.step()
+    bound = 1e-13 if dtype == torch.float64 else 1e-6
+    for mine in (ours, plain):
+        torch.testing.assert_close([mine[0], mine[2], mine[3]], [p.data, theirs[2], theirs[3]], rtol=bound, atol=bound)
+    assert torch.equal(copy, ours[0].bfloat16())
+
+
+@given(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(0, 2**16 - 1))
+@settings(max_examples=200, deadline=None)
+def test_rounding_at_random_goes_to_a_neighbour(x: float, bits: int) -> None:
+    exact = torch.tensor([x])
+    got = round_at_random(exact, torch.tensor([bits])).double()
+    low = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32).double()
+    high = ((exact.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32).double()
+    assert got in (low, high) and (exact.double() != low or got == low)
+
+
+def test_rounding_at_random_is_right_in_the_mean() -> None:
+    every = torch.arange(2**16)
+    for x in (1.0 + 2**-9, -3.3, 1e-20):
+        rounded = round_at_random(torch.full((2**16,), x), every).double()
+        assert rounded.mean().item() == pytest.approx(torch.tensor(x).double().item(), rel=1e-7)
+        assert rounded.unique().numel() == 2
+
+
+def test_bf16_moments_follow_the_fp32_ones() -> None:
+    """A second moment that moves by 1/1000 a step stays where it is when rounded to nearest: its own half-spacing is
+    1/512. Rounded at random it follows."""
+    n, steps, beta = 4096, 400, 0.999
+    kinds = {"fp32": MOMENTS[0], "random": MOMENTS[1]}
+    ends = {}
+    for name, moments in kinds.items():
+        w, _, m, v = tensors(n, moments)
+        m.zero_()
+        v.fill_(0.01)
+        for step in range(1, steps + 1):
+            g = torch.full((n,), 0.2)
+            adamw_(w, g, m, v, lr=1e-3, betas=(0.9, beta), eps=1e-8, weight_decay=0.0, step=step)
+        ends[name] = (w, m, v)
+    true = 0.04 + (0.01 - 0.04) * beta**steps
+    assert ends["fp32"][2].mean().item() == pytest.approx(true, rel=1e-4)
+    assert ends["random"][2].double().mean().item() == pytest.approx(true, rel=2e-3)
+    assert (ends["random"][0] - ends["fp32"][0]).abs().mean() < 0.01 * (
+        ends["fp32"][0] - tensors(n, MOMENTS[0])[0]
+    ).abs().mean()
+
+
+def update_errors(n: int, which: int, device: str) -> dict[str, tuple[float, float]]:
+    """Of weights and moments: how far Triton is from fp64, and how far the definition in fp32 is."""
+    assert runs_triton(device)
+    moments = MOMENTS[which]
+    got, plain = (between_nans(tensors(n, moments), device) for _ in range(2))
+    copy = laid_out(torch.empty(n, dtype=torch.bfloat16, device=device), "contiguous")
+    copy.fill_(float("nan"))
+    with guarded():
+        adamw_(*got, **ARGS, copy=copy)
+    adamw_reference_(*plain, **ARGS)
+    exact = [x.double() for x in tensors(n, moments)]
+    adamw_reference_(*exact, **ARGS)
+    assert torch.equal(copy, got[0].bfloat16())
+    rows = {}
+    for name, i in (("weight", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
+        want, scale = exact[i].to(device), exact[i].abs().max().item()
+        error, twin = ((x[i].double() - want).abs().nan_to_num(math.inf).max().item() for x in (got, plain))
+        rows[name] = (error, 2 * max(twin, torch.finfo(got[i].dtype).eps / 2 * scale))
+    if torch.bfloat16 in moments:  # the same random bits: nearly every element is rounded the same way
+        same = (got[3] == plain[3]).double().mean().item()
+        rows["rounded otherwise"] = (1 - same, 0.01 if n > 100 else 0.0)
+    return rows
+
+
+def check(rows: dict[str, tuple[float, float]]) -> None:
+    for name, (error, bound) in rows.items():
+        assert error <= bound, f"{name}: {error:.3g} > {bound:.3g}"
+
+
+def norm_error(n: int, dtype: str, device: str) -> float:
+    assert runs_triton(device)
+    x = between_nans([tensors(n, MOMENTS[0], getattr(torch, dtype))[0]], device)[0]
+    with guarded():
+        got = sum_of_squares(x)
+    assert got.dtype == torch.float64 and got.shape == () and torch.equal(got, sum_of_squares(x))
+    for bad in (math.nan, math.inf):
+        y = x.clone()
+        y[n // 2] = bad
+        assert not torch.isfinite(sum_of_squares(y))
+    want = x.double().square().sum()
+    return float((got - want).abs() / want)
+
+
+@pytest.mark.parametrize("which", range(len(MOMENTS)))
+@pytest.mark.parametrize("n", SIZES)
+def test_triton_update(interpreter: Any, n: int, which: int) -> None:  # noqa: F811
+    check(interpreter(update_errors, n, which, "cpu"))
+
+
+@pytest.mark.parametrize("n,dtype", [(1, "float32"), (70001, "float32"), (5000, "float64"), (5000, "bfloat16")])
+def test_triton_gradient_norm(interpreter: Any, n: int, dtype: str) -> None:  # noqa: F811
+    assert interpreter(norm_error, n, dtype, "cpu") <= (1e-14 if dtype == "float64" else 3e-7)
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 1000])
+def test_gradient_norm_in_torch(n: int) -> None:
+    x = tensors(n, MOMENTS[0])[0]
+    assert sum_of_squares_reference(x).item() == pytest.approx(x.double().square().sum().item(), rel=3e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n", [*SIZES, 3_000_001])
+def test_on_a_card(n: int) -> None:
+    for which in range(len(MOMENTS)):
+        check(update_errors(n, which, "cuda"))
+    for dtype in ("float32", "float64", "bfloat16"):
+        assert norm_error(n, dtype, "cuda") <= (1e-14 if dtype == "float64" else 3e-7)
