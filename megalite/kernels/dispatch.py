@@ -101,6 +101,7 @@ class Kernel:
 
     def compiled(self) -> Any:
         if self.jitted is None:
+            os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as 3.9 does unasked, with a warning; 3.10 will not
             import triton
             import triton.language
 

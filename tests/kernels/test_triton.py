@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, OPS, in_interpreter, measure
+from cases import DTYPES, LAYOUTS, OPS, in_interpreter, measure, results
 
 ROWS = [(name, i, dtype) for name, op in OPS.items() for i in range(len(op.cases)) for dtype in DTYPES]
 Call = Callable[..., Any]
@@ -57,6 +57,16 @@ def check(call: Call, name: str, case: int, dtype: str, layout: str, *device: st
 def test_kernel_against_its_twin(interpreter: Call, name: str, case: int, dtype: str) -> None:
     for layout in LAYOUTS if dtype == "float64" else (layout_of(name, case, dtype),):
         check(interpreter, name, case, dtype, layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [name for name in OPS if "norm" in name or "bias" in name])
+def test_weight_gradients_have_the_same_bits_in_every_run(name: str) -> None:
+    inputs = [x.to("cuda", torch.bfloat16) for x in OPS[name].cases[-1]()]
+    first, *others = (results(OPS[name].run, inputs, "contiguous") for _ in range(5))
+    for other in others:
+        assert all(torch.equal(first[key], other[key]) for key in first)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,211 @@
+"""What tools/benchmark_kernels.py measures: the memory-bound kernels, each with its peers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from kernel_case import Case, Fn, Make, Sizes
+from torch import Tensor
+
+from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope, swiglu
+from megalite.kernels.dispatch import Block, block_for
+
+EPS, P, KEY, HEAD = 1e-5, 0.1, 0xC0FFEE01, 128
+
+
+# --- peers in plain torch, the same work as ours
+
+
+def add_then(norm: Fn) -> Fn:
+    def run(x: Tensor, a: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + a
+        return h, norm(h, *weights)
+
+    return run
+
+
+def plain_rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), w, EPS)
+
+
+def plain_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), w, b, EPS)
+
+
+def plain_swiglu(u: Tensor) -> Tensor:
+    gate, up = u.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def both(plain: Fn) -> Fn:
+    """The activation and its gradient from the input, which is what the backward of nn/linear.py needs."""
+
+    def run(da: Tensor, *inputs: Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            a = plain(*leaves)
+            return a, *torch.autograd.grad(a, leaves, da)
+
+    return run
+
+
+def liger(name: str, *more: Any) -> Fn:
+    def run(*inputs: Tensor) -> Any:
+        import liger_kernel.ops as ops  # type: ignore[import-not-found]
+
+        return getattr(ops, name).apply(*inputs, *more)
+
+    return run
+
+
+def apex_norm(x: Tensor, w: Tensor, *b: Tensor) -> Tensor:
+    from apex.normalization import fused_layer_norm as apex  # type: ignore[import-not-found]
+
+    if b:
+        return apex.fused_layer_norm_affine(x, w, b[0], (x.shape[-1],), EPS)
+    return apex.fused_rms_norm_affine(x, w, (x.shape[-1],), EPS)
+
+
+# --- the rows of the table
+
+
+def norm_cases(
+    module: Any, op: str, weights: int, plain: Fn, peers: Mapping[str, Fn], fused: Mapping[str, Fn]
+) -> list[Case]:
+    def inputs(added: bool) -> Make:
+        return lambda s: [s.rows() for _ in range(1 + added)] + [s.normal(s.hidden_size) for _ in range(weights)]
+
+    def tiles(added: bool, backward: bool) -> Callable[[Sizes], tuple[Block, Callable[[Block], Any]]]:
+        def make(s: Sizes) -> tuple[Block, Callable[[Block], Any]]:
+            x, *w = inputs(False)(s)
+            a, table = s.rows() if added else None, block_for(module.FORWARD, s.hidden_size)
+            if not backward:
+                return table, lambda b: module.forward(x, a, *w, EPS, b)
+            _, h, *stats = module.forward(x, None, *w, EPS, table)
+            dy = s.rows()
+            return block_for(module.BACKWARD, s.hidden_size), lambda b: module.backward(dy, a, h, w[0], *stats, b)
+
+        return make
+
+    def case(name: str, added: bool, backward: bool, factor: int, plain: Fn, others: Mapping[str, Fn]) -> Case:
+        public = getattr(module, name)
+        return Case(
+            *(name, "backward" if backward else "forward", factor, inputs(added), lambda *x: public(*x, EPS), plain),
+            tiles(added, backward),
+            graph=backward,
+            peers=others,
+        )
+
+    return [
+        case(op, False, False, 2, plain, peers),
+        case(op, False, True, 3, plain, peers),
+        case(f"add_{op}", True, False, 4, add_then(plain), fused),
+        case(f"add_{op}", True, True, 4, add_then(plain), fused),
+    ]
+
+
+def activation_cases(
+    op: str, width: int, module: Any, plain: Fn, more: list[Any], peers: Mapping[str, Fn], own: Mapping[str, Make]
+) -> list[Case]:
+    """`more`: arguments of the launchers between the tensors and the tile; with any, a bias is the last tensor.
+    Backward is a pass of its own, which returns the activation and the gradient."""
+
+    def inputs(s: Sizes) -> list[Tensor]:
+        return [s.rows(width)] + ([s.normal(s.hidden_size)] if more else [])
+
+    def with_da(make: Make) -> Make:
+        return lambda s: [s.rows(), *make(s)]
+
+    def ours(u: Tensor, *b: Tensor) -> Any:
+        return module.forward(u, *b, *more, module.FORWARD)
+
+    def ours_backward(da: Tensor, u: Tensor, *b: Tensor) -> Any:
+        return module.backward(u, da, *b, *more, module.BACKWARD)
+
+    def tiles(s: Sizes) -> tuple[Block, Callable[[Block], Any]]:
+        x = inputs(s)
+        return module.FORWARD, lambda block: module.forward(*x, *more, block)
+
+    def tiles_backward(s: Sizes) -> tuple[Block, Callable[[Block], Any]]:
+        (u, *b), da = inputs(s), s.rows()
+        return module.BACKWARD, lambda block: module.backward(u, da, *b, *more, block)
+
+    forward = Case(op, "forward", 1 + width, inputs, ours, plain, tiles, peers=peers, own_inputs=own)
+    backward = Case(op, "backward", 2 + 2 * width, with_da(inputs), ours_backward, plain, tiles_backward)
+    return [
+        forward,
+        replace(backward, wrap=both, peers=peers, own_inputs={name: with_da(make) for name, make in own.items()}),
+    ]
+
+
+def rope_cases() -> list[Case]:
+    def inputs(s: Sizes) -> list[Tensor]:
+        cos, sin = rope.rope_tables(s.tokens, HEAD, 1e4, device=s.device)
+        return [s.normal(s.tokens, 1, s.hidden_size // HEAD, HEAD), cos, sin]
+
+    def ligers(s: Sizes) -> list[Tensor]:
+        """q and k [B, H, S, K], of which k has one head here, since it always takes both; tables of a whole head."""
+        q, k = (s.normal(1, heads, s.tokens, HEAD) for heads in (s.hidden_size // HEAD, 1))
+        return [q, k, *(torch.cat([t, t], -1)[None] for t in inputs(s)[1:])]
+
+    def tiles(sign: float) -> Callable[[Sizes], tuple[Block, Callable[[Block], Any]]]:
+        def make(s: Sizes) -> tuple[Block, Callable[[Block], Any]]:
+            x, cos, sin = inputs(s)
+            return rope.BLOCK, lambda block: rope.rotate(x, cos, sin, sign, block)
+
+        return make
+
+    def case(half: str, sign: float, fn: Fn) -> Case:
+        """Backward is the same pass with the other sign."""
+        peers = {"liger": liger("LigerRopeFunction")} if half == "forward" else {}
+        plain = functools.partial(rope.rotate_reference, sign=sign)
+        return Case("rope", half, 2, inputs, fn, plain, tiles(sign), peers=peers, own_inputs={"liger": ligers})
+
+    return [case("forward", 1.0, rope.apply_rope), case("backward", -1.0, functools.partial(rope.rotate, sign=-1.0))]
+
+
+def dropout_cases() -> list[Case]:
+    def inputs(s: Sizes) -> list[Tensor]:
+        return [s.normal(s.tokens, 1, s.hidden_size) for _ in range(2)]
+
+    def ours(x: Tensor, a: Tensor) -> Tensor:
+        return dropout.dropout_add(x, a, P, KEY, torch.zeros(1, dtype=torch.int64, device=x.device))
+
+    def tiles(s: Sizes, backward: bool) -> tuple[Block, Callable[[Block], Any]]:
+        (x, a), ids = inputs(s), torch.zeros(1, dtype=torch.int64, device=s.device)
+        return dropout.BLOCK, lambda block: dropout.drop(x, None if backward else a, P, KEY, ids, 0, block)
+
+    def case(half: str, factor: int) -> Case:
+        backward = half == "backward"
+        launch = functools.partial(tiles, backward=backward)
+        return Case("dropout_add", half, factor, inputs, ours, lambda x, a: F.dropout(x, P) + a, launch, graph=backward)
+
+    return [case("forward", 3), case("backward", 2)]
+
+
+def plain_gelu(form: str) -> Fn:
+    return lambda u, b: F.gelu(u + b, approximate=form)
+
+
+def gate_and_up(s: Sizes) -> list[Tensor]:
+    return [s.rows(), s.rows()]
+
+
+RMS = {"liger": liger("LigerRMSNormFunction", EPS, 0.0, "llama", False), "apex": apex_norm}
+ADD_RMS = {"liger": liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", False)}
+LAYER = {"liger": liger("LigerLayerNormFunction", EPS), "apex": apex_norm}
+SILU_MUL = {"liger": liger("LigerSiLUMulFunction")}
+CASES: list[Case] = [
+    *norm_cases(rms_norm, "rms_norm", 1, plain_rms_norm, RMS, ADD_RMS),
+    *norm_cases(layer_norm, "layer_norm", 2, plain_layer_norm, LAYER, {}),
+    *rope_cases(),
+    *activation_cases("swiglu", 2, swiglu, plain_swiglu, [], SILU_MUL, {"liger": gate_and_up}),
+    *activation_cases("bias_gelu", 1, bias_gelu, plain_gelu("tanh"), [True], {}, {}),
+    *activation_cases("bias_gelu_erf", 1, bias_gelu, plain_gelu("none"), [False], {}, {}),
+    *dropout_cases(),
+]
