@@ -8,7 +8,9 @@ and checkpoint are listed at once, before any parameter changes.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +26,8 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
 _READ = 1 << 22  # bytes at once while hashing
+_RUN = 8  # blocks that a thread reads in a row
+_THREADS = 4  # per rank, for reading: more than one request keeps a disk busy while another's bytes are hashed
 
 
 def _number(value: int, mesh: Mesh) -> torch.Tensor:
@@ -79,8 +83,15 @@ def verify(folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> N
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes, not {stamp.size}")
     blocks = [(name, i) for name, stamp in sorted(manifest.files.items()) for i in range(len(stamp.digests))]
     mine = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
-    for name in dict.fromkeys(name for name, _ in mine):
-        _verify_blocks(folder / name, manifest, [i for file, i in mine if file == name])
+    runs: list[tuple[str, list[int]]] = []  # of consecutive blocks of one file
+    for name, i in mine:
+        if runs and runs[-1][0] == name and len(runs[-1][1]) < _RUN:
+            runs[-1][1].append(i)
+        else:
+            runs.append((name, [i]))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="megalite-verify") as pool:
+        for _ in pool.map(lambda run: _verify_blocks(folder / run[0], manifest, run[1]), runs):
+            pass  # raises what a thread has raised, in the order of the files
 
 
 def _verify_blocks(path: Path, manifest: Manifest, blocks: Sequence[int]) -> None:
@@ -171,8 +182,9 @@ def fill(
         kind = CheckpointError if lines else ElsewhereError
         raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines or ["see another rank"]))
     files: dict[str, TensorFile] = {}
+    copies: list[Callable[[], None]] = []
     try:
-        with storage.reading(folder):
+        with storage.reading(folder), ThreadPoolExecutor(_THREADS, thread_name_prefix="megalite-load") as pool:
             for piece in pieces:
                 for box, span in rectangles(piece.box, piece.span):
                     target = piece.data[span.start : span.stop].view(box.shape)
@@ -181,7 +193,10 @@ def fill(
                         if both is not None:
                             if stored.file not in files:
                                 files[stored.file] = TensorFile(folder / stored.file)
-                            files[stored.file].copy(stored.key, stored.box, both, target, box)
+                            file = files[stored.file]
+                            copies.append(partial(file.copy, stored.key, stored.box, both, target, box))
+            for _ in pool.map(lambda copy: copy(), copies):
+                pass
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: cannot be read ({error}); use another checkpoint") from error
     finally:

@@ -37,6 +37,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_PAGE = 4096  # the payload begins at a multiple of it: writes and reads then copy whole pages
 _HEADER = 100_000_000  # bytes; the limit of the format
 _BOUNCE = 1 << 25  # bytes of host memory for data that is on a device, or not contiguous in the file
 
@@ -65,7 +66,7 @@ def plan(pieces: Sequence[Piece]) -> tuple[bytes, list[Row], list[Piece]]:
             entries[key] = {"dtype": _NAMES[piece.data.dtype], "shape": box.shape, "data_offsets": [begin, end]}
             rows.append(Row(piece.name, piece.shape, str(piece.data.dtype)[6:], key, box))
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _PAGE)
     return len(text).to_bytes(8, "little") + text, rows, ordered
 
 
