@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint import reader, storage
-from megalite.checkpoint.manifest import CheckpointError, Manifest
+from megalite.checkpoint.location import CheckpointError, Location
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config, ConfigError, ModelConfig, build, parse_toml
 from megalite.parallel.spec import Piece
@@ -62,7 +62,7 @@ def open_saver(run: Run, config: Config) -> Saver | None:
     )
 
 
-def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Path:
+def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
     """Write a checkpoint of the run as it is, or start to; collective. Raises CheckpointError on all ranks."""
     run.buffer.wait_gather()
     state: dict[str, Any] = {
@@ -77,7 +77,7 @@ def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, la
     return saver.save(run.state.step, pieces_to_save(run, optimizer), state, last=last)
 
 
-def resume(run: Run, directory: str, config: Config, start: Start) -> tuple[Path, list[str]] | None:
+def resume(run: Run, directory: str, config: Config, start: Start) -> tuple[Location, list[str]] | None:
     """Continue from the newest valid checkpoint of `directory`, or start from its weights: (it, what is worth
     telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
     found = reader.newest(directory, run.mesh, start.step)
@@ -111,7 +111,7 @@ def resume(run: Run, directory: str, config: Config, start: Start) -> tuple[Path
     return folder, notes
 
 
-def start_run(run: Run, config: Config) -> tuple[Path | None, list[str]]:
+def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     """What --load, --finetune, --pretrained-checkpoint and their like ask for: (the checkpoint, notes); collective."""
     c = config.checkpoint
     if c.load is not None:
@@ -130,7 +130,7 @@ def start_run(run: Run, config: Config) -> tuple[Path | None, list[str]]:
     return None, []
 
 
-def saved_config(manifest: Manifest, folder: Path) -> Config:
+def saved_config(manifest: Manifest, folder: Location) -> Config:
     """The configuration of the run that wrote the checkpoint. Raises CheckpointError."""
     try:
         return build(parse_toml(str(manifest.state["config"]), str(folder)))
@@ -138,7 +138,7 @@ def saved_config(manifest: Manifest, folder: Path) -> Config:
         raise CheckpointError(f"{folder}: its configuration cannot be read ({error}); use another checkpoint") from None
 
 
-def model_differences(config: Config, manifest: Manifest, folder: Path, vocab_size: int) -> list[str]:
+def model_differences(config: Config, manifest: Manifest, folder: Location, vocab_size: int) -> list[str]:
     """Options that change what the weights mean, one line each; shapes are compared tensor by tensor."""
     here, there = config.model, saved_config(manifest, folder).model
     lines = []

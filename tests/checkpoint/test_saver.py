@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
 
+from megalite.checkpoint import local, reader, saver, storage, tensor_file, writer
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import reader, saver, storage, tensor_file, writer
 from megalite.checkpoint.clock import SaveClock
 from megalite.checkpoint.hashing import BlockHash
 from megalite.checkpoint.manifest import CheckpointError
@@ -131,20 +131,21 @@ def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytes
         events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{number}')).name}")
         real_sync(number)
 
+    def put(name: str, folder: str) -> list[str]:
+        return [f"sync .{name}.part", f"rename {name}", f"sync {folder}"]
+
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), real_replace(a, b)))
     writer.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
     assert events == [
         "sync rank-00000.safetensors",
-        "rename rank-00000.json",
-        "sync manifest.json",
-        "sync COMPLETE",
+        *put("rank-00000.json", ".iter_0000001.part"),
+        *put("manifest.json", ".iter_0000001.part"),
+        *put("COMPLETE", ".iter_0000001.part"),
         "sync .iter_0000001.part",
         "rename iter_0000001",
         f"sync {tmp_path.name}",
-        f"sync .{storage.TRACKER}.part",
-        f"rename {storage.TRACKER}",
-        f"sync {tmp_path.name}",
+        *put(storage.TRACKER, tmp_path.name),
     ]
 
 
@@ -161,7 +162,7 @@ def test_a_failed_save_leaves_the_one_before(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_file if call == "open" else os, call, full, raising=False)
+        patch.setattr(local if call == "open" else os, call, full, raising=False)
         with pytest.raises(CheckpointError, match="No space left"):
             one.save(2, [whole(torch.ones(2))], {})
             one.wait()
@@ -208,7 +209,7 @@ def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(t
     hold = f"""
 import time, sys
 from pathlib import Path
-from megalite.checkpoint.storage import Lock
+from megalite.checkpoint.local import Lock
 lock = Lock(Path({str(tmp_path)!r}))
 print("held", flush=True)
 time.sleep(60)
@@ -274,7 +275,7 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
     (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
     (tmp_path / "iter_0000001" / "KEEP").touch()
-    with storage.reading(tmp_path / "iter_0000002"):
+    with local.LocalStorage().reading(tmp_path / "iter_0000002"):
         gone = saver.prune(tmp_path, 2, 4, set())
     assert gone == [3, 5]  # 7 and 6 are the newest two that are whole, 4 is retained, 2 is being read, 1 is pinned
     assert saver.prune(tmp_path, 1, None, set()) == [2, 4, 6]
