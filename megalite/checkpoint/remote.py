@@ -27,15 +27,16 @@ from megalite.checkpoint.location import LOCK, CheckpointError, Url, step_of
 T = TypeVar("T")
 PART = 1 << 26  # bytes uploaded at once, and kept in memory; s3:// takes 10,000 parts: 625 GiB per rank
 READ = 1 << 25  # bytes per request
-ATTEMPTS = 4
+ATTEMPTS = 3
 FIRST_WAIT_S = 0.5  # doubles each time; the packages of the protocols try again too
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "r2", "memory"}  # have no directories
 _OWN = re.compile(r"rank-\d{5}\.(safetensors|json|failed)|manifest\.json|COMPLETE|KEEP")
 
 
-def attempt(url: Url, what: str, call: Callable[[], T], attempts: int = ATTEMPTS) -> T:
+def attempt(url: Url, what: str, call: Callable[[], T], attempts: int | None = None) -> T:
     """`call()`, again when it fails for a reason that may pass. Raises OSError: each package has kinds of its own."""
+    attempts = attempts or ATTEMPTS
     for left in reversed(range(attempts)):
         try:
             return call()

@@ -161,7 +161,7 @@ class Saver:
         try:
             writer.write_rank(part, rank, header, rows, data)
             if self.mesh.world.is_first:
-                wait_for_lists(part, world, self._give_up)
+                wait_for_lists(part, world, self._give_up, confirm=self._confirm)
                 self._confirm()
                 writer.commit(part, final, state, step, world)
                 self._news.append(f"committed {final.name}, {time.perf_counter() - begin:.2f} s after it was scheduled")
@@ -214,8 +214,15 @@ class Saver:
                 self._news.append(f"could not delete an old checkpoint: {error}")
 
 
-def wait_for_lists(part: Location, world: int, give_up: threading.Event, patience_s: float | None = None) -> None:
-    """Until all ranks have written their list. CheckpointError when one failed, or when nothing grows any more."""
+def wait_for_lists(
+    part: Location,
+    world: int,
+    give_up: threading.Event,
+    patience_s: float | None = None,
+    confirm: Callable[[], None] = lambda: None,
+) -> None:
+    """Until all ranks have written their list. CheckpointError when one failed, or when nothing grows any more.
+    `confirm` is asked meanwhile: who has taken the directory over may have deleted what is waited for."""
     storage = storage_of(part)
     patience_s = storage.patience_s if patience_s is None else patience_s
     seen, since = -1, time.monotonic()
@@ -224,6 +231,7 @@ def wait_for_lists(part: Location, world: int, give_up: threading.Event, patienc
         missing = [rank for rank in range(world) if writer.list_of(part, rank).name not in names]
         if not missing:
             return
+        confirm()
         failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
             raise CheckpointError(storage.read(part / failed[0]).decode(errors="replace"))
