@@ -233,6 +233,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     save: str | None = opt(None, "directory to save checkpoints in")
+    save_local: str | None = opt(None, "fast directory to save in first; from it, --save is filled while training")
     save_interval: int | None = opt(None, "steps between checkpoints", flags=("--persistent-save-interval",))
     save_interval_mins: float | None = opt(None, "minutes between checkpoints, also beside --save-interval")
     asynchronous_save: str = opt(
@@ -575,7 +576,11 @@ def check(config: Config, world_size: int | None = None) -> list[str]:
             )
     if c.save is not None and c.save_interval is None and c.save_interval_mins is None:
         say("save needs --save-interval or --save-interval-mins")
-    for name in ("keep_last", "save_retain_interval", "no_save_optim"):
+    if c.save is not None and c.save_local == c.save:
+        say(f"save_local={c.save_local!r} is --save; give another directory, or leave it away")
+    if c.save_local is not None and "://" in c.save_local:
+        say(f"save_local={c.save_local!r} is a URL; give a directory on a fast disk")
+    for name in ("keep_last", "save_retain_interval", "no_save_optim", "save_local"):
         if c.save is None and getattr(c, name):
             say(f"{name}={getattr(c, name)} has no effect; add --save")
     for name in ("ckpt_step", "no_load_optim", "finetune"):

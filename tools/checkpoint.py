@@ -114,13 +114,13 @@ def average(target: Location, sources: list[Location], files: int) -> int:
 
 
 def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
-    from megalite.checkpoint import saver
+    from megalite.checkpoint import retention
 
     if not storage.steps_in(path):  # the lock would make the directory
         raise CheckpointError(f"{path}: no checkpoint; give a --save directory")
     lock = storage.storage_of(path).lock(path)
     try:
-        gone = saver.prune(path, keep, retain, set(), dry=dry)
+        gone = retention.prune(path, keep, retain, set(), dry=dry)
     finally:
         lock.close()
     for step in gone:

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint import tensor_file, writer
 from megalite.checkpoint.location import CheckpointError, Location, parse
+from megalite.checkpoint.retention import prune
 from megalite.checkpoint.storage import RunLock, Storage, folder_of, storage_of
+from megalite.checkpoint.upload import Uploader
 from megalite.checkpoint.writer import agree
 from megalite.parallel.comm import all_reduce_, broadcast_
 from megalite.parallel.mesh import Mesh
@@ -54,6 +55,8 @@ class Saver:
         self._host: Tensor | None = None
         self._news: list[str] = []
         self._sound: set[int] = set()
+        self._uploader: Uploader | None = None
+        self.upload_to: Location | None = None
 
     @classmethod
     def open(
@@ -65,14 +68,17 @@ class Saver:
         keep_last: int | None = None,
         retain_interval: int | None = None,
         background: bool = False,
+        upload_to: str | Location | None = None,
     ) -> Saver:
         """Lock the directory and try whether all ranks can write to it. `nbytes`: of what this rank will save.
 
         Raises CheckpointError on all ranks: not writable, no room for one checkpoint, in use by another run, or not
-        the same directory on every rank. Leftovers of saves that were cut short are deleted.
+        the same directory on every rank. Leftovers of saves that were cut short are deleted. `upload_to`: where the
+        checkpoints go from `directory`, and are kept as `keep_last` and `retain_interval` say.
         """
         folder = parse(directory)
         saver = cls(folder, mesh, keep_last, retain_interval, background)
+        saver.upload_to = None if upload_to is None else parse(upload_to)
         try:
             _together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
             total = int(all_reduce_(torch.tensor(nbytes, dtype=torch.int64, device=mesh.device), mesh.world))
@@ -95,6 +101,8 @@ class Saver:
             if left:
                 self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
             self.storage.check_space(self.directory, total)
+            if self.upload_to is not None:
+                self._uploader = Uploader(self.directory, self.upload_to, self.keep_last, self.retain_interval)
 
         _together(self.mesh, prepare, f"preparing {self.directory}")
 
@@ -195,19 +203,32 @@ class Saver:
     def news(self) -> list[str]:
         """Not collective: what happened since the last call."""
         lines, self._news = self._news, []
-        return lines
+        return lines + (self._uploader.news() if self._uploader is not None else [])
 
     def close(self, wait: bool = True) -> None:
-        """Not collective: finish what is in flight (unless the other ranks may be dead) and drop the lock."""
+        """Not collective: finish what is in flight (unless the other ranks may be dead) and drop the lock. `news` then
+        says what could not be uploaded."""
         if self._thread is not None and wait:
             self._thread.join()
+        if self._uploader is not None:
+            self._uploader.close(wait)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
+    def folder_of(self, step: int) -> Location:
+        """Where the checkpoint of a step is made."""
+        return folder_of(self.directory, step)
+
+    def kept_at(self, step: int) -> Location:
+        """Where it is kept in the end."""
+        return folder_of(self.upload_to or self.directory, step)
+
     def _prune(self, step: int) -> None:
         self._sound.add(step)
-        if self.keep_last is not None:
+        if self._uploader is not None:
+            self._uploader.offer()
+        elif self.keep_last is not None:
             try:
                 prune(self.directory, self.keep_last, self.retain_interval, self._sound, saved=step)
             except OSError as error:
@@ -242,50 +263,6 @@ def wait_for_lists(
             raise CheckpointError(f"rank {missing[0]} has written nothing to {part} for {patience_s:.0f} s")
         if give_up.wait(storage.look_every_s):
             raise CheckpointError(f"rank {missing[0]}, or another, has failed")
-
-
-def prune(
-    directory: Location,
-    keep: int,
-    retain_interval: int | None,
-    known: set[int],
-    *,
-    saved: int | None = None,
-    dry: bool = False,
-) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints; returns their steps. Not collective.
-
-    What stays: multiples of `retain_interval`, folders with a file KEEP in them, one that is being read, and `saved`:
-    after a rollback the step just saved is not the newest by number. What is not complete, or is a stranger, is
-    neither counted nor touched. `known`: steps that need no look; it is added to. `dry`: delete nothing.
-    """
-    storage = storage_of(directory)
-    complete = []
-    for step in storage.steps_in(directory):
-        if step not in known and is_complete(folder_of(directory, step)):
-            known.add(step)
-        if step in known:
-            complete.append(step)
-    gone = []
-    for step in complete[:-keep]:
-        folder = folder_of(directory, step)
-        kept = step == saved or (retain_interval is not None and step % retain_interval == 0)
-        if not kept and "KEEP" not in storage.entries(folder) and not storage.in_use(folder):
-            if not dry:
-                storage.remove(folder)
-                known.discard(step)
-            gone.append(step)
-    return gone
-
-
-def is_complete(folder: Location) -> bool:
-    """Its manifest is the one that COMPLETE names, and every file has its size; contents are not hashed."""
-    try:
-        files = manifests.load(folder).files
-        sizes = storage_of(folder).entries(folder)
-        return all(sizes.get(name) == stamp.size for name, stamp in files.items())
-    except (CheckpointError, OSError):
-        return False
 
 
 def _together(mesh: Mesh, do: Callable[[], Any], doing: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import manifest as manifests
@@ -53,12 +54,13 @@ def open_saver(run: Run, config: Config) -> Saver | None:
     pieces = pieces_to_save(run, not c.no_save_optim)
     background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
     return Saver.open(
-        c.save,
+        c.save_local or c.save,
         run.mesh,
         sum(piece.data.numel() * piece.data.element_size() for piece in pieces),
         keep_last=c.keep_last,
         retain_interval=c.save_retain_interval,
         background=background,
+        upload_to=c.save if c.save_local else None,
     )
 
 
@@ -77,10 +79,12 @@ def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, la
     return saver.save(run.state.step, pieces_to_save(run, optimizer), state, last=last)
 
 
-def resume(run: Run, directory: str, config: Config, start: Start) -> tuple[Location, list[str]] | None:
-    """Continue from the newest valid checkpoint of `directory`, or start from its weights: (it, what is worth
-    telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
-    found = reader.newest(directory, run.mesh, start.step)
+def resume(
+    run: Run, directory: str, config: Config, start: Start, first: str | None = None
+) -> tuple[Location, list[str]] | None:
+    """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, what is
+    worth telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
+    found = reader.newest(directory, run.mesh, start.step, first=first)
     if found is None:
         return None
     folder, manifest = found
@@ -115,7 +119,8 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     """What --load, --finetune, --pretrained-checkpoint and their like ask for: (the checkpoint, notes); collective."""
     c = config.checkpoint
     if c.load is not None:
-        found = resume(run, c.load, config, Start(c.ckpt_step, c.no_load_optim, c.finetune))
+        local = c.save_local if c.load == c.save else None  # it may hold newer ones that are not uploaded yet
+        found = resume(run, c.load, config, Start(c.ckpt_step, c.no_load_optim, c.finetune), local)
         if found is not None:
             return found
         if c.exit_on_missing_checkpoint:
@@ -127,7 +132,17 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
                 f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
             )
         return found
-    return None, []
+    return None, [] if c.load is None else [f"load={c.load!r} holds no checkpoint: the run starts from scratch"]
+
+
+def already_saved(run: Run, saver: Saver | None, loaded: Location | None) -> int | None:
+    """The step of the checkpoint that the run has come from, if it is one of the directory that it saves to: a run
+    that was at its end already writes nothing."""
+    if saver is None or loaded is None:
+        return None
+    final = saver.folder_of(run.state.step)
+    same = loaded.resolve() == final.resolve() if isinstance(loaded, Path) and isinstance(final, Path) else None
+    return run.state.step if same or loaded in (final, saver.kept_at(run.state.step)) else None
 
 
 def saved_config(manifest: Manifest, folder: Location) -> Config:

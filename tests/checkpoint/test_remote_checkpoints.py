@@ -23,7 +23,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite.checkpoint import edit, location, reader, remote, saver, storage, tensor_file, writer
+from megalite.checkpoint import edit, location, reader, remote, retention, saver, storage, tensor_file, writer
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint.location import CheckpointError, Url, parse
 from megalite.checkpoint.saver import Saver
@@ -172,8 +172,8 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
     change(f"{base}/iter_0000007/mp_rank_00/model_optim_rng.pt", b"of Megatron-LM")
     change(f"{base}/iter_0000008/notes.txt", b"of somebody")
     place = parse(base)
-    assert saver.prune(place, 2, 4, set(), dry=True) == [2, 3] and len(storage.steps_in(base)) == 8
-    assert saver.prune(place, 2, 4, set()) == [2, 3]
+    assert retention.prune(place, 2, 4, set(), dry=True) == [2, 3] and len(storage.steps_in(base)) == 8
+    assert retention.prune(place, 2, 4, set()) == [2, 3]
     assert storage.steps_in(base) == [1, 4, 5, 6, 7, 8]
     real, left = remote.RemoteStorage.delete, [1]
 
@@ -186,7 +186,7 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(remote.RemoteStorage, "delete", killed)
         with pytest.raises(KeyboardInterrupt):
-            saver.prune(place, 2, None, set())
+            retention.prune(place, 2, None, set())
     assert "COMPLETE" not in files(f"{base}/iter_0000004")  # first of all: no checkpoint any more
     one = Saver.open(base, ALONE, 0)
     assert "iter_0000004" in one.news()[0]
@@ -434,7 +434,7 @@ here._save_for_ever({on_s3!r}, {background})
     last = Saver.open(on_s3, ALONE, 0)
     last.close()
     for step in storage.steps_in(on_s3):
-        assert saver.is_complete(storage.folder_of(on_s3, step))
+        assert retention.is_complete(storage.folder_of(on_s3, step))
 
 
 def test_the_program_saves_to_a_store_and_goes_on_from_it(on_s3: str, tmp_path: Path) -> None:
