@@ -232,7 +232,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save: str | None = opt(None, "directory to save checkpoints in")
+    save: str | None = opt(None, "directory to save checkpoints in, or a URL")
     save_local: str | None = opt(None, "fast directory to save in first; from it, --save is filled while training")
     save_interval: int | None = opt(None, "steps between checkpoints", flags=("--persistent-save-interval",))
     save_interval_mins: float | None = opt(None, "minutes between checkpoints, also beside --save-interval")
@@ -245,7 +245,7 @@ class CheckpointConfig:
     keep_last: int | None = opt(None, "checkpoints to keep; default: all, 1 with --save-retain-interval")
     save_retain_interval: int | None = opt(None, "checkpoints of steps divisible by this are never deleted")
     no_save_optim: bool = opt(False, "save weights only; such a checkpoint does not resume a run exactly")
-    load: str | None = opt(None, "directory to resume from; a directory without checkpoints starts afresh")
+    load: str | None = opt(None, "directory to resume from, or a URL; one without checkpoints starts afresh")
     ckpt_step: int | None = opt(None, "step of the checkpoint to load; default: the newest valid one")
     no_load_optim: bool = opt(False, "load weights, step and data position, not the optimizer's state")
     finetune: bool = opt(False, "load weights only, and start at step 0")
