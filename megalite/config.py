@@ -234,7 +234,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save: str | None = opt(None, "directory to save checkpoints in")
+    save: str | None = opt(None, "directory to save checkpoints in, or a URL")
+    save_local: str | None = opt(None, "fast directory to save in first; from it, --save is filled while training")
     save_interval: int | None = opt(None, "steps between checkpoints", flags=("--persistent-save-interval",))
     save_interval_mins: float | None = opt(None, "minutes between checkpoints, also beside --save-interval")
     asynchronous_save: str = opt(
@@ -247,7 +248,8 @@ class CheckpointConfig:
     save_retain_interval: int | None = opt(None, "checkpoints of steps divisible by this are never deleted")
     no_save_optim: bool = opt(False, "save weights only; such a checkpoint does not resume a run exactly")
     load: str | None = opt(
-        None, "directory to resume from, or Hugging Face model to begin with; one that has nothing starts afresh"
+        None,
+        "directory or URL to resume from, or Hugging Face model to begin with; one that has nothing starts afresh",
     )
     ckpt_step: int | None = opt(None, "step of the checkpoint to load; default: the newest valid one")
     no_load_optim: bool = opt(False, "load weights, step and data position, not the optimizer's state")
@@ -586,7 +588,11 @@ def check(config: Config, world_size: int | None = None, *, complete: bool = Fal
             )
     if c.save is not None and c.save_interval is None and c.save_interval_mins is None:
         say("save needs --save-interval or --save-interval-mins")
-    for name in ("keep_last", "save_retain_interval", "no_save_optim"):
+    if c.save is not None and c.save_local == c.save:
+        say(f"save_local={c.save_local!r} is --save; give another directory, or leave it away")
+    if c.save_local is not None and "://" in c.save_local:
+        say(f"save_local={c.save_local!r} is a URL; give a directory on a fast disk")
+    for name in ("keep_last", "save_retain_interval", "no_save_optim", "save_local"):
         if c.save is None and getattr(c, name):
             say(f"{name}={getattr(c, name)} has no effect; add --save")
     for name in ("ckpt_step", "no_load_optim", "finetune"):

@@ -8,8 +8,8 @@ python tools/checkpoint.py reshard runs/mine small/iter_0000500    in --files 1;
 python tools/checkpoint.py average OUT A B C                       the mean of the weights
 python tools/checkpoint.py prune runs/mine --keep-last 3           as a run does; --dry-run: only say
 
-A --save directory stands for the newest checkpoint in it. Exit codes: 0; 1: it differs, or is damaged; 2: usage;
-3: it cannot be read or written.
+A --save directory stands for the newest checkpoint in it; each may be a URL (s3://bucket/runs/mine). Exit codes: 0;
+1: it differs, or is damaged; 2: usage; 3: it cannot be read or written.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint import manifest as manifests  # noqa: E402
 from megalite.checkpoint import storage  # noqa: E402
-from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
+from megalite.checkpoint.location import CheckpointError, Location, parse  # noqa: E402
 
 if TYPE_CHECKING:
     from megalite.checkpoint.manifest import Manifest
 
 
-def inspect(path: Path, tensors: bool) -> int:
+def inspect(path: Location, tensors: bool) -> int:
     from megalite.checkpoint import edit
 
     folder, manifest = edit.open_one(path)
@@ -53,7 +53,7 @@ def inspect(path: Path, tensors: bool) -> int:
     return 0
 
 
-def verify(path: Path, every: bool) -> int:
+def verify(path: Location, every: bool) -> int:
     from megalite.checkpoint import edit, reader
 
     folders = [edit.open_one(path)[0]]
@@ -71,7 +71,7 @@ def verify(path: Path, every: bool) -> int:
     return 1 if bad else 0
 
 
-def diff(a: Path, b: Path) -> int:
+def diff(a: Location, b: Location) -> int:
     from megalite.checkpoint import edit
 
     one, two = edit.open_one(a), edit.open_one(b)
@@ -88,12 +88,12 @@ def diff(a: Path, b: Path) -> int:
     return 1 if found else 0
 
 
-def named(source: tuple[Path, Manifest], folder: Path) -> Path:
+def named(source: tuple[Location, Manifest], folder: Location) -> Location:
     """`folder`, or in it the folder of the source's name."""
     return folder if folder.name.startswith("iter_") else folder / source[0].name
 
 
-def reshard(source: Path, target: Path, files: int, weights: bool) -> int:
+def reshard(source: Location, target: Location, files: int, weights: bool) -> int:
     from megalite.checkpoint import edit
 
     found = edit.open_one(source)
@@ -103,7 +103,7 @@ def reshard(source: Path, target: Path, files: int, weights: bool) -> int:
     return 0
 
 
-def average(target: Path, sources: list[Path], files: int) -> int:
+def average(target: Location, sources: list[Location], files: int) -> int:
     from megalite.checkpoint import edit
 
     found = [edit.open_one(source) for source in sources]
@@ -113,13 +113,14 @@ def average(target: Path, sources: list[Path], files: int) -> int:
     return 0
 
 
-def prune(path: Path, keep: int, retain: int | None, dry: bool) -> int:
-    from megalite.checkpoint import saver
+def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
+    from megalite.checkpoint import retention
 
-    path.stat()  # the lock would make it
-    lock = storage.Lock(path)
+    if not storage.steps_in(path):  # the lock would make the directory
+        raise CheckpointError(f"{path}: no checkpoint; give a --save directory")
+    lock = storage.storage_of(path).lock(path)
     try:
-        gone = saver.prune(path, keep, retain, set(), dry=dry)
+        gone = retention.prune(path, keep, retain, set(), dry=dry)
     finally:
         lock.close()
     for step in gone:
@@ -136,7 +137,7 @@ def main(argv: list[str]) -> int:
     def command(name: str, *places: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, allow_abbrev=False)
         for place in places:
-            made.add_argument(place, type=Path)
+            made.add_argument(place, type=str)
         return made
 
     def count(text: str) -> int:
@@ -151,7 +152,7 @@ def main(argv: list[str]) -> int:
     one.add_argument("--files", type=count, default=1)
     one.add_argument("--weights", action="store_true", help="leave the optimizer's state away")
     one = command("average", "out")
-    one.add_argument("checkpoints", type=Path, nargs="+")
+    one.add_argument("checkpoints", type=str, nargs="+")
     one.add_argument("--files", type=count, default=1)
     one = command("prune", "directory")
     one.add_argument("--keep-last", type=count, required=True)
@@ -160,16 +161,16 @@ def main(argv: list[str]) -> int:
     a = parser.parse_args(argv)
     try:
         if a.command == "inspect":
-            return inspect(a.checkpoint, a.tensors)
+            return inspect(parse(a.checkpoint), a.tensors)
         if a.command == "verify":
-            return verify(a.checkpoint, a.all)
+            return verify(parse(a.checkpoint), a.all)
         if a.command == "diff":
-            return diff(a.a, a.b)
+            return diff(parse(a.a), parse(a.b))
         if a.command == "reshard":
-            return reshard(a.checkpoint, a.out, a.files, a.weights)
+            return reshard(parse(a.checkpoint), parse(a.out), a.files, a.weights)
         if a.command == "average":
-            return average(a.out, a.checkpoints, a.files)
-        return prune(a.directory, a.keep_last, a.save_retain_interval, a.dry_run)
+            return average(parse(a.out), [parse(one) for one in a.checkpoints], a.files)
+        return prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run)
     except (CheckpointError, OSError) as error:
         print(f"checkpoint.py: {error}", file=sys.stderr)
         return 3

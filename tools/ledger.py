@@ -14,23 +14,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint import manifest  # noqa: E402
-from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
+from megalite.checkpoint.location import CheckpointError, Location, folder_of, parse  # noqa: E402
+from megalite.checkpoint.storage import storage_of  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
 from megalite.data.ledger import read, table  # noqa: E402
 
 
-def newest(directory: Path) -> Path:
+def newest(directory: Location) -> Location:
     """`directory` itself, or the complete checkpoint with the largest number in it."""
-    if (directory / "manifest.json").is_file():
+    storage = storage_of(directory)
+    if "manifest.json" in storage.entries(directory):
         return directory
-    found = [p for p in directory.glob("iter_*") if p.name[5:].isdigit() and (p / "COMPLETE").is_file()]
-    if not found:
-        raise CheckpointError(f"{directory}: no checkpoint; give a --save directory, or one checkpoint in it")
-    return max(found, key=lambda p: int(p.name[5:]))
+    for step in reversed(storage.steps_in(directory)):
+        folder = folder_of(directory, step)
+        if "COMPLETE" in storage.entries(folder):
+            return folder
+    raise CheckpointError(f"{directory}: no checkpoint; give a --save directory, or one checkpoint in it")
 
 
-def show(directory: Path) -> str:
-    folder = newest(directory)
+def show(directory: str | Location) -> str:
+    folder = newest(parse(directory))
     saved = manifest.load(folder).state.get("data")
     if saved is None:
         return f"{folder}: trained on generated data, nothing to account for"
@@ -48,7 +51,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("checkpoint", type=str, metavar="CHECKPOINT")
     try:
         print(show(parser.parse_args(argv).checkpoint))
     except (CheckpointError, DataError) as error:

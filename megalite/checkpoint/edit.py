@@ -6,18 +6,18 @@ One tensor is in memory at a time, so a laptop can do it.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import reader, storage, tensor_file, writer
-from megalite.checkpoint.manifest import CheckpointError, Manifest, Whole
+from megalite.checkpoint import reader, tensor_file, writer
+from megalite.checkpoint.location import CheckpointError, Location, parse, step_of
+from megalite.checkpoint.manifest import Manifest, Whole
+from megalite.checkpoint.storage import folder_of, storage_of
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, Piece
 
@@ -31,7 +31,7 @@ def dtype_of(whole: Whole) -> torch.dtype:
     return dtype
 
 
-def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
+def read_whole(folder: Location, manifest: Manifest, name: str) -> Tensor:
     """One tensor of the checkpoint, on the CPU. Raises CheckpointError."""
     whole = manifest.tensors[name]
     values = torch.empty(math.prod(whole.shape), dtype=dtype_of(whole))
@@ -40,13 +40,15 @@ def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
     return values.view(whole.shape)
 
 
-def open_one(path: Path) -> tuple[Path, Manifest]:
+def open_one(path: str | Location) -> tuple[Any, Manifest]:
     """`path` itself, or the newest checkpoint in it whose manifest is whole; contents are not hashed."""
-    if (path / "manifest.json").is_file():
+    path = parse(path)
+    storage = storage_of(path)
+    if "manifest.json" in storage.entries(path):
         return path, manifests.load(path)
     reasons = []
     for step in reversed(storage.steps_in(path)):
-        folder = storage.folder_of(path, step)
+        folder = folder_of(path, step)
         try:
             return folder, manifests.load(folder)
         except CheckpointError as error:
@@ -68,7 +70,7 @@ class Difference:
     count: int = 0
 
 
-def compare(a: tuple[Path, Manifest], b: tuple[Path, Manifest]) -> Iterator[Difference]:
+def compare(a: tuple[Location, Manifest], b: tuple[Location, Manifest]) -> Iterator[Difference]:
     """What differs between two checkpoints, tensor by tensor. NaN equals NaN."""
     mine, theirs = a[1].tensors, b[1].tensors
     for name in sorted({*mine, *theirs}):
@@ -94,16 +96,20 @@ Source = Callable[[], Tensor]
 
 
 def write_checkpoint(
-    folder: Path, tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Source]], state: dict[str, Any], files: int
+    folder: Location,
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Source]],
+    state: dict[str, Any],
+    files: int,
 ) -> None:
     """A new checkpoint from (name, shape, dtype, what makes it) in `files` files of about the same size. Each tensor is
     made when its turn comes. `folder`: its name is iter_NNNNNNN; it must not exist. Raises CheckpointError, OSError."""
-    if not folder.name.startswith("iter_") or not folder.name[5:].isdecimal():
+    storage, step = storage_of(folder), step_of(folder.name)
+    if step is None:
         raise CheckpointError(f"{folder}: the name of a checkpoint is iter_ and its step, as in iter_0000500")
-    if folder.exists():
+    if step in storage.steps_in(folder.parent):
         raise CheckpointError(f"{folder} exists; give another folder")
     part = storage.part_of(folder)
-    part.mkdir(parents=True)
+    storage.begin(part)
     try:
         for rank, some in enumerate(_shares(tensors, files)):
             pieces = {}
@@ -121,9 +127,9 @@ def write_checkpoint(
                     yield values.contiguous().reshape(-1)
 
             writer.write_rank(part, rank, header, rows, made())
-        writer.commit(part, folder, state, int(folder.name[5:]), files)
+        writer.commit(part, folder, state, step, files)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        writer.abandon(part)
         raise
 
 
@@ -138,7 +144,9 @@ def _shares(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Source]],
     return shares
 
 
-def reshard(source: tuple[Path, Manifest], folder: Path, files: int, kinds: Sequence[str] | None = None) -> None:
+def reshard(
+    source: tuple[Location, Manifest], folder: Location, files: int, kinds: Sequence[str] | None = None
+) -> None:
     """The same checkpoint in `files` files. `kinds`: only tensors named KIND/..., as "model" to drop the optimizer."""
     path, manifest = source
     names = [name for name in manifest.tensors if kinds is None or name.partition("/")[0] in kinds]
@@ -149,11 +157,11 @@ def reshard(source: tuple[Path, Manifest], folder: Path, files: int, kinds: Sequ
     write_checkpoint(folder, entries, manifest.state, files)
 
 
-def _reader(path: Path, manifest: Manifest, name: str) -> Source:
+def _reader(path: Location, manifest: Manifest, name: str) -> Source:
     return lambda: read_whole(path, manifest, name)
 
 
-def average(sources: Sequence[tuple[Path, Manifest]], folder: Path, files: int = 1) -> None:
+def average(sources: Sequence[tuple[Location, Manifest]], folder: Location, files: int = 1) -> None:
     """The mean of the weights of several checkpoints (arXiv:1803.05407), summed in fp64 from main weights where they
     are stored. No optimizer state: the result is for --finetune, --no-load-optim, evaluation and conversion."""
     newest = max(sources, key=lambda s: int(s[1].state.get("progress", {}).get("step", 0)))

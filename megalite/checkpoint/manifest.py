@@ -15,20 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.hashing import Stamp
+from megalite.checkpoint.location import CheckpointError, Location
+from megalite.checkpoint.location import ElsewhereError as ElsewhereError
 from megalite.checkpoint.pieces import overlapping
+from megalite.checkpoint.storage import storage_of
 from megalite.parallel.spec import Box
 
 FORMAT = 2  # 1 had one sha256 per file; it is still read
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _LARGEST = 1 << 30  # bytes of JSON
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; the text names the file and the reason."""
-
-
-class ElsewhereError(CheckpointError):
-    """Another rank failed, and says why itself."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ def dump(manifest: Manifest) -> str:
     return json.dumps({"format": FORMAT, "state": manifest.state, "files": files, "tensors": tensors})
 
 
-def load(folder: Path) -> Manifest:
+def load(folder: Location) -> Manifest:
     """Read and check the manifest of a committed checkpoint, whose sha256 is in COMPLETE."""
     path = folder / "manifest.json"
 
@@ -85,12 +80,15 @@ def load(folder: Path) -> Manifest:
         return CheckpointError(f"{path}: {reason}; use another checkpoint")
 
     try:
-        if path.is_symlink() or (folder / "COMPLETE").is_symlink():
-            raise refuse("it, or COMPLETE, is a link")
-        if path.stat().st_size > _LARGEST:
+        storage = storage_of(folder)
+        sizes = storage.entries(folder)
+        for name in ("manifest.json", "COMPLETE"):
+            if name not in sizes:
+                raise refuse(f"cannot be read ({name} is missing, or not a plain file)")
+        if max(sizes["manifest.json"], sizes["COMPLETE"]) > _LARGEST:
             raise refuse("it is implausibly large")
-        text = path.read_bytes()
-        complete = (folder / "COMPLETE").read_text(encoding="utf-8").strip()
+        text = storage.read(path)
+        complete = storage.read(folder / "COMPLETE").decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(f"cannot be read ({error})") from None
     if hashlib.sha256(text).hexdigest() != complete:

@@ -7,43 +7,51 @@ and checkpoint are listed at once, before any parameter changes.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint import hashing, storage
+from megalite.checkpoint import hashing
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.manifest import CheckpointError, ElsewhereError, Manifest
+from megalite.checkpoint.location import CheckpointError, ElsewhereError, Location, parse
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.pieces import intersect, rectangles
+from megalite.checkpoint.storage import OpenFile, folder_of, storage_of
 from megalite.checkpoint.tensor_file import TensorFile, places
+from megalite.checkpoint.writer import agree
 from megalite.parallel.comm import all_reduce_, broadcast_
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
 _READ = 1 << 22  # bytes at once while hashing
+_RUN = 8  # blocks that a thread reads in a row
 
 
 def _number(value: int, mesh: Mesh) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.int64, device=mesh.device)
 
 
-def newest(directory: str | Path, mesh: Mesh, step: int | None = None) -> tuple[Path, Manifest] | None:
-    """The newest valid checkpoint of `directory`, or that of `step`; collective. None where there is none at all.
+def newest(
+    directory: str | Location, mesh: Mesh, step: int | None = None, *, first: str | Location | None = None
+) -> tuple[Any, Manifest] | None:
+    """The newest valid checkpoint of `directory`, or that of `step`: (its folder, a Path or a Url; its manifest).
 
-    The ranks look at one candidate after the other and take the first in which all find their share of the hashes
-    right. Raises CheckpointError where there are checkpoints but none is valid, and where `step` is not there: never
-    a silent fresh start.
+    Collective. None where there is none at all. The ranks look at one candidate after the other and take the first in
+    which all find their share of the hashes right. Raises CheckpointError where there are checkpoints but none is
+    valid, and where `step` is not there: never a silent fresh start. `first`: another directory, whose checkpoint of
+    a step is preferred.
     """
-    found = storage.steps_in(directory) if mesh.world.is_first else []
-    if mesh.world.is_first and step is not None:
-        found = [step] if step in found else []
+    roots = [parse(root) for root in (directory, first) if root is not None]
+    found = _candidates(roots, mesh, step)
     reasons: list[str] = []
     for place in range(int(broadcast_(_number(len(found), mesh), mesh.world))):
-        candidate = int(broadcast_(_number(found[-1 - place] if found else 0, mesh), mesh.world))
-        folder = storage.folder_of(directory, candidate)
+        candidate, root = found[-1 - place] if found else (0, 0)
+        candidate, root = (int(broadcast_(_number(n, mesh), mesh.world)) for n in (candidate, root))
+        folder = folder_of(roots[root], candidate)
         manifest = None
         try:
             manifest = manifests.load(folder)
@@ -66,51 +74,78 @@ def newest(directory: str | Path, mesh: Mesh, step: int | None = None) -> tuple[
     return None
 
 
-def verify(folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> None:
+def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None) -> list[tuple[int, int]]:
+    """(step, number of its root), ascending; on rank 0."""
+    found: list[tuple[int, int]] = []
+    error: Exception | None = None
+    if mesh.world.is_first:
+        try:
+            found = sorted((n, number) for number, root in enumerate(roots) for n in storage_of(root).steps_in(root))
+        except OSError as e:
+            error = e
+    agree(error, mesh, f"looking for checkpoints in {' and '.join(map(str, roots))}")
+    return [(n, number) for n, number in found if step in (None, n)]
+
+
+def verify(folder: Location, manifest: Manifest, rank: int = 0, ranks: int = 1) -> None:
     """Every file has its size, and every block of this rank's share its hash; the shares are alike in bytes.
 
     Raises CheckpointError that names the first file, and the tensors in the block, that are damaged.
     """
+    try:
+        sizes = storage_of(folder).entries(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error})") from None
     for name, stamp in manifest.files.items():
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"{path}: missing, or not a plain file")
-        if path.stat().st_size != stamp.size:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, not {stamp.size}")
+        if name not in sizes:
+            raise CheckpointError(f"{folder / name}: missing, or not a plain file")
+        if sizes[name] != stamp.size:
+            raise CheckpointError(f"{folder / name}: {sizes[name]} bytes, not {stamp.size}")
     blocks = [(name, i) for name, stamp in sorted(manifest.files.items()) for i in range(len(stamp.digests))]
     mine = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
-    for name in dict.fromkeys(name for name, _ in mine):
-        _verify_blocks(folder / name, manifest, [i for file, i in mine if file == name])
+    runs: list[tuple[str, list[int]]] = []  # of consecutive blocks of one file
+    for name, i in mine:
+        if runs and runs[-1][0] == name and len(runs[-1][1]) < _RUN:
+            runs[-1][1].append(i)
+        else:
+            runs.append((name, [i]))
+    with ThreadPoolExecutor(storage_of(folder).readers, thread_name_prefix="megalite-verify") as pool:
+        for _ in pool.map(lambda run: _verify_blocks(folder / run[0], manifest, run[1]), runs):
+            pass  # raises what a thread has raised, in the order of the files
 
 
-def _verify_blocks(path: Path, manifest: Manifest, blocks: Sequence[int]) -> None:
+def _verify_blocks(path: Location, manifest: Manifest, blocks: Sequence[int]) -> None:
     """`blocks`: consecutive."""
     stamp = manifest.files[path.name]
     buffer = memoryview(bytearray(min(_READ, stamp.block)))
     try:
         make = hashing.maker(stamp.name)
-        with open(path, "rb", buffering=0) as file:
-            file.seek(blocks[0] * stamp.block)
+        file = storage_of(path).open(path)
+        try:
             for i in blocks:
-                digest, left = make(), min(stamp.block, stamp.size - i * stamp.block)
-                while left:
-                    count = file.readinto(buffer[: min(left, len(buffer))])
-                    if not count:
-                        raise CheckpointError(f"{path}: ends early")
-                    digest.update(buffer[:count])
-                    left -= count
-                if digest.hexdigest() != stamp.digests[i]:
-                    begin, end = i * stamp.block, min(stamp.size, (i + 1) * stamp.block)
+                begin, end = i * stamp.block, min(stamp.size, (i + 1) * stamp.block)
+                if _digest(file, begin, end, make(), buffer) != stamp.digests[i]:
                     held = ", ".join(_tensors_at(path, manifest, begin, end))
                     raise CheckpointError(
                         f"{path}: its content changed after it was written ({stamp.name}), at bytes {begin} to {end}: "
                         + held
                     )
+        finally:
+            file.close()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be verified ({error})") from None
 
 
-def _tensors_at(path: Path, manifest: Manifest, begin: int, end: int, most: int = 3) -> list[str]:
+def _digest(file: OpenFile, begin: int, end: int, digest: Any, buffer: memoryview) -> str:
+    """The hash of these bytes of a file."""
+    for at in range(begin, end, len(buffer)):
+        part = buffer[: min(len(buffer), end - at)]
+        file.pread(part, at)
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _tensors_at(path: Location, manifest: Manifest, begin: int, end: int, most: int = 3) -> list[str]:
     """Names of the tensors in these bytes, for people."""
     try:
         where = places(path)
@@ -156,7 +191,7 @@ def unused(manifest: Manifest, pieces: Sequence[Piece], mesh: Mesh, kinds: Colle
 
 
 def fill(
-    folder: Path,
+    folder: Location,
     manifest: Manifest,
     pieces: Sequence[Piece],
     mesh: Mesh,
@@ -171,8 +206,10 @@ def fill(
         kind = CheckpointError if lines else ElsewhereError
         raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines or ["see another rank"]))
     files: dict[str, TensorFile] = {}
+    copies: list[Callable[[], None]] = []
     try:
-        with storage.reading(folder):
+        storage = storage_of(folder)
+        with storage.reading(folder), ThreadPoolExecutor(storage.readers, thread_name_prefix="megalite-load") as pool:
             for piece in pieces:
                 for box, span in rectangles(piece.box, piece.span):
                     target = piece.data[span.start : span.stop].view(box.shape)
@@ -181,14 +218,12 @@ def fill(
                         if both is not None:
                             if stored.file not in files:
                                 files[stored.file] = TensorFile(folder / stored.file)
-                            files[stored.file].copy(stored.key, stored.box, both, target, box)
+                            file = files[stored.file]
+                            copies.append(partial(file.copy, stored.key, stored.box, both, target, box))
+            for _ in pool.map(lambda copy: copy(), copies):
+                pass
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: cannot be read ({error}); use another checkpoint") from error
     finally:
         for file in files.values():
             file.close()
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of all its files."""
-    return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())

@@ -17,66 +17,70 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import storage, tensor_file, writer
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint import tensor_file, writer
+from megalite.checkpoint.location import CheckpointError, Location, parse
+from megalite.checkpoint.retention import prune
+from megalite.checkpoint.storage import RunLock, Storage, folder_of, storage_of
+from megalite.checkpoint.upload import Uploader
 from megalite.checkpoint.writer import agree
 from megalite.parallel.comm import all_reduce_, broadcast_
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
-
-PATIENCE_S = 600.0  # without any file growing, until rank 0 gives a background save up
 
 
 class Saver:
     """Make it with `open`. Methods are collective unless they say otherwise; `news` is for the log of rank 0."""
 
     def __init__(
-        self, directory: Path, mesh: Mesh, keep_last: int | None, retain_interval: int | None, background: bool
+        self, directory: Location, mesh: Mesh, keep_last: int | None, retain_interval: int | None, background: bool
     ):
         self.directory, self.mesh, self.background = directory, mesh, background
+        self.storage: Storage = storage_of(directory)
         self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
         self.retain_interval = retain_interval
         self.waited_s = 0.0  # by training, in the last save
-        self._lock: storage.Lock | None = None
+        self._lock: RunLock | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._part: Path | None = None
+        self._part: Location | None = None
         self._give_up = threading.Event()  # some rank has failed: its list will never come
         self._host: Tensor | None = None
         self._news: list[str] = []
         self._sound: set[int] = set()
+        self._uploader: Uploader | None = None
+        self.upload_to: Location | None = None
 
     @classmethod
     def open(
         cls,
-        directory: str | Path,
+        directory: str | Location,
         mesh: Mesh,
         nbytes: int,
         *,
         keep_last: int | None = None,
         retain_interval: int | None = None,
         background: bool = False,
+        upload_to: str | Location | None = None,
     ) -> Saver:
         """Lock the directory and try whether all ranks can write to it. `nbytes`: of what this rank will save.
 
         Raises CheckpointError on all ranks: not writable, no room for one checkpoint, in use by another run, or not
-        the same directory on every rank. Leftovers of saves that were cut short are deleted.
+        the same directory on every rank. Leftovers of saves that were cut short are deleted. `upload_to`: where the
+        checkpoints go from `directory`, and are kept as `keep_last` and `retain_interval` say.
         """
-        folder = Path(directory)
+        folder = parse(directory)
         saver = cls(folder, mesh, keep_last, retain_interval, background)
+        saver.upload_to = None if upload_to is None else parse(upload_to)
         try:
-            _together(mesh, lambda: storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
+            _together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
             total = int(all_reduce_(torch.tensor(nbytes, dtype=torch.int64, device=mesh.device), mesh.world))
             if mesh.world.is_first:
                 saver._begin(total)
@@ -92,43 +96,49 @@ class Saver:
         """Rank 0's part of `open`."""
 
         def prepare() -> None:
-            self._lock = storage.Lock(self.directory)
-            left = storage.sweep(self.directory)
+            self._lock = self.storage.lock(self.directory)
+            left = self.storage.sweep(self.directory)
             if left:
                 self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
-            storage.check_space(self.directory, total)
+            self.storage.check_space(self.directory, total)
+            if self.upload_to is not None:
+                self._uploader = Uploader(self.directory, self.upload_to, self.keep_last, self.retain_interval)
 
         _together(self.mesh, prepare, f"preparing {self.directory}")
 
     # ---- saving
 
-    def save(self, step: int, pieces: Sequence[Piece], state: dict[str, Any], *, last: bool = False) -> Path:
+    def save(self, step: int, pieces: Sequence[Piece], state: dict[str, Any], *, last: bool = False) -> Location:
         """Save what this rank owns; returns where it will be. In the background unless `last`: `wait` for it.
 
         `state` is plain JSON of rank 0. Raises CheckpointError on all ranks, also for the save before this one.
         """
         self.wait()
         begin = time.perf_counter()
-        final = storage.folder_of(self.directory, step)
+        final = folder_of(self.directory, step)
         if not self.background or last:
-            writer.save(self.directory, step, pieces, state, self.mesh)
+            writer.save(self.directory, step, pieces, state, self.mesh, self._confirm)
             if self.mesh.world.is_first:
                 self._prune(step)
             self.waited_s = time.perf_counter() - begin
             self._news.append(f"saved {final.name} in {self.waited_s:.2f} s")
             return final
-        self._part = storage.part_of(final)
-        writer.begin_part(self._part, self.mesh)
+        self._part = part = self.storage.part_of(final)
+        writer.begin_part(part, self.mesh, self._confirm)
         header, rows, ordered = tensor_file.plan(pieces)
         staged = _together(self.mesh, lambda: self._stage(ordered), "copying the state to host memory")
         frozen = json.loads(json.dumps(state))  # the run changes its own from here on
         self._give_up.clear()
-        work = (self._part, final, header, rows, staged, frozen, step, begin)
+        work = (part, final, header, rows, staged, frozen, step, begin)
         self._thread = threading.Thread(target=self._run, args=work, name="megalite-save", daemon=True)
         self._thread.start()
         self.waited_s = time.perf_counter() - begin
         self._news.append(f"scheduled {final.name}: training waited {self.waited_s:.3f} s")
         return final
+
+    def _confirm(self) -> None:
+        if self._lock is not None:
+            self._lock.confirm()
 
     def _stage(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """The pieces' data in host memory, in one buffer."""
@@ -145,8 +155,8 @@ class Saver:
 
     def _run(
         self,
-        part: Path,
-        final: Path,
+        part: Location,
+        final: Location,
         header: bytes,
         rows: Sequence[tensor_file.Row],
         data: Sequence[Tensor],
@@ -159,14 +169,15 @@ class Saver:
         try:
             writer.write_rank(part, rank, header, rows, data)
             if self.mesh.world.is_first:
-                wait_for_lists(part, world, self._give_up)
+                wait_for_lists(part, world, self._give_up, confirm=self._confirm)
+                self._confirm()
                 writer.commit(part, final, state, step, world)
                 self._news.append(f"committed {final.name}, {time.perf_counter() - begin:.2f} s after it was scheduled")
                 self._prune(step)
         except Exception as error:  # raised by `wait`, on all ranks
             self._error = error
             with contextlib.suppress(OSError):  # a full disk may not even take this; `wait` ends rank 0's waiting too
-                (part / f"rank-{rank:05d}.failed").write_text(f"rank {rank}: {error}", encoding="utf-8")
+                self.storage.put(part / f"rank-{rank:05d}.failed", f"rank {rank}: {error}")
 
     @property
     def failed(self) -> bool:
@@ -186,86 +197,72 @@ class Saver:
             agree(error, self.mesh, f"saving to {self._part} in the background")
         except CheckpointError:
             if self.mesh.world.is_first and self._part is not None:
-                shutil.rmtree(self._part, ignore_errors=True)
+                writer.abandon(self._part)
             raise
 
     def news(self) -> list[str]:
         """Not collective: what happened since the last call."""
         lines, self._news = self._news, []
-        return lines
+        return lines + (self._uploader.news() if self._uploader is not None else [])
 
     def close(self, wait: bool = True) -> None:
-        """Not collective: finish what is in flight (unless the other ranks may be dead) and drop the lock."""
+        """Not collective: finish what is in flight (unless the other ranks may be dead) and drop the lock. `news` then
+        says what could not be uploaded."""
         if self._thread is not None and wait:
             self._thread.join()
+        if self._uploader is not None:
+            self._uploader.close(wait)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
+    def folder_of(self, step: int) -> Location:
+        """Where the checkpoint of a step is made."""
+        return folder_of(self.directory, step)
+
+    def kept_at(self, step: int) -> Location:
+        """Where it is kept in the end."""
+        return folder_of(self.upload_to or self.directory, step)
+
     def _prune(self, step: int) -> None:
         self._sound.add(step)
-        if self.keep_last is not None:
+        if self._uploader is not None:
+            self._uploader.offer()
+        elif self.keep_last is not None:
             try:
-                prune(self.directory, self.keep_last, self.retain_interval, self._sound)
+                prune(self.directory, self.keep_last, self.retain_interval, self._sound, saved=step)
             except OSError as error:
                 self._news.append(f"could not delete an old checkpoint: {error}")
 
 
 def wait_for_lists(
-    part: Path, world: int, give_up: threading.Event, patience_s: float = PATIENCE_S, every_s: float = 0.02
+    part: Location,
+    world: int,
+    give_up: threading.Event,
+    patience_s: float | None = None,
+    confirm: Callable[[], None] = lambda: None,
 ) -> None:
-    """Until all ranks have written their list. CheckpointError when one failed, or when nothing grows any more."""
+    """Until all ranks have written their list. CheckpointError when one failed, or when nothing grows any more.
+    `confirm` is asked meanwhile: who has taken the directory over may have deleted what is waited for."""
+    storage = storage_of(part)
+    patience_s = storage.patience_s if patience_s is None else patience_s
     seen, since = -1, time.monotonic()
     while True:
-        names = set(os.listdir(part))
+        names = storage.entries(part)
         missing = [rank for rank in range(world) if writer.list_of(part, rank).name not in names]
         if not missing:
             return
+        confirm()
         failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
-            raise CheckpointError((part / failed[0]).read_text(encoding="utf-8"))
-        files = [part / name for name in names if name.endswith(".safetensors")]  # these only grow
-        size = sum(file.stat().st_size for file in files)
+            raise CheckpointError(storage.read(part / failed[0]).decode(errors="replace"))
+        size = sum(size for name, size in names.items() if name.endswith(".safetensors"))  # these only grow
         if size != seen:
             seen, since = size, time.monotonic()
         elif time.monotonic() - since > patience_s:
             raise CheckpointError(f"rank {missing[0]} has written nothing to {part} for {patience_s:.0f} s")
-        if give_up.wait(every_s):
+        if give_up.wait(storage.look_every_s):
             raise CheckpointError(f"rank {missing[0]}, or another, has failed")
-
-
-def prune(directory: Path, keep: int, retain_interval: int | None, known: set[int], *, dry: bool = False) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints; returns their steps. Not collective.
-
-    What stays: multiples of `retain_interval`, folders with a file KEEP in them, and one that is being read. What is
-    not complete, or is a stranger, is neither counted nor touched. `known`: steps that need no look; it is added to.
-    `dry`: delete nothing.
-    """
-    complete = []
-    for step in storage.steps_in(directory):
-        if step not in known and is_complete(storage.folder_of(directory, step)):
-            known.add(step)
-        if step in known:
-            complete.append(step)
-    gone = []
-    for step in complete[:-keep]:
-        folder = storage.folder_of(directory, step)
-        kept = retain_interval is not None and step % retain_interval == 0
-        if not kept and not (folder / "KEEP").exists() and not storage.in_use(folder):
-            if not dry:
-                storage.remove(folder)
-                known.discard(step)
-            gone.append(step)
-    return gone
-
-
-def is_complete(folder: Path) -> bool:
-    """Its manifest is the one that COMPLETE names, and every file has its size; contents are not hashed."""
-    try:
-        files = manifests.load(folder).files
-        return all((folder / name).stat().st_size == stamp.size for name, stamp in files.items())
-    except (CheckpointError, OSError):
-        return False
 
 
 def _together(mesh: Mesh, do: Callable[[], Any], doing: str) -> Any:
@@ -279,20 +276,21 @@ def _together(mesh: Mesh, do: Callable[[], Any], doing: str) -> Any:
     return result
 
 
-def _check_shared(directory: Path, mesh: Mesh, patience_s: float = 10.0) -> None:
+def _check_shared(directory: Location, mesh: Mesh, patience_s: float = 10.0) -> None:
     """All ranks must see the file that rank 0 writes. Network file systems may show it late."""
     if mesh.world.size == 1:
         return
     number = torch.tensor(int.from_bytes(os.urandom(7), "little"), dtype=torch.int64, device=mesh.device)
+    storage = storage_of(directory)
     token = directory / f".probe-{int(broadcast_(number, mesh.world)):x}"
     if mesh.world.is_first:
-        _together(mesh, lambda: token.touch(), f"writing to {directory}")
+        _together(mesh, lambda: storage.put(token, ""), f"writing to {directory}")
     else:
         agree(None, mesh, f"writing to {directory}")
 
     def look() -> None:
         deadline = time.monotonic() + patience_s
-        while token.name not in os.listdir(directory):
+        while token.name not in storage.entries(directory):
             if time.monotonic() > deadline:
                 raise CheckpointError(f"save={str(directory)!r} is not the directory that rank 0 sees: share it")
             time.sleep(0.1)
@@ -301,4 +299,4 @@ def _check_shared(directory: Path, mesh: Mesh, patience_s: float = 10.0) -> None
         _together(mesh, look, f"looking for rank 0's file in {directory}")
     finally:
         if mesh.world.is_first:
-            token.unlink(missing_ok=True)
+            storage.delete(token)

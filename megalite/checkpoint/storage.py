@@ -1,146 +1,121 @@
-"""The directory of checkpoints as a file system sees it: names, durable writes, the lock of a run, the probe."""
+"""What a --save directory must be able to do, whether it is on a file system (local.py) or behind a URL (remote.py).
+
+A checkpoint is the folder iter_NNNNNNN with the file COMPLETE in it; nothing else is believed.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import os
-import shutil
-import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, Protocol
 
-from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.local import LocalStorage
+from megalite.checkpoint.location import LOCK, TRACKER, Location, Url, folder_of, parse
+from megalite.checkpoint.remote import RemoteStorage
 
-TRACKER = "latest_checkpointed_iteration.txt"
-LOCK = ".lock"
-
-
-def folder_of(directory: str | Path, step: int) -> Path:
-    return Path(directory) / f"iter_{step:07d}"
+__all__ = ["LOCK", "TRACKER", "OpenFile", "RunLock", "Storage", "folder_of", "steps_in", "storage_of"]
 
 
-def part_of(final: Path) -> Path:
-    """Where a checkpoint is built until it is complete."""
-    return final.with_name(f".{final.name}.part")
+class OpenFile(Protocol):
+    size: int
+
+    def pread(self, target: memoryview, begin: int) -> None:
+        """Fill `target` with the bytes from `begin`. ValueError where the file ends early; OSError. Thread-safe."""
+        ...
+
+    def close(self) -> None: ...
 
 
-def steps_in(directory: str | Path) -> list[int]:
-    """The steps of all folders that look like checkpoints, ascending; strangers are left out."""
-    if not Path(directory).is_dir():
-        return []
-    steps = {int(p.name[5:]) for p in Path(directory).glob("iter_*") if p.name[5:].isdecimal() and p.is_dir()}
-    return sorted(step for step in steps if folder_of(directory, step).is_dir())
+class RunLock(Protocol):
+    def confirm(self) -> None:
+        """Raises CheckpointError when the directory is another run's by now."""
+        ...
+
+    def close(self) -> None: ...
 
 
-def sync(path: Path) -> None:
-    """To disk: a file's bytes, or a directory's entries."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+class Storage(Protocol):
+    """All raise OSError for what goes wrong. No method is collective."""
+
+    look_every_s: float  # a wait for files of other ranks looks this often
+    patience_s: float  # ... and gives up when nothing has changed for so long
+    readers: int  # threads per rank that read at once
+
+    def steps_in(self, directory: Any) -> list[int]:
+        """The steps of all folders that look like checkpoints, ascending; strangers are left out."""
+        ...
+
+    def entries(self, folder: Any) -> dict[str, int]:
+        """Name and bytes of every plain file in it; links are none. Empty where there is no such folder."""
+        ...
+
+    def read(self, path: Any) -> bytes: ...
+
+    def open(self, path: Any) -> OpenFile: ...
+
+    def create(self, path: Any) -> AbstractContextManager[Callable[[Any], Any]]:
+        """A new file: `with` gives a function that appends bytes; after it the file is durable. If the block raises,
+        it is not there, or in a part only."""
+        ...
+
+    def put(self, path: Any, text: str) -> None:
+        """A small file, durable; whoever reads it sees the one before or this one, whole."""
+        ...
+
+    def delete(self, path: Any) -> None:
+        """A file that may not be there."""
+        ...
+
+    def part_of(self, final: Any) -> Any:
+        """Where a checkpoint is built until it is complete."""
+        ...
+
+    def begin(self, part: Any) -> None:
+        """An empty folder to build in."""
+        ...
+
+    def discard(self, part: Any) -> None:
+        """What was built there, as far as it can be deleted."""
+        ...
+
+    def publish(self, part: Any, final: Any) -> None:
+        """Make what is complete the checkpoint `final`, in the place of one that may be there."""
+        ...
+
+    def remove(self, folder: Any) -> None:
+        """Delete a checkpoint so that an interrupted deletion is no checkpoint."""
+        ...
+
+    def sweep(self, directory: Any) -> list[str]:
+        """Clear up what saves and deletions that were cut short have left; the names. Only for who holds the lock."""
+        ...
+
+    def probe(self, directory: Any, rank: int) -> None:
+        """Write and delete a small file as a checkpoint would be written. CheckpointError says what is in the way."""
+        ...
+
+    def check_space(self, directory: Any, needed: int) -> None:
+        """`needed` bytes: one checkpoint; those that are there stay until it is complete. Raises CheckpointError."""
+        ...
+
+    def lock(self, directory: Any) -> RunLock:
+        """One run per directory. Raises CheckpointError that names the holder, where there can be only one."""
+        ...
+
+    def reading(self, folder: Any) -> AbstractContextManager[None]:
+        """Keep `folder` from being pruned by a run meanwhile (it asks with `in_use`), as far as possible."""
+        ...
+
+    def in_use(self, folder: Any) -> bool:
+        """Whether somebody is `reading` it."""
+        ...
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Beside it, synced, then renamed: whoever reads it sees the old text or the new, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    sync(temporary)
-    os.replace(temporary, path)
-    sync(path.parent)
+def storage_of(place: Location) -> Storage:
+    return RemoteStorage() if isinstance(place, Url) else LocalStorage()
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint. Renamed first, so that an interrupted deletion is no checkpoint; `sweep` ends it."""
-    gone = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.replace(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def sweep(directory: Path) -> list[str]:
-    """Delete what saves and deletions that were cut short have left; the names. Only for who holds the lock."""
-    left = [p for p in directory.glob(".iter_*") if p.suffix in (".part", ".old") and p.is_dir()]
-    for folder in left:
-        shutil.rmtree(folder, ignore_errors=True)
-    return sorted(p.name for p in left)
-
-
-def probe(directory: Path, rank: int) -> None:
-    """Write and delete a small file as a checkpoint would be written. CheckpointError says what is in the way."""
-    test = directory / f".probe-{rank:05d}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        test.write_bytes(b"megalite")
-        sync(test)
-        os.replace(test, test.with_suffix(".renamed"))
-        test.with_suffix(".renamed").unlink()
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            test.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"save={str(directory)!r} cannot be written ({error.strerror}): give --save a directory that can"
-        ) from None
-
-
-def check_space(directory: Path, needed: int) -> None:
-    """`needed` bytes: one checkpoint. The ones that are there stay until a new one is complete."""
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise CheckpointError(
-            f"save={str(directory)!r} has {free / 2**30:.2f} GiB left, a checkpoint needs {needed / 2**30:.2f}: "
-            "free some, or save elsewhere"
-        )
-
-
-class Lock:
-    """One run per directory. The kernel drops it with the process that holds it, however that ends."""
-
-    def __init__(self, directory: Path):
-        path = directory / LOCK
-        self._number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._number, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(self._number)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            raise CheckpointError(
-                f"save={str(directory)!r} is in use by {holder}: stop that run, or save elsewhere"
-            ) from None
-        os.ftruncate(self._number, 0)
-        os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def close(self) -> None:
-        os.ftruncate(self._number, 0)
-        os.close(self._number)  # not unlinked: another process may have it open already
-
-
-@contextlib.contextmanager
-def reading(folder: Path):
-    """Keep `folder` from being pruned by a run meanwhile (it asks with `in_use`). Best effort: a file system without
-    locks gives none."""
-    number = os.open(folder / "COMPLETE", os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(number, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(number)
-
-
-def in_use(folder: Path) -> bool:
-    """Whether somebody is `reading` it. flock of a read-only descriptor: on NFS this answers False."""
-    try:
-        number = os.open(folder / "COMPLETE", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    finally:
-        os.close(number)
-    return False
+def steps_in(directory: str | Path | Url) -> list[int]:
+    place = parse(directory)
+    return storage_of(place).steps_in(place)

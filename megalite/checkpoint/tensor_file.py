@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.hashing import BLOCK, BlockHash, Stamp
+from megalite.checkpoint.location import Location
 from megalite.checkpoint.pieces import inside, rectangles
+from megalite.checkpoint.storage import OpenFile, storage_of
 from megalite.parallel.spec import Box, Piece
 
 _NAMES = {
@@ -37,6 +37,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_PAGE = 4096  # the payload begins at a multiple of it: writes and reads then copy whole pages
 _HEADER = 100_000_000  # bytes; the limit of the format
 _BOUNCE = 1 << 25  # bytes of host memory for data that is on a device, or not contiguous in the file
 
@@ -65,27 +66,25 @@ def plan(pieces: Sequence[Piece]) -> tuple[bytes, list[Row], list[Piece]]:
             entries[key] = {"dtype": _NAMES[piece.data.dtype], "shape": box.shape, "data_offsets": [begin, end]}
             rows.append(Row(piece.name, piece.shape, str(piece.data.dtype)[6:], key, box))
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _PAGE)
     return len(text).to_bytes(8, "little") + text, rows, ordered
 
 
-def write(path: Path, header: bytes, data: Iterable[Tensor], block: int = BLOCK) -> Stamp:
+def write(path: Location, header: bytes, data: Iterable[Tensor], block: int = BLOCK) -> Stamp:
     """Write a new file, hash it on the way, and sync it. `data`: 1-D contiguous tensors in the order of the header."""
     hashed = BlockHash(block=block)
-    with open(path, "xb", buffering=1 << 20) as file:
+    with storage_of(path).create(path) as append:
 
         def put(part: memoryview) -> None:
             for begin in range(0, len(part), BLOCK):  # hashed while it is in the processor's cache
                 chunk = part[begin : begin + BLOCK]
                 hashed.update(chunk)
-                file.write(chunk)
+                append(chunk)
 
         put(memoryview(header))
         for tensor in data:
             for part in _host_bytes(tensor):
                 put(part)
-        file.flush()
-        os.fsync(file.fileno())
     return hashed.stamp()
 
 
@@ -108,14 +107,24 @@ class Place:
     end: int
 
 
-def places(path: Path) -> dict[str, Place]:
+def places(path: Location) -> dict[str, Place]:
     """Where each key of a safetensors file is. ValueError for a header that does not fit its file; OSError."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(_HEADER, size - 8):
-            raise ValueError(f"{path}: its header of {length} bytes does not fit a file of {size}")
-        entries = json.loads(file.read(length))
+    file = storage_of(path).open(path)
+    try:
+        return _places(path, file)
+    finally:
+        file.close()
+
+
+def _places(path: Location, file: OpenFile) -> dict[str, Place]:
+    size, prefix = file.size, bytearray(8)
+    file.pread(memoryview(prefix), 0)
+    length = int.from_bytes(prefix, "little")
+    if length > min(_HEADER, size - 8):
+        raise ValueError(f"{path}: its header of {length} bytes does not fit a file of {size}")
+    text = bytearray(length)
+    file.pread(memoryview(text), 8)
+    entries = json.loads(text)
     result = {}
     for key, entry in entries.items():
         if key == "__metadata__":
@@ -132,20 +141,16 @@ def places(path: Path) -> dict[str, Place]:
 class TensorFile:
     """An open safetensors file, for reading rectangles. OSError and ValueError name the file."""
 
-    def __init__(self, path: Path):
-        self.path, self.places = path, places(path)
-        self._number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    def __init__(self, path: Location):
+        self.path, self._file = path, storage_of(path).open(path)
+        try:
+            self.places = _places(path, self._file)
+        except BaseException:
+            self._file.close()
+            raise
 
     def close(self) -> None:
-        os.close(self._number)
-
-    def _pread(self, target: memoryview, begin: int) -> None:
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._number, [target[done : done + (1 << 30)]], begin + done)
-            if count == 0:
-                raise ValueError(f"{self.path}: ends at byte {begin + done}, although more was there before")
-            done += count
+        self._file.close()
 
     def copy(self, key: str, stored: Box, both: Box, target: Tensor, box: Box) -> None:
         """Copy the rectangle `both` of the tensor `key`, which holds `stored`, into `target`, which holds `box`."""
@@ -160,14 +165,14 @@ class TensorFile:
         direct = both.shape[1:] == stored.shape[1:] and into.is_contiguous()
         if direct and target.device.type == "cpu" and target.dtype == place.dtype:
             flat = into.reshape(-1).view(torch.uint8)
-            self._pread(memoryview(flat.numpy()), place.begin + first * row * item)  # type: ignore[arg-type]
+            self._file.pread(memoryview(flat.numpy()), place.begin + first * row * item)  # type: ignore[arg-type]
             return
         at_once = max(1, _BOUNCE // (row * item))  # rows; whole ones, of which a part may be wanted
         bounce = torch.empty(min(rows, at_once) * row * item, dtype=torch.uint8)
         for begin in range(0, rows, at_once):
             n = min(at_once, rows - begin)
             raw = bounce[: n * row * item]
-            self._pread(memoryview(raw.numpy()), place.begin + (first + begin) * row * item)  # type: ignore[arg-type]
+            self._file.pread(memoryview(raw.numpy()), place.begin + (first + begin) * row * item)  # type: ignore[arg-type]
             values = raw.view(place.dtype).view(n, *stored.shape[1:]) if stored.shape else raw.view(place.dtype)[0]
             part = values[(slice(None), *inside(both, stored)[1:])] if stored.shape else values
             (into[begin : begin + n] if stored.shape else into).copy_(part)

@@ -6,19 +6,19 @@ in files of a few GiB, committed as a run's checkpoint is (checkpoint/writer.py)
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import reader, storage, writer
-from megalite.checkpoint.manifest import CheckpointError, Manifest
+from megalite.checkpoint import reader, writer
+from megalite.checkpoint.location import CheckpointError, Location
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.pieces import intersect
+from megalite.checkpoint.storage import folder_of, storage_of
 from megalite.checkpoint.stream import Planned, cut, flat, header_of
 from megalite.checkpoint.tensor_file import Row, TensorFile
 from megalite.parallel.mesh import Mesh
@@ -28,9 +28,9 @@ FILE_BYTES = 4 << 30
 _OPEN_FILES = 64  # at once; a checkpoint has one for each rank that wrote it
 
 
-def open_checkpoint(directory: Path) -> Source:
+def open_checkpoint(directory: Location) -> Source:
     """The newest valid checkpoint of a --save directory, or the one that `directory` is. Raises CheckpointError."""
-    if (directory / "manifest.json").is_file():
+    if "manifest.json" in storage_of(directory).entries(directory):
         manifest = manifests.load(directory)
         reader.verify(directory, manifest)
         return Source(directory, manifest)
@@ -43,7 +43,7 @@ def open_checkpoint(directory: Path) -> Source:
 class Source:
     """Rectangles of the tensors of a verified checkpoint."""
 
-    def __init__(self, folder: Path, manifest: Manifest):
+    def __init__(self, folder: Location, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
         self._files: dict[str, TensorFile] = {}
 
@@ -95,33 +95,34 @@ class Item:
 
 
 def write_checkpoint(
-    directory: Path,
+    directory: Location,
     items: Sequence[Item],
     shapes: dict[str, tuple[int, ...]],
     state: dict[str, Any],
     file_bytes: int = FILE_BYTES,
-) -> Path:
+) -> Any:
     """A checkpoint of step 0 whose tensors `shapes` are filled by `items`. Raises CheckpointError and leaves nothing.
 
     No checkpoint may be there yet: a converted model is the begin of a run, not a step of one.
     """
+    storage = storage_of(directory)
     if storage.steps_in(directory):
         raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
     _check_cover(items, shapes)
     items = sorted(items, key=lambda item: -item.dtype.itemsize)
-    final = storage.folder_of(directory, 0)
+    final = folder_of(directory, 0)
     part = storage.part_of(final)
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        storage.begin(part)
         files = cut([item.bytes for item in items], file_bytes)
         for number, chosen in enumerate(files):
             _write_file(part, number, [items[i] for i in chosen], shapes)
         writer.commit(part, final, state, 0, len(files))
-    except OSError as error:
-        raise CheckpointError(f"save={str(directory)!r}: cannot be written ({error})") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    except BaseException as error:
+        writer.abandon(part)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"save={str(directory)!r}: cannot be written ({error})") from error
+        raise
     return final
 
 
@@ -141,7 +142,7 @@ def _check_cover(items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> N
             raise CheckpointError(f"{name}: {held} of {whole.numel} elements were found; a part is missing or double")
 
 
-def _write_file(part: Path, number: int, items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> None:
+def _write_file(part: Location, number: int, items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> None:
     """One file and the list that `writer` makes the manifest of."""
     plan: list[Planned] = []
     rows: list[Row] = []

@@ -6,17 +6,17 @@
     rename to iter_0000500/, sync the parent                rank 0: from here on it exists
     latest_checkpointed_iteration.txt                       rank 0, replaced atomically
 
+Behind a URL nothing can be renamed: the files are written to iter_0000500/ itself, and COMPLETE makes it exist.
 Killed anywhere, the checkpoint before stays the newest. The directory must be shared by all ranks. A save needs no
 memory beside the state: files are streamed (tensor_file.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from megalite.checkpoint import tensor_file
 from megalite.checkpoint.hashing import Stamp
-from megalite.checkpoint.manifest import CheckpointError, ElsewhereError, Manifest, Stored, Whole, dump, sha256_of
-from megalite.checkpoint.storage import TRACKER, folder_of, part_of, sync, write_durably
+from megalite.checkpoint.location import CheckpointError, ElsewhereError, Location
+from megalite.checkpoint.manifest import Manifest, Stored, Whole, dump
+from megalite.checkpoint.storage import TRACKER, folder_of, storage_of
 from megalite.checkpoint.tensor_file import Row
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
@@ -43,11 +44,21 @@ def agree(error: Exception | None, mesh: Mesh, doing: str) -> None:
         raise ElsewhereError(f"rank {first} failed while {doing}; the checkpoint before is untouched")
 
 
-def save(directory: str | Path, step: int, pieces: Sequence[Piece], state: dict[str, Any], mesh: Mesh) -> Path:
-    """Write the pieces that this rank owns; collective. Returns the folder of the checkpoint."""
+def save(
+    directory: str | Location,
+    step: int,
+    pieces: Sequence[Piece],
+    state: dict[str, Any],
+    mesh: Mesh,
+    confirm: Callable[[], None] = lambda: None,
+) -> Any:
+    """Write the pieces that this rank owns; collective. Returns the folder of the checkpoint, a Path or a Url.
+
+    `confirm`: called on rank 0 before anything is changed and before it is committed; what it raises ends the save.
+    """
     final = folder_of(directory, step)
-    part = part_of(final)
-    begin_part(part, mesh)
+    part = storage_of(final).part_of(final)
+    begin_part(part, mesh, confirm)
     error: Exception | None = None
     try:
         header, rows, ordered = tensor_file.plan(pieces)
@@ -58,36 +69,43 @@ def save(directory: str | Path, step: int, pieces: Sequence[Piece], state: dict[
         agree(error, mesh, f"writing to {part}")
     except CheckpointError:
         if mesh.world.is_first:
-            shutil.rmtree(part, ignore_errors=True)
+            abandon(part)
         raise
     if mesh.world.is_first:
         try:
+            confirm()
             commit(part, final, state, step, mesh.world.size)
         except Exception as e:
-            shutil.rmtree(part, ignore_errors=True)
+            abandon(part)
             error = e
     agree(error, mesh, f"committing {final}")
     return final
 
 
-def begin_part(part: Path, mesh: Mesh) -> None:
+def begin_part(part: Location, mesh: Mesh, confirm: Callable[[], None] = lambda: None) -> None:
     """An empty folder to build a checkpoint in; collective."""
     error: Exception | None = None
     if mesh.world.is_first:
         try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        except OSError as e:
+            confirm()
+            storage_of(part).begin(part)
+        except (OSError, CheckpointError) as e:
             error = e
     agree(error, mesh, f"making {part}")
 
 
-def list_of(part: Path, rank: int) -> Path:
+def abandon(part: Location) -> None:
+    """Delete what a failed save has left, where that works: the error that made it fail is the one to tell."""
+    with contextlib.suppress(OSError):
+        storage_of(part).discard(part)
+
+
+def list_of(part: Any, rank: int) -> Any:
     """What a rank has written, for rank 0; there only when all of it is on disk."""
     return part / f"rank-{rank:05d}.json"
 
 
-def write_rank(part: Path, rank: int, header: bytes, rows: Sequence[Row], data: Iterable[Tensor]) -> None:
+def write_rank(part: Location, rank: int, header: bytes, rows: Sequence[Row], data: Iterable[Tensor]) -> None:
     """This rank's file, then its list. `header`, `rows`, and the order of `data`: of tensor_file.plan."""
     name = f"rank-{rank:05d}.safetensors"
     stamp = tensor_file.write(part / name, header, data)
@@ -96,37 +114,29 @@ def write_rank(part: Path, rank: int, header: bytes, rows: Sequence[Row], data: 
         "stamp": [stamp.size, stamp.name, stamp.block, stamp.digests],
         "rows": [[r.name, r.shape, r.dtype, r.key, r.box.start, r.box.stop] for r in rows],
     }
-    temporary = part / f".rank-{rank:05d}.json"
-    temporary.write_text(json.dumps(listing), encoding="utf-8")
-    os.replace(temporary, list_of(part, rank))
+    storage_of(part).put(list_of(part, rank), json.dumps(listing))
 
 
-def commit(part: Path, final: Path, state: dict[str, Any], step: int, world: int) -> None:
+def commit(part: Location, final: Location, state: dict[str, Any], step: int, world: int) -> None:
     """Make one checkpoint of what `world` ranks have written; then it exists."""
+    storage = storage_of(part)
     files: dict[str, Stamp] = {}
     found: dict[str, tuple[tuple[int, ...], str, list[Stored]]] = {}
     for rank in range(world):
-        listing = json.loads(list_of(part, rank).read_text(encoding="utf-8"))
+        listing = json.loads(storage.read(list_of(part, rank)))
         size, name, block, digests = listing["stamp"]
         files[listing["file"]] = Stamp(size, name, block, tuple(digests))
         for name, shape, dtype, key, start, stop in listing["rows"]:
             _, _, parts = found.setdefault(name, (tuple(shape), dtype, []))
             parts.append(Stored(listing["file"], key, Box(tuple(start), tuple(stop))))
-        list_of(part, rank).unlink()
+        storage.delete(list_of(part, rank))
+    there = storage.entries(part)
+    for name, stamp in files.items():
+        if there.get(name) != stamp.size:
+            raise CheckpointError(f"{part / name}: {stamp.size} bytes were written, {there.get(name, 0)} are there")
     tensors = {name: Whole(shape, dtype, tuple(parts)) for name, (shape, dtype, parts) in found.items()}
-    manifest = part / "manifest.json"
-    manifest.write_text(dump(Manifest(tensors, files, state)), encoding="utf-8")
-    sync(manifest)
-    (part / "COMPLETE").write_text(sha256_of(manifest) + "\n", encoding="utf-8")
-    sync(part / "COMPLETE")
-    sync(part)
-    if final.exists():  # the same step again, after a rollback: out of the way, then gone
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(final, old)
-        os.replace(part, final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.replace(part, final)
-    sync(final.parent)
-    write_durably(final.parent / TRACKER, f"{step}\n")
+    text = dump(Manifest(tensors, files, state))
+    storage.put(part / "manifest.json", text)
+    storage.put(part / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n")
+    storage.publish(part, final)
+    storage.put(final.parent / TRACKER, f"{step}\n")

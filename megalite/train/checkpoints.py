@@ -9,7 +9,8 @@ from typing import Any
 
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint import reader, storage
-from megalite.checkpoint.manifest import CheckpointError, Manifest
+from megalite.checkpoint.location import CheckpointError, Location
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config, ConfigError, ModelConfig, build, parse_toml
 from megalite.data.tokenizer import Tokenizer
@@ -54,16 +55,17 @@ def open_saver(run: Run, config: Config) -> Saver | None:
     pieces = pieces_to_save(run, not c.no_save_optim)
     background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
     return Saver.open(
-        c.save,
+        c.save_local or c.save,
         run.mesh,
         sum(piece.data.numel() * piece.data.element_size() for piece in pieces),
         keep_last=c.keep_last,
         retain_interval=c.save_retain_interval,
         background=background,
+        upload_to=c.save if c.save_local else None,
     )
 
 
-def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Path:
+def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
     """Write a checkpoint of the run as it is, or start to; collective. Raises CheckpointError on all ranks."""
     run.buffer.wait_gather()
     state: dict[str, Any] = {
@@ -79,10 +81,12 @@ def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, la
     return saver.save(run.state.step, pieces_to_save(run, optimizer), state, last=last)
 
 
-def resume(run: Run, directory: str, config: Config, start: Start) -> tuple[Path, list[str]] | None:
-    """Continue from the newest valid checkpoint of `directory`, or start from its weights: (it, what is worth
-    telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
-    found = reader.newest(directory, run.mesh, start.step)
+def resume(
+    run: Run, directory: str, config: Config, start: Start, first: str | None = None
+) -> tuple[Location, list[str]] | None:
+    """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, what is
+    worth telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
+    found = reader.newest(directory, run.mesh, start.step, first=first)
     if found is None:
         return None
     folder, manifest = found
@@ -114,11 +118,12 @@ def resume(run: Run, directory: str, config: Config, start: Start) -> tuple[Path
     return folder, notes
 
 
-def start_run(run: Run, config: Config) -> tuple[Path | None, list[str]]:
+def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     """What --load, --finetune, --pretrained-checkpoint and their like ask for: (the checkpoint, notes); collective."""
     c = config.checkpoint
     if c.load is not None:
-        found = resume(run, c.load, config, Start(c.ckpt_step, c.no_load_optim, c.finetune))
+        local = c.save_local if c.load == c.save else None  # it may hold newer ones that are not uploaded yet
+        found = resume(run, c.load, config, Start(c.ckpt_step, c.no_load_optim, c.finetune), local)
         if found is not None:
             return found
         if c.exit_on_missing_checkpoint:
@@ -130,10 +135,20 @@ def start_run(run: Run, config: Config) -> tuple[Path | None, list[str]]:
                 f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
             )
         return found
-    return None, []
+    return None, [] if c.load is None else [f"load={c.load!r} holds no checkpoint: the run starts from scratch"]
 
 
-def saved_config(manifest: Manifest, folder: Path) -> Config:
+def already_saved(run: Run, saver: Saver | None, loaded: Location | None) -> int | None:
+    """The step of the checkpoint that the run has come from, if it is one of the directory that it saves to: a run
+    that was at its end already writes nothing."""
+    if saver is None or loaded is None:
+        return None
+    final = saver.folder_of(run.state.step)
+    same = loaded.resolve() == final.resolve() if isinstance(loaded, Path) and isinstance(final, Path) else None
+    return run.state.step if same or loaded in (final, saver.kept_at(run.state.step)) else None
+
+
+def saved_config(manifest: Manifest, folder: Location) -> Config:
     """The configuration of the run that wrote the checkpoint. Raises CheckpointError."""
     try:
         return build(parse_toml(str(manifest.state["config"]), str(folder)))
@@ -141,7 +156,7 @@ def saved_config(manifest: Manifest, folder: Path) -> Config:
         raise CheckpointError(f"{folder}: its configuration cannot be read ({error}); use another checkpoint") from None
 
 
-def model_differences(config: Config, manifest: Manifest, folder: Path, vocab_size: int) -> list[str]:
+def model_differences(config: Config, manifest: Manifest, folder: Location, vocab_size: int) -> list[str]:
     """Options that change what the weights mean, one line each; shapes are compared tensor by tensor."""
     lines = options_that_differ(config.model, saved_config(manifest, folder).model, "the checkpoint")
     then = manifest.state.get("vocab_size", vocab_size)

@@ -99,7 +99,8 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
         return None
     family, target = export_family(config), Path(c.export_hf)
     folder = None if c.save is None else storage.folder_of(c.save, run.state.step)
-    there = torch.tensor(int(folder is not None and (folder / "COMPLETE").is_file()), device=mesh.device)
+    saved = folder is not None and "COMPLETE" in storage.storage_of(folder).entries(folder)
+    there = torch.tensor(int(saved), device=mesh.device)
     temporary = target.with_name(f".{target.name}.weights")
     if folder is None or not int(broadcast_(there, mesh.world)):
         folder = writer.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)

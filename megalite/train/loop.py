@@ -90,9 +90,11 @@ def train(
     report: Reporter | None,
     stop: StopSignal,
     saver: Saver | None = None,
+    saved: int | None = None,
 ) -> tuple[Exit, str]:
-    """Train to the last step. `report` is rank 0's. Returns the outcome and its reason; the same on all ranks."""
-    begin, saved = time.monotonic(), -1
+    """Train to the last step. `report` is rank 0's; `saved`: a step of which there is a checkpoint already. Returns
+    the outcome and its reason; the same on all ranks."""
+    begin = time.monotonic()
     since: list[StepResult] = []
     outcome, reason = Exit.DONE, "reached the last step"
 

@@ -21,7 +21,7 @@ from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
 from megalite.train import hugging_face
-from megalite.train.checkpoints import open_saver, start_run
+from megalite.train.checkpoints import already_saved, open_saver, start_run
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.export import check_export, export
 from megalite.train.hardware import Peak, find_peak
@@ -150,9 +150,10 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
             if loaded is not None:
                 how = "resumed from" if run.state.step else "begins with"
                 report.say(f"{how} {loaded} at step {run.state.step}")
-                for note in notes:
-                    report.say(f"note: {note}")
-        outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop, saver)
+            for note in notes:
+                report.say(f"note: {note}")
+        saved = already_saved(run, saver, loaded)
+        outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop, saver, saved)
         if outcome is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
             report.say(line)
     except SetupError:
@@ -181,6 +182,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         if saver is not None:
             saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))
         if report is not None:
+            for line in saver.news() if saver is not None else []:
+                report.say(line)
             report.close()
         if ranks.rank == 0 and folder.is_dir():
             steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}

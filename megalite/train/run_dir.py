@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 
+from megalite.checkpoint.location import is_url
 from megalite.config import Config
 
 
@@ -37,8 +38,11 @@ class Exit(IntEnum):
 
 
 def run_folder(config: Config) -> Path:
-    """Where a run's files go."""
-    return Path(config.log.run_dir or config.checkpoint.save or "runs/last")
+    """Where a run's files go. They are appended to, which a URL cannot take: of a run that saves to one, here."""
+    save = config.checkpoint.save
+    if save is not None and is_url(save):
+        save = f"runs/{save.rstrip('/').rpartition('/')[2]}"
+    return Path(config.log.run_dir or save or "runs/last")
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:

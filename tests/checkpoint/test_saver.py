@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
 
+from megalite.checkpoint import local, reader, retention, saver, storage, tensor_file, writer
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import reader, saver, storage, tensor_file, writer
 from megalite.checkpoint.clock import SaveClock
 from megalite.checkpoint.hashing import BlockHash
 from megalite.checkpoint.manifest import CheckpointError
@@ -131,20 +131,21 @@ def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytes
         events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{number}')).name}")
         real_sync(number)
 
+    def put(name: str, folder: str) -> list[str]:
+        return [f"sync .{name}.part", f"rename {name}", f"sync {folder}"]
+
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), real_replace(a, b)))
     writer.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
     assert events == [
         "sync rank-00000.safetensors",
-        "rename rank-00000.json",
-        "sync manifest.json",
-        "sync COMPLETE",
+        *put("rank-00000.json", ".iter_0000001.part"),
+        *put("manifest.json", ".iter_0000001.part"),
+        *put("COMPLETE", ".iter_0000001.part"),
         "sync .iter_0000001.part",
         "rename iter_0000001",
         f"sync {tmp_path.name}",
-        f"sync .{storage.TRACKER}.part",
-        f"rename {storage.TRACKER}",
-        f"sync {tmp_path.name}",
+        *put(storage.TRACKER, tmp_path.name),
     ]
 
 
@@ -161,7 +162,7 @@ def test_a_failed_save_leaves_the_one_before(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_file if call == "open" else os, call, full, raising=False)
+        patch.setattr(local if call == "open" else os, call, full, raising=False)
         with pytest.raises(CheckpointError, match="No space left"):
             one.save(2, [whole(torch.ones(2))], {})
             one.wait()
@@ -208,7 +209,7 @@ def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(t
     hold = f"""
 import time, sys
 from pathlib import Path
-from megalite.checkpoint.storage import Lock
+from megalite.checkpoint.local import Lock
 lock = Lock(Path({str(tmp_path)!r}))
 print("held", flush=True)
 time.sleep(60)
@@ -274,10 +275,10 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
     (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
     (tmp_path / "iter_0000001" / "KEEP").touch()
-    with storage.reading(tmp_path / "iter_0000002"):
-        gone = saver.prune(tmp_path, 2, 4, set())
+    with local.LocalStorage().reading(tmp_path / "iter_0000002"):
+        gone = retention.prune(tmp_path, 2, 4, set())
     assert gone == [3, 5]  # 7 and 6 are the newest two that are whole, 4 is retained, 2 is being read, 1 is pinned
-    assert saver.prune(tmp_path, 1, None, set()) == [2, 4, 6]
+    assert retention.prune(tmp_path, 1, None, set()) == [2, 4, 6]
     left = sorted(p.name for p in tmp_path.glob("iter_*"))
     assert left == ["iter_0000001", "iter_0000007", "iter_0000008", "iter_0000009", "iter_backup"]
 
@@ -287,10 +288,70 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monke
         writer.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *a, **k: None)
-        saver.prune(tmp_path, 1, None, set())
+        retention.prune(tmp_path, 1, None, set())
     assert storage.steps_in(tmp_path) == [2] and (tmp_path / ".iter_0000001.old").is_dir()
     Saver.open(tmp_path, ALONE, 0).close()
     assert not (tmp_path / ".iter_0000001.old").exists()
+
+
+def test_the_one_just_saved_is_never_deleted(tmp_path: Path) -> None:
+    """After a rollback it is not the newest by number."""
+    for step in (10, 20, 30):
+        writer.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+    one = Saver.open(tmp_path, ALONE, 0, keep_last=1)
+    one.save(15, [whole(torch.ones(2))], {})
+    one.close()
+    assert storage.steps_in(tmp_path) == [15, 30]
+    assert retention.prune(tmp_path, 1, None, set()) == [15]  # and the only valid one stays for ever
+    os.truncate(tmp_path / "iter_0000030" / "rank-00000.safetensors", 8)
+    writer.save(tmp_path, 12, [whole(torch.ones(2))], {}, ALONE)
+    assert retention.prune(tmp_path, 1, None, set()) == []
+
+
+def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two renames neither the old one nor the new is in its place: the next start puts the old one back."""
+    writer.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+    real = os.replace
+
+    def killed(a: Path, b: Path) -> None:
+        if Path(b).name == "iter_0000001":
+            raise KeyboardInterrupt
+        real(a, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            writer.save(tmp_path, 1, [whole(torch.zeros(2))], {}, ALONE)
+    assert storage.steps_in(tmp_path) == []
+    Saver.open(tmp_path, ALONE, 0).close()
+    assert load(tmp_path / "iter_0000001", whole(torch.zeros(2))).tolist() == [1.0, 1.0]
+    assert not list(tmp_path.glob(".iter_*"))
+
+
+def _on_a_small_disk(directory: str, background: bool) -> str:
+    """A real file system of 2 MiB that is full in the middle of the second save."""
+    one = Saver.open(directory, ALONE, 0, background=background)
+    one.save(1, [whole(torch.ones(300_000))], {})
+    one.wait()
+    with pytest.raises(CheckpointError) as error:
+        one.save(2, [whole(torch.full((300_000,), 2.0))], {})
+        one.wait()
+    one.save(3, [whole(torch.full((100_000,), 3.0))], {})  # what was written of it is gone, so this one fits
+    one.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_a_full_file_system(tmp_path: Path, background: bool) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        assert "No space left on device" in _on_a_small_disk(str(tmp_path), background)
+        assert storage.steps_in(tmp_path) == [1, 3]
+        assert load(tmp_path / "iter_0000001", whole(torch.zeros(300_000))).tolist() == [1.0] * 300_000
+        assert not list(tmp_path.glob(".iter_*"))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @given(

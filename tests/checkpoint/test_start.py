@@ -291,7 +291,7 @@ def test_a_background_error_ends_the_run_at_the_same_step_on_all_ranks(tmp_path:
 
 
 def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Path) -> None:
-    from megalite.checkpoint.storage import Lock
+    from megalite.checkpoint.local import Lock
 
     (tmp_path / "status.json").write_text("of the other run")
     lock = Lock(tmp_path)

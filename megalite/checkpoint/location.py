@@ -1,0 +1,86 @@
+"""Where checkpoints are: a path, or a URL that fsspec knows; the names in a --save directory; what goes wrong there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TRACKER = "latest_checkpointed_iteration.txt"
+LOCK = ".lock"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the text names the file and the reason."""
+
+
+class ElsewhereError(CheckpointError):
+    """Another rank failed, and says why itself."""
+
+
+@dataclass(frozen=True)
+class Url:
+    """A folder or file behind a URL, named as a Path is. `files`: the fsspec file system; `path`: as that names it.
+
+    No os.PathLike: what expects a local path must fail on it.
+    """
+
+    text: str
+    path: str
+    files: Any = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        return Url(self.text.rpartition("/")[0], self.path.rpartition("/")[0], self.files)
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(f"{self.text}/{name}", f"{self.path}/{name}", self.files)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Location = Path | Url
+
+
+def is_url(text: str | Path | Url) -> bool:
+    """Whether it names something that is not on the local file system."""
+    return isinstance(text, Url) or ("://" in str(text) and not str(text).startswith(("file://", "local://")))
+
+
+def parse(text: str | Path | Url) -> Location:
+    """`file://` is the local file system like a path without any. Raises CheckpointError: a URL nobody knows, or a
+    package that is not installed. Credentials are the package's to find."""
+    if isinstance(text, (Path, Url)):
+        return text
+    if not is_url(text):
+        head, _, rest = text.rpartition("://")
+        if head and not rest.startswith("/"):
+            raise CheckpointError(f"{text!r} is not absolute: give file:///directory, or a path alone")
+        return Path(rest)
+    if "::" in text:
+        raise CheckpointError(f"{text!r} chains protocols, and a checkpoint cannot be written so; give one URL")
+    try:
+        import fsspec.core
+    except ImportError:
+        raise CheckpointError(f"{text!r}: a URL needs the package fsspec: pip install fsspec") from None
+    try:  # no cache of listings: other processes write here. An instance of its own, whatever was set elsewhere
+        files, path = fsspec.core.url_to_fs(text.rstrip("/"), use_listings_cache=False, skip_instance_cache=True)
+    except (ImportError, ValueError) as error:  # the message names the package, or the protocol nobody knows
+        raise CheckpointError(f"{text!r}: {error}; install what it names, or give a local path") from None
+    return Url(text.rstrip("/"), path.rstrip("/"), files)
+
+
+def folder_of(directory: str | Path | Url, step: int) -> Location:
+    return parse(directory) / f"iter_{step:07d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a folder with this name; None for a stranger's."""
+    number = name.removeprefix("iter_")
+    usual = name.startswith("iter_") and number.isascii() and number.isdecimal()
+    return int(number) if usual and name == f"iter_{int(number):07d}" else None

@@ -1,0 +1,145 @@
+"""Local first: checkpoints that are committed on a fast disk go to where they are kept, while the run trains on.
+
+A thread of rank 0 copies them, oldest first, each file hashed on the way, so that what has changed on the disk since is
+not taken along. Only what is there whole is deleted here, and the newest stays for a quick start. What would not be
+kept there is not sent. A copy that fails is tried again after the next save; until then the disk fills, and when it is
+full the save says so. The disk must be shared by all ranks: one node, or a fast shared file system.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint import retention
+from megalite.checkpoint.hashing import BLOCK, BlockHash, Stamp
+from megalite.checkpoint.location import TRACKER, CheckpointError, Location
+from megalite.checkpoint.storage import folder_of, storage_of
+
+_FILES = 4  # sent at once
+
+
+class Uploader:
+    """`offer` after every save; nothing here is collective. Raises CheckpointError where `target` cannot be written."""
+
+    def __init__(self, source: Location, target: Location, keep_last: int | None, retain_interval: int | None):
+        self._source, self._target = source, target
+        self._keep_last, self._retain_interval = keep_last, retain_interval
+        self._here, self._there = storage_of(source), storage_of(target)
+        self._there.probe(target, 0)
+        self._lock = self._there.lock(target)
+        self._there.sweep(target)
+        self._sound: set[int] = set()
+        self._news: list[str] = []
+        self._guard, self._wake, self._end = threading.Lock(), threading.Event(), threading.Event()
+        self._wake.set()  # a run before may have left some
+        self._thread = threading.Thread(target=self._run, name="megalite-upload", daemon=True)
+        self._thread.start()
+
+    def offer(self) -> None:
+        """There is a new one."""
+        self._wake.set()
+
+    def news(self) -> list[str]:
+        """What happened since the last call."""
+        with self._guard:
+            lines, self._news = self._news, []
+        return lines
+
+    def close(self, wait: bool = True) -> None:
+        """Send what is left, each once more, unless `wait` is False; `news` says what could not be sent."""
+        self._end.set()
+        self._wake.set()
+        if wait:
+            self._thread.join()
+        self._lock.close()  # what is still sending finds that out before it commits
+
+    def _say(self, line: str) -> None:
+        with self._guard:
+            self._news.append(line)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            ending = self._end.is_set()  # before the round: what is offered later than this wakes another one
+            try:
+                self._round()
+            except Exception as error:  # of a disk or a network: training goes on
+                waiting = "; they stay there, and the next run sends them" if ending else ", after the next save again"
+                self._say(f"upload to {self._target} failed ({error}): checkpoints wait in {self._source}{waiting}")
+            if ending:
+                return
+
+    def _round(self) -> None:
+        """Send all that wait, and delete here what is there."""
+        for step in self._here.steps_in(self._source):
+            folder, copy = folder_of(self._source, step), folder_of(self._target, step)
+            if not retention.is_complete(folder):
+                continue
+            if not self._wanted(step):
+                self._here.remove(folder)
+                self._say(f"did not upload {folder.name}: newer ones are kept")
+                continue
+            if not self._same(folder, copy):
+                begin = time.perf_counter()
+                size = self._send(step, folder, copy)
+                took = time.perf_counter() - begin
+                self._say(f"uploaded {copy} in {took:.2f} s, {size / 2**20 / took:.0f} MiB/s")
+                self._sound.add(step)
+                if self._keep_last is not None:
+                    retention.prune(self._target, self._keep_last, self._retain_interval, self._sound, saved=step)
+            newest = step == self._here.steps_in(self._source)[-1]
+            if not newest and "KEEP" not in self._here.entries(folder) and not self._here.in_use(folder):
+                self._here.remove(folder)
+
+    def _wanted(self, step: int) -> bool:
+        newer = sum(other > step for other in self._here.steps_in(self._source))
+        retained = self._retain_interval is not None and step % self._retain_interval == 0
+        return self._keep_last is None or newer < self._keep_last or retained
+
+    def _same(self, folder: Location, copy: Location) -> bool:
+        """Whether COMPLETE, which names the manifest, is there, and the same."""
+        if "COMPLETE" not in self._there.entries(copy):
+            return False
+        return self._there.read(copy / "COMPLETE") == self._here.read(folder / "COMPLETE")
+
+    def _send(self, step: int, folder: Location, copy: Location) -> int:
+        """Copy a checkpoint; bytes."""
+        self._lock.confirm()
+        part = self._there.part_of(copy)
+        files = manifests.load(folder).files
+        self._there.begin(part)
+        try:
+            with self._here.reading(folder), ThreadPoolExecutor(_FILES, "megalite-upload") as pool:
+                for _ in pool.map(
+                    lambda item: self._send_file(folder / item[0], part / item[0], item[1]), files.items()
+                ):
+                    pass
+            self._lock.confirm()
+            for name in ("manifest.json", "COMPLETE"):
+                self._there.put(part / name, self._here.read(folder / name).decode())
+            self._there.publish(part, copy)
+        except BaseException:
+            self._there.discard(part)
+            raise
+        self._there.put(self._target / TRACKER, f"{step}\n")
+        return sum(stamp.size for stamp in files.values())
+
+    def _send_file(self, source: Any, target: Any, stamp: Stamp) -> None:
+        hashed, buffer = BlockHash(stamp.name, stamp.block), memoryview(bytearray(BLOCK))
+        file = self._here.open(source)
+        try:
+            with self._there.create(target) as append:
+                for begin in range(0, stamp.size, BLOCK):
+                    chunk = buffer[: min(BLOCK, stamp.size - begin)]
+                    file.pread(chunk, begin)
+                    hashed.update(chunk)
+                    append(chunk)
+                if hashed.stamp() != stamp:
+                    raise CheckpointError(f"{source}: its content changed after it was written")
+        finally:
+            file.close()

@@ -1,0 +1,449 @@
+"""Checkpoints behind URLs: in memory, and in a real object store (moto's server) where s3fs and moto are installed."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from ranks import run_ranks
+from train_cases import SMALL
+
+from megalite.checkpoint import edit, location, reader, remote, retention, saver, storage, tensor_file, writer
+from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint.location import CheckpointError, Url, parse
+from megalite.checkpoint.saver import Saver
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.spec import Box, Piece
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = Mesh.alone()
+CPU = torch.device("cpu")
+HAVE_S3 = all(importlib.util.find_spec(name) for name in ("moto", "s3fs", "flask"))
+KINDS = ["memory", pytest.param("s3", marks=pytest.mark.skipif(not HAVE_S3, reason="needs moto[server] and s3fs"))]
+
+
+@pytest.fixture(scope="module")
+def object_store() -> Iterator[str]:
+    """The address of an S3 server of this process, with a bucket "runs"; children find it by their environment."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**names, "AWS_ENDPOINT_URL": address, "NO_PROXY": "127.0.0.1"}.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("runs")
+        yield address
+    server.stop()
+
+
+@pytest.fixture(params=KINDS)
+def base(request: pytest.FixtureRequest) -> str:
+    """The URL of a --save directory that is new."""
+    if request.param == "s3":
+        request.getfixturevalue("object_store")
+    return f"{request.param}://runs/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def on_s3(request: pytest.FixtureRequest) -> str:
+    if not HAVE_S3:
+        pytest.skip("needs moto[server] and s3fs")
+    request.getfixturevalue("object_store")
+    return f"s3://runs/{uuid.uuid4().hex}"
+
+
+def _aws() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_") or name == "NO_PROXY"}
+
+
+def pieces(value: float, rows: int = 4) -> list[Piece]:
+    box = Box((0, 0), (rows, 1 << 12))
+    data = lambda: torch.full((box.numel,), value)  # noqa: E731
+    return [Piece(f"model/{n}", box.stop, box, range(box.numel), data()) for n in range(2)]
+
+
+def files(url: str) -> dict[str, int]:
+    """Every object below, by its name there."""
+    place = parse(url)
+    assert isinstance(place, Url)
+    found = place.files.find(place.path, detail=True)
+    return {name[len(place.path) + 1 :]: entry["size"] for name, entry in found.items()}
+
+
+def change(url: str, content: bytes | None) -> None:
+    place = parse(url)
+    assert isinstance(place, Url)
+    place.files.rm_file(place.path) if content is None else place.files.pipe_file(place.path, content)
+
+
+def loaded(url: str) -> float:
+    """The value of the newest checkpoint, verified, and filled under other boxes than it was saved in."""
+    found = reader.newest(url, ALONE)
+    assert found is not None
+    targets = []
+    for n in range(2):
+        box = Box((1, 3), (3, 1 << 12))
+        targets.append(Piece(f"model/{n}", (4, 1 << 12), box, range(5, box.numel), torch.zeros(box.numel - 5)))
+    reader.fill(*found, targets, ALONE, exact=True)
+    value = float(targets[0].data[0])
+    assert all((target.data == value).all() for target in targets)
+    return value
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    put, create = remote.RemoteStorage.put, remote.RemoteStorage.create
+    monkeypatch.setattr(remote.RemoteStorage, "put", lambda s, p, t: (order.append(p.name), put(s, p, t))[1])
+    monkeypatch.setattr(remote.RemoteStorage, "create", lambda s, p: (order.append(p.name), create(s, p))[1])
+    assert reader.newest(base, ALONE) is None
+    one = Saver.open(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
+    for step in (1, 2):
+        order.clear()
+        one.save(step, pieces(float(step)), {"step": step})
+        one.wait()
+        names = ["rank-00000.safetensors", "rank-00000.json", "manifest.json", "COMPLETE", storage.TRACKER]
+        assert order == names  # COMPLETE, which makes it exist, after all that it needs
+    assert loaded(base) == 2.0 and storage.steps_in(base) == [1, 2]
+    one.close()
+    inside = ["COMPLETE", "manifest.json", "rank-00000.safetensors"]
+    assert sorted(files(base)) == sorted([storage.TRACKER, *(f"iter_000000{n}/{f}" for n in (1, 2) for f in inside)])
+    assert reader.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="holds no checkpoint of step 3"):
+        reader.newest(base, ALONE, step=3)
+    one = Saver.open(base + "/", ALONE, 0)
+    one.save(2, pieces(5.0), {})  # the same step again
+    one.close()
+    assert loaded(base) == 5.0
+
+
+DAMAGE: dict[str, Any] = {
+    "flipped": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "shorter": lambda data: data[:-2],
+    "longer": lambda data: data + b"\0\0",
+    "empty": lambda data: b"",
+    "missing": lambda data: None,
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGE))
+def test_damage_is_named_and_the_one_before_is_taken(
+    base: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        writer.save(base, step, pieces(float(step)), {}, ALONE)
+    for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
+        url = f"{base}/iter_0000002/{name}"
+        place = parse(url)
+        kept = place.files.cat_file(place.path)  # type: ignore[union-attr]
+        change(url, DAMAGE[damage](kept))
+        assert loaded(base) == 1.0
+        assert ("manifest.json" if name == "COMPLETE" else name) in capsys.readouterr().out
+        change(url, kept)
+    assert loaded(base) == 2.0
+    for step in (1, 2):
+        change(f"{base}/iter_000000{step}/COMPLETE", None)
+    with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):  # and no fresh start
+        reader.newest(base, ALONE)
+
+
+def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 7):
+        writer.save(base, step, pieces(1.0), {}, ALONE)
+    change(f"{base}/iter_0000001/KEEP", b"")
+    change(f"{base}/iter_0000007/mp_rank_00/model_optim_rng.pt", b"of Megatron-LM")
+    change(f"{base}/iter_0000008/notes.txt", b"of somebody")
+    place = parse(base)
+    assert retention.prune(place, 2, 4, set(), dry=True) == [2, 3] and len(storage.steps_in(base)) == 8
+    assert retention.prune(place, 2, 4, set()) == [2, 3]
+    assert storage.steps_in(base) == [1, 4, 5, 6, 7, 8]
+    real, left = remote.RemoteStorage.delete, [1]
+
+    def killed(self: Any, path: Url) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        real(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.RemoteStorage, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            retention.prune(place, 2, None, set())
+    assert "COMPLETE" not in files(f"{base}/iter_0000004")  # first of all: no checkpoint any more
+    one = Saver.open(base, ALONE, 0)
+    assert "iter_0000004" in one.news()[0]
+    one.close()
+    assert storage.steps_in(base) == [1, 5, 6, 7, 8]  # strangers stay
+
+
+def test_the_later_run_goes_on_and_the_earlier_ends(base: str) -> None:
+    early = Saver.open(base, ALONE, 0, keep_last=2)
+    early.save(1, pieces(1.0), {})
+    late = Saver.open(base, ALONE, 0)
+    with pytest.raises(CheckpointError, match=f"taken over by process {os.getpid()} on .* this run stops saving"):
+        early.save(2, pieces(2.0), {})
+    assert storage.steps_in(base) == [1]
+    early.background = True
+    with pytest.raises(CheckpointError, match="taken over"):
+        early.save(2, pieces(2.0), {})
+    late.save(3, pieces(3.0), {})
+    early.close()
+    late.save(4, pieces(4.0), {})
+    late.close()
+    assert loaded(base) == 4.0 and location.LOCK not in files(base)
+
+
+def test_taken_over_between_the_files_and_the_commit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Saver.open(base, ALONE, 0, background=True)
+    real = writer.write_rank
+
+    def other(*args: Any) -> None:
+        real(*args)
+        Saver.open(base, ALONE, 0)
+
+    monkeypatch.setattr(writer, "write_rank", other)
+    one.save(1, pieces(1.0), {})
+    with pytest.raises(CheckpointError, match="taken over"):
+        one.wait()
+    assert not any("COMPLETE" in name for name in files(base))
+
+
+def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PART", 5 << 20)  # the smallest that S3 takes
+    values = torch.randn(3 << 20)  # 12 MiB: two parts, since 4 MiB are handed over at a time
+    box = Box((0,), (len(values),))
+    piece = Piece("model/w", box.stop, box, range(len(values)), values)
+    folder = writer.save(base, 1, [piece], {}, ALONE)
+    name = next(iter(manifests.load(folder).files))
+    if base.startswith("s3"):
+        assert (folder / name).files.info((folder / name).path)["ETag"].strip('"').endswith("-2")
+    again = Piece(piece.name, piece.shape, box, piece.span, torch.zeros_like(values))
+    monkeypatch.setattr(remote, "READ", 1 << 20)
+    reader.verify(folder, manifests.load(folder))
+    reader.fill(folder, manifests.load(folder), [again], ALONE, exact=True)
+    assert torch.equal(again.data, values)
+
+    def broken(size: int = 6 << 20) -> Iterator[torch.Tensor]:
+        yield torch.zeros(size, dtype=torch.uint8)
+        raise RuntimeError("half way")
+
+    target = parse(base) / "iter_0000002" / "rank-00000.safetensors"
+    with pytest.raises(RuntimeError, match="half way"):
+        tensor_file.write(target, b"", broken())
+    gc.collect()  # fsspec closes, and so commits, files that are collected
+    if base.startswith("s3"):
+        assert not any("iter_0000002" in name for name in files(base))
+        uploads = target.files.call_s3("list_multipart_uploads", Bucket="runs")  # type: ignore[union-attr]
+        assert not uploads.get("Uploads")  # which would be paid for
+
+
+def test_the_tool_takes_urls(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from test_tool import tool
+
+    for step in (1, 2):
+        writer.save(base, step, pieces(float(step)), {"progress": {"step": step}}, ALONE)
+    assert tool.main(["inspect", base]) == 0 and "iter_0000002: step 2" in capsys.readouterr().out
+    assert tool.main(["verify", base, "--all"]) == 0
+    assert tool.main(["reshard", base, str(tmp_path), "--files", "2"]) == 0
+    assert tool.main(["reshard", str(tmp_path), f"{base}/back", "--files", "3"]) == 0
+    assert tool.main(["diff", base, f"{base}/back/iter_0000002"]) == 0
+    assert "2 tensors, equal to the bit" in capsys.readouterr().out
+    assert tool.main(["average", f"{base}/mean", f"{base}/iter_0000001", base]) == 0
+    assert float(edit.read_whole(*edit.open_one(f"{base}/mean"), "model/0")[0, 0]) == 1.5
+    assert tool.main(["prune", base, "--keep-last", "1"]) == 0 and storage.steps_in(base) == [2]
+    assert tool.main(["inspect", f"{base}/nothing"]) == 3
+
+
+# ---- refused, retried
+
+
+def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url, text in {
+        "nobody://x/y": "nobody.*install what it names",
+        "simplecache::s3://x/y": "chains protocols",
+        "file://relative": "not absolute: give file:///directory",
+    }.items():
+        with pytest.raises(CheckpointError, match=text):
+            Saver.open(url, ALONE, 0)
+    Saver.open(f"file://{tmp_path}/local", ALONE, 0).close()
+    writer.save(f"file://{tmp_path}/local", 1, pieces(1.0), {}, ALONE)
+    assert (tmp_path / "local" / "iter_0000001" / "COMPLETE").is_file() and loaded(f"{tmp_path}/local") == 1.0
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(CheckpointError, match="needs the package fsspec: pip install fsspec"):
+        parse("memory://x")
+
+
+def test_a_bucket_that_is_not_there(on_s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
+    with pytest.raises(CheckpointError, match="save='s3://nobodys/x' cannot be written .*check its name"):
+        Saver.open("s3://nobodys/x", ALONE, 0)
+    assert not fsspec.filesystem("s3").exists("nobodys")  # and is not made
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
+    with pytest.raises(CheckpointError, match="looking for checkpoints in s3://runs/x: .*listing it"):
+        reader.newest("s3://runs/x", ALONE)  # never taken for an empty directory
+
+
+class Unsteady(MemoryFileSystem):
+    """Every call with the same arguments fails `bad` times before it works."""
+
+    protocol = "unsteady"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    bad = 0
+    calls: Counter[tuple[Any, ...]] = Counter()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("unsteady://").strip("/")
+
+    def _fail(self, *key: Any) -> None:
+        Unsteady.calls[key] += 1
+        if Unsteady.calls[key] % (Unsteady.bad + 1):
+            raise ConnectionError("reset by peer")
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        self._fail("cat", path, start)
+        return super().cat_file(path, start, end, **kwargs)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        self._fail("pipe", path)
+        super().pipe_file(path, value, mode, **kwargs)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        self._fail("ls", path)
+        return super().ls(path, detail, **kwargs)
+
+
+fsspec.register_implementation("unsteady", Unsteady, clobber=True)
+
+
+def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
+    url = f"unsteady://runs/{uuid.uuid4().hex}"
+    monkeypatch.setattr(Unsteady, "bad", 2)
+    one = Saver.open(url, ALONE, 0)
+    one.save(1, pieces(1.0), {})
+    assert loaded(url) == 1.0
+    monkeypatch.setattr(Unsteady, "bad", 10**9)
+    with pytest.raises(CheckpointError, match=r"unsteady://runs/.*ConnectionError: reset by peer"):
+        one.save(2, pieces(2.0), {})
+    with pytest.raises(CheckpointError, match="ConnectionError: reset by peer"):
+        reader.newest(url, ALONE)
+    monkeypatch.setattr(Unsteady, "bad", 0)
+    assert loaded(url) == 1.0
+    one.save(3, pieces(3.0), {})
+    one.close()
+    assert loaded(url) == 3.0
+
+
+# ---- several processes
+
+
+def _own_memory(base: str) -> str:
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    saver._check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError) as error:
+        Saver.open(base, mesh, 0)
+    return str(error.value)
+
+
+def test_memory_is_not_shared_by_ranks() -> None:
+    assert "is not the directory that rank 0 sees" in run_ranks(2, _own_memory, "memory://runs/x")[1]
+
+
+def _save_rows(base: str, background: bool, environment: dict[str, str]) -> float:
+    os.environ.update(environment)  # a rank has that of the fork server
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    rank, world = mesh.world.rank, mesh.world.size
+    one = Saver.open(base, mesh, 0, background=background)
+    box = Box((rank, 0), (rank + 1, 8))
+    rows = lambda step: Piece("model/w", (world, 8), box, range(8), torch.full((8,), 10.0 * step + rank))  # noqa: E731
+    for step in (1, 2):
+        one.save(step, [rows(step)], {"step": step})
+    one.wait()
+    found, target = reader.newest(base, mesh), rows(0)
+    assert found is not None
+    reader.fill(*found, [target], mesh, exact=True)
+    one.close()
+    return float(target.data[3])
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_every_rank_uploads_its_own(on_s3: str, background: bool) -> None:
+    assert run_ranks(2, _save_rows, on_s3, background, _aws()) == [20.0, 21.0]
+    found = edit.open_one(on_s3)
+    assert sorted(found[1].files) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert edit.read_whole(*found, "model/w").tolist() == [[20.0] * 8, [21.0] * 8]
+
+
+def _save_for_ever(url: str, background: bool) -> None:
+    one = Saver.open(url, ALONE, 0, keep_last=2, background=background)
+    found = reader.newest(url, ALONE)
+    step = int(found[0].name[5:]) if found else 0
+    while True:
+        step += 1
+        one.save(step, pieces(float(step)), {"step": step})
+        for line in one.news():
+            print(line, flush=True)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_killed_at_any_moment_the_store_holds_a_whole_checkpoint(on_s3: str, background: bool) -> None:
+    code = f"""import sys
+sys.path[:0] = {[str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "checkpoint")]!r}
+import test_remote_checkpoints as here
+here._save_for_ever({on_s3!r}, {background})
+"""
+    moments, promised = random.Random(5), 0
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        wanted = moments.randrange(1, 4)
+        for line in process.stdout:
+            if line.startswith(("saved", "committed")):
+                promised, wanted = int(line.split()[1].strip(",")[5:]), wanted - 1
+                if not wanted:
+                    break
+        time.sleep(moments.uniform(0.0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        for line in process.communicate()[0].splitlines():
+            if line.startswith(("saved", "committed")):
+                promised = int(line.split()[1].strip(",")[5:])
+        assert loaded(on_s3) >= promised
+    last = Saver.open(on_s3, ALONE, 0)
+    last.close()
+    for step in storage.steps_in(on_s3):
+        assert retention.is_complete(storage.folder_of(on_s3, step))
+
+
+def test_the_program_saves_to_a_store_and_goes_on_from_it(on_s3: str, tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--save", on_s3, "--load", on_s3]
+    words += ["--save-interval", "2", "--keep-last", "1", "--nproc", "2"]
+    for last in ("3", "5"):
+        done = subprocess.run([*words, "--train-iters", last], capture_output=True, text=True, cwd=tmp_path, timeout=90)
+        assert done.returncode == 0, done.stderr
+    assert f"resumed from {on_s3}/iter_0000003 at step 3" in done.stdout
+    assert storage.steps_in(on_s3) == [5]
+    (folder,) = (tmp_path / "runs").iterdir()  # logs are appended to, so they stay here
+    assert folder.name == on_s3.rpartition("/")[2] and (folder / "metrics.jsonl").is_file()

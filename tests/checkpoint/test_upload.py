@@ -1,0 +1,178 @@
+"""Saved on a fast disk first, kept elsewhere; and a run that was at its end writes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_cases import SMALL
+
+from megalite.checkpoint import local, reader, remote, saver, storage, upload, writer
+from megalite.checkpoint.location import CheckpointError
+from megalite.checkpoint.saver import Saver
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import Box, Piece
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = Mesh.alone()
+
+
+def pieces(value: float) -> list[Piece]:
+    box = Box((0,), (1 << 12,))
+    return [Piece("model/w", box.stop, box, range(box.numel), torch.full((box.numel,), value))]
+
+
+def loaded(url: str, **kwargs: Any) -> tuple[str, float]:
+    found = reader.newest(url, ALONE, **kwargs)
+    assert found is not None
+    targets = pieces(0.0)
+    reader.fill(*found, targets, ALONE, exact=True)
+    assert len(set(targets[0].data.tolist())) == 1
+    return str(found[0]), float(targets[0].data[0])
+
+
+@pytest.fixture(params=["memory", "local"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where the checkpoints go in the end."""
+    return f"memory://runs/{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "kept")
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Call it to break, or to mend, the writing of files of checkpoints to where they are kept."""
+    state = [False]
+    for kind in (remote.RemoteStorage, local.LocalStorage):
+
+        def put(self: Any, path: Any, text: str, real: Any = kind.put) -> None:
+            if state[0] and "fast" not in str(path):
+                raise OSError("the network is down")
+            real(self, path, text)
+
+        monkeypatch.setattr(kind, "put", put)
+    yield lambda now: state.__setitem__(0, now)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_uploaded_and_pruned(kept: str, tmp_path: Path, background: bool) -> None:
+    fast = tmp_path / "fast"
+    one = Saver.open(fast, ALONE, 0, background=background, upload_to=kept)
+    for step in (1, 2, 3):
+        one.save(step, pieces(float(step)), {"step": step})
+    one.wait()
+    one.close()
+    news = one.news()
+    assert sum(line.startswith(f"uploaded {kept}/iter_") for line in news) == 3, news
+    assert storage.steps_in(kept) == [1, 2, 3] and storage.steps_in(fast) == [3]  # the newest, for a quick start
+    assert loaded(kept) == (f"{kept}/iter_0000003", 3.0)
+    assert loaded(kept, first=fast) == (f"{fast}/iter_0000003", 3.0)
+    assert loaded(kept, first=fast, step=2) == (f"{kept}/iter_0000002", 2.0)
+    one = Saver.open(fast, ALONE, 0, keep_last=1, retain_interval=2, upload_to=kept)
+    one.save(4, pieces(4.0), {})
+    one.save(5, pieces(5.0), {})
+    one.close()
+    assert storage.steps_in(kept) == [2, 4, 5] and storage.steps_in(fast) == [5]
+
+
+def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, broken: Any) -> None:
+    fast = tmp_path / "fast"
+    one = Saver.open(fast, ALONE, 0, upload_to=kept)
+    broken(True)
+    for step in (1, 2):
+        one.save(step, pieces(float(step)), {})
+    one.close()
+    assert storage.steps_in(fast) == [1, 2]  # nothing is deleted that is not there
+    lines = [line for line in one.news() if "the network is down" in line]
+    assert lines and lines[-1].endswith("they stay there, and the next run sends them")
+    assert reader.newest(kept, ALONE) is None
+    assert loaded(kept, first=fast) == (f"{fast}/iter_0000002", 2.0)
+    broken(False)
+    one = Saver.open(fast, ALONE, 0, upload_to=kept)
+    one.close()
+    assert storage.steps_in(kept) == [1, 2] and storage.steps_in(fast) == [2] and loaded(kept)[1] == 2.0
+
+
+def test_training_goes_on_when_an_upload_fails(kept: str, tmp_path: Path, broken: Any) -> None:
+    one = Saver.open(tmp_path / "fast", ALONE, 0, upload_to=kept)
+    broken(True)
+    one.save(1, pieces(1.0), {})
+    told: list[str] = []
+    while not any("after the next save again" in line for line in told):  # the test's time-out ends this
+        told += one.news()
+    broken(False)
+    one.save(2, pieces(2.0), {})
+    while not any(line.startswith("uploaded") and "iter_0000002" in line for line in told):
+        told += one.news()
+    assert storage.steps_in(kept) == [1, 2]
+    one.close()
+
+
+def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = tmp_path / "fast"
+    for step in range(1, 6):
+        writer.save(fast, step, pieces(float(step)), {}, ALONE)
+    sent: list[int] = []
+    real = upload.Uploader._send
+    monkeypatch.setattr(upload.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
+    one = Saver.open(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=kept)
+    one.close()
+    news = one.news()
+    assert sent == [2, 4, 5], news
+    assert storage.steps_in(kept) == [2, 4, 5] and storage.steps_in(fast) == [5]
+    assert sum("newer ones are kept" in line for line in news) == 2
+
+
+def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> None:
+    fast = tmp_path / "fast"
+    folder = writer.save(fast, 1, pieces(1.0), {}, ALONE)
+    content = bytearray((folder / "rank-00000.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "rank-00000.safetensors").write_bytes(content)
+    one = Saver.open(fast, ALONE, 0, upload_to=kept)
+    one.close()
+    line = one.news()[-1]
+    assert "rank-00000.safetensors: its content changed after it was written" in line
+    assert reader.newest(kept, ALONE) is None and storage.steps_in(fast) == [1]
+
+
+def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        Saver.open(tmp_path / "fast", ALONE, 0, upload_to=tmp_path / "file")
+    Saver.open(tmp_path / "fast", ALONE, 0).close()  # the lock is dropped
+    holder = saver.storage_of(tmp_path).lock(tmp_path)
+    with pytest.raises(CheckpointError, match="in use by process"):
+        Saver.open(tmp_path / "fast", ALONE, 0, upload_to=tmp_path)
+    holder.close()
+
+
+def run(folder: Path, last: int, *more: str) -> str:
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--save", str(folder), "--load", str(folder)]
+    words += ["--save-interval", "2", "--train-iters", str(last), *more]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=90)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_finished_run_that_is_started_again_writes_nothing(tmp_path: Path) -> None:
+    out = run(tmp_path, 3)
+    assert f"note: load={str(tmp_path)!r} holds no checkpoint: the run starts from scratch" in out
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "iter_0000003").iterdir()}
+    out = run(tmp_path, 3)
+    assert f"resumed from {tmp_path}/iter_0000003 at step 3" in out and "saved iter_" not in out
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "iter_0000003").iterdir()} == before
+
+
+def test_the_program_saves_locally_first(tmp_path: Path) -> None:
+    kept, fast = tmp_path / "kept", tmp_path / "fast"
+    out = run(kept, 5, "--save-local", str(fast), "--nproc", "2", "--keep-last", "1")
+    assert f"uploaded {kept}/iter_0000005" in out
+    assert storage.steps_in(kept) == [5] and storage.steps_in(fast) == [5]
+    out = run(kept, 7, "--save-local", str(fast), "--keep-last", "1")
+    assert f"resumed from {fast}/iter_0000005" in out and storage.steps_in(kept) == storage.steps_in(fast) == [7]
+    assert "saved iter_" not in run(kept, 7, "--save-local", str(fast), "--keep-last", "1")
