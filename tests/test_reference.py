@@ -25,6 +25,7 @@ from megalite import cli
 from megalite.kernels.dropout import fold, keep_mask
 from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
 from megalite.models.families import PRESETS
+from megalite.nn.parameter import named_specs
 from megalite.parallel.launch import Ranks
 from megalite.train.loop import evaluate
 from megalite.train.setup import build_run
@@ -191,9 +192,8 @@ def build(flags: str) -> Run:
 
 
 def weights_of(run: Run) -> Weights:
-    """Views of all weights; on one process each is one piece."""
-    pieces = [entry.piece for entry in run.optimizer.pieces() if entry.piece.name.startswith("model/")]
-    return {p.name.removeprefix("model/"): p.data.view(p.shape) for p in pieces}
+    """Views of all weights, with the rows that pad the vocabulary."""
+    return {spec.name: parameter.data for stage in run.pipeline.stages for spec, parameter in named_specs(stage)}
 
 
 def perturb_(weights: Weights) -> None:

@@ -48,7 +48,8 @@ def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[lis
         borders = [round(d * box.numel / dp) for d in range(dp + 1)]
         for d in range(dp):
             span = range(borders[d], borders[d + 1])
-            ranks.append([Piece(name, spec.shape, box, span, local[span.start : span.stop].clone())])
+            data = local[span.start : span.stop].clone(memory_format=torch.contiguous_format)
+            ranks.append([Piece(name, spec.shape, box, span, data)])
     return ranks
 
 

@@ -315,7 +315,8 @@ def test_one_tensor_at_a_time_and_without_transformers(models, tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("logits are not compared; pip install transformers") == 2
     peaks = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak")]
-    assert len(peaks) == 2 and total > 100 and max(peaks) < 8 + 4 * largest, peaks
+    reading = 4 * 4  # by threads that verify, MiB
+    assert len(peaks) == 2 and total > 100 and max(peaks) < 8 + reading + 4 * largest, peaks
 
 
 def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:

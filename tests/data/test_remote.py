@@ -261,6 +261,9 @@ def test_what_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError, match="give a directory for copies"):
         IndexedDataset(url, cache_path=tmp_path / "file")
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(
+        sys.modules["fsspec.registry"]._registry, "s3", raising=False
+    )  # where another test has opened it
     with pytest.raises(DataError, match=r"s3://b/a.idx: Install s3fs"):
         IndexedDataset("s3://b/a", cache_path=tmp_path)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
