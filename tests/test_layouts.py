@@ -89,7 +89,7 @@ ROWS = [
     row("gpt selective recompute", 1, GPT, extra="--recompute-granularity selective"),
     row("gpt sgd tp2 dp2", 4, GPT, tp=2, extra="--optimizer sgd"),
     row("llama tp2", 2, LLAMA, tp=2),
-    row("llama tp4 groups 2 replicated", 4, LLAMA, tp=4),
+    row("llama tp4 groups 2 replicated", 4, LLAMA, tp=4, extra="--global-batch-size 4"),
     row("llama pp2", 2, LLAMA, pp=2),
     row("llama pp2 vpp2", 2, LLAMA, pp=2, vpp=2),
     row("llama tp2 pp2 vpp2", 4, LLAMA, tp=2, pp=2, vpp=2),

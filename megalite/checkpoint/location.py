@@ -68,8 +68,8 @@ def parse(text: str | Path | Url) -> Location:
         import fsspec.core
     except ImportError:
         raise CheckpointError(f"{text!r}: a URL needs the package fsspec: pip install fsspec") from None
-    try:  # no cache of listings: other processes write here. An instance of its own, whatever was set elsewhere
-        files, path = fsspec.core.url_to_fs(text.rstrip("/"), use_listings_cache=False, skip_instance_cache=True)
+    try:  # no cache of listings: other processes write here. A new client would cost 0.3 s: fsspec keeps one
+        files, path = fsspec.core.url_to_fs(text.rstrip("/"), use_listings_cache=False)
     except (ImportError, ValueError) as error:  # the message names the package, or the protocol nobody knows
         raise CheckpointError(f"{text!r}: {error}; install what it names, or give a local path") from None
     return Url(text.rstrip("/"), path.rstrip("/"), files)

@@ -32,6 +32,8 @@ from typing import Any
 INTERRUPTED = 128 + signal.SIGINT
 REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
 ORDERLY_S = 600.0
+# what the fork server imports for all ranks: the third, with sympy, is imported by the first backward (1 s of each rank)
+PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.run"]
 
 
 class LaunchError(Exception):
@@ -210,7 +212,7 @@ def start_local(
     wanted = re.match(r"[1-9][0-9]*", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP allows a list, "4,2", too
     os.environ["OMP_NUM_THREADS"] = wanted[0] if wanted else str(threads or max(1, cores() // nproc))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
         processes = []
         for rank in range(nproc):

@@ -41,7 +41,9 @@ KINDS = ["memory", pytest.param("s3", marks=pytest.mark.skipif(not HAVE_S3, reas
 def object_store() -> Iterator[str]:
     """The address of an S3 server of this process, with a bucket "runs"; children find it by their environment."""
     from moto.server import ThreadedMotoServer
+    from werkzeug.serving import WSGIRequestHandler
 
+    WSGIRequestHandler.disable_nagle_algorithm = True  # or each answer waits 40 ms for an acknowledgement
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     address = "http://{}:{}".format(*server.get_host_and_port())
@@ -300,8 +302,10 @@ def test_a_bucket_that_is_not_there(on_s3: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
+    type(fsspec.filesystem("s3")).clear_instance_cache()  # a client looks at the environment once
     with pytest.raises(CheckpointError, match="looking for checkpoints in s3://runs/x: .*listing it"):
         reader.newest("s3://runs/x", ALONE)  # never taken for an empty directory
+    type(fsspec.filesystem("s3")).clear_instance_cache()
 
 
 class Unsteady(MemoryFileSystem):
