@@ -32,7 +32,7 @@ from typing import Any
 INTERRUPTED = 128 + signal.SIGINT
 REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
 ORDERLY_S = 600.0
-# what the fork server imports for all ranks: the third, with sympy, is imported by the first backward (1 s of each rank)
+# what the fork server imports for all ranks: the third, with sympy, is needed by the first backward (1 s of each rank)
 PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.run"]
 
 
