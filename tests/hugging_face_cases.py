@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,20 @@ def with_tokenizer(folder: Path, words: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_length": 17}))
     (folder / "modeling_evil.py").write_text("raise SystemExit")
+
+
+def collection(base: Path, tokenizer: bool = False, layers: int | None = None) -> Callable[[str], tuple[Any, Path]]:
+    """name -> (model of transformers, the directory below `base` it is saved in), each made once. `tokenizer`: with one
+    of as many tokens as the model has rows."""
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def get(name: str) -> tuple[Any, Path]:
+        if name not in made:
+            folder = base / name.replace(" ", "_") / "model"
+            changes = {} if layers is None else {"n_layer" if name.startswith("gpt2") else "num_hidden_layers": layers}
+            made[name] = make(name, folder, **changes), folder
+            if tokenizer:
+                with_tokenizer(folder, V)
+        return made[name]
+
+    return get

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_cases import GPT2, MODELS, SCALED, SHAPE, S, V, make, with_tokenizer
+from hugging_face_cases import GPT2, MODELS, SCALED, SHAPE, S, V, collection, make, with_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -51,16 +51,7 @@ def tool(*words: object) -> int:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """(model of transformers, the directory it is saved in)."""
-    pytest.importorskip("transformers")
-    made: dict[str, tuple[Any, Path]] = {}
-
-    def get(name: str) -> tuple[Any, Path]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("hf") / "model"
-            made[name] = make(name, folder), folder
-        return made[name]
-
-    return get
+    return collection(tmp_path_factory.mktemp("hf"))
 
 
 def tokens_BS() -> Tensor:

@@ -1,9 +1,8 @@
-"""Checkpoints behind URLs: in memory, and in a real object store (moto's server) where s3fs and moto are installed."""
+"""Checkpoints behind URLs: in memory, and in a real object store (moto's server)."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import random
 import signal
@@ -33,8 +32,7 @@ from megalite.parallel.spec import Box, Piece
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = Mesh.alone()
 CPU = torch.device("cpu")
-HAVE_S3 = all(importlib.util.find_spec(name) for name in ("moto", "s3fs", "flask"))
-KINDS = ["memory", pytest.param("s3", marks=pytest.mark.skipif(not HAVE_S3, reason="needs moto[server] and s3fs"))]
+KINDS = ["memory", "s3"]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +64,6 @@ def base(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def on_s3(request: pytest.FixtureRequest) -> str:
-    if not HAVE_S3:
-        pytest.skip("needs moto[server] and s3fs")
     request.getfixturevalue("object_store")
     return f"s3://runs/{uuid.uuid4().hex}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_cases import MODELS, S, V, make, with_tokenizer
+from hugging_face_cases import MODELS, S, V, collection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -38,17 +38,7 @@ NEW = 12
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """(model of transformers, the directory it is saved in with a tokenizer of as many tokens as it has rows)."""
-    pytest.importorskip("transformers")
-    made: dict[str, tuple[Any, Path]] = {}
-
-    def get(name: str) -> tuple[Any, Path]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("hf") / "model"
-            made[name] = make(name, folder), folder
-            with_tokenizer(folder, V)
-        return made[name]
-
-    return get
+    return collection(tmp_path_factory.mktemp("hf"), tokenizer=True)
 
 
 def their_text(model: Any, prompt: list[int], most: int, stops: list[int] | int = 2) -> list[int]:

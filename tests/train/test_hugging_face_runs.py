@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_cases import S, V, make, with_tokenizer
+from hugging_face_cases import S, V, collection, with_tokenizer
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -50,17 +50,7 @@ FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "qwen3")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """(model of transformers, the directory it is saved in); of four layers."""
-    pytest.importorskip("transformers")
-    made: dict[str, tuple[Any, Path]] = {}
-
-    def get(name: str) -> tuple[Any, Path]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("hf") / "model"
-            layers = {"n_layer": 4} if name.startswith("gpt2") else {"num_hidden_layers": 4}
-            made[name] = make(name, folder, **layers), folder
-        return made[name]
-
-    return get
+    return collection(tmp_path_factory.mktemp("hf"), layers=4)
 
 
 def parse(folder: Path | str, *flags: str, base: str = BASE) -> Config:
