@@ -36,6 +36,7 @@ from megalite.train.setup import (
     memory_bytes,
     params_dtype,
     run_length,
+    state_bytes,
 )
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError
@@ -77,7 +78,8 @@ def memory_of(config: Config, world: int, vocab_size: int) -> float:
     shards = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
     half = config.precision.bf16 or config.precision.fp16
     parameters = num_parameters(config.model, vocab_size) // shards
-    return memory_bytes(parameters, dp=world // shards, half=half, sharded=p.use_distributed_optimizer)
+    sharded, states = p.use_distributed_optimizer, state_bytes(config.optim)
+    return memory_bytes(parameters, dp=world // shards, half=half, sharded=sharded, states=states)
 
 
 def pretrain(config: Config, ranks: Ranks) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.config import Config, check, padded_vocab_size
+from megalite.config import Config, OptimConfig, check, padded_vocab_size
 from megalite.data.batches import Batches, Prefetcher, Unread
 from megalite.data.source import Dataset
 from megalite.models.flops import head_flops, layer_flops
@@ -274,7 +274,15 @@ def build_run(
     )
 
 
-def memory_bytes(parameters: int, *, dp: int, half: bool, sharded: bool) -> float:
-    """Weights, gradients and optimizer of one rank: 6 + 12/dp bytes per parameter in bf16, 8 + 8/dp in fp32."""
+def state_bytes(optim: OptimConfig) -> int:
+    """Of the optimizer's states, per parameter."""
+    if optim.optimizer == "sgd":
+        return 4
+    return sum(2 if dtype == "bf16" else 4 for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
+
+
+def memory_bytes(parameters: int, *, dp: int, half: bool, sharded: bool, states: int = 8) -> float:
+    """Weights, gradients and optimizer of one rank: 6 + (4 + states)/dp bytes per parameter in bf16, 8 + states/dp in
+    fp32, where the weights are the main weights."""
     share = dp if sharded else 1
-    return parameters * (6 + 12 / share if half else 8 + 8 / share)
+    return parameters * (6 + (4 + states) / share if half else 8 + states / share)
