@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.kernels.blocked_attention import blocked_attention
+from megalite.kernels.blocked_attention import supports as blocked_supports
 from megalite.kernels.dispatch import KernelError, choice, runs_triton, use_triton
 from megalite.kernels.dropout import keep_mask
 from megalite.kernels.flash_attention import flash_attention, supports
 
-BACKENDS = ("auto", "cudnn", "flash", "triton", "torch")
+BACKENDS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,23 @@ def forced() -> str:
 
 
 def backend(q_SBHK: Tensor, *, masked: bool) -> str:
-    """Who computes attention of this shape: "triton" (kernels/flash_attention.py), or torch's SDPA with "cudnn",
-    "flash" or what it picks itself ("torch"). `masked`: there are documents or a window.
+    """Who computes attention of this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
+    or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents or a window.
 
         half precision on a card, masked      triton: one launch, work only where the mask is not
         half precision, compute capability 9  cudnn: published as the fastest, not measured here
         half precision on an older card       flash
+        half precision on a CPU               blocked: twice as fast as torch's (docs/performance.md)
         all else                              torch
     """
     triton = use_triton(q_SBHK) and supports(q_SBHK)
     if forced() != "auto":
-        return "torch" if forced() == "triton" and not triton else forced()
+        able = {"triton": triton, "blocked": blocked_supports(q_SBHK)}
+        return forced() if able.get(forced(), True) else "torch"
     if triton and (masked or choice() == "triton" or not q_SBHK.is_cuda):
         return "triton"
+    if blocked_supports(q_SBHK) and not masked:
+        return "blocked"
     if masked or not q_SBHK.is_cuda or q_SBHK.dtype not in (torch.bfloat16, torch.float16):
         return "torch"
     return "cudnn" if torch.cuda.get_device_capability(q_SBHK.device)[0] >= 9 else "flash"
@@ -109,7 +115,7 @@ def describe_attention(device_type: str) -> str:
     if forced() != "auto":
         return f"{forced()} (MEGALITE_ATTENTION)"
     if device_type != "cuda":
-        return "triton" if runs_triton(device_type) else "torch"
+        return "triton" if runs_triton(device_type) else "blocked in half precision, torch in fp32"
     if not runs_triton(device_type):
         return "cudnn or flash; by document: torch"
     return "triton" if choice() == "triton" else "cudnn or flash; by document: triton"
@@ -152,6 +158,8 @@ def attention(
     if documents is not None and dropout_p == 0.0 and window is None:
         return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
+    if name == "blocked" and dropout_p == 0.0 and window is None:
+        return blocked_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale)
     if dropout_p == 0.0 and window is None:
         grouped = q.shape[1] != k.shape[1]
         if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32

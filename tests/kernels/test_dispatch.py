@@ -130,7 +130,9 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
     attention.forced.cache_clear()
     monkeypatch.setenv("MEGALITE_ATTENTION", "magic")
     try:
-        with pytest.raises(KernelError, match="MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton or"):
+        with pytest.raises(
+            KernelError, match="MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton, blocked or"
+        ):
             attention.backend(q, masked=False)
         monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
         assert attention.backend(q, masked=False) == "flash"
@@ -138,6 +140,8 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
         attention.forced.cache_clear()
         monkeypatch.delenv("MEGALITE_ATTENTION")
         assert attention.backend(q, masked=False) == attention.backend(q, masked=True) == "torch"
-        assert attention.describe_attention("cpu") == "torch"
+        assert attention.backend(q.bfloat16(), masked=False) == "blocked"
+        assert attention.backend(q.bfloat16(), masked=True) == "torch"
+        assert attention.describe_attention("cpu") == "blocked in half precision, torch in fp32"
     finally:
         attention.forced.cache_clear()

@@ -1,0 +1,115 @@
+"""Causal attention on a CPU in half precision, by blocks of queries whose scores stay in the cache.
+
+    per block of queries i:   s = scale q_i k^T (keys up to the block's end);  p = softmax(s);  o_i = p v
+    backward                  the same s and p again;  dv += p^T do_i;  ds = p (do_i v^T - sum(p do_i v^T));
+                              dq_i = scale ds k;  dk += scale ds^T q_i
+
+Plain matrix products and softmaxes, which torch hands to a CPU's bf16 units; its own fused attention there does not use
+them and takes twice the time (docs/performance.md). Saved are q, k and v alone. Scores are rounded to the input's
+dtype, an error of the size that q and k already have; softmax, and the sums over blocks, are in fp32
+(fp64 for fp64). The work per
+query block grows with its end, so half of the scores' square is never computed but for the blocks on the diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megalite.kernels.dispatch import stat_dtype
+
+QUERIES = 256  # of a block: fewer waste less on the diagonal, more make larger matrix products
+BLOCK_BYTES = 4 << 20  # of one block's scores
+
+
+def supports(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _by_group(x_SBHK: Tensor, groups: int) -> Tensor:
+    """[B * G, H / G, S, K]"""
+    s, b, h, k = x_SBHK.shape
+    return x_SBHK.reshape(s, b, groups, h // groups, k).permute(1, 2, 3, 0, 4).reshape(b * groups, h // groups, s, k)
+
+
+def _by_position(x_NPSK: Tensor, batch: int) -> Tensor:
+    """The inverse: [S, B, H, K], a view."""
+    n, p, s, k = x_NPSK.shape
+    return x_NPSK.view(batch, n // batch * p, s, k).permute(2, 0, 1, 3)
+
+
+class _Blocks:
+    """The blocks of one call, and their probabilities."""
+
+    def __init__(self, q_NPSK: Tensor, k_NSK: Tensor, scale: float):
+        self.q, self.k, self.scale = q_NPSK, k_NSK, scale
+        n, per_group, self.length, _ = q_NPSK.shape
+        self.rows = min(QUERIES, self.length)
+        self.groups = min(n, max(1, BLOCK_BYTES // (per_group * self.rows * self.length * q_NPSK.element_size())))
+        self.hidden = q_NPSK.new_full((self.rows, self.rows), float("-inf")).triu_(1)
+        self.nothing = q_NPSK.new_zeros(())
+
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        """Which groups and which queries."""
+        for first in range(0, self.q.shape[0], self.groups):
+            for start in range(0, self.length, self.rows):
+                yield slice(first, first + self.groups), slice(start, min(start + self.rows, self.length))
+
+    def queries(self, x_NPSK: Tensor, groups: slice, here: slice) -> Tensor:
+        """The block's rows, those of all heads of a group below each other: [n, P * rows, K]."""
+        return x_NPSK[groups, :, here].flatten(1, 2)
+
+    def scaled(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.baddbmm(self.nothing, a, b, beta=0, alpha=self.scale)
+
+    def probabilities(self, q: Tensor, groups: slice, here: slice) -> Tensor:
+        scores = self.scaled(q, self.k[groups, : here.stop].mT)
+        rows = here.stop - here.start
+        scores.unflatten(1, (-1, rows))[..., here.start :].add_(self.hidden[:rows, :rows])
+        return torch.softmax(scores, -1)
+
+
+class _BlockedAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(q_SBHK, k_SBGK, v_SBGK)
+        ctx.scale = scale
+        groups = k_SBGK.shape[2]
+        q_NPSK = _by_group(q_SBHK, groups)
+        k_NSK, v_NSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
+        o_NPSK = torch.empty_like(q_NPSK)
+        blocks = _Blocks(q_NPSK, k_NSK, scale)
+        for some, here in blocks:
+            p = blocks.probabilities(blocks.queries(q_NPSK, some, here), some, here)
+            target = o_NPSK[some, :, here]
+            target.copy_((p @ v_NSK[some, : here.stop]).view(target.shape))
+        return _by_position(o_NPSK, q_SBHK.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, do_SBHK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_SBHK, k_SBGK, v_SBGK = ctx.saved_tensors
+        groups, batch = k_SBGK.shape[2], q_SBHK.shape[1]
+        q_NPSK, do_NPSK = _by_group(q_SBHK, groups), _by_group(do_SBHK, groups)
+        k_NSK, v_NSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
+        dq_NPSK = torch.empty_like(q_NPSK)
+        dk_NSK, dv_NSK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_NSK, v_NSK))
+        blocks = _Blocks(q_NPSK, k_NSK, ctx.scale)
+        for some, here in blocks:
+            q, do = (blocks.queries(x, some, here) for x in (q_NPSK, do_NPSK))
+            p = blocks.probabilities(q, some, here)
+            dv_NSK[some, : here.stop].add_(p.mT @ do)
+            ds = torch._softmax_backward_data(do @ v_NSK[some, : here.stop].mT, p, -1, p.dtype)
+            target = dq_NPSK[some, :, here]
+            target.copy_(blocks.scaled(ds, k_NSK[some, : here.stop]).view(target.shape))
+            dk_NSK[some, : here.stop].add_(blocks.scaled(ds.mT, q))
+        dk, dv = (_by_position(x.to(p.dtype).unsqueeze(1), batch) for x in (dk_NSK, dv_NSK))
+        return _by_position(dq_NPSK, batch), dk, dv, None
+
+
+def blocked_attention(q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, *, scale: float) -> Tensor:
+    """softmax(scale * q k^T + causal) v: o_SBHK; H a multiple of G."""
+    return _BlockedAttention.apply(q_SBHK, k_SBGK, v_SBGK, scale)  # type: ignore[return-value]
