@@ -39,13 +39,17 @@ TAIL = 25  # lines of a failed part
 PROBE_S = 90.0
 
 
+def entry_of(part: Part) -> dict[str, Any]:
+    return {"name": part.name, "status": "waiting", "seconds": 0.0, "tail": [], "command": ""}
+
+
 class Report:
     """What is known so far; `write` puts it on disk."""
 
     def __init__(self, out: Path, facts: dict[str, Any], parts: list[Part], cpu: bool):
         self.out, self.facts, self.cpu = out, facts, cpu
         self.results: dict[str, dict[str, Any]] = {}
-        self.parts = [{"name": p.name, "status": "waiting", "seconds": 0.0, "tail": [], "command": ""} for p in parts]
+        self.parts = [entry_of(part) for part in parts]
 
     def write(self) -> dict[str, Any]:
         judge = not self.cpu
@@ -123,10 +127,24 @@ def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> No
     entry |= {"status": status, "tail": tail, "seconds": time.monotonic() - begin}
     try:
         report.results[part.name] = part.read(folder)
+        if status == "ok" and not report.results[part.name]:
+            entry["status"] = "failed (no results)"
     except (ValueError, KeyError, TypeError) as error:  # a file that was cut off
         entry["status"] = f"{status}; its results cannot be read: {type(error).__name__}: {error}"
-    if status == "ok" and not report.results.get(part.name):
-        entry["status"] = "failed (no results)"
+
+
+def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
+    """Every part until the clock says `end`; the finished report."""
+    for part, entry in zip(parts, list(report.parts), strict=True):
+        run(part, entry, report, min(part.limit_s, end - time.monotonic()))
+        print(f"{part.name}: {entry['status']}, {entry['seconds']:.0f} s", flush=True)
+        if part.smaller is not None and any("out of memory" in line.lower() for line in entry["tail"]):
+            again = entry_of(part.smaller)
+            report.parts.insert(report.parts.index(entry) + 1, again)
+            run(part.smaller, again, report, min(part.limit_s, end - time.monotonic()))
+            print(f"{part.name}, smaller: {again['status']}, {again['seconds']:.0f} s", flush=True)
+        report.write()
+    return report.write()
 
 
 def main(argv: list[str]) -> int:
@@ -154,11 +172,7 @@ def main(argv: list[str]) -> int:
     report = Report(args.out, facts, parts, args.cpu)
     if problem:
         print(f"gpu_report.py: {problem}", file=sys.stderr)
-    for part, entry in zip(parts, report.parts, strict=True):
-        run(part, entry, report, min(part.limit_s, end - time.monotonic()))
-        report.write()
-        print(f"{part.name}: {entry['status']}, {entry['seconds']:.0f} s", flush=True)
-    made = report.write()
+    made = run_all(parts, report, end)
     for figure in made["figures"]:
         if figure["value"] is not None:
             print(f"{figure['what']}: {figure['shown']} (goal {figure['goal']}): {figure['met']}")

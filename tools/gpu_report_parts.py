@@ -60,6 +60,7 @@ class Part:
     read: Callable[[Path], Result]
     skip: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    smaller: Part | None = None  # what to run where memory was not enough
 
 
 def kernels(name: str, limit_s: float, flags: str, cpu: bool) -> Part:
@@ -72,7 +73,11 @@ def kernels(name: str, limit_s: float, flags: str, cpu: bool) -> Part:
 
 
 def training(shape: str, limit_s: float, setting: Setting) -> Part:
+    """`limit_s` is mostly the time to draw the weights, on one core."""
     plan = setting.plans.get(shape)
+    smaller = None
+    if plan is not None and "smaller" in plan:
+        smaller = training(shape, limit_s, Setting(setting.cpu, {shape: plan["smaller"]}))
 
     def command(folder: Path, seconds: float) -> list[str]:
         assert plan is not None
@@ -84,7 +89,7 @@ def training(shape: str, limit_s: float, setting: Setting) -> Part:
         return training_result(load(folder / "training.json"), plan or {})
 
     skip = None if plan is not None else "the machine could not be looked at"
-    return Part(f"train {shape}", limit_s, command, read, skip)
+    return Part(f"train {shape}", limit_s, command, read, skip, smaller=smaller)
 
 
 def training_result(made: Result, plan: Result) -> Result:
