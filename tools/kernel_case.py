@@ -1,4 +1,4 @@
-"""One piece of work of tools/benchmark_kernels.py: its bytes, who else does it, and the tiles worth trying."""
+"""A piece of work of tools/benchmark_kernels.py: its bytes and FLOPs, who else does it, and the tiles worth trying."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from torch import Tensor
 from megalite.kernels.dispatch import Block
 
 Fn = Callable[..., Any]
+Tile = dict[str, int]
 
 
 @dataclass(frozen=True)
 class Sizes:
+    """N tokens of D columns; a vocabulary of V; attention over samples of S positions, 4 query heads to a group;
+    `numel` weights."""
+
     tokens: int
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    vocab_size: int = 128256
+    sequence: int = 4096
+    numel: int = 1 << 30
+    head_size: int = 128
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
@@ -30,8 +38,26 @@ class Sizes:
         """[N, width x D]"""
         return self.normal(self.tokens, width * self.hidden_size)
 
+    def labels(self) -> Tensor:
+        return torch.randint(self.vocab_size, (self.tokens,), device=self.device)
+
 
 Make = Callable[[Sizes], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What must be done: bytes that must move (each input read once, each result written once) and, where matmuls are
+    the limit, FLOPs. `formula` says how they are counted; e is the size of an element."""
+
+    formula: str
+    bytes: Callable[[Sizes], float]
+    flops: Callable[[Sizes], float] | None = None
+
+
+def streams(factor: int) -> Work:
+    """`factor` tensors of [N, D] are read or written."""
+    return Work(f"{factor} N D e", lambda s: factor * s.tokens * s.hidden_size * s.dtype.itemsize)
 
 
 def same(fn: Fn) -> Fn:
@@ -40,75 +66,147 @@ def same(fn: Fn) -> Fn:
 
 @dataclass(frozen=True)
 class Case:
-    """`factor` N D e bytes move. `ours`, `plain` (torch) and `peers` take the tensors of `make`, or of their own entry
-    in `own_inputs`. With `graph` their backward is measured alone, over a graph that is kept. `wrap` is applied to
-    plain and peers, after torch.compile. `tiles` gives the table's tile and a launcher that takes any, for a sweep."""
+    """`ours`, `plain` (torch) and `peers` take the tensors of `make`, or of their own entry in `own_inputs`.
+
+    half      "forward": no graph. "backward": alone, over a graph that is kept. "both": one after the other
+    direct    who is called as in forward all the same, since it is a function of its own: "ours", "all" or nobody
+    axis      the field of Sizes that rows differ in
+    wrap      is applied to plain and peers, after torch.compile
+    tiles     the table's tile and calls with others, for a sweep; the table's first
+    compiles  whether torch.compile of `plain` is a peer
+    """
 
     op: str
     half: str
-    factor: int
+    work: Work
     make: Make
     ours: Fn
-    plain: Fn
-    tiles: Callable[[Sizes], tuple[Block, Callable[[Block], Any]]]
-    graph: bool = False
+    plain: Fn | None
+    tiles: Callable[[Sizes], Iterator[tuple[Tile, Callable[[], Any]]]]
+    direct: str = ""
+    axis: str = "hidden_size"
     wrap: Fn = same
     peers: Mapping[str, Fn] = field(default_factory=dict)
     own_inputs: Mapping[str, Make] = field(default_factory=dict)
+    compiles: bool = True
 
     @property
     def name(self) -> str:
         return f"{self.op} {self.half}"
 
-    @property
-    def formula(self) -> str:
-        return f"{self.factor} N D e"
+    def sizes(self, base: Sizes, values: Mapping[str, list[int]]) -> list[Sizes]:
+        return [replace(base, **{self.axis: value}) for value in values[self.axis]]
 
-    def bytes_moved(self, s: Sizes) -> int:
-        return self.factor * s.tokens * s.hidden_size * s.dtype.itemsize
-
-
-def peers_of(case: Case, s: Sizes, wanted: list[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Name and a call of the work, for each peer that is wanted and there."""
-    there = {"megalite": case.ours, "torch": case.wrap(case.plain)}
-    there["compile"] = case.wrap(torch.compile(case.plain, dynamic=False))
-    there |= {name: case.wrap(fn) for name, fn in case.peers.items() if importlib.util.find_spec(PACKAGES[name])}
-    for name in wanted:
-        if name in there:
-            torch.manual_seed(0)  # the same inputs for all
-            yield name, call(there[name], case.own_inputs.get(name, case.make)(s), case.graph)
+    def shape(self, s: Sizes) -> str:
+        return f"{self.axis} {getattr(s, self.axis)}"
 
 
 PACKAGES = {"liger": "liger_kernel", "apex": "apex"}
 
 
-def call(fn: Fn, inputs: list[Tensor], graph: bool) -> Callable[[], Any]:
-    """Forward without a graph, or backward alone, over a graph that is kept."""
-    if not graph:
+def absent(peers: list[str]) -> list[str]:
+    """The packages that peers need and that are not installed."""
+    return [PACKAGES[name] for name in peers if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None]
+
+
+def peers_of(case: Case, s: Sizes, wanted: list[str]) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
+    """Of each peer that is wanted and has the work: its name, and what makes its inputs and a call of the work."""
+    there: dict[str, Callable[[], Fn]] = {"megalite": lambda: case.ours}
+    plain = case.plain
+    if plain is not None:
+        there["torch"] = lambda: case.wrap(plain)
+        if case.compiles:
+            there["compile"] = lambda: case.wrap(torch.compile(plain, dynamic=False))
+    there |= {name: lambda fn=fn: case.wrap(fn) for name, fn in case.peers.items() if not absent([name])}
+    for name in wanted:
+        if name in there:
+
+            def prepared(name: str = name) -> Callable[[], Any]:
+                torch.manual_seed(0)  # the same inputs for all
+                inputs = case.own_inputs.get(name, case.make)(s)
+                direct = case.direct == "all" or (case.direct == "ours" and name == "megalite")
+                return call(there[name](), inputs, "forward" if direct else case.half)
+
+            yield name, prepared
+
+
+def call(fn: Fn, inputs: list[Tensor], half: str) -> Callable[[], Any]:
+    """Forward without a graph, or backward alone over a graph that is kept, or both."""
+    if half == "forward":
 
         def run() -> Any:
             with torch.no_grad():
                 return fn(*inputs)
 
         return run
+    leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
+
+    def outputs() -> list[Tensor]:
+        made = fn(*inputs)
+        return [y for y in (made if isinstance(made, tuple) else (made,)) if isinstance(y, Tensor)]
+
+    if half == "both":
+        return lambda: torch.autograd.grad(sum_of(outputs()), leaves)
     from torch._functorch import config
 
     config.donated_buffer = False  # torch.compile's backward must run more than once
-    leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
-    made = fn(*inputs)
-    outputs = list(made) if isinstance(made, tuple) else [made]
-    above = [torch.randn_like(y) for y in outputs]
-    return lambda: torch.autograd.grad(outputs, leaves, above, retain_graph=True)
+    kept = outputs()
+    above = [torch.randn_like(y) for y in kept]
+    return lambda: torch.autograd.grad(kept, leaves, above, retain_graph=True)
 
 
-def candidates(case: Case, s: Sizes) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The table's tile, then others: rows, columns (where a row may be cut), warps and programs around it."""
-    own, launch = case.tiles(s)
-    whole = own.columns >= s.hidden_size  # one program holds a row
+def sum_of(outputs: list[Tensor]) -> Tensor:
+    return outputs[0] if outputs[0].dim() == 0 else outputs[0].sum()
+
+
+def blocks(
+    own: Block, columns: int, walks: bool, launch: Callable[[Block], Any]
+) -> Iterator[tuple[Tile, Callable[[], Any]]]:
+    """The table's tile, then others around it: rows, columns (where a row may be cut), warps and, where a program
+    `walks` over many tiles, programs. A thread has 4 to 128 elements."""
+    whole = own.columns >= columns  # one program holds a row
     widths = [own.columns] if whole else [512, 1024, 2048, 4096]
-    programs = [own.programs] if case.half == "forward" or own.programs == 1 and not whole else [1, 2, 3, 4, 6, 8]
-    tried = [replace(own, rows=r, columns=c, warps=w, programs=p) for r, c, w, p in
-             itertools.product((1, 2, 4) if whole else (own.rows,), widths, (2, 4, 8, 16, 32), programs)]  # fmt: skip
+    programs = [1, 2, 3, 4, 6, 8] if walks else [own.programs]
+    tried = [Block(r, c, w, p) for r, c, w, p in
+             itertools.product((1, 2, 4) if whole else (own.rows,), widths, (2, 4, 8, 16, 32), programs)
+             if 4 <= r * c / (32 * w) <= 128]  # fmt: skip
     for block in [own, *(b for b in tried if b != own)]:
-        label = f"rows {block.rows} columns {block.columns} warps {block.warps} programs {block.programs}"
-        yield label + (" (table)" if block == own else ""), lambda block=block: launch(block)
+        tile = {"rows": block.rows, "columns": block.columns, "warps": block.warps, "programs": block.programs}
+        yield tile, lambda block=block: launch(block)
+
+
+def constants(
+    module: Any, tried: Mapping[str, tuple[int, ...]], launch: Callable[[], Any]
+) -> Iterator[tuple[Tile, Callable[[], Any]]]:
+    """The same for a kernel whose tile is constants of its module: they are other ones during a call."""
+    own = {name: getattr(module, name) for name in tried}
+    others = [dict(zip(tried, values, strict=True)) for values in itertools.product(*tried.values())]
+
+    def run(tile: Tile) -> Any:
+        for name, value in tile.items():
+            setattr(module, name, value)
+        try:
+            return launch()
+        finally:
+            for name, value in own.items():
+                setattr(module, name, value)
+
+    for tile in [own, *(t for t in others if t != own)]:
+        yield {name.lower(): value for name, value in tile.items()}, lambda tile=tile: run(tile)
+
+
+def entries(
+    table: dict[int, tuple[int, ...]], key: int, tried: Mapping[str, tuple[int, ...]], launch: Callable[[], Any]
+) -> Iterator[tuple[Tile, Callable[[], Any]]]:
+    """The same for a tile that is the entry `key` of a table; `tried` in the order of its numbers."""
+    own = table[key]
+
+    def run(values: tuple[int, ...]) -> Any:
+        table[key] = values
+        try:
+            return launch()
+        finally:
+            table[key] = own
+
+    for values in [own, *(v for v in itertools.product(*tried.values()) if v != own)]:
+        yield dict(zip(tried, values, strict=True)), lambda values=values: run(values)

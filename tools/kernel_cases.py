@@ -1,21 +1,25 @@
-"""What tools/benchmark_kernels.py measures: the memory-bound kernels, each with its peers."""
+"""What tools/benchmark_kernels.py measures: kernels whose limit is memory, over [N, D]; each with its peers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernel_case import Case, Fn, Make, Sizes
+from kernel_attention_case import attention_cases
+from kernel_case import Case, Fn, Make, Sizes, Tile, blocks, streams
+from kernel_flat_cases import flat_cases
+from kernel_loss_cases import loss_cases
 from torch import Tensor
 
 from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope, swiglu
-from megalite.kernels.dispatch import Block, block_for
+from megalite.kernels.dispatch import block_for
 
-EPS, P, KEY, HEAD = 1e-5, 0.1, 0xC0FFEE01, 128
+EPS, P, KEY = 1e-5, 0.1, 0xC0FFEE01
+Tiles = Callable[[Sizes], Iterator[tuple[Tile, Callable[[], Any]]]]
 
 
 # --- peers in plain torch, the same work as ours
@@ -80,24 +84,24 @@ def norm_cases(
     def inputs(added: bool) -> Make:
         return lambda s: [s.rows() for _ in range(1 + added)] + [s.normal(s.hidden_size) for _ in range(weights)]
 
-    def tiles(added: bool, backward: bool) -> Callable[[Sizes], tuple[Block, Callable[[Block], Any]]]:
-        def make(s: Sizes) -> tuple[Block, Callable[[Block], Any]]:
+    def tiles(added: bool, backward: bool) -> Tiles:
+        def make(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
             x, *w = inputs(False)(s)
             a, table = s.rows() if added else None, block_for(module.FORWARD, s.hidden_size)
             if not backward:
-                return table, lambda b: module.forward(x, a, *w, EPS, b)
+                return blocks(table, s.hidden_size, False, lambda b: module.forward(x, a, *w, EPS, b))
             _, h, *stats = module.forward(x, None, *w, EPS, table)
             dy = s.rows()
-            return block_for(module.BACKWARD, s.hidden_size), lambda b: module.backward(dy, a, h, w[0], *stats, b)
+            table = block_for(module.BACKWARD, s.hidden_size)
+            return blocks(table, s.hidden_size, True, lambda b: module.backward(dy, a, h, w[0], *stats, b))
 
         return make
 
     def case(name: str, added: bool, backward: bool, factor: int, plain: Fn, others: Mapping[str, Fn]) -> Case:
         public = getattr(module, name)
         return Case(
-            *(name, "backward" if backward else "forward", factor, inputs(added), lambda *x: public(*x, EPS), plain),
-            tiles(added, backward),
-            graph=backward,
+            *(name, "backward" if backward else "forward", streams(factor), inputs(added)),
+            *(lambda *x: public(*x, EPS), plain, tiles(added, backward)),
             peers=others,
         )
 
@@ -127,16 +131,17 @@ def activation_cases(
     def ours_backward(da: Tensor, u: Tensor, *b: Tensor) -> Any:
         return module.backward(u, da, *b, *more, module.BACKWARD)
 
-    def tiles(s: Sizes) -> tuple[Block, Callable[[Block], Any]]:
+    def tiles(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
         x = inputs(s)
-        return module.FORWARD, lambda block: module.forward(*x, *more, block)
+        return blocks(module.FORWARD, s.hidden_size, False, lambda block: module.forward(*x, *more, block))
 
-    def tiles_backward(s: Sizes) -> tuple[Block, Callable[[Block], Any]]:
-        (u, *b), da = inputs(s), s.rows()
-        return module.BACKWARD, lambda block: module.backward(u, da, *b, *more, block)
+    def tiles_backward(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
+        (u, *b), da, own = inputs(s), s.rows(), module.BACKWARD
+        return blocks(own, s.hidden_size, own.programs > 1, lambda block: module.backward(u, da, *b, *more, block))
 
-    forward = Case(op, "forward", 1 + width, inputs, ours, plain, tiles, peers=peers, own_inputs=own)
-    backward = Case(op, "backward", 2 + 2 * width, with_da(inputs), ours_backward, plain, tiles_backward)
+    forward = Case(op, "forward", streams(1 + width), inputs, ours, plain, tiles, peers=peers, own_inputs=own)
+    work = streams(2 + 2 * width)
+    backward = Case(op, "backward", work, with_da(inputs), ours_backward, plain, tiles_backward, direct="all")
     return [
         forward,
         replace(backward, wrap=both, peers=peers, own_inputs={name: with_da(make) for name, make in own.items()}),
@@ -145,18 +150,18 @@ def activation_cases(
 
 def rope_cases() -> list[Case]:
     def inputs(s: Sizes) -> list[Tensor]:
-        cos, sin = rope.rope_tables(s.tokens, HEAD, 1e4, device=s.device)
-        return [s.normal(s.tokens, 1, s.hidden_size // HEAD, HEAD), cos, sin]
+        cos, sin = rope.rope_tables(s.tokens, s.head_size, 1e4, device=s.device)
+        return [s.normal(s.tokens, 1, s.hidden_size // s.head_size, s.head_size), cos, sin]
 
     def ligers(s: Sizes) -> list[Tensor]:
         """q and k [B, H, S, K], of which k has one head here, since it always takes both; tables of a whole head."""
-        q, k = (s.normal(1, heads, s.tokens, HEAD) for heads in (s.hidden_size // HEAD, 1))
+        q, k = (s.normal(1, heads, s.tokens, s.head_size) for heads in (s.hidden_size // s.head_size, 1))
         return [q, k, *(torch.cat([t, t], -1)[None] for t in inputs(s)[1:])]
 
-    def tiles(sign: float) -> Callable[[Sizes], tuple[Block, Callable[[Block], Any]]]:
-        def make(s: Sizes) -> tuple[Block, Callable[[Block], Any]]:
+    def tiles(sign: float) -> Tiles:
+        def make(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
             x, cos, sin = inputs(s)
-            return rope.BLOCK, lambda block: rope.rotate(x, cos, sin, sign, block)
+            return blocks(rope.BLOCK, s.hidden_size, False, lambda block: rope.rotate(x, cos, sin, sign, block))
 
         return make
 
@@ -164,7 +169,9 @@ def rope_cases() -> list[Case]:
         """Backward is the same pass with the other sign."""
         peers = {"liger": liger("LigerRopeFunction")} if half == "forward" else {}
         plain = functools.partial(rope.rotate_reference, sign=sign)
-        return Case("rope", half, 2, inputs, fn, plain, tiles(sign), peers=peers, own_inputs={"liger": ligers})
+        own = {"liger": ligers}
+        what = ("rope", half, streams(2), inputs, fn, plain, tiles(sign))
+        return Case(*what, direct="all", peers=peers, own_inputs=own)
 
     return [case("forward", 1.0, rope.apply_rope), case("backward", -1.0, functools.partial(rope.rotate, sign=-1.0))]
 
@@ -176,14 +183,15 @@ def dropout_cases() -> list[Case]:
     def ours(x: Tensor, a: Tensor) -> Tensor:
         return dropout.dropout_add(x, a, P, KEY, torch.zeros(1, dtype=torch.int64, device=x.device))
 
-    def tiles(s: Sizes, backward: bool) -> tuple[Block, Callable[[Block], Any]]:
+    def tiles(s: Sizes, backward: bool) -> Iterator[tuple[Tile, Callable[[], Any]]]:
         (x, a), ids = inputs(s), torch.zeros(1, dtype=torch.int64, device=s.device)
-        return dropout.BLOCK, lambda block: dropout.drop(x, None if backward else a, P, KEY, ids, 0, block)
+        added = None if backward else a
+        return blocks(dropout.BLOCK, s.hidden_size, False, lambda block: dropout.drop(x, added, P, KEY, ids, 0, block))
 
     def case(half: str, factor: int) -> Case:
         backward = half == "backward"
         launch = functools.partial(tiles, backward=backward)
-        return Case("dropout_add", half, factor, inputs, ours, lambda x, a: F.dropout(x, P) + a, launch, graph=backward)
+        return Case("dropout_add", half, streams(factor), inputs, ours, lambda x, a: F.dropout(x, P) + a, launch)
 
     return [case("forward", 3), case("backward", 2)]
 
@@ -208,4 +216,7 @@ CASES: list[Case] = [
     *activation_cases("bias_gelu", 1, bias_gelu, plain_gelu("tanh"), [True], {}, {}),
     *activation_cases("bias_gelu_erf", 1, bias_gelu, plain_gelu("none"), [False], {}, {}),
     *dropout_cases(),
+    *loss_cases(),
+    *attention_cases(),
+    *flat_cases(),
 ]

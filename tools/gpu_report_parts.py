@@ -1,0 +1,175 @@
+"""The parts of tools/gpu_report.py: what each runs, for how long at most, and how its results are read.
+
+A part is a command in a process of its own that leaves files in a folder; what it has left when it is killed counts.
+They come in the order of their worth: what the clock cuts off is what one can do without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gpu_report_tests
+
+TOOLS = Path(__file__).resolve().parent
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 --bf16"
+GPT = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50257"
+SHAPES = {
+    "llama3-8b-4096": "--preset llama3-8b --seq-length 4096 --micro-batch-size 1 --global-batch-size 16 --bf16",
+    "gpt-1.3b-2048": f"{GPT} --seq-length 2048 --micro-batch-size 8 --global-batch-size 64 {NO_DROPOUT}",
+    "gpt-1.3b-4096": f"{GPT} --seq-length 4096 --micro-batch-size 4 --global-batch-size 32 {NO_DROPOUT}",
+}
+TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --micro-batch-size 1"
+TINY += f" --global-batch-size 2 --device cpu {NO_DROPOUT}"
+TINY_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+TINY_SHAPES = {
+    "llama3-8b-4096": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32",
+    "gpt-1.3b-2048": f"{TINY} --seq-length 16",
+    "gpt-1.3b-4096": f"{TINY} --seq-length 32",
+}
+ELEMENTWISE = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
+# few sizes of many kernels: under the checker a test takes tens of seconds
+SANITIZED = "on_a_card and (bfloat16 or 2049) and not attention and not partial and not erf"
+FORWARD_AND_BACKWARD = ("forward", "backward")
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What parts are made for. `plans`: flags and estimate of each training shape, from gpu_report_probe.py."""
+
+    cpu: bool
+    plans: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`command` gets the part's folder and the seconds it has. `read` gives {} where there is nothing yet. `skip`: why
+    it cannot run here."""
+
+    name: str
+    limit_s: float
+    command: Callable[[Path, float], list[str]]
+    read: Callable[[Path], Result]
+    skip: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    smaller: Part | None = None  # what to run where memory was not enough
+
+
+def kernels(name: str, limit_s: float, flags: str, cpu: bool) -> Part:
+    def command(folder: Path, seconds: float) -> list[str]:
+        more = ["--device", "cpu", "--repeats", "1"] if cpu else ["--seconds", str(max(5, seconds - 10))]
+        file = str(folder / "kernels.json")
+        return [sys.executable, str(TOOLS / "benchmark_kernels.py"), *flags.split(), *more, "--json", file]
+
+    return Part(name, limit_s, command, lambda folder: load(folder / "kernels.json"))
+
+
+def training(shape: str, limit_s: float, setting: Setting) -> Part:
+    """`limit_s` is mostly the time to draw the weights, on one core."""
+    plan = setting.plans.get(shape)
+    smaller = None
+    if plan is not None and "smaller" in plan:
+        smaller = training(shape, limit_s, Setting(setting.cpu, {shape: plan["smaller"]}))
+
+    def command(folder: Path, seconds: float) -> list[str]:
+        assert plan is not None
+        steps = "--repeats 1 --warmup 1 --steps 2" if setting.cpu else "--repeats 1 --warmup 2 --steps 4"
+        file = ["--timeout", str(seconds), "--json", str(folder / "training.json")]
+        return [sys.executable, str(TOOLS / "benchmark.py"), *steps.split(), *file, *plan["flags"]]
+
+    def read(folder: Path) -> Result:
+        return training_result(load(folder / "training.json"), plan or {})
+
+    skip = None if plan is not None else "the machine could not be looked at"
+    return Part(f"train {shape}", limit_s, command, read, skip, smaller=smaller)
+
+
+def training_result(made: Result, plan: Result) -> Result:
+    """The figures of tools/benchmark.py's file that the report has."""
+    runs = made.get("runs", {}).get("megalite", [])
+    if not runs or "error" in runs[-1]:
+        return {}
+    run = runs[-1]
+    parts = {name: statistics.mean(rank[name] for rank in run["parts"]) for name in run["parts"][0]}
+    total = sum(parts.values())
+    tflops = run["flops_per_step"] / run["step_s"] / 1e12 / run["devices"]
+    return {
+        **{key: plan[key] for key in ("layers", "of_layers", "moments", "seq_length")},
+        "flags": " ".join(plan["flags"]),
+        "tokens_per_s": run["tokens_per_step"] / run["step_s"],
+        "tokens_per_step": run["tokens_per_step"],
+        "step_s": run["step_s"],
+        "tflops": tflops,
+        "mfu": tflops / run["peak_tflops"] if run["peak_tflops"] else None,
+        "peak_tflops": run["peak_tflops"],
+        "memory": run["memory"],
+        "estimate": plan["estimate"]["peak"],
+        "parts": {name: seconds / total for name, seconds in parts.items()},
+        "overhead": 1 - sum(parts[name] for name in FORWARD_AND_BACKWARD) / total,
+        "losses": run["losses"],
+    }
+
+
+def tests(limit_s: float, cpu: bool) -> Part:
+    jobs = 1 if cpu else max(1, min(8, (os.cpu_count() or 1) // 2))
+
+    def command(folder: Path, seconds: float) -> list[str]:
+        return [sys.executable, str(TOOLS / "gpu_report_tests.py"), str(folder), "--jobs", str(jobs)]
+
+    return Part("tests", limit_s, command, gpu_report_tests.read)
+
+
+def sanitizer(limit_s: float) -> Part:
+    """Accesses outside of what was allocated, by NVIDIA's checker, over a few tests. Every tensor is an allocation of
+    its own, or a write beyond one would be a write into the next."""
+
+    def command(folder: Path, seconds: float) -> list[str]:
+        script = [sys.executable, str(TOOLS / "gpu_report_tests.py"), str(folder), "--share", "0/1", "-k", SANITIZED]
+        script += ["--seconds", str(max(10, seconds - 20))]  # what the checker found is on disk when it has ended
+        log = ["--log-file", str(folder / "memcheck.txt"), "--error-exitcode", "9"]
+        return ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", *log, *script]
+
+    def read(folder: Path) -> Result:
+        log, found = folder / "memcheck.txt", gpu_report_tests.read(folder)
+        if not found or not log.is_file():
+            return {}
+        text = log.read_text("utf-8", errors="replace")
+        return found | {"invalid_accesses": text.count("= Invalid "), "log": text[-2000:]}
+
+    skip = None if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the PATH"
+    return Part("sanitizer", limit_s, command, read, skip, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+
+
+def parts_of(setting: Setting) -> list[Part]:
+    cpu = setting.cpu
+    peers = (
+        "--only swiglu --peers megalite torch"
+        if cpu
+        else "--hidden-sizes 4096 --peers megalite torch compile liger apex"
+    )
+    own = (
+        "--peers megalite torch triton --only rms_norm,attention,adamw"
+        if cpu
+        else "--peers megalite triton cudnn flash"
+    )
+    return [
+        training("llama3-8b-4096", 170, setting),
+        kernels("kernels", 100, own, cpu),
+        tests(120, cpu),
+        training("gpt-1.3b-2048", 70, setting),
+        training("gpt-1.3b-4096", 70, setting),
+        kernels("peers", 150, peers if cpu else f"{peers} --only {ELEMENTWISE}", cpu),
+        sanitizer(60),
+    ]
+
+
+def load(file: Path) -> Result:
+    return json.loads(file.read_text("utf-8")) if file.is_file() else {}

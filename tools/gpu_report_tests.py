@@ -1,0 +1,122 @@
+"""The tests that need a card, in several processes at once; what tools/gpu_report.py runs and reads.
+
+    python tools/gpu_report_tests.py FOLDER --jobs 8      files FOLDER/share*.jsonl, an object per test
+
+Needs pytest and nothing that runs tests in parallel: each process takes every n-th test, and files that take times come
+last, alone. A line is written when a test begins and when it ends, so that of a process that crashed or was killed the
+rest is known, and the test that did it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_files() -> tuple[list[str], list[str]]:
+    """Those with a test for a card (the others may need packages that are not there), and of them those that take
+    times."""
+    texts = {str(path): path.read_text("utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    files = [path for path, text in texts.items() if "pytest.mark.gpu" in text]
+    timed = [path for path in files if "cuda.Event(" in texts[path]]
+    return [path for path in files if path not in timed], timed
+
+
+class Share:
+    """A pytest plugin: keeps every n-th test, writes what becomes of it, and begins none after `seconds`."""
+
+    def __init__(self, part: int, jobs: int, file: Path, seconds: float):
+        self.part, self.jobs, self.file = part, jobs, file
+        self.end, self.stopped = time.monotonic() + seconds, False
+
+    def write(self, **row: Any) -> None:
+        with open(self.file, "a", encoding="utf-8") as out:
+            out.write(json.dumps(row) + "\n")
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items.sort(key=lambda item: item.nodeid)
+        items[:] = [item for item in items if item.get_closest_marker("gpu")][self.part :: self.jobs]
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            text = str(report.longrepr)
+            needs = re.search(r"No module named '(\w+)'", text)  # a package that is not installed is no failure
+            outcome = "skipped" if needs and needs[1] not in ("megalite", "tools", "cases") else "failed"
+            self.write(test=report.nodeid, outcome=outcome, text=text[-1500:])
+
+    def pytest_runtest_protocol(self, item: Any) -> None:
+        if time.monotonic() > self.end:
+            item.session.shouldstop, self.stopped = "the time is over", True
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.write(test=nodeid, outcome="began")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            text = str(report.longrepr)[-1500:] if report.failed else ""
+            self.write(test=report.nodeid, outcome=report.outcome, seconds=report.duration, text=text)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Counts of the outcomes of all shares, and the failures with their last lines."""
+    ends: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.glob("share*.jsonl")):
+        for line in file.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            if row["outcome"] != "began" or row["test"] not in ends:
+                ends[row["test"]] = row
+    if not ends:
+        return {}
+    counts = collections.Counter(row["outcome"] for row in ends.values())
+    missing = sorted({row["test"] for row in ends.values() if row["outcome"] == "skipped" and row["text"]})
+    bad = [row for row in ends.values() if row["outcome"] in ("failed", "began")]
+    failures = [{"test": row["test"], "text": row.get("text") or "began and did not end"} for row in bad]
+    return {"passed": counts["passed"], "failed": counts["failed"], "skipped": counts["skipped"],
+            "did_not_end": counts["began"], "without_their_packages": missing, "failures": failures}  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--share", help="I/N: run this one here")
+    parser.add_argument("--timed", action="store_true", help="with --share: of the files that take times")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no test after this time")
+    parser.add_argument("-k", default="", help="of the tests, those whose names have it (as pytest's)")
+    args = parser.parse_args(argv)
+    if importlib.util.find_spec("pytest") is None:
+        print("pytest is not installed: pip install pytest", file=sys.stderr)
+        return 1
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.share:
+        import pytest
+
+        part, jobs = map(int, args.share.split("/"))
+        untimed, timed = test_files()
+        files = timed if args.timed else untimed + timed * (jobs == 1)
+        words = ["-q", "-m", "gpu", "--continue-on-collection-errors", *files]
+        words += ["-k", args.k] if args.k else []
+        share = Share(part, jobs, args.folder / f"share{part}{'timed' * args.timed}.jsonl", args.seconds)
+        code = int(pytest.main(words, plugins=[share]))
+        return 0 if share.stopped and code == pytest.ExitCode.INTERRUPTED else code
+    words = [sys.executable, __file__, str(args.folder), *(["-k", args.k] if args.k else [])]
+    running = [subprocess.Popen([*words, "--share", f"{i}/{args.jobs}"], cwd=ROOT) for i in range(args.jobs)]
+    codes = [process.wait() for process in running]
+    if args.jobs > 1:
+        codes.append(subprocess.run([*words, "--share", "0/1", "--timed"], cwd=ROOT).returncode)
+    crashed = [code for code in codes if code not in (0, 1, 2, 5)]  # what pytest says of tests is in the files
+    return 1 if crashed or read(args.folder).get("failures") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""Cases of tools/benchmark_kernels.py: cross entropy, and the head's matmul with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from kernel_case import Case, Sizes, Tile, Work, constants
+from torch import Tensor
+
+from megalite.kernels import cross_entropy, linear_cross_entropy
+from megalite.nn import loss
+from megalite.parallel.mesh import Mesh
+
+TILE = {"COLUMNS": (1024, 2048, 4096, 8192, 16384), "WARPS": (2, 4, 8, 16, 32)}
+
+
+def plain(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """As training code has it: in fp32."""
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+
+
+def plain_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    return F.cross_entropy((x_ND @ weight_VD.T).float(), labels_N, reduction="sum")
+
+
+def liger_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Any:
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction  # type: ignore[import-not-found]
+
+    # its gradient is written over its input in forward; the sum, since it has no other for a batch
+    return LigerCrossEntropyFunction.apply(logits_NV, labels_N, None, -100, 0.0, 0.0, "sum")
+
+
+def liger_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Any:
+    import liger_kernel.ops.fused_linear_cross_entropy as liger  # type: ignore[import-not-found]
+
+    more = (None, None, -100, 0.0, 0.0, "sum")
+    return liger.LigerFusedLinearCrossEntropyFunction.apply(x_ND, weight_VD, labels_N, *more)
+
+
+def logits(s: Sizes) -> list[Tensor]:
+    return [s.normal(s.tokens, s.vocab_size), s.labels()]
+
+
+def with_head(s: Sizes) -> list[Tensor]:
+    scale = s.hidden_size**-0.5
+    return [s.rows(), s.normal(s.vocab_size, s.hidden_size) * scale, s.labels()]
+
+
+def for_gradient(s: Sizes) -> list[Tensor]:
+    """Logits, lse, labels and the gradient of each token's loss."""
+    logits_NV, labels_N = logits(s)
+    lse_N = cross_entropy.shard_stats(logits_NV, labels_N, 0, s.vocab_size)[0].clone()
+    return [logits_NV, lse_N, labels_N, torch.ones_like(lse_N)]
+
+
+def ours(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    stats_2N = cross_entropy.shard_stats(logits_NV, labels_N, 0, logits_NV.shape[1])
+    return stats_2N[0] - stats_2N[1]
+
+
+def ours_gradient(logits_NV: Tensor, lse_N: Tensor, labels_N: Tensor, dloss_N: Tensor) -> Tensor:
+    """Over the logits, so that the next call finds other values; they stay finite."""
+    return cross_entropy.shard_grad_(logits_NV, lse_N, labels_N, 0, dloss_N, logits_NV.shape[1])
+
+
+def ours_both(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor) -> Tensor:
+    """As a rank that has the whole vocabulary calls it."""
+    return cross_entropy.loss_and_grad_(logits_NV, labels_N, dloss_N, logits_NV.shape[1])
+
+
+def for_both(s: Sizes) -> list[Tensor]:
+    return [*logits(s), torch.ones(s.tokens, device=s.device)]
+
+
+def ours_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    x_SBD, labels_SB, tp = x_ND[:, None], labels_N[:, None], Mesh.alone().tp
+    return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0])
+
+
+def forward_tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
+    inputs = logits(s)
+    return constants(cross_entropy, TILE, lambda: ours(*inputs))
+
+
+def gradient_tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
+    inputs = for_gradient(s)
+    return constants(cross_entropy, TILE, lambda: ours_gradient(*inputs))
+
+
+def both_tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
+    inputs = for_both(s)
+    return constants(cross_entropy, TILE, lambda: ours_both(*inputs))
+
+
+def chunks(s: Sizes) -> Iterator[tuple[Tile, Any]]:
+    """Of the head: bytes of one chunk's logits."""
+    x, w, labels = with_head(s)
+    x.requires_grad_()
+    w.requires_grad_()
+
+    def run() -> Any:
+        return torch.autograd.grad(ours_with_head(x, w, labels), [x, w])
+
+    kind, table = s.device.type, linear_cross_entropy.CHUNK_BYTES
+    own = table[kind]
+
+    def with_chunk(size: int) -> Any:
+        table[kind] = size
+        try:
+            return run()
+        finally:
+            table[kind] = own
+
+    for size in [own, *(n << 20 for n in (128, 256, 512, 1024, 2048) if n << 20 != own)]:
+        yield {"chunk_mib": size >> 20}, lambda size=size: with_chunk(size)
+
+
+def loss_cases() -> list[Case]:
+    def passes(n: int) -> Work:
+        return Work(f"{n} N V e", lambda s: n * s.tokens * s.vocab_size * s.dtype.itemsize)
+
+    head = Work(
+        "6 N D V FLOPs; x, W, dx, dW once",
+        lambda s: 2 * (s.tokens + s.vocab_size) * s.hidden_size * s.dtype.itemsize,
+        lambda s: 6.0 * s.tokens * s.hidden_size * s.vocab_size,
+    )
+    return [
+        Case("cross_entropy", "forward", passes(1), logits, ours, plain, forward_tiles, axis="vocab_size"),
+        Case(
+            *("cross_entropy", "backward", passes(2), logits, ours_gradient, plain, gradient_tiles),
+            direct="ours",
+            axis="vocab_size",
+            own_inputs={"megalite": for_gradient},
+        ),
+        Case(  # Liger's forward makes the gradient too, so it can only stand beside both halves
+            *("cross_entropy", "both", passes(3), logits, ours_both, plain, both_tiles),
+            direct="ours",
+            axis="vocab_size",
+            peers={"liger": liger_cross_entropy},
+            own_inputs={"megalite": for_both},
+        ),
+        Case(
+            *("linear_cross_entropy", "both", head, with_head, ours_with_head, plain_with_head, chunks),
+            axis="vocab_size",
+            peers={"liger": liger_with_head},
+        ),
+    ]
