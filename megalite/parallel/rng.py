@@ -12,6 +12,7 @@ must be saved and resharded.
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Constant, ParamSpec
 
 BLOCK = 128  # indices along the sharded dimension that share one generator
+WORTH_THREADS = 1 << 20  # elements
 
 
 def seed_of(*coordinates: int | str) -> int:
@@ -36,13 +38,25 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int) -> Tenso
     box = spec.box(mesh.sizes, mesh.position)
     if len(spec.shards) > 1:
         raise ValueError(f"{spec.name}: blocks run along one sharded dim, not {spec.shards}")
+    std = spec.init.std
     dim = spec.block_dim if spec.block_dim is not None else spec.shards[0][0] if spec.shards else 0
     start, stop = box.start[dim], box.stop[dim]
     rows = tensor.movedim(dim, 0)
-    for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):
+
+    @torch.no_grad()  # which is of one thread
+    def fill(block: int) -> None:
         first, last = block * BLOCK, min((block + 1) * BLOCK, spec.shape[dim])
         generator = torch.Generator().manual_seed(seed_of(seed, spec.name, block))
-        values = torch.randn(last - first, *rows.shape[1:], generator=generator) * spec.init.std
+        values = torch.randn(last - first, *rows.shape[1:], generator=generator) * std
         a, b = max(first, start), min(last, stop)
         rows[a - start : b - start].copy_(values[a - first : b - first])
+
+    blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
+    threads = min(len(blocks), torch.get_num_threads()) if tensor.numel() >= WORTH_THREADS else 1
+    if threads == 1:
+        for block in blocks:
+            fill(block)
+    else:  # one generator is one thread's work, and a model of 8 G weights would take one core 40 s
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, blocks))
     return tensor
