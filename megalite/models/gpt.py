@@ -41,6 +41,7 @@ class Batch:
     sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
     positions_SB: of each token for the position embedding; None: 0 .. S - 1. documents: kernels/attention.py.
     cache, to generate text: nn/cache.py. chosen_B, without labels: logits of this position of each sample alone.
+    loss_weight: what the loss's gradient will be in backward, where the loss may count on it (nn/loss.py).
     """
 
     tokens_SB: Tensor
@@ -52,6 +53,7 @@ class Batch:
     documents: Documents | None = None
     cache: KeyValueCache | None = None
     chosen_B: Tensor | None = None
+    loss_weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ class Head(nn.Module):
             return h_SBD[batch.chosen_B, samples_B].unsqueeze(0) @ self.weight.T
         if batch.labels_SB is None:
             return gather_linear(h_sBD, [self.weight], self.tp)[0]
-        return linear_cross_entropy(h_sBD, self.weight, batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
+        labels = (batch.labels_SB, batch.mask_SB)
+        return linear_cross_entropy(h_sBD, self.weight, *labels, self.tp, self.vocab_size, promised=batch.loss_weight)
 
 
 class Stage(nn.Module):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class Pipeline:
             start = self._now(begin)
             key, chunk = (action.stage, action.microbatch), action.stage // mesh.pp.size
             if action.op is Op.F:
-                total += self._forward(flight, key, chunk, batches[action.microbatch], keep=weight is not None)
+                total += self._forward(flight, key, chunk, batches[action.microbatch], weight)
             elif action.op is Op.B:
                 assert weight is not None
                 if left[chunk] == 1:
@@ -120,15 +120,16 @@ class Pipeline:
             work.wait()
         return total
 
-    def _forward(self, flight: _Flight, key: Key, chunk: int, batch: Any, keep: bool) -> Tensor:
-        stage, _ = key
+    def _forward(self, flight: _Flight, key: Key, chunk: int, batch: Any, weight: float | None) -> Tensor:
+        (stage, _), keep = key, weight is not None
         x = None
         if stage > 0:
             x, work = flight.coming.pop((Op.RECV_F, *key))
             work.wait()
             if keep:
                 flight.inputs[key] = x.requires_grad_()
-        y = self.stages[chunk](x, batch)
+        # the loss is told its gradient now: it computes its own gradients in forward (nn/loss.py)
+        y = self.stages[chunk](x, replace(batch, loss_weight=weight))
         if keep:
             flight.edges[key] = y if stage == self.num_stages - 1 else get_gradient_edge(y)
         if stage == self.num_stages - 1:
