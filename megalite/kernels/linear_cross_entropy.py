@@ -1,6 +1,6 @@
 """Head matmul and cross entropy in chunks of tokens: the logits of one chunk exist, those of a micro-batch never.
 
-    l = x W^T;  loss = sum_n c_n (lse(l_n) - l_n[label_n]);   dl = c (softmax(l) - onehot)
+    l = x W^T;  loss = sum_n c_n (lse(l_n) - l_n[label_n]);   dl = c (softmax(l) - onehot)   (and z-loss)
     dx = dl W;  dW = dl^T x,  summed over chunks in fp32
 
 Both gradients are computed in forward, while a chunk's logits are there. FLOPs 6 N D v, as with stored logits. Kept
@@ -32,8 +32,12 @@ def chunk_tokens(tokens: int, columns: int, dtype: torch.dtype, device: torch.de
 
 
 def linear_cross_entropy_reference(
-    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, count_N: Tensor, vocab_size: int
+    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, count_N: Tensor, vocab_size: int, z_loss: float = 0.0
 ) -> Tensor:
-    """The definition: the sum of count * loss over the tokens, from logits in memory."""
+    """The definition: the sum of count * loss over the tokens, from logits in memory; with `z_loss`, [2]: that, and the
+    sum of count * z_loss * lse^2."""
     logits_NV = (x_ND @ weight_VD.T)[:, :vocab_size].to(torch.promote_types(x_ND.dtype, torch.float32))
-    return (torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none") * count_N).sum()
+    loss = (torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none") * count_N).sum()
+    if not z_loss:
+        return loss
+    return torch.stack([loss, z_loss * (logits_NV.logsumexp(1).square() * count_N).sum()])

@@ -153,7 +153,7 @@ def test_without_a_promise_forward_leaves_the_buffer_alone() -> None:
 def test_a_broken_promise_and_a_second_backward_are_refused() -> None:
     model = stage(LLAMA, torch.float32)
     ParamBuffer([model], Mesh.alone())
-    with pytest.raises(RuntimeError, match=r"was promised the gradient 0.015625 and got another.*: 1.0"):
+    with pytest.raises(RuntimeError, match="gradient is not 0.015625, which was promised"):
         backward(model, 1, given=1.0)
     loss = model(None, batch(1, WEIGHT))
     loss.backward(loss.new_full((), WEIGHT), retain_graph=True)
