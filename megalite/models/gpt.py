@@ -211,7 +211,7 @@ class Stage(nn.Module):
             )
 
     def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
-        """Hidden states x_sBD; on the last stage the summed loss (with a z-loss [2], both); without labels the logits."""
+        """Hidden states x_sBD; on the last stage the summed loss (with a z-loss [2], both); or logits if no labels."""
         if self.embedding is not None:
             x_sBD: Tensor = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB)
         else:
