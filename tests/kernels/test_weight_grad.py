@@ -53,3 +53,37 @@ def test_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
         want[i] += row.double()
     accumulate_rows_(grad, torch.tensor(index), dx, begin=begin)
     torch.testing.assert_close(grad.double(), want, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_on_a_card_a_matmul_needs_no_memory_of_its_own(dtype: torch.dtype) -> None:
+    n, f, d = 512, 4096, 2048
+    dy, x = (normal(n, size, seed=size, dtype=dtype).cuda() for size in (f, d))
+    grad = torch.full((f, d), torch.nan, device="cuda")
+    accumulate_outer_(grad, dy, x, begin=True)  # also makes cuBLAS take its workspace
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    accumulate_outer_(grad, dy, x, begin=False)
+    assert torch.cuda.max_memory_allocated() - before < f * d  # bytes
+    want = 2 * (dy.double().T @ x.double())
+    # inputs of half precision are exact and their sums are fp32's: far below one rounding of a product in bf16
+    torch.testing.assert_close(grad.double(), want, rtol=0, atol=float(want.abs().max()) * 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_card_rows_are_added_in_one_order() -> None:
+    n, v, d = 20_000, 7, 64
+    index = torch.randint(v, (n,), generator=torch.Generator().manual_seed(0)).cuda()
+    dx = normal(n, d, seed=1, dtype=torch.bfloat16).cuda()
+    sums = []
+    for _ in range(3):
+        grad = torch.full((v, d), torch.nan, device="cuda")
+        accumulate_rows_(grad, index, dx, begin=True)
+        accumulate_rows_(grad, index, dx, begin=False)
+        sums.append(grad)
+    assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
+    want = 2 * torch.zeros(v, d, dtype=torch.float64, device="cuda").index_add_(0, index, dx.double())
+    torch.testing.assert_close(sums[0].double(), want, rtol=1e-4, atol=1e-2)
