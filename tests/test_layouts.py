@@ -41,6 +41,7 @@ NEOX = (
     + """ --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual
  --untie-embeddings-and-output-weights"""
 )
+ZLOSS = " --z-loss-coeff 0.1"
 DROP = GPT.replace("dropout 0", "dropout 0.2")
 BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # generated data has ends of documents too
 
@@ -104,6 +105,7 @@ ROWS = [
     row("llama recompute block tp2 pp2", 4, LLAMA, tp=2, pp=2, extra=f"{FULL} block --recompute-num-layers 1"),
     row("llama micro-batch 1 dp2", 2, LLAMA, extra="--micro-batch-size 1"),
     row("qwen tp2 pp2 one group", 4, QWEN, tp=2, pp=2),
+    row("llama z-loss tp2 pp2", 4, LLAMA + ZLOSS, tp=2, pp=2),
     row("neox tp2 pp2", 4, NEOX, tp=2, pp=2),
     row("gpt documents tp2 pp2 vpp2", 4, GPT + BORDERS, tp=2, pp=2, vpp=2),
     row("gpt documents dropout tp2 dp2", 4, DROP + BORDERS, tp=2),
@@ -250,7 +252,7 @@ FEW = " --num-layers 2 --micro-batch-size 1 --global-batch-size 2 --seq-length 6
     [
         row("gpt dropout", 1, DROP + FEW),
         row("neox", 1, NEOX + FEW),
-        row("qwen tp2", 2, QWEN + FEW, tp=2),
+        row("qwen z-loss tp2", 2, QWEN + ZLOSS + FEW, tp=2),
     ],
     ids=lambda r: r.name,
 )
@@ -266,6 +268,11 @@ def test_borders_of_documents_change_the_result() -> None:
     assert alone(GPT + BORDERS + " ", "float64").losses[0] != alone(GPT + " ", "float64").losses[0]
     only = [alone(GPT + f" --{flag} ", "float64").losses[0] for flag in BORDERS.replace("--", "").split()]
     assert len({*only, alone(GPT + " ", "float64").losses[0]}) == 4
+
+
+def test_the_z_loss_changes_the_weights_and_is_no_part_of_the_loss() -> None:
+    with_it, without = alone(LLAMA + ZLOSS, "float64"), alone(LLAMA + " ", "float64")
+    assert with_it.losses[0] == without.losses[0] and with_it.losses[1] != without.losses[1]
 
 
 def test_the_table_covers_what_it_claims() -> None:

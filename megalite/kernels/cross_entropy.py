@@ -1,9 +1,11 @@
 """Cross entropy over a slice of the vocabulary, as halves around the one reduction of nn/loss.py.
 
-    loss = lse - logit[label],  lse = max + log(sum exp(logit - max));   dlogit = (softmax - onehot(label)) * dloss
+    loss = lse - logit[label] + z lse^2,  lse = max + log(sum exp(logit - max))
+    dlogit = (softmax (1 + 2 z lse) - onehot(label)) * dloss
 
-Columns from `valid` on are padding: no probability, no gradient. The gradient is written over the logits. Arithmetic
-in fp32 (fp64 for fp64); torch's form takes a few rows at a time, so that what is not logits stays in cache.
+z is the coefficient of the z-loss, which keeps lse near 0 (arXiv:2204.02311, sec. 5); 0: none. Columns from `valid` on
+are padding: no probability, no gradient. The gradient is written over the logits. Arithmetic in fp32 (fp64 for fp64);
+torch's form takes a few rows at a time, so that what is not logits stays in cache.
 
 Bytes per row of v logits of e bytes, in Triton: v e for the first half, 2 v e for the second.
 """
@@ -62,17 +64,29 @@ def shard_stats_reference(logits_Nv: Tensor, labels_N: Tensor, first: int, valid
     return stats_2N
 
 
+def _dlse(lse_N: Tensor, dloss_N: Tensor, z_loss: float) -> Tensor:
+    """The gradient of lse: what the softmax is multiplied by."""
+    return torch.addcmul(dloss_N, dloss_N, lse_N, value=2 * z_loss) if z_loss else dloss_N
+
+
 def shard_grad_reference_(
-    logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int
+    logits_Nv: Tensor,
+    lse_N: Tensor,
+    labels_N: Tensor,
+    first: int,
+    dloss_N: Tensor,
+    valid: int,
+    z_loss: float = 0.0,
 ) -> Tensor:
     logits_Nv[:, valid:] = 0
     if valid == 0:
         return logits_Nv
     dloss_N1 = dloss_N.to(lse_N.dtype)[:, None]
+    dlse_N1 = _dlse(lse_N[:, None], dloss_N1, z_loss)
     column_N1, elsewhere_N = _label_columns(labels_N, first, valid)
     minus_N1 = dloss_N1.masked_fill(elsewhere_N[:, None], 0.0).neg_()
     for here, block, work in _blocks(logits_Nv, valid, work=True):
-        torch.sub(block, lse_N[here, None], out=work).exp_().mul_(dloss_N1[here])
+        torch.sub(block, lse_N[here, None], out=work).exp_().mul_(dlse_N1[here])
         # before rounding: p - 1 of a confident token has no digits left in bf16
         work.scatter_add_(1, column_N1[here], minus_N1[here])
         if work is not block:
@@ -99,16 +113,16 @@ def _stats(L, LABELS, OUT, stride, rows, first, valid, COLUMNS: tl.constexpr):
 
 
 @kernel
-def _grad(L, LABELS, LSE, DLOSS, stride, columns, first, valid, COLUMNS: tl.constexpr):
+def _grad(L, LABELS, LSE, DLSE, DLOSS, stride, columns, first, valid, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     L += row * stride
     local = tl.load(LABELS + row) - first
-    lse, dloss = tl.load(LSE + row), tl.load(DLOSS + row)
+    lse, dlse, dloss = tl.load(LSE + row), tl.load(DLSE + row), tl.load(DLOSS + row)
     for start in range(0, columns, COLUMNS):
         at = start + tl.arange(0, COLUMNS)
         x = tl.load(L + at, mask=at < valid, other=float("-inf")).to(LSE.dtype.element_ty)
         # before rounding: p - 1 of a confident token has no digits left in bf16
-        dx = dloss * (tl.exp(x - lse) - tl.where((at == local) & (at < valid), 1.0, 0.0))
+        dx = dlse * tl.exp(x - lse) - tl.where((at == local) & (at < valid), dloss, 0.0)
         tl.store(L + at, dx.to(L.dtype.element_ty), mask=at < columns)
 
 
@@ -126,34 +140,45 @@ def shard_stats(logits_Nv: Tensor, labels_N: Tensor, first: int, valid: int) -> 
     return out_2N
 
 
-def shard_grad_(logits_Nv: Tensor, lse_N: Tensor, labels_N: Tensor, first: int, dloss_N: Tensor, valid: int) -> Tensor:
+def shard_grad_(
+    logits_Nv: Tensor,
+    lse_N: Tensor,
+    labels_N: Tensor,
+    first: int,
+    dloss_N: Tensor,
+    valid: int,
+    z_loss: float = 0.0,
+) -> Tensor:
     """Overwrite the logits by their gradient and return them. lse_N: over the whole vocabulary."""
     if not use_triton(logits_Nv):
-        return shard_grad_reference_(logits_Nv, lse_N, labels_N, first, dloss_N, valid)
+        return shard_grad_reference_(logits_Nv, lse_N, labels_N, first, dloss_N, valid, z_loss)
     rows, columns = logits_Nv.shape
-    given = (labels_N.contiguous(), lse_N.contiguous(), dloss_N.to(lse_N.dtype).contiguous())
+    lse_N, dloss_N = lse_N.contiguous(), dloss_N.to(lse_N.dtype).contiguous()
+    given = (labels_N.contiguous(), lse_N, _dlse(lse_N, dloss_N, z_loss), dloss_N)
     _grad[(rows,)](logits_Nv, *given, logits_Nv.stride(0), columns, first, valid, COLUMNS, num_warps=WARPS)
     return logits_Nv
 
 
-def loss_and_grad_(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor, valid: int) -> Tensor:
-    """Both halves where this slice is the whole vocabulary: loss_N, and the logits overwritten by their gradient.
+def stats_and_grad_(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor, valid: int, z_loss: float = 0.0) -> Tensor:
+    """`shard_stats` where this slice is the whole vocabulary, and the logits overwritten by their gradient.
 
     In torch one exponential per logit instead of two, which is what a CPU pays for.
     """
     if use_triton(logits_NV):
         stats_2N = shard_stats(logits_NV, labels_N, 0, valid)
-        shard_grad_(logits_NV, stats_2N[0], labels_N, 0, dloss_N, valid)
-        return stats_2N[0] - stats_2N[1]
+        shard_grad_(logits_NV, stats_2N[0], labels_N, 0, dloss_N, valid, z_loss)
+        return stats_2N
     dtype = stat_dtype(logits_NV)
     logits_NV[:, valid:] = 0
-    loss_N = logits_NV.gather(1, labels_N[:, None])[:, 0].to(dtype).neg_()
+    stats_2N = torch.empty(2, logits_NV.shape[0], dtype=dtype, device=logits_NV.device)
+    stats_2N[1] = logits_NV.gather(1, labels_N[:, None])[:, 0]
     dloss_N1 = dloss_N.to(dtype)[:, None]
     for here, block, work in _blocks(logits_NV, valid, work=True):
         max_n = block.amax(1).to(dtype)
         sum_n = torch.sub(block, max_n[:, None], out=work).exp_().sum(1)
-        loss_N[here] += sum_n.log().add_(max_n)
-        work.mul_(dloss_N1[here] / sum_n[:, None]).scatter_add_(1, labels_N[here, None], -dloss_N1[here])
+        lse_n = torch.add(max_n, sum_n.log(), out=stats_2N[0, here])
+        dlse_n1 = _dlse(lse_n[:, None], dloss_N1[here], z_loss)
+        work.mul_(dlse_n1 / sum_n[:, None]).scatter_add_(1, labels_N[here, None], -dloss_N1[here])
         if work is not block:
             block.copy_(work)
-    return loss_N
+    return stats_2N

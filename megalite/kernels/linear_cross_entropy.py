@@ -1,13 +1,13 @@
 """Head matmul and cross entropy in chunks of tokens: the logits of one chunk exist, those of a micro-batch never.
 
-    l = x W^T;  loss = sum_n c_n (lse(l_n) - l_n[label_n]);   dl = c (softmax(l) - onehot)
+    l = x W^T;  loss = sum_n c_n (lse(l_n) - l_n[label_n]);   dl = c (softmax(l) - onehot)   (and z-loss)
     dx = dl W;  dW = dl^T x,  summed over chunks in fp32
 
-Both gradients are computed in forward, while a chunk's logits are there, and backward multiplies them by the scalar
-gradient of the loss. FLOPs 6 N D v, as with stored logits. Kept from forward to backward: dx, which takes the place
-of x, and dW [v, D] in fp32; a pipeline runs the backward of its last stage right after the forward, so there is
-one dW at a time (GPipe: one per micro-batch). Rejected: keep x and the lse and compute the logits again in backward,
-8 N D v, which bounds the head at 3/4 of the matmul rate; it would save only dW between the two.
+Both gradients are computed in forward, while a chunk's logits are there. FLOPs 6 N D v, as with stored logits. Kept
+from forward to backward: dx, which takes the place of x. Where forward is told what gradient the loss will get, dl is
+multiplied by it before it is rounded and dW is added to the flat gradient buffer at once; else dW [v, D] is kept too,
+in fp32, and backward multiplies both. Rejected: keep x and the lse and compute the logits again in backward, 8 N D v,
+which bounds the head at 3/4 of the matmul rate.
 
 Each chunk reads and writes dW once (8 D v bytes against 6 D v c FLOPs), so a chunk is as large as its bytes allow.
 nn/loss.py has the loop, because the vocabulary may be split over ranks.
@@ -31,22 +31,13 @@ def chunk_tokens(tokens: int, columns: int, dtype: torch.dtype, device: torch.de
     return -(-tokens // max(1, chunks))
 
 
-def add_outer_(dw_vD: Tensor, dlogits_Nv: Tensor, x_ND: Tensor, *, begin: bool) -> None:
-    """dW += dl^T x, or dW = dl^T x to begin with; dW in fp32 (fp64 for fp64) whatever the others are."""
-    if dw_vD.dtype == x_ND.dtype:
-        torch.addmm(dw_vD, dlogits_Nv.T, x_ND, beta=0 if begin else 1, out=dw_vD)
-    elif x_ND.is_cuda:  # cuBLAS adds in fp32 and never rounds in between
-        torch.addmm(  # type: ignore[call-overload]
-            dw_vD, dlogits_Nv.T, x_ND, out_dtype=dw_vD.dtype, beta=0 if begin else 1, out=dw_vD
-        )
-    else:
-        product_vD = dlogits_Nv.T @ x_ND
-        dw_vD.copy_(product_vD) if begin else dw_vD.add_(product_vD)
-
-
 def linear_cross_entropy_reference(
-    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, count_N: Tensor, vocab_size: int
+    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, count_N: Tensor, vocab_size: int, z_loss: float = 0.0
 ) -> Tensor:
-    """The definition: the sum of count * loss over the tokens, from logits in memory."""
+    """The definition: the sum of count * loss over the tokens, from logits in memory; with `z_loss`, [2]: that, and the
+    sum of count * z_loss * lse^2."""
     logits_NV = (x_ND @ weight_VD.T)[:, :vocab_size].to(torch.promote_types(x_ND.dtype, torch.float32))
-    return (torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none") * count_N).sum()
+    loss = (torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none") * count_N).sum()
+    if not z_loss:
+        return loss
+    return torch.stack([loss, z_loss * (logits_NV.logsumexp(1).square() * count_N).sum()])

@@ -41,6 +41,7 @@ class Batch:
     sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
     positions_SB: of each token for the position embedding; None: 0 .. S - 1. documents: kernels/attention.py.
     cache, to generate text: nn/cache.py. chosen_B, without labels: logits of this position of each sample alone.
+    loss_weight: what the loss's gradient will be in backward, where the loss may count on it (nn/loss.py).
     """
 
     tokens_SB: Tensor
@@ -52,6 +53,7 @@ class Batch:
     documents: Documents | None = None
     cache: KeyValueCache | None = None
     chosen_B: Tensor | None = None
+    loss_weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,20 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm, then the loss; without labels the logits over this rank's part of the vocabulary.
 
-    `word` is the tied weight, or None.
+    `word` is the tied weight, or None. `z_loss`: coefficient.
     """
 
-    def __init__(self, make: Maker, model: ModelConfig, spec: ParamSpec, word: nn.Parameter | None, vocab_size: int):
+    def __init__(
+        self,
+        make: Maker,
+        model: ModelConfig,
+        spec: ParamSpec,
+        word: nn.Parameter | None,
+        vocab_size: int,
+        z_loss: float,
+    ):
         super().__init__()
-        self.tp, self.vocab_size = make.mesh.tp, vocab_size
+        self.tp, self.vocab_size, self.z_loss = make.mesh.tp, vocab_size, z_loss
         self.norm = Norm(
             make, "final_norm", model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p
         )
@@ -143,7 +153,8 @@ class Head(nn.Module):
             return h_SBD[batch.chosen_B, samples_B].unsqueeze(0) @ self.weight.T
         if batch.labels_SB is None:
             return gather_linear(h_sBD, [self.weight], self.tp)[0]
-        return linear_cross_entropy(h_sBD, self.weight, batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
+        args = (batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
+        return linear_cross_entropy(h_sBD, self.weight, *args, z_loss=self.z_loss, promised=batch.loss_weight)
 
 
 class Stage(nn.Module):
@@ -164,6 +175,7 @@ class Stage(nn.Module):
         padded_vocab_size: int,
         dropout_seed: int,
         recompute: Recompute | None = None,
+        z_loss: float = 0.0,
     ):
         super().__init__()
         self.recompute = recompute or Recompute()
@@ -183,7 +195,7 @@ class Stage(nn.Module):
         if last:
             spec = word if tied else vocabulary_spec("head", *sizes, tied=False)
             shared = self.embedding.word if tied and self.embedding is not None else None
-            self.head = Head(make, model, spec, shared, vocab_size)
+            self.head = Head(make, model, spec, shared, vocab_size, z_loss)
         self.rope: tuple[Tensor, Tensor] | None = None
         if model.position_embedding_type == "rope" and not make.meta:
             scaling = None
@@ -199,7 +211,7 @@ class Stage(nn.Module):
             )
 
     def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
-        """Hidden states x_sBD; on the last stage the summed loss (or the logits when there are no labels)."""
+        """Hidden states x_sBD; on the last stage the summed loss (with a z-loss [2], both); or logits if no labels."""
         if self.embedding is not None:
             x_sBD: Tensor = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB)
         else:

@@ -6,11 +6,15 @@ tp arrives already split along the sequence: tokens_SB -> x_sBD, one reduce-scat
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from megalite.kernels.dropout import dropout, fold
-from megalite.nn.parameter import Maker
+from megalite.kernels.weight_grad import accumulate_rows_
+from megalite.nn.parameter import GradientSink, Maker, sink_of
 from megalite.parallel.comm import scatter_seq
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Normal, ParamSpec
@@ -23,6 +27,29 @@ def vocabulary_spec(name: str, padded: int, vocab_size: int, hidden_size: int, s
     the other end of the pipeline has the very spec of the embedding."""
     shape = (padded, hidden_size)
     return ParamSpec(name, shape, shards=((0, "tp"),), init=Normal(std), tied=tied, rows=vocab_size)
+
+
+class _Lookup(Function):
+    """Rows of a weight whose gradient goes to its sink: of [v, D], backward touches the rows that were looked up."""
+
+    @staticmethod
+    def forward(ctx: Any, index_SB: Tensor, weight_vD: Tensor, sink: GradientSink) -> Tensor:
+        ctx.sink = sink
+        ctx.save_for_backward(index_SB)
+        return F.embedding(index_SB, weight_vD)
+
+    @staticmethod
+    def backward(ctx: Any, dx_SBD: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        (index_SB,) = ctx.saved_tensors
+        grad_vD, begin = ctx.sink.open()
+        accumulate_rows_(grad_vD, index_SB.flatten(), dx_SBD.flatten(0, 1), begin=begin)
+        return None, None, None
+
+
+def look_up(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
+    """weight[index]: [S, B, D]."""
+    sink = sink_of(weight_vD)
+    return F.embedding(index_SB, weight_vD) if sink is None else _Lookup.apply(index_SB, weight_vD, sink)  # type: ignore[return-value]
 
 
 class Embedding(nn.Module):
@@ -41,11 +68,11 @@ class Embedding(nn.Module):
         tp = self.mesh.tp
         rows = self.word.shape[0]
         if tp.size == 1:
-            x_sBD = F.embedding(tokens_SB, self.word)
+            x_sBD = look_up(tokens_SB, self.word)
         else:
             local_SB = tokens_SB - rows * tp.rank
             elsewhere_SB = (local_SB < 0) | (local_SB >= rows)
-            x_SBD = F.embedding(local_SB.masked_fill(elsewhere_SB, 0), self.word)
+            x_SBD = look_up(local_SB.masked_fill(elsewhere_SB, 0), self.word)
             x_sBD = scatter_seq(x_SBD.masked_fill(elsewhere_SB.unsqueeze(-1), 0), tp)
         first = tp.rank * x_sBD.shape[0]
         if self.position is not None:
@@ -53,7 +80,7 @@ class Embedding(nn.Module):
             if positions_SB is None:
                 x_sBD = x_sBD + self.position[here].unsqueeze(1)
             else:
-                x_sBD = x_sBD + F.embedding(positions_SB[here], self.position)
+                x_sBD = x_sBD + look_up(positions_SB[here], self.position)
         if self.dropout_p and self.training:
             key = fold(self.seed, step, -1, SITE_EMBEDDING)
             x_sBD = dropout(x_sBD, self.dropout_p, key, sample_ids_B, first)

@@ -8,8 +8,9 @@ hides behind the matmul for dx, and the reduce-scatter of dx behind the matmuls 
 
     before   | gather x ||  dx = dy W  || scatter dx || dW = dy^T x |
     after    | gather x ............  |  scatter dx ..............  |
-             | dx = dy W              |  dW = dy^T x                |
+             | dx = dy W              |  dW += dy^T x               |
 
+dW is added to the weight's sum in the flat gradient buffer, if it has one, and autograd never sees it.
 The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored; where a
 kernel adds the bias too, u + bias is not stored either.
 Rejected: a differentiable gather before the matmul, which saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
@@ -25,6 +26,8 @@ from torch.autograd import Function
 
 from megalite.kernels.activation import ACTIVATIONS
 from megalite.kernels.dispatch import use_triton
+from megalite.kernels.weight_grad import accumulate_outer_
+from megalite.nn.parameter import GradientSink, sink_of
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
 
@@ -33,10 +36,20 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _weight_grad(weight: Tensor, sink: GradientSink | None, dy: Tensor, x_ND: Tensor) -> Tensor | None:
+    """dW = dy^T x: added to the sink, or given to autograd where there is none."""
+    if sink is None:
+        return (_rows(dy).T @ x_ND).view_as(weight)
+    grad, begin = sink.open()
+    accumulate_outer_(grad.view(-1, grad.shape[-1]), _rows(dy), x_ND, begin=begin)
+    return None
+
+
 class _GatherLinear(Function):
     @staticmethod
     def forward(ctx: Any, x_sBD: Tensor, tp: Axis, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.tp = tp
+        ctx.sinks = [sink_of(w) for w in weights]  # now: recompute saves other tensors than the parameters
         ctx.save_for_backward(x_sBD, *weights)
         x_SBD = start_all_gather(x_sBD, tp).wait()
         return tuple(x_SBD @ w.reshape(-1, w.shape[-1]).T for w in weights)
@@ -45,12 +58,12 @@ class _GatherLinear(Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_sBD, *weights = ctx.saved_tensors
         gathering = start_all_gather(x_sBD, ctx.tp)
-        dx_SBD = dys[0] @ _rows(weights[0])
+        dx_ND = _rows(dys[0]) @ _rows(weights[0])
         for dy, w in zip(dys[1:], weights[1:], strict=True):
-            dx_SBD += dy @ _rows(w)
-        scattering = start_reduce_scatter(dx_SBD, ctx.tp)
+            dx_ND.addmm_(_rows(dy), _rows(w))
+        scattering = start_reduce_scatter(dx_ND.view(*dys[0].shape[:-1], -1), ctx.tp)
         x_ND = _rows(gathering.wait())
-        dws = [(_rows(dy).T @ x_ND).view_as(w) for dy, w in zip(dys, weights, strict=True)]
+        dws = [_weight_grad(w, sink, dy, x_ND) for w, sink, dy in zip(weights, ctx.sinks, dys, strict=True)]
         return scattering.wait(), None, *dws
 
 
@@ -59,7 +72,7 @@ class _LinearScatter(Function):
     def forward(
         ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: str | None, bias: Tensor | None
     ) -> Tensor:
-        ctx.tp, ctx.activation = tp, activation
+        ctx.tp, ctx.activation, ctx.sink = tp, activation, sink_of(weight)
         added = () if bias is None else (bias,)
         ctx.save_for_backward(u_SBf, weight, *added)
         a_SBf = u_SBf if activation is None else ACTIVATIONS[activation].forward(u_SBf, *added)
@@ -72,7 +85,7 @@ class _LinearScatter(Function):
         a_SBf, du_SBf, dbias = u_SBf, dy_SBD @ weight, []
         if ctx.activation is not None:
             a_SBf, du_SBf, *dbias = ACTIVATIONS[ctx.activation].backward(u_SBf, du_SBf, *added)
-        dweight = _rows(dy_SBD).T @ _rows(a_SBf)
+        dweight = _weight_grad(weight, ctx.sink, dy_SBD, _rows(a_SBf))
         return du_SBf, dweight, None, None, dbias[0] if dbias else None
 
 

@@ -1,4 +1,5 @@
-"""Vocabulary-parallel head and cross entropy: the sum of -log softmax(x W^T)[label] over the tokens that count.
+"""Vocabulary-parallel head and cross entropy: the sum of -log softmax(x W^T)[label] over the tokens that count, and
+of the z-loss z * lse^2 (kernels/cross_entropy.py).
 
     x_sBD --gather--> x_ND | per chunk of tokens: logits_nv -> stats --gather--> dlogits_nv -> dx_nD, dW_vD += |
                            | dx_SBD --reduce-scatter--> dx_sBD
@@ -17,27 +18,38 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.cross_entropy import loss_and_grad_, shard_grad_, shard_stats
+from megalite.kernels.cross_entropy import shard_grad_, shard_stats, stats_and_grad_
 from megalite.kernels.dispatch import stat_dtype
-from megalite.kernels.linear_cross_entropy import add_outer_, chunk_tokens
+from megalite.kernels.linear_cross_entropy import chunk_tokens
+from megalite.kernels.weight_grad import accumulate_outer_
+from megalite.nn.parameter import sink_of
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
 
 
-def _chunk_loss_(
-    logits_nv: Tensor, labels_n: Tensor, count_n: Tensor, tp: Axis, vocab_size: int, grads: bool
-) -> Tensor:
-    """loss_n of a chunk; with `grads`, its logits become their gradients."""
+def _chunk_stats_(
+    logits_nv: Tensor, labels_n: Tensor, dloss_n: Tensor | None, tp: Axis, vocab_size: int, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """(lse_n, the labels' logits) of a chunk; with `dloss_n`, its logits become their gradients."""
     first = tp.rank * logits_nv.shape[1]
     valid = max(0, min(logits_nv.shape[1], vocab_size - first))
-    if grads and tp.size == 1:
-        return loss_and_grad_(logits_nv, labels_n, count_n, valid)
+    if dloss_n is not None and tp.size == 1:
+        lse_n, target_n = stats_and_grad_(logits_nv, labels_n, dloss_n, valid, z_loss)
+        return lse_n, target_n
     stats_1_2n = shard_stats(logits_nv, labels_n, first, valid).unsqueeze(0)
     stats_r2n = start_all_gather(stats_1_2n, tp).wait()
     lse_n = stats_r2n[:, 0].logsumexp(0)
-    if grads:
-        shard_grad_(logits_nv, lse_n, labels_n, first, count_n, valid)
-    return lse_n - stats_r2n[:, 1].sum(0)
+    if dloss_n is not None:
+        shard_grad_(logits_nv, lse_n, labels_n, first, dloss_n, valid, z_loss)
+    return lse_n, stats_r2n[:, 1].sum(0)
+
+
+def _require(same: Tensor, text: str) -> None:
+    """Raises RuntimeError unless all are true; on CUDA when the device gets there."""
+    if same.device.type != "cpu":
+        torch._assert_async(same.all(), text)  # pyright: ignore[reportPrivateImportUsage]
+    elif not same.all():
+        raise RuntimeError(text)
 
 
 class _LinearCrossEntropy(Function):
@@ -50,50 +62,82 @@ class _LinearCrossEntropy(Function):
         mask_SB: Tensor | None,
         tp: Axis,
         vocab_size: int,
+        z_loss: float,
+        promised: float | None,
         grads: bool,
     ) -> Tensor:
         x_SBD = start_all_gather(x_sBD, tp).wait()
         x_ND, labels_N = x_SBD.flatten(0, 1), labels_SB.flatten()
         n, v = x_ND.shape[0], weight_vD.shape[0]
         dtype = stat_dtype(x_ND)
-        loss_N = torch.empty(n, dtype=dtype, device=x_ND.device)
+        loss_N, lse_N = torch.empty(2, n, dtype=dtype, device=x_ND.device)
         count_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)
         size = chunk_tokens(n, v, x_ND.dtype, x_ND.device)
         space_nv = x_ND.new_empty(size, v)  # one for all chunks: fresh pages are dear on a CPU
+        dloss_N, scattering, sink = None, None, None
         if grads:
-            dx_SBD, dw_vD = x_SBD.new_empty(x_SBD.shape), torch.empty_like(weight_vD, dtype=dtype)
+            dloss_N = count_N if promised is None else count_N * promised
+            dx_SBD = x_SBD.new_empty(x_SBD.shape)
             dx_ND = dx_SBD.view_as(x_ND)
-        scattering = None
+            sink = None if promised is None else sink_of(weight_vD)
+            dw_vD, begin = (torch.empty_like(weight_vD, dtype=dtype), True) if sink is None else sink.open()
         for start in range(0, n, size):
             here = slice(start, min(start + size, n))
             x_nD = x_ND[here]
             logits_nv = torch.mm(x_nD, weight_vD.T, out=space_nv[: x_nD.shape[0]])
-            loss_N[here] = _chunk_loss_(logits_nv, labels_N[here], count_N[here], tp, vocab_size, grads)
+            dloss_n = None if dloss_N is None else dloss_N[here]
+            lse_N[here], target_n = _chunk_stats_(logits_nv, labels_N[here], dloss_n, tp, vocab_size, z_loss)
+            torch.sub(lse_N[here], target_n, out=loss_N[here])
             if grads:
                 torch.mm(logits_nv, weight_vD, out=dx_ND[here])
                 if here.stop == n:  # the sum over tp hides behind the last matmul
                     scattering = start_reduce_scatter(dx_SBD, tp)
-                add_outer_(dw_vD, logits_nv, x_nD, begin=start == 0)
+                accumulate_outer_(dw_vD, logits_nv, x_nD, begin=begin and start == 0)
         if scattering is not None:
-            ctx.save_for_backward(scattering.wait(), dw_vD)
-            ctx.dtype = weight_vD.dtype
-        return (loss_N * count_N).sum()
+            ctx.save_for_backward(scattering.wait(), None if sink is not None else dw_vD)
+            ctx.dtype, ctx.promised, ctx.spent = weight_vD.dtype, promised, False
+        loss = (loss_N * count_N).sum()
+        return torch.stack([loss, z_loss * (lse_N.square_() * count_N).sum()]) if z_loss else loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx_sBD, dw_vD = ctx.saved_tensors
+        nothing = (None,) * 7
+        dloss, *others = dloss.flatten()
+        for other in others:
+            _require(other == dloss, "the loss and its z-loss have different gradients; give both the same")
+        if ctx.promised is not None:
+            if ctx.spent:
+                raise RuntimeError("linear_cross_entropy: a second backward; its gradients were given out by the first")
+            ctx.spent = True
+            text = f"the loss's gradient is not {ctx.promised}, which was promised; promise what backward will get"
+            _require(dloss == dloss.new_full((), ctx.promised), text)
+            return dx_sBD, None if dw_vD is None else dw_vD.to(ctx.dtype), *nothing
         # in place: a second backward is refused by autograd, which sees that saved tensors have changed
         dw_vD = dw_vD.mul_(dloss) if dw_vD.dtype == ctx.dtype else torch.mul(dw_vD, dloss).to(ctx.dtype)
-        return dx_sBD.mul_(dloss), dw_vD, None, None, None, None, None
+        return dx_sBD.mul_(dloss), dw_vD, *nothing
 
 
 def linear_cross_entropy(
-    x_sBD: Tensor, weight_vD: Tensor, labels_SB: Tensor, mask_SB: Tensor | None, tp: Axis, vocab_size: int
+    x_sBD: Tensor,
+    weight_vD: Tensor,
+    labels_SB: Tensor,
+    mask_SB: Tensor | None,
+    tp: Axis,
+    vocab_size: int,
+    *,
+    z_loss: float = 0.0,
+    promised: float | None = None,
 ) -> Tensor:
-    """Sum over the tokens of mask * loss, in nats: a scalar in fp32 (fp64 for fp64), the same on every tp rank.
+    """Sum over the tokens of mask * loss, in nats: a scalar in fp32 (fp64 for fp64), the same on every tp rank; with a
+    `z_loss`, [2]: that sum and the z-loss's, whose gradients must be the same.
 
     x_sBD: this rank's positions; weight_vD: its rows of the head; labels_SB and mask_SB: all positions, mask None: all
     count. Without grad mode nothing but the loss is computed. The gradients are ready after forward; one backward.
+
+    promised: the gradient that the result will get in backward, where that is known. Then dW is in the weight's sink
+    (nn/parameter.py), if it has one, when forward is done: so backward has to follow in the same step, and forward may
+    not be run again for it (recompute). Backward raises RuntimeError if it is given another gradient.
     """
-    args = (labels_SB, mask_SB, tp, vocab_size, torch.is_grad_enabled())
+    args = (labels_SB, mask_SB, tp, vocab_size, z_loss, promised, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_sBD, weight_vD, *args)  # type: ignore[return-value]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.rng import initialize_
@@ -38,6 +39,21 @@ class Maker:
 def spec_of(parameter: nn.Parameter) -> ParamSpec:
     """The spec that `Maker` attached."""
     return parameter.spec  # type: ignore[attr-defined]
+
+
+class GradientSink(Protocol):
+    """Where a parameter's gradients are added up outside of autograd (optim/buffer.py)."""
+
+    def open(self) -> tuple[Tensor, bool]:
+        """The sum so far, of the parameter's shape, to be added to at once; and whether it holds nothing yet, so that
+        it must be written over. Raises RuntimeError if it was reduced already."""
+        ...
+
+
+def sink_of(parameter: Tensor) -> GradientSink | None:
+    """Where its gradients go, or None: to autograd. A function that adds to it in backward returns None for the
+    parameter, and autograd still tells the sink when all uses of the parameter are done."""
+    return getattr(parameter, "sink", None)
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:

@@ -6,21 +6,27 @@
     all-gather over dp                                                | bucket 1 | bucket 0      one per bucket and step
     next forward                                                        layer 1  | layer 2 ...
 
-A post-accumulate hook adds each gradient into its fp32 view and drops it. The pipeline says which backward of a
-chunk is the last. A full bucket waits for those before it, so every rank runs its collectives in one order, even
-where ranks get gradients for different parameters. Gradients are sums: tokens, loss scale and clipping are one
-factor in the optimizer. The extra sums (over tp, over the pipeline's ends) run on the dp shard: 1/dp of the bytes.
+A matrix's gradient is added into its fp32 view by the matmul that computes it (`parameter.sink`, nn/linear.py); what
+autograd accumulates itself, a hook adds and drops. The hook is on the parameter's node of the graph, which runs once
+per backward, after all uses of the parameter and also if autograd saw no gradient: so it tells that the parameter is
+done. A step's first gradient writes over the last step's; what gets none is zeroed when its bucket is reduced. The
+pipeline says which backward of a chunk is the last. A full bucket waits for those before it, so every rank runs its
+collectives in one order, even where ranks get gradients for different parameters. Gradients are sums: tokens, loss
+scale and clipping are one factor in the optimizer. The extra sums (over tp, over the pipeline's ends) run on the dp
+shard: 1/dp of the bytes.
 Rejected: hooks that count backward passes to find the last one; they break when a micro-batch skips a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from megalite.optim.layout import Bucket, Entry, Layout, lay_out
 from megalite.parallel.comm import all_gather_flat, all_reduce_, reduce_scatter_flat, reduce_scatter_is_native
@@ -33,6 +39,39 @@ GATHERS_AHEAD = 2
 def main_dtype(weights: torch.dtype) -> torch.dtype:
     """What gradients, main weights and states are kept in."""
     return torch.float64 if weights == torch.float64 else torch.float32
+
+
+class Sink:
+    """The view of one parameter's gradient, [its shape] (nn/parameter.py, GradientSink)."""
+
+    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reducing: dict[int, Any], begun: set[int]):
+        """`slot`: its bucket and its entry. `reducing`, `begun`: the buffer's own, of all buckets and entries."""
+        self._name, self._grad, self._slot, self._reducing, self._begun = name, grad, slot, reducing, begun
+
+    def open(self) -> tuple[Tensor, bool]:
+        bucket, entry = self._slot
+        if bucket in self._reducing:
+            raise RuntimeError(
+                f"{self._name}: a gradient came after its bucket was reduced; arm only the last backward"
+            )
+        begin = entry not in self._begun
+        self._begun.add(entry)
+        return self._grad, begin
+
+
+def _lander(owner: weakref.ref[ParamBuffer], p: nn.Parameter, b: int, entry: int) -> Callable[..., None]:
+    """The hook on a parameter's node. `owner` is weak: Python does not see through a node, to free a cycle of them."""
+
+    def land(*_: Any) -> None:
+        if p.grad is not None:
+            grad, begin = p.sink.open()  # type: ignore[attr-defined]
+            grad.copy_(p.grad) if begin else grad.add_(p.grad)
+            p.grad = None
+        buffer = owner()
+        if buffer is not None:
+            buffer._landed(b, entry)
+
+    return land
 
 
 class ParamBuffer:
@@ -71,6 +110,9 @@ class ParamBuffer:
         self.weights = torch.zeros(self.layout.size, dtype=dtype, device=mesh.device)
         self._waiting: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
         self._reducing: dict[int, Any] = {}
+        self._begun: set[int] = set()  # entries whose gradient is of this step; all else is left from the last
+        self.sinks: dict[str, Sink] = {}
+        self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
         self._to_gather: list[int] = []  # in the order in which every rank starts them
         self._gathering: dict[int, Any] = {}
         bucket_of: dict[int, int] = {}
@@ -87,25 +129,16 @@ class ParamBuffer:
             for slot in bucket.slots:
                 _, p = parameters[slot.entry]
                 grad = self.grads[slot.start : slot.stop].view_as(p)
-                p.register_post_accumulate_grad_hook(self._adder(grad, b, slot.entry))
+                name = self.layout.entries[slot.entry].spec.name
+                self.sinks[name] = Sink(name, grad, (b, slot.entry), self._reducing, self._begun)
+                p.sink = self.sinks[name]  # type: ignore[attr-defined]
+                node = get_gradient_edge(p).node
+                node.register_hook(_lander(weakref.ref(self), p, b, slot.entry))
+                self._nodes.append(node)
         for module in (m for chunk in chunks for m in chunk.modules()):
             needs = sorted({bucket_of[id(p)] for p in module.parameters(recurse=False)})
             if needs and shard and mesh.dp.size > 1:
                 module.register_forward_pre_hook(self._waiter(needs))
-
-    def _adder(self, grad: Tensor, b: int, entry: int) -> Any:
-        def add(p: Tensor) -> None:
-            assert p.grad is not None
-            if b in self._reducing:
-                name = self.layout.entries[entry].spec.name
-                raise RuntimeError(f"{name}: a gradient came after its bucket was reduced; arm only the last backward")
-            grad.add_(p.grad)
-            p.grad = None
-            if b in self._waiting:
-                self._waiting[b].discard(entry)
-                self._start_full()
-
-        return add
 
     def _waiter(self, needs: list[int]) -> Any:
         def wait(module: nn.Module, args: Any) -> None:
@@ -117,7 +150,8 @@ class ParamBuffer:
     # ---- gradients
 
     def zero_grad(self) -> None:
-        self.grads.zero_()
+        """Begin a step. `grads` holds zeros for what gets no gradient once it is reduced, not before."""
+        self._begun.clear()
 
     def on_last_backward(self, chunk: int) -> None:
         """The next backward of `chunk` is its last in this step: reduce each bucket when its last gradient lands."""
@@ -126,6 +160,11 @@ class ParamBuffer:
         for b, bucket in enumerate(self.layout.buckets):
             if bucket.chunk == chunk:
                 self._waiting[b] = {slot.entry for slot in bucket.slots}
+
+    def _landed(self, b: int, entry: int) -> None:
+        if b in self._waiting:
+            self._waiting[b].discard(entry)
+            self._start_full()
 
     def _start_full(self) -> None:
         """Reduce the full buckets at the head of the queue. One behind a bucket that is not full waits: dp ranks
@@ -138,6 +177,10 @@ class ParamBuffer:
 
     def _start_reduce(self, b: int) -> None:
         bucket, dp = self.layout.buckets[b], self.mesh.dp
+        for slot in bucket.slots:
+            if slot.entry not in self._begun:
+                self.grads[slot.start : slot.stop] = 0
+                self._begun.add(slot.entry)
         self._reducing[b] = None
         if dp.group is None:
             return

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,34 +71,36 @@ class Pipeline:
         self.timeline: list[Timed] | None = None  # set to [] to record the next step
 
     def step(self, batches: Sequence[Any], loss_weight: float) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of their losses (zero but on the last stage).
+        """Forward and backward of all micro-batches; the sums of their losses and of what is added to them (z-loss):
+        [2], zero but on the last stage.
 
-        The gradient is that of loss_weight * sum of losses.
+        The gradient is that of loss_weight * sum of all.
         """
         return self._run(plan(self.schedule, self.mesh.pp.size, len(batches), len(self.stages)), batches, loss_weight)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any]) -> Tensor:
-        """Forward only, in evaluation mode; the sum of the losses (zero but on the last stage)."""
+        """Forward only, in evaluation mode; the sum of the losses alone (zero but on the last stage)."""
         for stage in self.stages:
             stage.eval()
         try:
             rows = plan("forward", self.mesh.pp.size, len(batches), len(self.stages))
-            return self._run(rows, batches, None)
+            return self._run(rows, batches, None)[0]
         finally:
             for stage in self.stages:
                 stage.train()
 
     def _run(self, rows: Sequence[Sequence[Action]], batches: Sequence[Any], weight: float | None) -> Tensor:
         mesh, flight = self.mesh, _Flight()
-        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         left = [len(batches)] * len(self.stages)  # backwards to go, per chunk
         begin = time.perf_counter()
         for action in rows[mesh.pp.rank]:
             start = self._now(begin)
             key, chunk = (action.stage, action.microbatch), action.stage // mesh.pp.size
             if action.op is Op.F:
-                total += self._forward(flight, key, chunk, batches[action.microbatch], keep=weight is not None)
+                losses = self._forward(flight, key, chunk, batches[action.microbatch], weight)
+                total[: len(losses)] += losses
             elif action.op is Op.B:
                 assert weight is not None
                 if left[chunk] == 1:
@@ -120,27 +122,30 @@ class Pipeline:
             work.wait()
         return total
 
-    def _forward(self, flight: _Flight, key: Key, chunk: int, batch: Any, keep: bool) -> Tensor:
-        stage, _ = key
+    def _forward(self, flight: _Flight, key: Key, chunk: int, batch: Any, weight: float | None) -> Tensor:
+        (stage, _), keep = key, weight is not None
         x = None
         if stage > 0:
             x, work = flight.coming.pop((Op.RECV_F, *key))
             work.wait()
             if keep:
                 flight.inputs[key] = x.requires_grad_()
-        y = self.stages[chunk](x, batch)
+        # the loss is told its gradient now: it computes its own gradients in forward (nn/loss.py)
+        y = self.stages[chunk](x, replace(batch, loss_weight=weight))
         if keep:
             flight.edges[key] = y if stage == self.num_stages - 1 else get_gradient_edge(y)
         if stage == self.num_stages - 1:
-            return y.detach().double()
+            return y.detach().double().reshape(-1)
         flight.ready[key] = y.detach()
-        return y.new_zeros((), dtype=torch.float64)
+        return y.new_empty(0, dtype=torch.float64)
 
     def _backward(self, flight: _Flight, key: Key, weight: float) -> None:
         stage, _ = key
         edge = flight.edges.pop(key)
         if stage == self.num_stages - 1:
-            torch.autograd.backward(edge, edge.new_full((), weight))  # filled on the device: a copy would wait for it
+            torch.autograd.backward(
+                edge, torch.full_like(edge, weight)
+            )  # filled on the device: a copy would wait for it
         else:
             grad, work = flight.coming.pop((Op.RECV_B, *key))
             work.wait()

@@ -179,6 +179,7 @@ def summarise(run: Run, since: list[StepResult]) -> Interval:
         consumed_tokens=run.state.consumed_tokens,
         batch_size=last.batch_size,
         loss=sum(r.loss for r in used) / len(used) if used else None,
+        z_loss=sum(r.z_loss for r in used) / len(used) or None if used else None,  # one that is on is never 0
         lr=last.lr,
         grad_norm=last.grad_norm,
         loss_scale=run.loss_scaler.scale,

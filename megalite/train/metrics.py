@@ -42,6 +42,7 @@ class Interval:
     memory_gib: float
     memory_limit_gib: float
     reserved_gib: float | None = None  # by the CUDA allocator
+    z_loss: float | None = None  # what is added to the loss, which does not hold it
     nan: int = 0
 
 
@@ -84,6 +85,7 @@ def perplexity(loss: float) -> float:
 def megalite_line(i: Interval, speed: Speed, now: datetime.datetime) -> str:
     tokens, tflops, mfu = speed.tokens_per_s(i), speed.tflops(i), speed.mfu(i)
     loss = "n/a" if i.loss is None else f"{i.loss:.4f}"
+    loss += "" if i.z_loss is None else f"  z-loss {i.z_loss:.2e}"
     scale = f"  scale {i.loss_scale:.0f}" if i.loss_scale != 1.0 else ""
     rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
     share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
@@ -106,6 +108,7 @@ def megatron_line(i: Interval, speed: Speed, now: datetime.datetime, throughput:
         f" learning rate: {i.lr:.6E} |",
         f" global batch size: {i.batch_size:5d} |",
         "" if i.loss is None else f" lm loss: {i.loss:.6E} |",
+        "" if i.z_loss is None else f" z_loss: {i.z_loss:.6E} |",
         f" loss scale: {i.loss_scale:.1f} |",
         f" grad norm: {i.grad_norm:.3f} |",
         f" number of skipped iterations: {i.skipped:3d} |",
@@ -208,11 +211,14 @@ class Reporter:
         }
         if i.reserved_gib is not None:
             row["mem/max_reserved_gib"] = i.reserved_gib
+        if i.z_loss is not None:
+            row["train/z_loss"] = i.z_loss
         self._row(i.step, i.consumed_tokens, row)
         tags = {
             "learning-rate": i.lr,
             "batch-size": i.batch_size,
             "lm loss": i.loss,
+            "z_loss": i.z_loss,
             "loss-scale": i.loss_scale,
             "grad-norm": i.grad_norm,
         }

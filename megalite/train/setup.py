@@ -162,6 +162,7 @@ def build_stages(config: Config, mesh: Mesh, vocab_size: int, dtype: torch.dtype
             padded_vocab_size=padded,
             dropout_seed=t.seed,
             recompute=recompute,
+            z_loss=t.z_loss_coeff,
         )
         for s in range(mesh.pp.rank, len(layers), mesh.pp.size)
     ]

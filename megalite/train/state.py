@@ -51,6 +51,7 @@ class StepResult:
     stop: bool
     data_s: float
     step_s: float
+    z_loss: float = 0.0  # what was added to the loss
 
 
 @dataclass(frozen=True)

@@ -29,17 +29,19 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
     nominal = size * run.seq_length  # tokens, were none masked: keeps the gradients' size in the range of the dtype
 
     run.buffer.zero_grad()
-    loss = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
+    losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
     run.buffer.finish()
 
     speaks = mesh.pp.is_last and mesh.tp.is_first  # one voice per data-parallel rank for what is replicated
-    mine = torch.zeros(4, dtype=torch.float64, device=mesh.device)
+    mine = torch.zeros(5, dtype=torch.float64, device=mesh.device)
     mine[0] = run.optimizer.local_norm_sq()
     if speaks:
-        mine[1] = loss
+        mine[1], mine[4] = losses
         mine[2:3] = float(sum(host.counted_tokens for host in hosts))  # a slice is filled; mine[2] = x would wait
     mine[3:4] = float(want_stop)
-    norm_sq, loss_sum, tokens, stop = all_reduce_(mine, mesh.world).tolist()  # the step's one sync with the device
+    norm_sq, loss_sum, tokens, stop, z_sum = all_reduce_(
+        mine, mesh.world
+    ).tolist()  # the step's one sync with the device
 
     unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
     grad_norm = norm_sq**0.5 * unscale
@@ -67,4 +69,5 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
         stop=stop > 0,
         data_s=data_s,
         step_s=time.perf_counter() - begin,
+        z_loss=z_sum / tokens if tokens else 0.0,
     )

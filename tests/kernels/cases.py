@@ -114,11 +114,11 @@ def numbered(*shapes: tuple[int, ...]) -> Make:
 
 
 class _Sliced(torch.autograd.Function):
-    """Cross entropy of logits_NV in two slices, as two tp ranks have them; `halves`: stats, gradient."""
+    """Cross entropy of logits_NV in two slices, as two tp ranks have them, with a z-loss; `halves`: stats, gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, halves: tuple[Callable[..., Tensor], ...], logits: Tensor, labels: Tensor, vocab: int
+        ctx: Any, halves: tuple[Callable[..., Tensor], ...], logits: Tensor, labels: Tensor, vocab: int, z_loss: float
     ) -> Tensor:
         cut = logits.shape[1] * 2 // 3
         ctx.halves, ctx.parts = (
@@ -126,19 +126,20 @@ class _Sliced(torch.autograd.Function):
             ((logits[:, :cut], 0, min(cut, vocab)), (logits[:, cut:], cut, max(0, vocab - cut))),
         )
         stats = torch.stack([halves[0](part, labels, first, valid) for part, first, valid in ctx.parts])
-        ctx.lse, ctx.labels = stats[:, 0].logsumexp(0), labels
-        return ctx.lse - stats[:, 1].sum(0)
+        ctx.lse, ctx.labels, ctx.z_loss = stats[:, 0].logsumexp(0), labels, z_loss
+        return ctx.lse - stats[:, 1].sum(0) + z_loss * ctx.lse.square()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         grads = [
-            ctx.halves[1](part.clone(), ctx.lse, ctx.labels, first, dloss, valid) for part, first, valid in ctx.parts
+            ctx.halves[1](part.clone(), ctx.lse, ctx.labels, first, dloss, valid, ctx.z_loss)
+            for part, first, valid in ctx.parts
         ]
-        return None, torch.cat(grads, 1), None, None
+        return None, torch.cat(grads, 1), None, None, None
 
 
-def sliced(*halves: Callable[..., Tensor], padding: int) -> Callable[..., Tensor]:
-    return lambda logits, labels: _Sliced.apply(halves, logits, labels, logits.shape[1] - padding)
+def sliced(*halves: Callable[..., Tensor], padding: int, z_loss: float = 0.0) -> Callable[..., Tensor]:
+    return lambda logits, labels: _Sliced.apply(halves, logits, labels, logits.shape[1] - padding, z_loss)
 
 
 def labelled(rows: int, columns: int, vocab: int) -> Make:
@@ -252,6 +253,11 @@ OPS: dict[str, Op] = {
         sliced(shard_stats, shard_grad_, padding=6),
         sliced(shard_stats_reference, shard_grad_reference_, padding=6),
         (labelled(4, 8, 2), labelled(2, 100, 94)),  # the first one: nothing valid in the second slice
+    ),
+    "cross_entropy with z-loss": Op(
+        sliced(shard_stats, shard_grad_, padding=6, z_loss=0.05),
+        sliced(shard_stats_reference, shard_grad_reference_, padding=6, z_loss=0.05),
+        (labelled(4, 8, 2), labelled(5, 100, 94), labelled(2, 9001, 8995)),
     ),
     "dropout": Op(
         lambda x, ids: dropout(x, 0.25, KEY, ids, 3),

@@ -30,20 +30,29 @@ def inputs(s: int, b: int, d: int, padded: int, vocab: int, dtype: torch.dtype) 
 
 
 def grads_of(loss: Tensor, x: Tensor, w: Tensor) -> Result:
-    loss.backward(torch.tensor(SCALE, dtype=loss.dtype))
+    loss.backward(torch.full_like(loss, SCALE))
     assert x.grad is not None and w.grad is not None
     return loss.detach(), x.grad, w.grad
 
 
-def definition(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int) -> Result:
+def definition(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int, z_loss: float = 0.0) -> Result:
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     count = torch.ones(labels.shape) if mask is None else mask
-    return grads_of(linear_cross_entropy_reference(x.flatten(0, 1), w, labels.flatten(), count.flatten(), vocab), x, w)
+    given = (x.flatten(0, 1), w, labels.flatten(), count.flatten(), vocab, z_loss)
+    return grads_of(linear_cross_entropy_reference(*given), x, w)
 
 
-def in_chunks(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int) -> Result:
+def in_chunks(
+    x: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    vocab: int,
+    z_loss: float = 0.0,
+    promised: float | None = None,
+) -> Result:
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    return grads_of(linear_cross_entropy(x, w, labels, mask, TP, vocab), x, w)
+    return grads_of(linear_cross_entropy(x, w, labels, mask, TP, vocab, z_loss=z_loss, promised=promised), x, w)
 
 
 def small(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int) -> None:
@@ -56,30 +65,39 @@ def small(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int)
 @pytest.mark.parametrize("sizes", [(7, 3, 5, 16, 11), (4, 1, 8, 8, 8), (1, 1, 3, 5, 2), (33, 2, 6, 64, 61)])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("tokens", [5, 1000])
+@pytest.mark.parametrize(("z_loss", "promised"), [(0.0, None), (0.03, None), (0.0, SCALE), (0.03, SCALE)])
 def test_equals_the_definition(
-    sizes: tuple[int, ...], masked: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...],
+    masked: bool,
+    tokens: int,
+    z_loss: float,
+    promised: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     s, b, d, padded, vocab = sizes
     small(monkeypatch, tokens, 2, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     m = mask if masked else None
-    got, want = in_chunks(x, w, labels, m, vocab), definition(x, w, labels, m, vocab)
+    got, want = in_chunks(x, w, labels, m, vocab, z_loss, promised), definition(x, w, labels, m, vocab, z_loss)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert not got[2][vocab:].any()
     with torch.no_grad():
-        loss = linear_cross_entropy(x, w, labels, m, TP, vocab)
+        loss = linear_cross_entropy(x, w, labels, m, TP, vocab, z_loss=z_loss)
     torch.testing.assert_close(loss, want[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_at_most_twice_that_of_plain_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("promised", [None, SCALE])
+@pytest.mark.parametrize("z_loss", [0.0, 0.03])
+def test_error_is_at_most_twice_that_of_plain_torch(
+    dtype: torch.dtype, promised: float | None, z_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     s, b, d, padded, vocab = 37, 2, 24, 128, 121
     small(monkeypatch, 20, 3, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, dtype)
-    exact = definition(x.double(), w.double(), labels, mask, vocab)
-    for got, plain, want in zip(
-        in_chunks(x, w, labels, mask, vocab), definition(x, w, labels, mask, vocab), exact, strict=True
-    ):
+    exact = definition(x.double(), w.double(), labels, mask, vocab, z_loss)
+    chunked = in_chunks(x, w, labels, mask, vocab, z_loss, promised)
+    for got, plain, want in zip(chunked, definition(x, w, labels, mask, vocab, z_loss), exact, strict=True):
         assert got.dtype == plain.dtype
         floor = torch.finfo(got.dtype).eps * want.abs().max()
         assert (got.double() - want).abs().max() <= 2 * max((plain.double() - want).abs().max(), floor)
@@ -148,24 +166,31 @@ def test_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest == 32 * vocab < s * b * vocab
 
 
-def _on_ranks(tp: int, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[list[float], list[float], list[float]]:
+def test_a_loss_and_its_z_loss_have_one_gradient() -> None:
+    x, w, labels, _ = inputs(4, 1, 8, 8, 8, torch.float32)
+    losses = linear_cross_entropy(x.requires_grad_(), w, labels, None, TP, 8, z_loss=0.1)
+    with pytest.raises(RuntimeError, match="different gradients"):
+        losses[0].backward()
+
+
+def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> tuple[list[float], list[float], list[float]]:
     s, b, d, padded, vocab = sizes
     mesh = build_mesh(tp=tp, pp=1, device=torch.device("cpu"))
     chunks.MIN_TOKENS, chunks.CHUNK_BYTES = 5, {"cpu": 1}
-    x, w, labels, mask = inputs(s, b, d, padded, vocab, dtype)
+    x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     x, w = (t.chunk(tp)[mesh.tp.rank].clone().requires_grad_() for t in (x, w))
-    loss, dx, dw = grads_of(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab), x, w)
+    loss, dx, dw = grads_of(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss), x, w)
     with torch.no_grad():
-        assert torch.equal(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab), loss)
+        assert torch.equal(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss), loss)
     return loss.double().tolist(), dx.double().tolist(), dw.double().tolist()
 
 
-@pytest.mark.parametrize("tp,padded,vocab", [(2, 16, 11), (2, 16, 7), (4, 32, 15)])
-def test_vocabulary_over_ranks(tp: int, padded: int, vocab: int) -> None:
+@pytest.mark.parametrize("tp,padded,vocab,z_loss", [(2, 16, 11, 0.0), (2, 16, 7, 0.03), (4, 32, 15, 0.03)])
+def test_vocabulary_over_ranks(tp: int, padded: int, vocab: int, z_loss: float) -> None:
     """Also where the last ranks have nothing but padding."""
     sizes = (8, 3, 5, padded, vocab)
-    want = definition(*inputs(*sizes, torch.float64), vocab)
-    parts = run_ranks(tp, _on_ranks, tp, sizes, torch.float64)
+    want = definition(*inputs(*sizes, torch.float64), vocab, z_loss)
+    parts = run_ranks(tp, _on_ranks, tp, sizes, z_loss)
     for loss, _, _ in parts:
         assert loss == parts[0][0]
     got = [torch.cat([torch.tensor(p[i], dtype=torch.float64) for p in parts]) for i in (1, 2)]

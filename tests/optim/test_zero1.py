@@ -89,7 +89,8 @@ def _step(optimizer: Zero1, step: int) -> float:
         for slot in bucket.slots:
             spec = buffer.layout.entries[slot.entry].spec
             part = _local(_values(100 + step)[spec.name], spec, mesh)
-            buffer.grads[slot.start : slot.stop] = part.flatten() / summands
+            grad, _ = buffer.sinks[spec.name].open()
+            grad.copy_(part / summands)
     buffer.finish()
     norm_sq = float(all_reduce_(optimizer.local_norm_sq(), mesh.world))
     optimizer.step(lr=LR, weight_decay=DECAY, scale=SCALE)

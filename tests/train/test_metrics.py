@@ -55,6 +55,8 @@ def test_megatrons_line_to_the_letter() -> None:
         " learning rate: 1.500000E-04 | global batch size:   256 | lm loss: 7.654321E+00 | loss scale: 1.0 |"
         " grad norm: 1.235 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
+    line = megatron_line(replace(SEEN, z_loss=0.00123), SPEED, NOW, throughput=False)
+    assert " | lm loss: 7.654321E+00 | z_loss: 1.230000E-03 | loss scale: 1.0 |" in line
     line = megatron_line(replace(SEEN, loss=None, skipped=3, nan=2, loss_scale=2.0**16), SPEED, NOW, throughput=False)
     assert "throughput" not in line and "lm loss" not in line
     assert line.endswith(

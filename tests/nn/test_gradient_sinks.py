@@ -1,0 +1,184 @@
+"""A model whose parameters live in a flat buffer gets the gradients that autograd gives, without their temporaries."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite import cli
+from megalite.models.families import PRESETS
+from megalite.models.gpt import Batch, Stage
+from megalite.nn.parameter import named_specs
+from megalite.optim.buffer import ParamBuffer
+from megalite.parallel.mesh import Mesh
+from megalite.train.setup import build_stages
+
+S, B, VOCAB = 8, 2, 61
+WEIGHT = 2.0**-6  # a power of two: multiplying by it rounds nothing, wherever it is done
+COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
+ --micro-batch-size {B} --train-iters 1 --lr 1 --mock-data --hidden-dropout 0 --attention-dropout 0
+ --vocab-size {VOCAB} --make-vocab-size-divisible-by 8"""
+GPT = ""
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
+FULL = "--recompute-granularity full --recompute-method uniform"
+
+
+def stage(flags: str, dtype: torch.dtype) -> Stage:
+    config, _ = cli.read([*COMMON.split(), *flags.split()], PRESETS)
+    return build_stages(config, Mesh.alone(), VOCAB, dtype)[0]
+
+
+def batch(seed: int, promised: float | None) -> Batch:
+    """Every token at most once: a repeated one is added in another order than by autograd."""
+    tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[: S * B].view(S, B)
+    return Batch(tokens, tokens.roll(-1), None, torch.arange(B), 1, loss_weight=promised)
+
+
+def by_autograd(flags: str, dtype: torch.dtype, seeds: tuple[int, ...]) -> dict[str, Tensor]:
+    """What a hook that adds each `.grad` to an fp32 sum gets."""
+    model = stage(flags, dtype)
+    sums: dict[str, Tensor] = {}
+    for seed in seeds:
+        model(None, batch(seed, None)).backward(torch.tensor(WEIGHT, dtype=torch.promote_types(dtype, torch.float32)))
+        for spec, p in named_specs(model):
+            assert p.grad is not None
+            grad = p.grad.to(torch.promote_types(dtype, torch.float32))
+            sums[spec.name] = sums[spec.name] + grad if spec.name in sums else grad
+            p.grad = None
+    return sums
+
+
+def backward(model: Stage, seed: int, promised: float | None = WEIGHT, given: float = WEIGHT) -> None:
+    loss = model(None, batch(seed, promised))
+    loss.backward(loss.new_full((), given))
+
+
+def in_buffer(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], promised: float | None) -> dict[str, Tensor]:
+    model = stage(flags, dtype)
+    buffer = ParamBuffer([model], Mesh.alone(), bucket_size=3000)
+    buffer.grads.fill_(torch.nan)  # a step before: nothing of it may be left
+    buffer.zero_grad()
+    for seed in seeds:
+        if seed == seeds[-1]:
+            buffer.on_last_backward(0)
+        backward(model, seed, promised)
+    buffer.finish()
+    assert all(p.grad is None for p in model.parameters())
+    return {name: sink.open()[0] for name, sink in buffer.sinks.items()}
+
+
+@pytest.mark.parametrize("promised", [WEIGHT, None], ids=["promised", "not"])
+@pytest.mark.parametrize(
+    "flags", [GPT, LLAMA, f"{GPT} {FULL}", f"{LLAMA} {FULL}"], ids=["gpt", "llama", "gpt full", "llama full"]
+)
+def test_fp64_to_the_last_bit(flags: str, promised: float | None) -> None:
+    want, got = by_autograd(flags, torch.float64, (1,)), in_buffer(flags, torch.float64, (1,), promised)
+    assert want.keys() == got.keys()
+    for name in want:
+        assert torch.equal(want[name], got[name]), name
+
+
+@pytest.mark.parametrize("flags", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_sums_of_micro_batches(flags: str) -> None:
+    seeds = (1, 2, 3)
+    want, got = by_autograd(flags, torch.float64, seeds), in_buffer(flags, torch.float64, seeds, WEIGHT)
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-16)
+
+
+@pytest.mark.parametrize("flags", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_bf16_is_as_near_to_fp64_as_through_autograd(flags: str) -> None:
+    seeds = (1, 2, 3, 4)
+    exact = by_autograd(flags, torch.float64, seeds)
+    through, got = by_autograd(flags, torch.bfloat16, seeds), in_buffer(flags, torch.bfloat16, seeds, WEIGHT)
+
+    def error(grads: dict[str, Tensor]) -> float:
+        return sum(float((g.double() - exact[n]).square().sum()) for n, g in grads.items()) ** 0.5
+
+    assert all(g.dtype == torch.float32 for g in got.values())
+    assert error(got) <= 1.02 * error(through)
+
+
+class Writes(TorchDispatchMode):
+    """Elements of each result of an operation that is new memory, and the operations that wrote to `watched`."""
+
+    def __init__(self, watched: Tensor):
+        super().__init__()
+        self.watched, self.new, self.into = watched.untyped_storage(), [0], [""]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            if func._schema.is_mutable and out.untyped_storage().data_ptr() == self.watched.data_ptr():
+                self.into.append(f"{func.overloadpacket.__name__} {out.numel()}")
+            elif out.untyped_storage().data_ptr() not in known:
+                self.new.append(out.numel())
+        return out
+
+
+def test_each_matrix_is_written_once_and_no_temporary_has_its_size() -> None:
+    """Per micro-batch: one operation per matrix. Four tokens: then no activation is as large as a matrix."""
+    model = stage(LLAMA, torch.float32)
+    buffer = ParamBuffer([model], Mesh.alone())
+    matrices = {spec.name: p.numel() for spec, p in named_specs(model) if p.dim() > 1}
+    tokens = torch.tensor([[3], [1], [4], [1]])
+    for first in (True, False):
+        writes = Writes(buffer.grads)
+        with writes:
+            loss = model(None, Batch(tokens, tokens, None, torch.arange(1), 1, loss_weight=WEIGHT))
+            loss.backward(loss.new_full((), WEIGHT))
+        assert max(writes.new) < min(matrices.values())
+        large = [w for w in writes.into[1:] if int(w.split()[1]) in matrices.values()]
+        want = [f"addmm {n}" for name, n in matrices.items() if name != "embedding.word"]
+        rows = matrices["embedding.word"]
+        assert sorted(large) == sorted([*want, f"index_add_ {rows}", *([f"zero_ {rows}"] if first else [])])
+
+
+def test_without_a_promise_forward_leaves_the_buffer_alone() -> None:
+    model = stage(LLAMA, torch.float32)
+    buffer = ParamBuffer([model], Mesh.alone())
+    model(None, batch(1, None))
+    with torch.no_grad():
+        model(None, batch(1, WEIGHT))
+    assert not buffer.grads.any() and all(sink.open()[1] for sink in buffer.sinks.values())
+
+
+def test_a_broken_promise_and_a_second_backward_are_refused() -> None:
+    model = stage(LLAMA, torch.float32)
+    ParamBuffer([model], Mesh.alone())
+    with pytest.raises(RuntimeError, match="gradient is not 0.015625, which was promised"):
+        backward(model, 1, given=1.0)
+    loss = model(None, batch(1, WEIGHT))
+    loss.backward(loss.new_full((), WEIGHT), retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward"):
+        loss.backward(loss.new_full((), WEIGHT))
+
+
+def test_a_late_matmul_is_refused_before_it_adds() -> None:
+    model = stage(LLAMA, torch.float32)
+    buffer = ParamBuffer([model], Mesh.alone())
+    buffer.on_last_backward(0)
+    backward(model, 1)
+    before = buffer.grads.clone()
+    with pytest.raises(RuntimeError, match=r"head: a gradient came after its bucket was reduced"):
+        backward(model, 2)
+    assert torch.equal(buffer.grads, before)
+
+
+def test_a_buffer_that_nobody_holds_is_freed() -> None:
+    model = stage(GPT, torch.float32)
+    buffer = ParamBuffer([model], Mesh.alone())
+    backward(model, 1)
+    gone, flat = weakref.ref(buffer), weakref.ref(buffer.weights)
+    del buffer
+    assert gone() is None
+    del model
+    gc.collect()
+    assert flat() is None
