@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.optim.layout import Bucket, Entry, Layout, lay_out
-from megalite.parallel.comm import all_gather_flat, all_reduce_, reduce_scatter_flat, reduce_scatter_is_native
+from megalite.parallel.comm import all_reduce_, start_all_gather_into, start_reduce_scatter_into
 from megalite.parallel.mesh import Mesh
 
 DEFAULT_BUCKET_SIZE = 40_000_000  # elements
@@ -185,9 +185,9 @@ class ParamBuffer:
         if dp.group is None:
             return
         whole = self.grads[bucket.start : bucket.stop]
-        if self.sharded and reduce_scatter_is_native(whole.device):
-            self._reducing[b] = reduce_scatter_flat(self.owned_grad(bucket), whole, group=dp.group, async_op=True)
-        else:  # a reduce-scatter is an all-reduce of which one part is used (parallel/comm.py)
+        if self.sharded:
+            self._reducing[b] = start_reduce_scatter_into(self.owned_grad(bucket), whole, dp)
+        else:
             self._reducing[b] = dist.all_reduce(whole, group=dp.group, async_op=True)
 
     def finish(self) -> None:
@@ -228,17 +228,15 @@ class ParamBuffer:
         if self._to_gather:
             b = self._to_gather.pop(0)
             bucket = self.layout.buckets[b]
-            mine = self.owned_weight(bucket)
-            mine = mine.clone() if mine.device.type == "cpu" else mine  # gloo's input must not alias
             whole = self.weights[bucket.start : bucket.stop]
-            self._gathering[b] = (all_gather_flat(whole, mine, group=self.mesh.dp.group, async_op=True), mine)
+            self._gathering[b] = start_all_gather_into(whole, self.owned_weight(bucket), self.mesh.dp)
 
     def _finish_gather(self, b: int) -> None:
         while b in self._to_gather:
             self._start_gather()
         pending = self._gathering.pop(b, None)
         if pending is not None:
-            pending[0].wait()
+            pending.wait()
             self._start_gather()
 
     def wait_gather(self) -> None:

@@ -8,7 +8,8 @@ Sequence is dim 0, so a gather is a concatenation of contiguous blocks: x_sBD of
 r*s .. (r+1)*s of x_SBD. On an axis of size 1 all of them are the identity. The other differentiable collectives are
 inside the matmuls that they overlap with (nn/linear.py).
 
-gloo's reduce_scatter is several times slower than its all_reduce (docs/decisions.md), so on CPU a
+On CPU, ranks of one machine exchange through shared memory (shared_memory.py). Otherwise over gloo, whose
+reduce_scatter is several times slower than its all_reduce (docs/decisions.md), so on CPU a
 reduce-scatter is an all-reduce of which one part is kept: the same sum, one collective.
 """
 
@@ -26,11 +27,6 @@ from megalite.parallel.mesh import Axis
 # torch 2.13 renamed them; both names do the same
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def reduce_scatter_is_native(device: torch.device) -> bool:
-    """Whether `reduce_scatter_flat` is the way to sum and split on this device; else an all-reduce is."""
-    return device.type != "cpu"
 
 
 class Pending:
@@ -52,6 +48,8 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    if axis.shared is not None:
+        return Pending(out, axis.shared.start_all_gather(out.view(-1), x.view(-1)), keep=x)
     return Pending(out, all_gather_flat(out, x, group=axis.group, async_op=True), keep=x)
 
 
@@ -63,11 +61,32 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         raise ValueError(f"dim 0 of {tuple(x.shape)} does not split over {axis.name}={axis.size}")
     x = x.contiguous()
     n = x.shape[0] // axis.size
-    if reduce_scatter_is_native(x.device):
+    if axis.shared is not None:
+        out = x.new_empty(n, *x.shape[1:])
+        return Pending(out, axis.shared.start_reduce_scatter(out.view(-1), x.view(-1)), keep=x)
+    if x.is_cuda:
         out = x.new_empty(n, *x.shape[1:])
         return Pending(out, reduce_scatter_flat(out, x, group=axis.group, async_op=True), keep=x)
     work = dist.all_reduce(x, group=axis.group, async_op=True)
     return _Narrowed(x, work, axis.rank * n, n)
+
+
+def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Any:
+    """Flat tensors: x [n], out [n * size], of which `x` may be this rank's part. What returns has `wait()`."""
+    if axis.shared is not None:
+        return axis.shared.start_all_gather(out, x)
+    if not x.is_cuda:
+        x = x.clone()  # gloo's input must not alias its output
+    return Pending(out, all_gather_flat(out, x, group=axis.group, async_op=True), keep=x)
+
+
+def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Any:
+    """Flat tensors: x [n * size], and out [n], this rank's part of `x`; the other parts may be overwritten."""
+    if axis.shared is not None:
+        return axis.shared.start_reduce_scatter(out, x)
+    if x.is_cuda:
+        return reduce_scatter_flat(out, x, group=axis.group, async_op=True)
+    return dist.all_reduce(x, group=axis.group, async_op=True)
 
 
 class _Narrowed(Pending):

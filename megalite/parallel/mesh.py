@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+from megalite.parallel.shared_memory import SharedMemory, wanted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,6 +35,7 @@ class Axis:
     rank: int = 0
     group: ProcessGroup | None = None
     ranks: tuple[int, ...] = (0,)  # global ranks along the axis, in axis order
+    shared: SharedMemory | None = None  # where all of them are on one machine, on CPU
 
     @property
     def is_first(self) -> bool:
@@ -93,12 +96,20 @@ def rank_grid(world: int, tp: int, pp: int, cp: int = 1) -> list[list[list[list[
 
 
 def build_mesh(
-    *, tp: int, pp: int, cp: int = 1, device: torch.device, timeout: datetime.timedelta | None = None
+    *,
+    tp: int,
+    pp: int,
+    cp: int = 1,
+    device: torch.device,
+    timeout: datetime.timedelta | None = None,
+    shared_memory: bool | None = None,
 ) -> Mesh:
     """Make every group of the run; collective over the default group, so all ranks call it in the same way.
 
     The world size (of the default process group) must be a multiple of tp * pp * cp; what remains is dp.
     Groups made by DeviceMesh and `new_group` do not inherit the default group's timeout: `timeout` is given to each.
+    `shared_memory`: whether, on CPU, dp and tp exchange through it where all their ranks are on one machine (None:
+    unless the environment says otherwise).
     """
     if not dist.is_initialized():
         if tp * pp * cp != 1:
@@ -145,4 +156,13 @@ def build_mesh(
     )
     if timeout is not None:
         made.set_timeout(timeout)
+    if device.type == "cpu" and (wanted() if shared_memory is None else shared_memory):
+        made = replace(made, dp=_with_memory(made.dp), tp=_with_memory(made.tp))
     return made
+
+
+def _with_memory(axis: Axis) -> Axis:
+    """Collective over the axis."""
+    if axis.group is None:
+        return axis
+    return replace(axis, shared=SharedMemory.open(axis.group, axis.rank, axis.size))

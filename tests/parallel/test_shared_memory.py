@@ -1,0 +1,169 @@
+"""Collectives through shared memory: any program of them against its definition; ranks that die or disagree."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from megalite.parallel import comm, shared_memory
+from megalite.parallel.mesh import build_mesh
+from megalite.parallel.shared_memory import OrderError, SharedMemory
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def _open(slots: int, slot_bytes: int) -> SharedMemory:
+    group = dist.group.WORLD
+    memory = SharedMemory.open(group, dist.get_rank(), dist.get_world_size(), slots=slots, slot_bytes=slot_bytes)
+    assert memory is not None
+    return memory
+
+
+def _value(seed: int, rank: int, n: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(-8, 8, (n,), generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+
+
+def _programs(seeds: range) -> int:
+    """Collectives of random kinds and sizes, several under way, waited for in any order; wrong elements."""
+    wrong, memory = 0, _open(3, 192)
+    rank, size = memory.rank, memory.size
+    for seed in seeds:
+        dice = random.Random(seed)  # the same on all ranks
+        under_way: list[tuple[object, Tensor, Tensor]] = []
+        for step in range(dice.randint(1, 12)):
+            n, dtype, number = dice.choice([0, 1, 7, 20, 300]), dice.choice(DTYPES), 50 * seed + step
+            if dice.random() < 0.5:
+                parts = [_value(number, q, n, dtype) for q in range(size)]
+                out = torch.full((n * size,), torch.nan, dtype=dtype)
+                mine = out[rank * n : (rank + 1) * n] if dice.random() < 0.5 else torch.empty(n, dtype=dtype)
+                mine.copy_(parts[rank])
+                under_way.append((memory.start_all_gather(out, mine), out, torch.cat(parts)))
+            else:
+                parts = [_value(number, q, n * size, dtype) for q in range(size)]
+                x = parts[rank].clone()
+                block = slice(rank * n, (rank + 1) * n)
+                out = x[block] if dice.random() < 0.5 else torch.full((n,), torch.nan, dtype=dtype)
+                under_way.append((memory.start_reduce_scatter(out, x), out, sum(parts)[block]))  # type: ignore[index]
+            if dice.random() < 0.2:
+                time.sleep(0.002 * random.random())  # not the same on all ranks
+            while under_way and dice.random() < 0.4:
+                transfer, out, want = under_way.pop(dice.randrange(len(under_way)))
+                transfer.wait()  # type: ignore[attr-defined]
+                wrong += int((out != want).sum())
+        for transfer, out, want in under_way:
+            transfer.wait()  # type: ignore[attr-defined]
+            wrong += int((out != want).sum())
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_program_of_collectives(world: int) -> None:
+    assert run_ranks(world, _programs, range(25)) == [0] * world
+
+
+def _sums() -> tuple[Tensor, Tensor]:
+    memory = _open(2, 4096)
+    torch.manual_seed(memory.rank)
+    x = torch.randn(memory.size * 400).bfloat16()
+    out = torch.empty(400, dtype=torch.bfloat16)
+    memory.start_reduce_scatter(out, x).wait()
+    return x, out
+
+
+def test_half_precision_is_summed_in_fp32() -> None:
+    found = run_ranks(3, _sums)
+    whole = torch.stack([x.float() for x, _ in found]).sum(0)
+    torch.testing.assert_close(torch.cat([out for _, out in found]), whole.bfloat16(), rtol=0, atol=0)
+
+
+def _twins(rows: int) -> bool:
+    """comm's collectives are bit-equal with and without shared memory."""
+    meshes = [build_mesh(tp=2, pp=1, device=torch.device("cpu"), shared_memory=on) for on in (True, False)]
+    assert [m.tp.shared is not None for m in meshes] == [True, False]
+    torch.manual_seed(meshes[0].tp.rank)
+    x = torch.randn(rows, 5)
+    results = []
+    for mesh in meshes:
+        gathered = comm.start_all_gather(x, mesh.tp).wait()
+        results.append((gathered, comm.start_reduce_scatter(gathered * x[0, 0], mesh.tp).wait()))
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_same_bits_as_gloo() -> None:
+    assert run_ranks(2, _twins, 6) == [True, True]
+
+
+def _disagree() -> str:
+    memory = _open(2, 256)
+    x, whole = torch.zeros(4), torch.zeros(8)
+    started = memory.start_all_gather(whole, x) if memory.rank else memory.start_reduce_scatter(x, whole)
+    with pytest.raises(OrderError) as error:
+        started.wait()
+    return str(error.value)
+
+
+def test_ranks_that_do_different_things_are_told_so() -> None:
+    first, second = run_ranks(2, _disagree)
+    assert first == second and "different collectives" in first
+
+
+def _one_dies() -> float:
+    memory = _open(2, 256)
+    if memory.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        memory.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()
+    Path(os.environ["MEGALITE_TEST_FILE"]).write_text(str(time.monotonic() - begin))
+    return 0.0
+
+
+def _dies(path: str) -> float:
+    os.environ["MEGALITE_TEST_FILE"] = path
+    return _one_dies()
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="exit code 137"):
+        run_ranks(2, _dies, str(tmp_path / "seconds"))
+    assert float((tmp_path / "seconds").read_text()) < 5
+
+
+def _without_room() -> bool:
+    disk = os.statvfs(shared_memory.FOLDER)
+    slot = disk.f_frsize * disk.f_blocks // 128 * 64  # four of which are twice what the file system has
+    too_large = SharedMemory.open(dist.group.WORLD, dist.get_rank(), 2, slots=2, slot_bytes=slot)
+    shared_memory.FOLDER = Path("/nowhere")
+    return too_large is None and SharedMemory.open(dist.group.WORLD, dist.get_rank(), 2) is None
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
+def test_without_room_there_is_gloo() -> None:
+    assert run_ranks(2, _without_room) == [True, True]
+
+
+def _timeouts() -> float:
+    limit = datetime.timedelta(seconds=1)
+    mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"), timeout=limit)
+    assert mesh.tp.shared is not None
+    begin = time.monotonic()
+    if mesh.tp.rank == 0:
+        with pytest.raises(RuntimeError):
+            mesh.tp.shared.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()
+        return time.monotonic() - begin
+    time.sleep(2.5)
+    return 0.0
+
+
+def test_a_rank_that_hangs_is_an_error_after_the_groups_timeout() -> None:
+    assert 0.9 < run_ranks(2, _timeouts)[0] < 2.4
