@@ -146,7 +146,12 @@ def call(fn: Fn, inputs: list[Tensor], half: str) -> Callable[[], Any]:
         return [y for y in (made if isinstance(made, tuple) else (made,)) if isinstance(y, Tensor)]
 
     if half == "both":
-        return lambda: torch.autograd.grad(sum_of(outputs()), leaves)
+
+        def run_both() -> tuple[Tensor, ...]:
+            grads = torch.autograd.grad(sum_of(outputs()), leaves, allow_unused=True)
+            return tuple(leaf.sink.sum if g is None else g for leaf, g in zip(leaves, grads, strict=True))  # type: ignore
+
+        return run_both
     from torch._functorch import config
 
     config.donated_buffer = False  # torch.compile's backward must run more than once

@@ -68,16 +68,32 @@ def ours_gradient(logits_NV: Tensor, lse_N: Tensor, labels_N: Tensor, dloss_N: T
 
 def ours_both(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor) -> Tensor:
     """As a rank that has the whole vocabulary calls it."""
-    return cross_entropy.loss_and_grad_(logits_NV, labels_N, dloss_N, logits_NV.shape[1])
+    lse_N, target_N = cross_entropy.stats_and_grad_(logits_NV, labels_N, dloss_N, logits_NV.shape[1])
+    return lse_N - target_N
 
 
 def for_both(s: Sizes) -> list[Tensor]:
     return [*logits(s), torch.ones(s.tokens, device=s.device)]
 
 
+class Sink:
+    """A training run's gradient buffer for one weight: the sum over micro-batches, in fp32."""
+
+    def __init__(self, weight: Tensor):
+        self.sum = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self.empty = True
+
+    def open(self) -> tuple[Tensor, bool]:
+        empty, self.empty = self.empty, False
+        return self.sum, empty
+
+
 def ours_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    """As the trainer calls it: the weight's gradient is added to its buffer, which is not part of what this takes."""
+    if not hasattr(weight_VD, "sink"):
+        weight_VD.sink = Sink(weight_VD)  # type: ignore[attr-defined]
     x_SBD, labels_SB, tp = x_ND[:, None], labels_N[:, None], Mesh.alone().tp
-    return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0])
+    return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0], promised=1.0)
 
 
 def forward_tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
@@ -102,7 +118,7 @@ def chunks(s: Sizes) -> Iterator[tuple[Tile, Any]]:
     w.requires_grad_()
 
     def run() -> Any:
-        return torch.autograd.grad(ours_with_head(x, w, labels), [x, w])
+        return torch.autograd.grad(ours_with_head(x, w, labels), x)
 
     kind, table = s.device.type, linear_cross_entropy.CHUNK_BYTES
     own = table[kind]

@@ -4,10 +4,9 @@
     activations  per layer and token, in elements: x, norm(x), q, o, h, norm(h), the MLP's u, and of keys and values
                  k and v as the attention kernel takes them; with rotary positions also v's other half, from which k
                  was made, since v is a view of both
-    head         the fp32 weight gradient W (4 D V bytes) and, whichever is more, one chunk of logits (in forward) or
-                 the gradient scaled and rounded (6 D V, in backward); of the tokens 2 D more
-    or a layer's backward, where that is more: the MLP's gradients, x's, and a tied word embedding's, which waits for
-    the other end of the model
+    head         one chunk of logits, and of the tokens 2 D more
+    or a layer's backward, where that is more: the MLP's gradients and x's. Weight gradients take nothing: they are
+    added to the buffer, which is state
 
 For the kernels in Triton, without recompute and dropout.
 """
@@ -56,11 +55,10 @@ def estimate(config: Config, vocab_size: int) -> Estimate:
     tokens, D = m.seq_length * config.train.micro_batch_size, m.hidden_size
     matrix = padded_vocab_size(vocab_size, m.make_vocab_size_divisible_by, 1) * D
     chunk = min(CHUNK_BYTES["cuda"], tokens * matrix // D * size)
-    head = 4 * matrix + max(chunk, (4 + size) * matrix) + 2 * D * size * tokens
+    head = chunk + 2 * D * size * tokens
     widths = 4 if m.activation == "swiglu" else 3  # gradients of a and u, and a again
     feed = max(widths * tokens, (widths - 1) * tokens + D) * m.ffn_size
-    tied = 0 if m.untie_embeddings_and_output_weights else matrix
-    layer = (feed + D * tokens + tied) * size
+    layer = (feed + D * tokens) * size
     parameters, states = num_parameters(m, vocab_size), state_bytes(config.optim)
     return Estimate(
         state=memory_bytes(parameters, dp=1, half=size == 2, sharded=True, states=states),
