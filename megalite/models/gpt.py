@@ -69,6 +69,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.seed, self.dropout_p = layer, seed, model.hidden_dropout
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
+        self.dropout_add = dropout_add  # or compiled (models/compiled.py)
         std = model.init_method_std
         out_std = std / math.sqrt(2.0 * model.num_layers)
         norm = (model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
@@ -108,7 +109,7 @@ class Block(nn.Module):
             h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
             n_sBD = self.mlp_norm(x_sBD if self.parallel else h_sBD)
         else:
-            h_sBD, n_sBD = self.mlp_norm.after_add(a_sBD, x_sBD)
+            h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)
         return self._add(self.mlp(n_sBD), h_sBD, SITE_HIDDEN_2, where)
 
     def _drops(self) -> bool:
@@ -118,7 +119,7 @@ class Block(nn.Module):
         if not self._drops():
             return x_sBD + y_sBD
         key = fold(self.seed, where.step, self.layer, site)
-        return dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, self.tp.rank * x_sBD.shape[0])
+        return self.dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, self.tp.rank * x_sBD.shape[0])
 
 
 class Head(nn.Module):
