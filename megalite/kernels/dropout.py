@@ -149,7 +149,14 @@ def dropout_add(
 ) -> Tensor:
     """residual + dropout(x)."""
     fn = drop if use_triton(x_sBD) else drop_reference
-    return _DropoutAdd.apply(x_sBD, residual_sBD, fn, p, key, sample_ids_B, first_position)  # type: ignore[return-value]
+    return dropout_add_by(fn, x_sBD, residual_sBD, p, key, sample_ids_B, first_position)
+
+
+def dropout_add_by(
+    fn: Callable[..., Tensor], x: Tensor, residual: Tensor, p: float, key: int | Tensor, *where: Any
+) -> Tensor:
+    """The same with `fn` in the place of `drop`; it draws the mask in forward and again in backward."""
+    return _DropoutAdd.apply(x, residual, fn, p, key, *where)  # type: ignore[return-value]
 
 
 def dropout_add_reference(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -26,8 +25,8 @@ from torch import Tensor
 
 from megalite.kernels.attention import attention, attention_reference
 from megalite.kernels.dispatch import choice, installed
-from megalite.kernels.dropout import dropout_add
-from megalite.models.gpt import Batch, Block, Stage
+from megalite.kernels.dropout import drop_reference, dropout_add_by
+from megalite.models.gpt import Block, Stage
 from megalite.nn.attention import rotate
 from megalite.nn.norm import Norm, add_and_normalise, normalise
 
@@ -57,13 +56,16 @@ def describe_compile() -> str:
 
 
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
-    """Let the blocks of `stages` run compiled functions; they compile at their first use (`warm_up`)."""
+    """Let the blocks of `stages` run compiled functions; they compile at their first use (train/warm_up.py)."""
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
 
     norms, rotation = (compiled(normalise), compiled(add_and_normalise)), compiled(rotate)
-    add, explicit = _with_key(compiled(dropout_add)), compiled(attention_reference)
+    drop, explicit = compiled(drop_reference), compiled(attention_reference)
+
+    def add(x: Tensor, residual: Tensor, p: float, key: int, *where: Any) -> Tensor:
+        return dropout_add_by(drop, x, residual, p, _key_tensor(key, x.device), *where)
 
     def attend(*qkv: Tensor, dropout_p: float, dropout_key: int | None, **others: Any) -> Tensor:
         if not dropout_p:
@@ -87,10 +89,3 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
 def _key_tensor(key: int, device: torch.device) -> Tensor:
     """The key of a mask as an input of a graph: a number would be a constant of it."""
     return torch.full((), key, dtype=torch.int64, device=device)
-
-
-def _with_key(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def call(x: Tensor, residual: Tensor, p: float, key: int, *where: Any) -> Tensor:
-        return fn(x, residual, p, _key_tensor(key, x.device), *where)
-
-    return call

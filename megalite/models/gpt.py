@@ -206,11 +206,7 @@ class Stage(nn.Module):
         else:
             assert received_sBD is not None, "only the first stage starts from tokens"
             x_sBD = received_sBD
-        rope = None
-        if self.rope is not None:
-            chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
-            rope = (self.rope[0][chosen], self.rope[1][chosen])
-        where = Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.cache)
+        where = self.coordinates(batch)
         for blocks, again in self._groups():
 
             def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks) -> Tensor:
@@ -220,6 +216,14 @@ class Stage(nn.Module):
 
             x_sBD = recompute(run, x_sBD) if again and self.training else run(x_sBD)
         return x_sBD if self.head is None else self.head(x_sBD, batch)
+
+    def coordinates(self, batch: Batch) -> Coordinates:
+        """What the blocks must know of a micro-batch."""
+        rope = None
+        if self.rope is not None:
+            chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
+            rope = (self.rope[0][chosen], self.rope[1][chosen])
+        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.cache)
 
     def _groups(self) -> list[tuple[list[nn.Module], bool]]:
         """Consecutive blocks, and whether their activations are recomputed as one."""
