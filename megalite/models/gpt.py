@@ -12,6 +12,7 @@ Everything but the schedule is called here, where it happens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.seed, self.dropout_p = layer, seed, model.hidden_dropout
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
-        self.dropout_add = dropout_add  # or compiled (models/compiled.py)
+        self.dropout_add: Callable[..., Tensor] = dropout_add  # or compiled (models/compiled.py)
         std = model.init_method_std
         out_std = std / math.sqrt(2.0 * model.num_layers)
         norm = (model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p)

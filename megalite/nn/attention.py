@@ -10,6 +10,7 @@ summed over tp with the norms' (grad="partial"). One fused qkv tensor has no box
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -74,7 +75,8 @@ class Attention(nn.Module):
         tp = make.mesh.tp
         self.tp, self.layer, self.seed, self.dropout_p = tp, layer, seed, dropout_p
         self.head_size, self.recompute_core = head_size, recompute_core
-        self.rotate, self.attend = rotate, attention  # or compiled (models/compiled.py)
+        self.rotate = rotate  # this and the next may be replaced by compiled ones (models/compiled.py)
+        self.attend: Callable[..., Tensor] = attention
         D, H, G, K = hidden_size, heads, groups, head_size
         self.replicated = tp.size > G
         self.group = tp.rank * G // tp.size  # the one group of this rank when replicated
