@@ -134,7 +134,7 @@ class TrainConfig:
     )
     recompute_num_layers: int | None = opt(None, "uniform: layers per group; block: layers per stage")
     check_for_nan_in_loss_and_grad: bool = opt(True, "stop at a loss or gradient that is not finite")
-    compile: bool = opt(False, "compile what lies between a block's matmuls (torch.compile); not with Triton's kernels")
+    compile: bool = opt(False, "torch.compile between a block's matmuls; not with MEGALITE_KERNELS=triton")
     dry_run: bool = opt(False, "print the plan and stop")
 
 

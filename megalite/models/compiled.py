@@ -7,9 +7,10 @@ Each is a pure function of tensors, compiled once and shared by all layers, `ful
 eager in silence. Matmuls stay the library's, with their collectives, their overlap and their sums into the gradient
 buffer (nn/linear.py); so does fused attention. So tp, pp, recompute and the hooks of optim/buffer.py see no difference.
 
-Rejected: a graph per block. With tp 1 it can be had, and fuses no more, since a matmul ends a fusion. With tp > 1 it
-breaks at every collective; with dp > 1 the hooks that wait for weights are traced; and layer and step, which
-are coordinates of dropout, become constants: a new graph for each.
+Rejected: a graph per block. It fuses no more, since a matmul ends a fusion. With tp 2 it falls into 10 (at every
+collective and wait), with dp 2 into 3 (at the hooks that wait for weights), and layer and step, which are coordinates
+of dropout, become constants of it: a new graph for each. Dropout and activation are two functions, forward and
+backward, not one that is differentiated: the compiler would keep the mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compile before the first step, so that no step's time, and no collective's time-out, has the compiler in it."""
+"""Compile before the first step, so that no step's time has the compiler in it."""
 
 from __future__ import annotations
 
