@@ -135,6 +135,7 @@ class TrainConfig:
     recompute_num_layers: int | None = opt(None, "uniform: layers per group; block: layers per stage")
     z_loss_coeff: float = opt(0.0, "z-loss: this times log^2 of the softmax's sum is added to the loss; PaLM: 1e-4")
     check_for_nan_in_loss_and_grad: bool = opt(True, "stop at a loss or gradient that is not finite")
+    compile: bool = opt(False, "torch.compile between a block's matmuls; not with MEGALITE_KERNELS=triton")
     dry_run: bool = opt(False, "print the plan and stop")
 
 

@@ -49,7 +49,7 @@ def attention_reference(
     *,
     scale: float,
     dropout_p: float = 0.0,
-    dropout_key: int | None = None,
+    dropout_key: int | Tensor | None = None,
     sample_ids_B: Tensor | None = None,
     head_offset: int = 0,
     documents: Documents | None = None,

@@ -102,7 +102,7 @@ class _BlockedAttention(Function):
             q, do = (blocks.queries(x, some, here) for x in (q_NPSK, do_NPSK))
             p = blocks.probabilities(q, some, here)
             dv_NSK[some, : here.stop].add_(p.mT @ do)
-            ds = torch._softmax_backward_data(do @ v_NSK[some, : here.stop].mT, p, -1, p.dtype)
+            ds = torch.ops.aten._softmax_backward_data(do @ v_NSK[some, : here.stop].mT, p, -1, p.dtype)
             target = dq_NPSK[some, :, here]
             target.copy_(blocks.scaled(ds, k_NSK[some, : here.stop]).view(target.shape))
             dk_NSK[some, : here.stop].add_(blocks.scaled(ds.mT, q))

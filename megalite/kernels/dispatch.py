@@ -71,7 +71,10 @@ def runs_triton(device_type: str) -> bool:
 
 
 def use_triton(x: Tensor, columns: int = 1) -> bool:
-    """Whether the kernel for `x` is Triton's; `columns` is what one program must hold of a row."""
+    """Whether the kernel for `x` is Triton's; `columns` is what one program must hold of a row. What torch.compile
+    traces (models/compiled.py) is the torch form, which it fuses with what is around it."""
+    if torch.compiler.is_compiling():
+        return False
     return runs_triton(x.device.type) and x.dtype in DTYPES and 0 < columns <= LARGEST_TILE and x.numel() > 0
 
 

@@ -47,20 +47,21 @@ def _mix_(h: Tensor) -> Tensor:
     return h.bitwise_xor_(h >> 16)
 
 
-def hash_coordinates(key: int, *axes: Tensor) -> Tensor:
-    """One 32-bit hash (as int64) per element of the broadcast of the int64 `axes`, outermost first."""
-    h = torch.full((), key, dtype=torch.int64, device=axes[0].device)
+def hash_coordinates(key: int | Tensor, *axes: Tensor) -> Tensor:
+    """One 32-bit hash (as int64) per element of the broadcast of the int64 `axes`, outermost first. `key`: an integer,
+    or one in an int64 scalar on their device."""
+    h = key if isinstance(key, Tensor) else torch.full((), key, dtype=torch.int64, device=axes[0].device)
     for axis in axes:
         h = _mix_(h ^ (axis * 0x9E3779B1 + 0x7F4A7C15 & _M32))
     return h
 
 
-def keep_mask(key: int, p: float, *axes: Tensor) -> Tensor:
+def keep_mask(key: int | Tensor, p: float, *axes: Tensor) -> Tensor:
     """True where an element survives; False with probability `p`."""
     return hash_coordinates(key, *axes) >= int(p * 2**32)
 
 
-def _mask_sBD(x: Tensor, key: int, p: float, sample_ids_B: Tensor, first_position: int) -> Tensor:
+def _mask_sBD(x: Tensor, key: int | Tensor, p: float, sample_ids_B: Tensor, first_position: int) -> Tensor:
     s, _, d = x.shape
     positions = torch.arange(first_position, first_position + s, device=x.device).view(-1, 1, 1)
     channels = torch.arange(d, device=x.device)
@@ -68,7 +69,7 @@ def _mask_sBD(x: Tensor, key: int, p: float, sample_ids_B: Tensor, first_positio
 
 
 def drop_reference(
-    x_sBD: Tensor, residual: Tensor | None, p: float, key: int, sample_ids_B: Tensor, first_position: int
+    x_sBD: Tensor, residual: Tensor | None, p: float, key: int | Tensor, sample_ids_B: Tensor, first_position: int
 ) -> Tensor:
     y = x_sBD * _mask_sBD(x_sBD, key, p, sample_ids_B, first_position) / (1 - p)
     return y if residual is None else y + residual
@@ -148,7 +149,14 @@ def dropout_add(
 ) -> Tensor:
     """residual + dropout(x)."""
     fn = drop if use_triton(x_sBD) else drop_reference
-    return _DropoutAdd.apply(x_sBD, residual_sBD, fn, p, key, sample_ids_B, first_position)  # type: ignore[return-value]
+    return dropout_add_by(fn, x_sBD, residual_sBD, p, key, sample_ids_B, first_position)
+
+
+def dropout_add_by(
+    fn: Callable[..., Tensor], x: Tensor, residual: Tensor, p: float, key: int | Tensor, *where: Any
+) -> Tensor:
+    """The same with `fn` in the place of `drop`; it draws the mask in forward and again in backward."""
+    return _DropoutAdd.apply(x, residual, fn, p, key, *where)  # type: ignore[return-value]
 
 
 def dropout_add_reference(

@@ -12,6 +12,7 @@ Everything but the schedule is called here, where it happens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.seed, self.dropout_p = layer, seed, model.hidden_dropout
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
+        self.dropout_add: Callable[..., Tensor] = dropout_add  # or compiled (models/compiled.py)
         std = model.init_method_std
         out_std = std / math.sqrt(2.0 * model.num_layers)
         norm = (model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
@@ -110,7 +112,7 @@ class Block(nn.Module):
             h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
             n_sBD = self.mlp_norm(x_sBD if self.parallel else h_sBD)
         else:
-            h_sBD, n_sBD = self.mlp_norm.after_add(a_sBD, x_sBD)
+            h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)
         return self._add(self.mlp(n_sBD), h_sBD, SITE_HIDDEN_2, where)
 
     def _drops(self) -> bool:
@@ -120,7 +122,7 @@ class Block(nn.Module):
         if not self._drops():
             return x_sBD + y_sBD
         key = fold(self.seed, where.step, self.layer, site)
-        return dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, self.tp.rank * x_sBD.shape[0])
+        return self.dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, self.tp.rank * x_sBD.shape[0])
 
 
 class Head(nn.Module):
@@ -217,11 +219,7 @@ class Stage(nn.Module):
         else:
             assert received_sBD is not None, "only the first stage starts from tokens"
             x_sBD = received_sBD
-        rope = None
-        if self.rope is not None:
-            chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
-            rope = (self.rope[0][chosen], self.rope[1][chosen])
-        where = Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.cache)
+        where = self.coordinates(batch)
         for blocks, again in self._groups():
 
             def run(x_sBD: Tensor, blocks: list[nn.Module] = blocks) -> Tensor:
@@ -231,6 +229,14 @@ class Stage(nn.Module):
 
             x_sBD = recompute(run, x_sBD) if again and self.training else run(x_sBD)
         return x_sBD if self.head is None else self.head(x_sBD, batch)
+
+    def coordinates(self, batch: Batch) -> Coordinates:
+        """What the blocks must know of a micro-batch."""
+        rope = None
+        if self.rope is not None:
+            chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
+            rope = (self.rope[0][chosen], self.rope[1][chosen])
+        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.cache)
 
     def _groups(self) -> list[tuple[list[nn.Module], bool]]:
         """Consecutive blocks, and whether their activations are recomputed as one."""

@@ -10,6 +10,7 @@ summed over tp with the norms' (grad="partial"). One fused qkv tensor has no box
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -43,6 +44,10 @@ class Coordinates:
     cache: KeyValueCache | None = None
 
 
+def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return apply_rope(q_SBhK, cos, sin), apply_rope(k_SBgK, cos, sin)
+
+
 class Attention(nn.Module):
     """`qk_norm`: kind, eps and one_plus (nn/norm.py) of a norm on each head of q and k, or None. `recompute_core`:
     selective recompute."""
@@ -70,6 +75,8 @@ class Attention(nn.Module):
         tp = make.mesh.tp
         self.tp, self.layer, self.seed, self.dropout_p = tp, layer, seed, dropout_p
         self.head_size, self.recompute_core = head_size, recompute_core
+        self.rotate = rotate  # this and the next may be replaced by compiled ones (models/compiled.py)
+        self.attend: Callable[..., Tensor] = attention
         D, H, G, K = hidden_size, heads, groups, head_size
         self.replicated = tp.size > G
         self.group = tp.rank * G // tp.size  # the one group of this rank when replicated
@@ -106,11 +113,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_SBhK, k_SBgK = self.q_norm(q_SBhK), self.k_norm(k_SBgK)
         if where.rope is not None:
-            q_SBhK, k_SBgK = apply_rope(q_SBhK, *where.rope), apply_rope(k_SBgK, *where.rope)
+            q_SBhK, k_SBgK = self.rotate(q_SBhK, k_SBgK, *where.rope)
         dropout_p = self.dropout_p if self.training else 0.0
 
         def core(q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor) -> Tensor:
-            return attention(
+            return self.attend(
                 q_SBhK,
                 k_SBgK,
                 v_SBgK,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.activation import ACTIVATIONS
+from megalite.kernels.activation import Activation
 from megalite.kernels.dispatch import use_triton
 from megalite.kernels.weight_grad import accumulate_outer_
 from megalite.nn.parameter import GradientSink, sink_of
@@ -70,12 +70,12 @@ class _GatherLinear(Function):
 class _LinearScatter(Function):
     @staticmethod
     def forward(
-        ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: str | None, bias: Tensor | None
+        ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: Activation | None, bias: Tensor | None
     ) -> Tensor:
         ctx.tp, ctx.activation, ctx.sink = tp, activation, sink_of(weight)
         added = () if bias is None else (bias,)
         ctx.save_for_backward(u_SBf, weight, *added)
-        a_SBf = u_SBf if activation is None else ACTIVATIONS[activation].forward(u_SBf, *added)
+        a_SBf = u_SBf if activation is None else activation.forward(u_SBf, *added)
         return start_reduce_scatter(a_SBf @ weight.T, tp).wait()
 
     @staticmethod
@@ -84,7 +84,7 @@ class _LinearScatter(Function):
         dy_SBD = start_all_gather(dy_sBD, ctx.tp).wait()
         a_SBf, du_SBf, dbias = u_SBf, dy_SBD @ weight, []
         if ctx.activation is not None:
-            a_SBf, du_SBf, *dbias = ACTIVATIONS[ctx.activation].backward(u_SBf, du_SBf, *added)
+            a_SBf, du_SBf, *dbias = ctx.activation.backward(u_SBf, du_SBf, *added)
         dweight = _weight_grad(weight, ctx.sink, dy_SBD, _rows(a_SBf))
         return du_SBf, dweight, None, None, dbias[0] if dbias else None
 
@@ -95,11 +95,10 @@ def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis) -> tuple[Tenso
 
 
 def linear_scatter(
-    u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: str | None = None, bias: Tensor | None = None
+    u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: Activation | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Add `bias` [f], apply `activation` (a name of kernels/activation.py), multiply, sum over tp, keep this rank's
-    positions."""
-    if bias is not None and not (activation is not None and ACTIVATIONS[activation].takes_bias and use_triton(u_SBf)):
+    """Add `bias` [f], apply `activation`, multiply, sum over tp, keep this rank's positions."""
+    if bias is not None and not (activation is not None and activation.takes_bias and use_triton(u_SBf)):
         u_SBf, bias = add_bias(u_SBf, bias), None
     return _LinearScatter.apply(u_SBf, weight_Df, tp, activation, bias)  # type: ignore[return-value]
 

@@ -32,9 +32,10 @@ class MLP(nn.Module):
         bias: bool,
     ):
         super().__init__()
-        self.tp, self.activation = make.mesh.tp, activation
+        self.tp = make.mesh.tp
+        self.activation = ACTIVATIONS[activation]  # or compiled (models/compiled.py)
         D, F, zero = hidden_size, ffn_size, Constant(0.0)
-        gated = ACTIVATIONS[activation].width == 2
+        gated = self.activation.width == 2
         up, lead, shards = ("gate_up", (2, F), ((1, "tp"),)) if gated else ("up", (F,), ((0, "tp"),))
         self.up = make(ParamSpec(f"{name}.{up}", (*lead, D), shards=shards, init=Normal(std)))
         self.up_bias = self.down_bias = None

@@ -14,27 +14,37 @@ from megalite.nn.parameter import Maker
 from megalite.parallel.spec import Constant, ParamSpec
 
 
+def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool) -> Tensor:
+    """RMSNorm where there is no bias, else LayerNorm."""
+    weight = weight + 1 if one_plus else weight
+    return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
+
+
+def add_and_normalise(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool
+) -> tuple[Tensor, Tensor]:
+    """h = x + residual and the norm of h, in one pass over both where the kernel is Triton's."""
+    weight = weight + 1 if one_plus else weight
+    if bias is None:
+        return add_rms_norm(x, residual, weight, eps)
+    return add_layer_norm(x, residual, weight, bias, eps)
+
+
 class Norm(nn.Module):
     """`kind` is "LayerNorm" or "RMSNorm"; `one_plus` stores the weight as its difference from 1."""
 
     def __init__(self, make: Maker, name: str, size: int, kind: str, eps: float, one_plus: bool = False):
         super().__init__()
         self.eps, self.one_plus = eps, one_plus
+        self.normalise, self.add_and_normalise = normalise, add_and_normalise  # or compiled (models/compiled.py)
         init = Constant(0.0 if one_plus else 1.0)
         self.weight = make(ParamSpec(f"{name}.weight", (size,), grad="partial", init=init, decay=False))
         self.bias = None
         if kind == "LayerNorm":
             self.bias = make(ParamSpec(f"{name}.bias", (size,), grad="partial", init=Constant(0.0), decay=False))
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + 1 if self.one_plus else self.weight
-        if self.bias is None:
-            return rms_norm(x, weight, self.eps)
-        return layer_norm(x, weight, self.bias, self.eps)
-
-    def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """h = x + residual and the norm of h, in one pass over both where the kernel is Triton's."""
-        weight = self.weight + 1 if self.one_plus else self.weight
-        if self.bias is None:
-            return add_rms_norm(x, residual, weight, self.eps)
-        return add_layer_norm(x, residual, weight, self.bias, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x; with a residual, their sum and its norm."""
+        if residual is None:
+            return self.normalise(x, self.weight, self.bias, self.eps, self.one_plus)
+        return self.add_and_normalise(x, residual, self.weight, self.bias, self.eps, self.one_plus)

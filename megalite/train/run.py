@@ -17,6 +17,7 @@ from megalite.config import Config, check, differences, padded_vocab_size, to_to
 from megalite.data.indexed import DataError
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton
+from megalite.models.compiled import CompileError, check_compile, describe_compile
 from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
@@ -40,6 +41,7 @@ from megalite.train.setup import (
 )
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError
+from megalite.train.warm_up import warm_up
 
 
 def choose_device(wanted: str) -> str:
@@ -58,7 +60,9 @@ def check_machine(config: Config, device: str, ranks: Ranks, vocab_size: int) ->
     try:
         runs_triton(device)
         describe_attention(device)  # MEGALITE_ATTENTION is one of its names
-    except KernelError as error:
+        if config.train.compile:
+            check_compile(device)
+    except (KernelError, CompileError) as error:
         raise SetupError(str(error)) from None
     needs = memory_of(config, ranks.world, vocab_size)
     if device == "cpu":
@@ -154,6 +158,10 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
                 report.say(f"{how} {loaded} at step {run.state.step}")
             for note in notes:
                 report.say(f"note: {note}")
+        if config.train.compile:  # now, and not in the first step: its time is of the training
+            took = warm_up(run, config)
+            if report is not None:
+                report.say(f"compiled in {took:.1f} s")
         saved = already_saved(run, saver, loaded)
         outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop, saver, saved)
         if outcome is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
@@ -268,6 +276,8 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None, de
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
         rows["attention"] = describe_attention(device_type)
+    if config.train.compile:
+        rows["compile"] = describe_compile()
     if peak is not None:
         rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
     table = Table(show_header=False, box=None, pad_edge=False)

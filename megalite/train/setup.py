@@ -12,6 +12,7 @@ import torch
 from megalite.config import Config, OptimConfig, check, padded_vocab_size
 from megalite.data.batches import Batches, Prefetcher, Unread
 from megalite.data.source import Dataset
+from megalite.models.compiled import Backend, compile_blocks
 from megalite.models.flops import head_flops, layer_flops
 from megalite.models.gpt import Recompute, Stage
 from megalite.nn.parameter import Maker
@@ -175,11 +176,12 @@ def build_run(
     *,
     dtype: torch.dtype | None = None,
     sources: Sources | None = None,
+    compile_backend: Backend = "inductor",
 ) -> Run:
     """All parts of a run on this rank; collective. Raises SetupError before any memory is taken.
 
     `dtype`: of the weights, instead of what the configuration says (tests use fp64). `sources`: data that is open
-    already.
+    already. `compile_backend`: of torch.compile, with --compile.
     """
     problems = check(config, ranks.world)
     if problems:
@@ -198,6 +200,8 @@ def build_run(
     )
     dtype = dtype or params_dtype(config)
     stages = build_stages(config, mesh, sources.vocab_size, dtype)
+    if t.compile:
+        compile_blocks(stages, compile_backend)
     buffer = ParamBuffer(
         stages,
         mesh,

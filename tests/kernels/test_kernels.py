@@ -59,7 +59,7 @@ def plain_swiglu(u: Tensor) -> Tensor:
 
 
 def act_linear(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda u, w: linear_scatter(u, w, TP, name)
+    return lambda u, w: linear_scatter(u, w, TP, ACTIVATIONS[name])
 
 
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[tuple[int, ...]]]]] = {

@@ -1,0 +1,92 @@
+"""torch.compile of what lies between a block's matmuls: norms, rotation, activation, dropout, explicit attention.
+
+    norm | matmul | rotation | attention | matmul | add, norm | matmul | (activation, its backward) | matmul | add
+    ----          ----------                        ---------             --------------------------
+
+Each is a pure function of tensors, compiled once and shared by all layers, `fullgraph` so that nothing falls back to
+eager in silence. Matmuls stay the library's, with their collectives, their overlap and their sums into the gradient
+buffer (nn/linear.py); so does fused attention. So tp, pp, recompute and the hooks of optim/buffer.py see no difference.
+
+Rejected: a graph per block. It fuses no more, since a matmul ends a fusion. With tp 2 it falls into 10 (at every
+collective and wait), with dp 2 into 3 (at the hooks that wait for weights), and layer and step, which are coordinates
+of dropout, become constants of it: a new graph for each. Dropout and activation are two functions, forward and
+backward, not one that is differentiated: the compiler would keep the mask.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.attention import attention, attention_reference
+from megalite.kernels.dispatch import choice, installed
+from megalite.kernels.dropout import drop_reference, dropout_add_by
+from megalite.models.gpt import Block, Stage
+from megalite.nn.attention import rotate
+from megalite.nn.norm import Norm, add_and_normalise, normalise
+
+Backend = str | Callable[..., Any]
+
+
+class CompileError(Exception):
+    """torch.compile was asked for and cannot run here; the text says what to set or install."""
+
+
+def check_compile(device_type: str) -> None:
+    """Raises CompileError. Inductor makes C++ for a CPU and Triton kernels for a card."""
+    if choice() == "triton":
+        raise CompileError("compile=True compiles the torch kernels, but MEGALITE_KERNELS=triton; use auto or torch")
+    if device_type == "cuda" and not installed():
+        raise CompileError("compile=True needs triton on cuda and it is not installed; pip install triton")
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    if not any(shutil.which(name.split()[0]) for name in names):
+        raise CompileError(
+            f"compile=True needs a C++ compiler and there is no {' or '.join(names)}; install one or set CXX"
+        )
+
+
+def describe_compile() -> str:
+    """One line for the plan."""
+    return "inductor, in blocks: norms, rotary positions, activation, dropout; matmuls and collectives as without"
+
+
+def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
+    """Let the blocks of `stages` run compiled functions; they compile at their first use (train/warm_up.py)."""
+
+    def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+
+    norms, rotation = (compiled(normalise), compiled(add_and_normalise)), compiled(rotate)
+    drop, explicit = compiled(drop_reference), compiled(attention_reference)
+
+    def add(x: Tensor, residual: Tensor, p: float, key: int, *where: Any) -> Tensor:
+        return dropout_add_by(drop, x, residual, p, _key_tensor(key, x.device), *where)
+
+    def attend(*qkv: Tensor, dropout_p: float, dropout_key: int | None, **others: Any) -> Tensor:
+        if not dropout_p:
+            return attention(*qkv, dropout_p=dropout_p, dropout_key=dropout_key, **others)
+        assert dropout_key is not None
+        return explicit(*qkv, dropout_p=dropout_p, dropout_key=_key_tensor(dropout_key, qkv[0].device), **others)
+
+    blocks = [block for stage in stages for block in stage.blocks if isinstance(block, Block)]
+    if not blocks:
+        return
+    pair = blocks[0].mlp.activation
+    activation = replace(pair, forward=compiled(pair.forward), backward=compiled(pair.backward))
+    for block in blocks:
+        block.dropout_add, block.mlp.activation = add, activation
+        block.attention.rotate, block.attention.attend = rotation, attend
+        for module in block.modules():
+            if isinstance(module, Norm):
+                module.normalise, module.add_and_normalise = norms
+
+
+def _key_tensor(key: int, device: torch.device) -> Tensor:
+    """The key of a mask as an input of a graph: a number would be a constant of it."""
+    return torch.full((), key, dtype=torch.int64, device=device)

@@ -1,0 +1,178 @@
+"""--compile: the same training with compiled functions in the blocks, under every layout, with no more memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megalite import cli
+from megalite.config import Config
+from megalite.kernels import dispatch
+from megalite.models.compiled import CompileError, check_compile
+from megalite.models.families import PRESETS
+from megalite.models.gpt import Batch
+from megalite.parallel.launch import Ranks
+from megalite.train.run import check_machine
+from megalite.train.setup import SetupError, build_run
+from megalite.train.state import Run
+from megalite.train.step import train_step
+from megalite.train.warm_up import warm_up
+
+STEPS = 2
+COMMON = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
+ --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 93
+ --make-vocab-size-divisible-by 8 --eval-iters 0 --init-method-std 0.2"""
+GPT = "--hidden-dropout 0 --attention-dropout 0"
+DROP = "--hidden-dropout 0.2 --attention-dropout 0.2"
+LLAMA = f"""{GPT} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
+QWEN = LLAMA + " --add-qkv-bias --qk-layernorm"
+NEOX = f"{GPT} --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual"
+BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"
+SELECTIVE = " --recompute-granularity selective"
+FULL = " --recompute-granularity full --recompute-method uniform"
+MODELS = (DROP + BORDERS + FULL, LLAMA + SELECTIVE)
+
+
+class Counting:
+    """A backend that runs what it is given as it is, and counts the graphs."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return graph.forward
+
+
+def build(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> tuple[Run, Config]:
+    config = cli.parse(f"{COMMON} {flags}".split(), PRESETS)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+    torch.compiler.reset()  # what another test compiled
+    return build_run(config, ranks, torch.device("cpu"), dtype=dtype, compile_backend=backend), config
+
+
+def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> list[float]:
+    """Loss and gradient norm of each step."""
+    run, _ = build(flags, dtype, backend)
+    results = [train_step(run) for _ in range(STEPS)]
+    run.close()
+    return [x for r in results for x in (r.loss, r.grad_norm)]
+
+
+@pytest.mark.parametrize(
+    "flags", [LLAMA + BORDERS + SELECTIVE, DROP + BORDERS, QWEN, NEOX, DROP + FULL, DROP + SELECTIVE]
+)
+def test_compiled_functions_train_as_eager_ones_and_are_few(flags: str) -> None:
+    """Layers and steps, whose numbers are coordinates of dropout, share what is compiled; warm-up has compiled it."""
+    count = Counting()
+    run, config = build(flags + " --compile", backend=count)
+    warm_up(run, config)
+    graphs = count.graphs
+    assert 3 <= graphs <= 7
+    got = [x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)]
+    run.close()
+    assert count.graphs == graphs
+    assert got == pytest.approx(trained(flags), rel=1e-12, abs=0)
+
+
+def test_forward_and_backward_graphs_apart_train_alike() -> None:
+    for flags in MODELS:
+        got = trained(flags + " --num-layers 1 --compile", backend="aot_eager")
+        assert got == pytest.approx(trained(flags + " --num-layers 1"), rel=1e-12, abs=0)
+
+
+def test_without_the_flag_nothing_is_compiled() -> None:
+    count = Counting()
+    trained(LLAMA, backend=count)
+    assert count.graphs == 0
+
+
+def _both(layouts: tuple[str, ...]) -> list[list[float]]:
+    return [trained(f"{model} --num-layers 2 {layout}") for model, layout in zip(MODELS, layouts, strict=True)]
+
+
+def test_compiled_under_tp_and_under_pp_trains_as_one_process() -> None:
+    want = _both(("", ""))
+    layouts = tuple(f"--compile --{axis}-model-parallel-size 2" for axis in ("tensor", "pipeline"))
+    for got in run_ranks(2, _both, layouts):
+        for one, model in zip(got, want, strict=True):
+            assert one == pytest.approx(model, rel=1e-10, abs=0)
+
+
+def _gathers_left() -> int:
+    """Buckets of weights that nobody waited for, after a forward of all layers behind an update."""
+    run, _ = build(f"{GPT} --ddp-bucket-size 32")  # every norm has a bucket of its own
+    train_step(run)
+    ids_SB = torch.zeros(16, 2, dtype=torch.int64)
+    run.pipeline.stages[0](None, Batch(ids_SB, ids_SB, None, torch.arange(2), step=1))
+    left = len(run.buffer._gathering) + len(run.buffer._to_gather)
+    run.close()
+    return left
+
+
+def test_every_module_of_a_block_waits_for_its_weights() -> None:
+    assert run_ranks(2, _gathers_left) == [0, 0]
+
+
+def saved_bytes(flags: str, dtype: torch.dtype) -> int:
+    """Of what a stage keeps for backward, weights aside."""
+    run, _ = build(flags, dtype, "aot_eager_decomp_partition")  # splits forward from backward as inductor does
+    stage = run.pipeline.stages[0]
+    ids_SB = torch.zeros(16, 2, dtype=torch.int64)
+    batch = Batch(ids_SB, ids_SB, None, torch.arange(2), step=1)
+    stage(None, batch)  # hooks must not be there while it is traced
+    weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        stage(None, batch)
+    run.close()
+    return sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flags", [LLAMA, DROP, DROP + SELECTIVE], ids=["llama", "dropout", "selective"])
+def test_no_more_is_kept_for_backward(flags: str, dtype: torch.dtype) -> None:
+    flags += " --num-layers 1"
+    eager = saved_bytes(flags, dtype)
+    assert 0 < saved_bytes(flags + " --compile", dtype) <= eager
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_trains_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config, cpu_vec_isa
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [])  # to find them takes 8 s; scalar code will do
+    monkeypatch.setattr(config, "pattern_matcher", False)  # 1 s
+    flags = GPT + " --num-layers 1"
+    want = trained(flags, torch.float32)
+    assert trained(flags + " --compile", torch.float32, "inductor") == pytest.approx(want, rel=1e-5)
+
+
+def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check_compile("cpu")
+    config = cli.parse(f"{COMMON} {GPT} --compile".split(), PRESETS)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SetupError, match=r"^compile=True needs a C\+\+ compiler and there is no g\+\+.*; install one"):
+        check_machine(config, "cpu", Ranks(0, 1), 93)
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    with pytest.raises(CompileError, match="there is no no-such-compiler"):
+        check_compile("cpu")
+    check_machine(cli.parse(f"{COMMON} {GPT}".split(), PRESETS), "cpu", Ranks(0, 1), 93)  # not asked for
+    monkeypatch.setattr(dispatch, "choice", lambda: "triton")
+    monkeypatch.setattr("megalite.models.compiled.choice", lambda: "triton")
+    with pytest.raises(CompileError, match="^compile=True .*MEGALITE_KERNELS=triton; use auto or torch$"):
+        check_compile("cpu")
