@@ -97,9 +97,8 @@ def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> No
                     pass
 
         def load() -> None:
-            found = reader.newest(folder / "saved", mesh)
+            found = reader.load(folder / "saved", mesh, lambda *_: reader.Wanted(pieces, exact=True))
             assert found is not None
-            reader.fill(*found, pieces, mesh, exact=True)
 
         raw.parent.mkdir(parents=True, exist_ok=True)
         saver = Saver.open(folder / "saved", mesh, mine)

@@ -25,7 +25,8 @@ class LocalStorage:
 
     look_every_s = 0.02
     patience_s = 600.0
-    readers = 4  # more than one request keeps a disk busy while another's bytes are hashed
+    readers = 2  # while one waits for the disk another hashes; more of them only fight for the processor
+    in_order = True
 
     def steps_in(self, directory: Path) -> list[int]:
         if not directory.is_dir():

@@ -55,6 +55,7 @@ class RemoteStorage:
     look_every_s = 1.0
     patience_s = 3600.0  # a file shows only when all of it is there
     readers = 16
+    in_order = False
 
     def _list(self, folder: Url) -> list[dict[str, Any]]:
         def call() -> list[dict[str, Any]]:

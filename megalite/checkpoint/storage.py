@@ -40,7 +40,8 @@ class Storage(Protocol):
 
     look_every_s: float  # a wait for files of other ranks looks this often
     patience_s: float  # ... and gives up when nothing has changed for so long
-    readers: int  # threads per rank that read at once
+    readers: int  # threads per rank that read and hash at once
+    in_order: bool  # ... taking turns at reading, from the begin of a file to its end, and small reads cost little
 
     def steps_in(self, directory: Any) -> list[int]:
         """The steps of all folders that look like checkpoints, ascending; strangers are left out."""
