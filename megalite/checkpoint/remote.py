@@ -96,7 +96,7 @@ class RemoteStorage:
                 file.closed = True  # fsspec closes what is collected, and would commit it
             raise
 
-    def put(self, path: Url, text: str) -> None:
+    def put(self, path: Url, text: str, sync: bool = True) -> None:
         self._make_folder(path.parent)
         attempt(path, "writing it", lambda: path.files.pipe_file(path.path, text.encode()))
 

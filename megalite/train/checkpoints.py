@@ -66,8 +66,10 @@ def open_saver(run: Run, config: Config) -> Saver | None:
 
 
 def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
-    """Write a checkpoint of the run as it is, or start to; collective. Raises CheckpointError on all ranks."""
+    """Write a checkpoint of the run as it is, or start to: the next update waits for the copy. Collective. Raises
+    CheckpointError on all ranks."""
     run.buffer.wait_gather()
+    run.before_update = saver.before_update
     state: dict[str, Any] = {
         "progress": run.state.to_json(),
         "updates": run.optimizer.updates,
