@@ -78,11 +78,21 @@ def fill_pieces(folder: Location, manifest: Manifest, pieces: Sequence[Piece]) -
             if place is None or place.shape != stored.shape or place.begin < last:
                 raise CheckpointError(f"{path}: its header and the manifest differ about {key}")
             last = place.end
-            for i in range(place.begin // block, -(-place.end // block)):
-                wants.setdefault((name, i), []).append(Want(place, stored, tuple(targets)))
+            want = Want(place, stored, tuple(targets))
+            for i in sorted({i for target in targets for i in _blocks_of(target[1], stored, place, block)}):
+                wants.setdefault((name, i), []).append(want)
         for i in range(-(-min(place.begin for place in header.values()) // block)):
             wants.setdefault((name, i), [])  # the header, which said where everything is
     read_blocks(folder, manifest, sorted(wants), wants)
+
+
+def _blocks_of(box: Box, stored: Box, place: Place, block: int) -> range:
+    """Those between the first and the last byte that `box` wants of `stored`."""
+    both = intersect(box, stored)
+    assert both is not None
+    first, last = _offset(stored, both.start), _offset(stored, tuple(n - 1 for n in both.stop))
+    item = place.dtype.itemsize
+    return range((place.begin + first * item) // block, -(-(place.begin + (last + 1) * item) // block))
 
 
 def _header(path: Location) -> dict[str, Place]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from train_cases import SMALL
 
 from megalite import cli
 from megalite.checkpoint import edit
+from megalite.checkpoint.background import HostCopy
 from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
 from megalite.config import Config, ConfigError, to_toml
 from megalite.models.families import PRESETS
@@ -68,6 +70,30 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_step_that_comes_at_once_changes_nothing_of_what_is_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy begins when the forward and the backward have long begun; the update waits."""
+    real = HostCopy._parts
+    monkeypatch.setattr(HostCopy, "_parts", lambda *a, **k: (time.sleep(0.5), real(*a, **k))[1])
+    run, config = built("--save", str(tmp_path), "--save-interval", "1", "--async-save")
+    saver = open_saver(run, config)
+    assert saver is not None
+    train_step(run)
+    save(run, saver, to_toml(config))
+    then, moments = weights(run), [t.clone() for t in state(run, "optimizer")]
+    train_step(run)
+    assert saver.waited_s > 0.1 and not same(weights(run), then)
+    saver.wait()
+    saver.close()
+    run.close()
+    again, config = built("--load", str(tmp_path))
+    start_run(again, config)
+    assert again.state.step == 1 and same(weights(again), then)
+    assert all(torch.equal(a, b) for a, b in zip(state(again, "optimizer"), moments, strict=True))
+    again.close()
 
 
 def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:
