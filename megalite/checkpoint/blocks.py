@@ -122,23 +122,18 @@ def read_blocks(
     def work() -> None:
         buffer = torch.empty(largest, dtype=torch.uint8)
         while not wrong:
-            with turn:
-                try:
-                    n, name, i = jobs.get_nowait()
-                except queue.Empty:
-                    return
-                try:
-                    block = _Block(
-                        folder / name, manifest, i, buffer, (wants or {}).get((name, i), ()), storage.in_order
-                    )
-                    block.read(files.get(name))
-                except Exception as error:  # of another thread's life: raised below
-                    wrong[n] = _named(folder / name, error)
-                    return
             try:
+                n, name, i = jobs.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                wanted = (wants or {}).get((name, i), ())
+                block = _Block(folder / name, manifest, i, buffer, wanted, storage.in_order)
+                with turn:
+                    block.read(files.get(name))
                 block.check(manifest)
                 block.copy()
-            except Exception as error:
+            except Exception as error:  # of another thread's life: raised below
                 wrong[n] = _named(folder / name, error)
                 return
             files.done(name)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +39,6 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _PAGE = 4096  # the payload begins at a multiple of it: writes and reads then copy whole pages
 _HEADER = 100_000_000  # bytes; the limit of the format
-_BESIDE = 1 << 20  # bytes; to hash less takes no longer than to hand it to another thread
 _BOUNCE = 1 << 25  # bytes of host memory for data that is on a device, or not contiguous in the file
 
 
@@ -75,21 +73,13 @@ def plan(pieces: Sequence[Piece]) -> tuple[bytes, list[Row], list[Piece]]:
 def write(path: Location, header: bytes, data: Iterable[Tensor], block: int = BLOCK) -> Stamp:
     """Write a new file, hash it on the way, and sync it. `data`: 1-D contiguous tensors in the order of the header."""
     hashed = BlockHash(block=block)
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="megalite-hash") as beside,
-        storage_of(path).create(path) as append,
-    ):
+    with storage_of(path).create(path) as append:
 
         def put(part: memoryview) -> None:
-            """`part` may change after it: it is written and hashed."""
-            if len(part) < _BESIDE:
-                hashed.update(part)
-                append(part)
-                return
-            update = beside.submit(hashed.update, part)
-            for begin in range(0, len(part), BLOCK):
-                append(part[begin : begin + BLOCK])
-            update.result()
+            for begin in range(0, len(part), BLOCK):  # hashed while it is in the processor's cache
+                chunk = part[begin : begin + BLOCK]
+                hashed.update(chunk)
+                append(chunk)
 
         put(memoryview(header))
         for tensor in data:
