@@ -22,10 +22,10 @@ from torch import Tensor
 from megalite.checkpoint import hashing
 from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.pieces import inside, intersect, rectangles
+from megalite.checkpoint.pieces import inside, intersect, offset_in, rectangles
 from megalite.checkpoint.storage import OpenFile, storage_of
 from megalite.checkpoint.tensor_file import Place, places
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Box
 
 _DIRECT = 1 << 16  # bytes; a read of less costs more than copying it
 
@@ -50,56 +50,6 @@ def check_sizes(folder: Location, manifest: Manifest) -> None:
             raise CheckpointError(f"{folder / name}: missing, or not a plain file")
         if sizes[name] != stamp.size:
             raise CheckpointError(f"{folder / name}: {sizes[name]} bytes, not {stamp.size}")
-
-
-def fill_pieces(folder: Location, manifest: Manifest, pieces: Sequence[Piece]) -> None:
-    """Write the checkpoint's values into `pieces`, which fit it, and check every block that a value comes from.
-
-    A block whose hash is wrong is not used, but those before it were: after CheckpointError the pieces hold a mixture.
-    """
-    found: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}  # file -> key -> box, who wants of it
-    for piece in pieces:
-        for box, span in rectangles(piece.box, piece.span):
-            target = piece.data.detach()[span.start : span.stop].view(box.shape)
-            for part in manifest.tensors[piece.name].parts:
-                if intersect(box, part.box) is not None:
-                    _, targets = found.setdefault(part.file, {}).setdefault(part.key, (part.box, []))
-                    targets.append((target, box))
-    with ThreadPoolExecutor(storage_of(folder).readers, thread_name_prefix="megalite-load") as pool:
-        headers = dict(zip(found, pool.map(lambda name: _header(folder / name), found), strict=True))
-    wants: dict[tuple[str, int], list[Want]] = {}
-    for name in sorted(found):
-        path, block, header = folder / name, manifest.files[name].block, headers[name]
-        last = 0
-        for key, (stored, targets) in sorted(
-            found[name].items(), key=lambda x: header[x[0]].begin if x[0] in header else 0
-        ):
-            place = header.get(key)
-            if place is None or place.shape != stored.shape or place.begin < last:
-                raise CheckpointError(f"{path}: its header and the manifest differ about {key}")
-            last = place.end
-            want = Want(place, stored, tuple(targets))
-            for i in sorted({i for target in targets for i in _blocks_of(target[1], stored, place, block)}):
-                wants.setdefault((name, i), []).append(want)
-        for i in range(-(-min(place.begin for place in header.values()) // block)):
-            wants.setdefault((name, i), [])  # the header, which said where everything is
-    read_blocks(folder, manifest, sorted(wants), wants)
-
-
-def _blocks_of(box: Box, stored: Box, place: Place, block: int) -> range:
-    """Those between the first and the last byte that `box` wants of `stored`."""
-    both = intersect(box, stored)
-    assert both is not None
-    first, last = _offset(stored, both.start), _offset(stored, tuple(n - 1 for n in both.stop))
-    item = place.dtype.itemsize
-    return range((place.begin + first * item) // block, -(-(place.begin + (last + 1) * item) // block))
-
-
-def _header(path: Location) -> dict[str, Place]:
-    try:
-        return places(path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{path}: its header cannot be read ({error!r})") from None
 
 
 def read_blocks(
@@ -220,8 +170,8 @@ class _Block:
                 if both is None:
                     continue
                 into = target[inside(both, box)]
-                first = _offset(part, both.start)
-                last = _offset(part, tuple(n - 1 for n in both.stop))
+                first = offset_in(part, both.start)
+                last = offset_in(part, tuple(n - 1 for n in both.stop))
                 size = both.numel * item
                 if (
                     straight is not None
@@ -259,14 +209,6 @@ class _Block:
     def copy(self) -> None:
         for into, values in self._copies:
             into.copy_(values)
-
-
-def _offset(box: Box, corner: tuple[int, ...]) -> int:
-    """Where an element is in the flattened box."""
-    offset = 0
-    for at, start, n in zip(corner, box.start, box.shape, strict=True):
-        offset = offset * n + at - start
-    return offset
 
 
 def _tensors_at(path: Location, manifest: Manifest, begin: int, end: int, most: int = 3) -> list[str]:

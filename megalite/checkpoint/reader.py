@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.blocks import check_sizes, fill_pieces, read_blocks
+from megalite.checkpoint.blocks import check_sizes, read_blocks
+from megalite.checkpoint.fill import fill_pieces
 from megalite.checkpoint.location import CheckpointError, ElsewhereError, Location, parse
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.pieces import intersect, rectangles
