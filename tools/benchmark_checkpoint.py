@@ -4,8 +4,12 @@
 python tools/benchmark_checkpoint.py                                           # in a new folder here, half a minute
 python tools/benchmark_checkpoint.py --dir /data/new --mib 4096 --ranks 1 2 4 8
 
-Every round does, on all ranks at once and one after the other: raw write with fsync and save; a save in the
-background; raw read and load (hashes included, both from the disk). Which of a pair goes first changes by round.
+Every round does, on all ranks at once and one after the other: raw write with fsync and save; a step of training
+alone and one beside a save in the background; raw read and load (hashes included, both from the disk). Which of a pair
+goes first changes by round. The step is simulated by products of matrices, as many as take 0.1 s or four times a copy
+of the rank's state, whichever is longer: a real one with so much state takes longer. The stall is what training waits:
+in the call, and before the update for what is left of the copy. `step_beside` is how much longer the products take
+while the copy and the begin of the writing use the same processors and memory.
 Before each the last file of its kind is deleted and cached pages are dropped, since a write into memory that was just
 freed is several times faster. So all see the same disk at nearly the same time; a fraction is the median over rounds
 of one round's, as is every figure.
@@ -97,9 +101,25 @@ def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> No
                     pass
 
         def load() -> None:
-            found = reader.newest(folder / "saved", mesh)
+            found = reader.load(folder / "saved", mesh, lambda *_: reader.Wanted(pieces, exact=True))
             assert found is not None
-            reader.fill(*found, pieces, mesh, exact=True)
+
+        left = torch.randn(512, 512)
+        spare = torch.empty_like(pieces[0].data).fill_(0)
+
+        def products(number: int) -> float:
+            begin = time.perf_counter()
+            for _ in range(number):
+                torch.mm(left, left)
+            return time.perf_counter() - begin
+
+        begin = time.perf_counter()
+        for piece in pieces:
+            spare.copy_(piece.data)
+        needed = max(0.1, 4 * (time.perf_counter() - begin))
+        products(10)
+        number = torch.tensor(int(needed / products(20) * 20) + 1)
+        all_reduce_(number, mesh.world, dist.ReduceOp.MAX)
 
         raw.parent.mkdir(parents=True, exist_ok=True)
         saver = Saver.open(folder / "saved", mesh, mine)
@@ -129,10 +149,20 @@ def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> No
 
             for do in (timed_raw, timed_save) if step % 2 else (timed_save, timed_raw):
                 do()
-            clear("saved")
-            saver.background = True
-            row["stall_s"] = seconds(lambda n=3 * step + 1: saver.save(n, pieces, {}))
-            row["rest_s"] = seconds(saver.wait)
+
+            def timed_step(row: dict[str, float] = row) -> None:
+                row["step_s"] = seconds(lambda: products(int(number)))
+
+            def timed_beside(row: dict[str, float] = row, clear: Callable[[str], None] = clear, n: int = step) -> None:
+                clear("saved")
+                saver.background = True
+                call_s = seconds(lambda: saver.save(3 * n + 1, pieces, {}))
+                row["beside_s"] = seconds(lambda: products(int(number)))
+                row["stall_s"] = call_s + seconds(saver.before_update)
+                saver.wait()
+
+            for do in (timed_step, timed_beside) if step % 2 else (timed_beside, timed_step):
+                do()
 
             def timed_read(row: dict[str, float] = row, clear: Callable[[str], None] = clear) -> None:
                 clear("")
@@ -166,6 +196,8 @@ def summary(world: int, rows: list[dict[str, float]]) -> dict[str, float]:
         "load_gib_s": median(lambda r: gib / r["load_s"]),
         "load_of_raw": median(lambda r: r["raw_read_s"] / r["load_s"]),
         "save_extra_of_state": median(lambda r: r["save_extra_bytes"] / r["rank_bytes"]),
+        "step_s": median(lambda r: r["step_s"]),
+        "step_beside": median(lambda r: r["beside_s"] / r["step_s"]),
         "stall_s": median(lambda r: r["stall_s"]),
         "stall_of_save": median(lambda r: r["stall_s"] / r["save_s"]),
     }

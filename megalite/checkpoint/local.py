@@ -25,7 +25,8 @@ class LocalStorage:
 
     look_every_s = 0.02
     patience_s = 600.0
-    readers = 4  # more than one request keeps a disk busy while another's bytes are hashed
+    readers = 2  # while one waits for the disk another hashes; more of them only fight for the processor
+    in_order = True
 
     def steps_in(self, directory: Path) -> list[int]:
         if not directory.is_dir():
@@ -52,13 +53,15 @@ class LocalStorage:
             file.flush()
             os.fsync(file.fileno())
 
-    def put(self, path: Path, text: str) -> None:
+    def put(self, path: Path, text: str, sync: bool = True) -> None:
         """Beside it, synced, then renamed: whoever reads it sees the old text or the new, also after a power cut."""
         temporary = path.with_name(f".{path.name}.part")
         temporary.write_text(text, encoding="utf-8")
-        _sync(temporary)
+        if sync:
+            _sync(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        if sync:
+            _sync(path.parent)
 
     def delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -74,6 +77,8 @@ class LocalStorage:
         shutil.rmtree(part, ignore_errors=True)
 
     def publish(self, part: Path, final: Path) -> None:
+        for name in ("manifest.json", "COMPLETE"):
+            _sync(part / name)
         _sync(part)
         if final.exists():  # the same step again, after a rollback: out of the way, then gone; see `sweep`
             old = final.with_name(f".{final.name}{_REPLACED}")

@@ -11,7 +11,6 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.hashing import Stamp
@@ -21,7 +20,7 @@ from megalite.checkpoint.pieces import overlapping
 from megalite.checkpoint.storage import storage_of
 from megalite.parallel.spec import Box
 
-FORMAT = 2  # 1 had one sha256 per file; it is still read
+FORMAT = 2
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _LARGEST = 1 << 30  # bytes of JSON
 
@@ -49,14 +48,6 @@ class Manifest:
     tensors: dict[str, Whole]
     files: dict[str, Stamp]
     state: dict[str, Any]
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def dump(manifest: Manifest) -> str:
@@ -95,9 +86,9 @@ def load(folder: Location) -> Manifest:
         raise refuse("it is not the one that COMPLETE names")
     try:
         data = json.loads(text)
-        if data["format"] not in (1, FORMAT):
+        if data["format"] != FORMAT:
             raise refuse(f"format {data['format']!r} is not {FORMAT}")
-        files = {str(name): _stamp(entry, data["format"]) for name, entry in data["files"].items()}
+        files = {str(name): _stamp(entry) for name, entry in data["files"].items()}
         tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
         state = dict(data["state"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -105,10 +96,7 @@ def load(folder: Location) -> Manifest:
     return Manifest(tensors, files, state)
 
 
-def _stamp(entry: Any, version: int) -> Stamp:
-    if version == 1:
-        size, digest = entry
-        return Stamp(int(size), "sha256", max(int(size), 1), (str(digest),))
+def _stamp(entry: Any) -> Stamp:
     size, name, block, digests = entry
     return Stamp(int(size), str(name), int(block), tuple(str(digest) for digest in digests))
 

@@ -61,6 +61,14 @@ def inside(part: Box, whole: Box) -> tuple[slice, ...]:
     return tuple(slice(p - w, q - w) for p, q, w in zip(part.start, part.stop, whole.start, strict=True))
 
 
+def offset_in(box: Box, corner: tuple[int, ...]) -> int:
+    """Where the element `corner` of the whole tensor is in the flattened box."""
+    offset = 0
+    for at, start, n in zip(corner, box.start, box.shape, strict=True):
+        offset = offset * n + at - start
+    return offset
+
+
 def overlapping(boxes: Sequence[Box]) -> bool:
     """Whether two boxes share elements. A sweep along the first dim: a box is compared only with those whose rows it
     meets, which are few, since shards over dp are ranges of rows."""

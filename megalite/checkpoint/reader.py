@@ -1,38 +1,51 @@
-"""Load: find the newest valid checkpoint, verify it, and fill this rank's pieces under any layout.
+"""Load: find the newest valid checkpoint and fill this rank's pieces under any layout.
 
-The hashes of all files are checked before anything is read into the model, each rank taking its share of the blocks.
-A target rectangle is filled from every stored box that meets it; nothing else is read. All differences between model
-and checkpoint are listed at once, before any parameter changes.
+`load` reads every block that holds a value for this rank once, and checks its hash before the value counts; where one
+is wrong, the checkpoint before it is taken. That files are there, have their size, and hold what the model needs is
+known before any parameter changes, and all differences are listed at once. `newest` is for tools: it checks everything
+that a checkpoint holds, each rank taking its share of the blocks; `fill` then reads any part of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint import hashing
 from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint.blocks import check_sizes, read_blocks
+from megalite.checkpoint.fill import fill_pieces
 from megalite.checkpoint.location import CheckpointError, ElsewhereError, Location, parse
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.pieces import intersect, rectangles
-from megalite.checkpoint.storage import OpenFile, folder_of, storage_of
-from megalite.checkpoint.tensor_file import TensorFile, places
+from megalite.checkpoint.storage import folder_of, storage_of
+from megalite.checkpoint.tensor_file import TensorFile
 from megalite.checkpoint.writer import agree
 from megalite.parallel.comm import all_reduce_, broadcast_
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
-_READ = 1 << 22  # bytes at once while hashing
-_RUN = 8  # blocks that a thread reads in a row
+T = TypeVar("T")
 
 
 def _number(value: int, mesh: Mesh) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.int64, device=mesh.device)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to fill from a checkpoint. `exact`: dtypes must agree, and are else converted; `problems`: why it must not
+    be loaded, one line each."""
+
+    pieces: Sequence[Piece]
+    exact: bool = False
+    problems: Sequence[str] = ()
 
 
 def newest(
@@ -45,6 +58,59 @@ def newest(
     valid, and where `step` is not there: never a silent fresh start. `first`: another directory, whose checkpoint of
     a step is preferred.
     """
+
+    def prepare(folder: Location, manifest: Manifest) -> Callable[[], None]:
+        return lambda: verify(folder, manifest, mesh.world.rank, mesh.world.size)
+
+    return _first_good(directory, mesh, step, first, prepare)
+
+
+def load(
+    directory: str | Location,
+    mesh: Mesh,
+    wanted: Callable[[Location, Manifest], Wanted],
+    step: int | None = None,
+    *,
+    first: str | Location | None = None,
+) -> tuple[Any, Manifest] | None:
+    """`newest`, and fill the pieces that `wanted` names from it; every byte that is used is read once, and verified.
+
+    Collective, and `wanted` may be. It is asked about a checkpoint whose manifest is right and whose files are all
+    there; what it raises, or a piece that does not fit, ends the load before anything changes. A block with a wrong
+    hash is found while pieces are being filled: they are then filled from the checkpoint before it, and where there is
+    none, CheckpointError is raised and they are NaN, so that nothing can go on with a mixture.
+    """
+    begun: list[Piece] = []
+
+    def prepare(folder: Location, manifest: Manifest) -> Callable[[], None]:
+        want = wanted(folder, manifest)
+        _refuse_differences(folder, manifest, want, mesh)
+
+        def fill_these() -> None:
+            begun[:] = want.pieces
+            with storage_of(folder).reading(folder):
+                fill_pieces(folder, manifest, want.pieces)
+
+        return fill_these
+
+    try:
+        return _first_good(directory, mesh, step, first, prepare)
+    except BaseException:
+        for piece in begun:
+            if piece.data.is_floating_point():
+                piece.data.detach().fill_(math.nan)
+        raise
+
+
+def _first_good(
+    directory: str | Location,
+    mesh: Mesh,
+    step: int | None,
+    first: str | Location | None,
+    prepare: Callable[[Location, Manifest], Callable[[], None]],
+) -> tuple[Any, Manifest] | None:
+    """The newest candidate whose files are there and with which what `prepare` returns is done on all ranks.
+    `prepare` is collective; a CheckpointError of what it returns is damage, and the next candidate is tried."""
     roots = [parse(root) for root in (directory, first) if root is not None]
     found = _candidates(roots, mesh, step)
     reasons: list[str] = []
@@ -52,26 +118,39 @@ def newest(
         candidate, root = found[-1 - place] if found else (0, 0)
         candidate, root = (int(broadcast_(_number(n, mesh), mesh.world)) for n in (candidate, root))
         folder = folder_of(roots[root], candidate)
-        manifest = None
-        try:
-            manifest = manifests.load(folder)
-            verify(folder, manifest, mesh.world.rank, mesh.world.size)
-        except CheckpointError as error:
-            reasons.append(str(error))
-            if manifest is not None or mesh.world.is_first:  # all ranks find the same wrong with a manifest
-                print(f"skipping {folder}: {error}", flush=True)
-        bad = int(all_reduce_(_number(len(reasons) > place, mesh), mesh.world))
-        if not bad and manifest is not None:
-            return folder, manifest
-        if len(reasons) == place:
-            reasons.append(f"{folder}: damaged, says another rank")
+        manifest, reason = _try(mesh, folder, False, partial(_whole_on_disk, folder))
+        if manifest is not None:
+            _, reason = _try(mesh, folder, True, prepare(folder, manifest))
+            if reason is None:
+                return folder, manifest
+        reasons.append(reason or "")
+    kind = CheckpointError if mesh.world.is_first else ElsewhereError
     if reasons:
-        kind = CheckpointError if mesh.world.is_first else ElsewhereError
         raise kind(f"load={str(directory)!r}: no checkpoint in it is valid; " + "; ".join(reasons))
     if step is not None:
-        kind = CheckpointError if mesh.world.is_first else ElsewhereError
         raise kind(f"load={str(directory)!r} holds no checkpoint of step {step}: choose another --ckpt-step")
     return None
+
+
+def _whole_on_disk(folder: Location) -> Manifest:
+    manifest = manifests.load(folder)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple[T | None, str | None]:
+    """(what `do` returns, None), or (None, the reason) where it raises CheckpointError on any rank; collective. `tell`:
+    whether a rank that is not the first prints its own."""
+    result, reason = None, None
+    try:
+        result = do()
+    except CheckpointError as error:
+        reason = str(error)
+    if not int(all_reduce_(_number(reason is not None, mesh), mesh.world)):
+        return result, None
+    if mesh.world.is_first or (tell and reason is not None):
+        print(f"skipping {folder}: {reason or 'damaged, says another rank'}", flush=True)
+    return None, reason or f"{folder}: damaged, says another rank"
 
 
 def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None) -> list[tuple[int, int]]:
@@ -92,73 +171,9 @@ def verify(folder: Location, manifest: Manifest, rank: int = 0, ranks: int = 1) 
 
     Raises CheckpointError that names the first file, and the tensors in the block, that are damaged.
     """
-    try:
-        sizes = storage_of(folder).entries(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read ({error})") from None
-    for name, stamp in manifest.files.items():
-        if name not in sizes:
-            raise CheckpointError(f"{folder / name}: missing, or not a plain file")
-        if sizes[name] != stamp.size:
-            raise CheckpointError(f"{folder / name}: {sizes[name]} bytes, not {stamp.size}")
+    check_sizes(folder, manifest)
     blocks = [(name, i) for name, stamp in sorted(manifest.files.items()) for i in range(len(stamp.digests))]
-    mine = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
-    runs: list[tuple[str, list[int]]] = []  # of consecutive blocks of one file
-    for name, i in mine:
-        if runs and runs[-1][0] == name and len(runs[-1][1]) < _RUN:
-            runs[-1][1].append(i)
-        else:
-            runs.append((name, [i]))
-    with ThreadPoolExecutor(storage_of(folder).readers, thread_name_prefix="megalite-verify") as pool:
-        for _ in pool.map(lambda run: _verify_blocks(folder / run[0], manifest, run[1]), runs):
-            pass  # raises what a thread has raised, in the order of the files
-
-
-def _verify_blocks(path: Location, manifest: Manifest, blocks: Sequence[int]) -> None:
-    """`blocks`: consecutive."""
-    stamp = manifest.files[path.name]
-    buffer = memoryview(bytearray(min(_READ, stamp.block)))
-    try:
-        make = hashing.maker(stamp.name)
-        file = storage_of(path).open(path)
-        try:
-            for i in blocks:
-                begin, end = i * stamp.block, min(stamp.size, (i + 1) * stamp.block)
-                if _digest(file, begin, end, make(), buffer) != stamp.digests[i]:
-                    held = ", ".join(_tensors_at(path, manifest, begin, end))
-                    raise CheckpointError(
-                        f"{path}: its content changed after it was written ({stamp.name}), at bytes {begin} to {end}: "
-                        + held
-                    )
-        finally:
-            file.close()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be verified ({error})") from None
-
-
-def _digest(file: OpenFile, begin: int, end: int, digest: Any, buffer: memoryview) -> str:
-    """The hash of these bytes of a file."""
-    for at in range(begin, end, len(buffer)):
-        part = buffer[: min(len(buffer), end - at)]
-        file.pread(part, at)
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _tensors_at(path: Location, manifest: Manifest, begin: int, end: int, most: int = 3) -> list[str]:
-    """Names of the tensors in these bytes, for people."""
-    try:
-        where = places(path)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return ["the header"]
-    names = [
-        name
-        for name, whole in manifest.tensors.items()
-        for part in whole.parts
-        if part.file == path.name and part.key in where and where[part.key].begin < end and where[part.key].end > begin
-    ]
-    names = list(dict.fromkeys(names))
-    return names[:most] + ([f"and {len(names) - most} more"] if len(names) > most else []) or ["the header"]
+    read_blocks(folder, manifest, blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks])
 
 
 def differences(manifest: Manifest, pieces: Sequence[Piece], exact: bool = False) -> list[str]:
@@ -190,6 +205,13 @@ def unused(manifest: Manifest, pieces: Sequence[Piece], mesh: Mesh, kinds: Colle
     ]
 
 
+def _refuse_differences(folder: Location, manifest: Manifest, want: Wanted, mesh: Mesh) -> None:
+    lines = [*want.problems, *differences(manifest, want.pieces, want.exact)]
+    if int(all_reduce_(_number(len(lines), mesh), mesh.world, dist.ReduceOp.MAX)) > 0:
+        kind = CheckpointError if lines else ElsewhereError
+        raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines or ["see another rank"]))
+
+
 def fill(
     folder: Location,
     manifest: Manifest,
@@ -199,12 +221,9 @@ def fill(
     exact: bool = False,
     problems: Sequence[str] = (),
 ) -> None:
-    """Write the checkpoint's values into the pieces' data; collective. Raises CheckpointError on all ranks: before
-    anything changes where they do not fit, or there are other `problems` already."""
-    lines = [*problems, *differences(manifest, pieces, exact)]
-    if int(all_reduce_(_number(len(lines), mesh), mesh.world, dist.ReduceOp.MAX)) > 0:
-        kind = CheckpointError if lines else ElsewhereError
-        raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines or ["see another rank"]))
+    """Write the values of a checkpoint that was verified into the pieces' data; collective. Raises CheckpointError on
+    all ranks: before anything changes where they do not fit, or there are other `problems` already."""
+    _refuse_differences(folder, manifest, Wanted(pieces, exact, problems), mesh)
     files: dict[str, TensorFile] = {}
     copies: list[Callable[[], None]] = []
     try:

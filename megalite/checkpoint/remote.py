@@ -55,6 +55,7 @@ class RemoteStorage:
     look_every_s = 1.0
     patience_s = 3600.0  # a file shows only when all of it is there
     readers = 16
+    in_order = False
 
     def _list(self, folder: Url) -> list[dict[str, Any]]:
         def call() -> list[dict[str, Any]]:
@@ -95,7 +96,7 @@ class RemoteStorage:
                 file.closed = True  # fsspec closes what is collected, and would commit it
             raise
 
-    def put(self, path: Url, text: str) -> None:
+    def put(self, path: Url, text: str, sync: bool = True) -> None:
         self._make_folder(path.parent)
         attempt(path, "writing it", lambda: path.files.pipe_file(path.path, text.encode()))
 

@@ -1,15 +1,14 @@
 """The saves of one run: its lock on the directory, at most one save in flight, and what is kept.
 
-In the background (`background=True`) a save is three things that overlap with training but for the first:
+In the background (`background=True`) a save is three things that overlap with training:
 
-    every rank   copy what it owns into host memory (pinned on CUDA)       training waits for this copy only
-    its thread   write, hash and sync its file, then its list
-    rank 0's     wait until every rank's list is there, by looking; commit, prune
+    every rank's thread   copy what it owns into host memory: an update must wait for its end (`before_update`)
+                          write, hash and sync its file, then its list
+    rank 0's              wait until every rank's list is there, by looking; commit, prune
 
 Threads use no collective: one from a background thread would race with those of training, on which torch's own async
 save on gloo was seen to deadlock. A thread that fails leaves a file that says so, which ends rank 0's waiting; its
-rank then asks for a stop with the next step's all-reduce, so that all ranks raise at the same step. The host copy is
-kept for the next save: pinning memory takes longer than filling it.
+rank then asks for a stop with the next step's all-reduce, so that all ranks raise at the same step.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalite.checkpoint import tensor_file, writer
+from megalite.checkpoint.background import HostCopy, wait_for_lists
 from megalite.checkpoint.location import CheckpointError, Location, parse
 from megalite.checkpoint.retention import prune
 from megalite.checkpoint.storage import RunLock, Storage, folder_of, storage_of
@@ -46,13 +45,13 @@ class Saver:
         self.storage: Storage = storage_of(directory)
         self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
         self.retain_interval = retain_interval
-        self.waited_s = 0.0  # by training, in the last save
+        self.waited_s = 0.0  # by training, for the last save
         self._lock: RunLock | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._part: Location | None = None
         self._give_up = threading.Event()  # some rank has failed: its list will never come
-        self._host: Tensor | None = None
+        self._host = HostCopy(mesh.device)
         self._news: list[str] = []
         self._sound: set[int] = set()
         self._uploader: Uploader | None = None
@@ -111,7 +110,8 @@ class Saver:
     def save(self, step: int, pieces: Sequence[Piece], state: dict[str, Any], *, last: bool = False) -> Location:
         """Save what this rank owns; returns where it will be. In the background unless `last`: `wait` for it.
 
-        `state` is plain JSON of rank 0. Raises CheckpointError on all ranks, also for the save before this one.
+        What is saved is the state at the call, if `before_update` is called before anything changes it. `state` is
+        plain JSON of rank 0. Raises CheckpointError on all ranks, also for the save before this one.
         """
         self.wait()
         begin = time.perf_counter()
@@ -125,59 +125,48 @@ class Saver:
             return final
         self._part = part = self.storage.part_of(final)
         writer.begin_part(part, self.mesh, self._confirm)
-        header, rows, ordered = tensor_file.plan(pieces)
-        staged = _together(self.mesh, lambda: self._stage(ordered), "copying the state to host memory")
-        frozen = json.loads(json.dumps(state))  # the run changes its own from here on
+        frozen = json.dumps(state) if self.mesh.world.is_first else ""  # the run changes its own from here on
         self._give_up.clear()
-        work = (part, final, header, rows, staged, frozen, step, begin)
+        self._host.begin()
+        work = (part, final, list(pieces), frozen, step, begin)
         self._thread = threading.Thread(target=self._run, args=work, name="megalite-save", daemon=True)
-        self._thread.start()
+        self._news.append(f"scheduled {final.name}")
         self.waited_s = time.perf_counter() - begin
-        self._news.append(f"scheduled {final.name}: training waited {self.waited_s:.3f} s")
+        self._thread.start()
         return final
+
+    def before_update(self) -> None:
+        """Not collective: call it before anything changes what was saved. Waits while it is being copied."""
+        if self._thread is not None:
+            begin = time.perf_counter()
+            self._host.wait_before_change()
+            self.waited_s += time.perf_counter() - begin
 
     def _confirm(self) -> None:
         if self._lock is not None:
             self._lock.confirm()
 
-    def _stage(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """The pieces' data in host memory, in one buffer."""
-        sizes = [piece.data.numel() * piece.data.element_size() for piece in pieces]
-        if self._host is None or len(self._host) < sum(sizes):
-            self._host = None  # let go of the old one first
-            self._host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.mesh.device.type == "cuda")
-        parts = list(self._host[: sum(sizes)].split(sizes)) if sizes else []
-        for part, piece in zip(parts, pieces, strict=True):
-            part.copy_(piece.data.detach().view(torch.uint8), non_blocking=True)
-        if self.mesh.device.type == "cuda":
-            torch.cuda.current_stream(self.mesh.device).synchronize()
-        return parts
-
     def _run(
-        self,
-        part: Location,
-        final: Location,
-        header: bytes,
-        rows: Sequence[tensor_file.Row],
-        data: Sequence[Tensor],
-        state: dict[str, Any],
-        step: int,
-        begin: float,
+        self, part: Location, final: Location, pieces: Sequence[Piece], state: str, step: int, begin: float
     ) -> None:
         """The thread of one save."""
         rank, world = self.mesh.world.rank, self.mesh.world.size
         try:
-            writer.write_rank(part, rank, header, rows, data)
+            header, rows, ordered = tensor_file.plan(pieces)
+            writer.write_rank(part, rank, header, rows, self._host.fill([piece.data for piece in ordered]))
             if self.mesh.world.is_first:
                 wait_for_lists(part, world, self._give_up, confirm=self._confirm)
                 self._confirm()
-                writer.commit(part, final, state, step, world)
-                self._news.append(f"committed {final.name}, {time.perf_counter() - begin:.2f} s after it was scheduled")
+                writer.commit(part, final, json.loads(state), step, world)
+                times = f"{time.perf_counter() - begin:.2f} s after it was scheduled"
+                self._news.append(f"committed {final.name}, {times}; training waited {self.waited_s:.3f} s")
                 self._prune(step)
         except Exception as error:  # raised by `wait`, on all ranks
             self._error = error
             with contextlib.suppress(OSError):  # a full disk may not even take this; `wait` ends rank 0's waiting too
                 self.storage.put(part / f"rank-{rank:05d}.failed", f"rank {rank}: {error}")
+        finally:
+            self._host.release()  # whatever came before the copy
 
     @property
     def failed(self) -> bool:
@@ -233,36 +222,6 @@ class Saver:
                 prune(self.directory, self.keep_last, self.retain_interval, self._sound, saved=step)
             except OSError as error:
                 self._news.append(f"could not delete an old checkpoint: {error}")
-
-
-def wait_for_lists(
-    part: Location,
-    world: int,
-    give_up: threading.Event,
-    patience_s: float | None = None,
-    confirm: Callable[[], None] = lambda: None,
-) -> None:
-    """Until all ranks have written their list. CheckpointError when one failed, or when nothing grows any more.
-    `confirm` is asked meanwhile: who has taken the directory over may have deleted what is waited for."""
-    storage = storage_of(part)
-    patience_s = storage.patience_s if patience_s is None else patience_s
-    seen, since = -1, time.monotonic()
-    while True:
-        names = storage.entries(part)
-        missing = [rank for rank in range(world) if writer.list_of(part, rank).name not in names]
-        if not missing:
-            return
-        confirm()
-        failed = sorted(name for name in names if name.endswith(".failed"))
-        if failed:
-            raise CheckpointError(storage.read(part / failed[0]).decode(errors="replace"))
-        size = sum(size for name, size in names.items() if name.endswith(".safetensors"))  # these only grow
-        if size != seen:
-            seen, since = size, time.monotonic()
-        elif time.monotonic() - since > patience_s:
-            raise CheckpointError(f"rank {missing[0]} has written nothing to {part} for {patience_s:.0f} s")
-        if give_up.wait(storage.look_every_s):
-            raise CheckpointError(f"rank {missing[0]}, or another, has failed")
 
 
 def _together(mesh: Mesh, do: Callable[[], Any], doing: str) -> Any:

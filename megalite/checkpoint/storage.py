@@ -40,7 +40,8 @@ class Storage(Protocol):
 
     look_every_s: float  # a wait for files of other ranks looks this often
     patience_s: float  # ... and gives up when nothing has changed for so long
-    readers: int  # threads per rank that read at once
+    readers: int  # threads per rank that read and hash at once
+    in_order: bool  # ... taking turns at reading, from the begin of a file to its end, and small reads cost little
 
     def steps_in(self, directory: Any) -> list[int]:
         """The steps of all folders that look like checkpoints, ascending; strangers are left out."""
@@ -59,8 +60,8 @@ class Storage(Protocol):
         it is not there, or in a part only."""
         ...
 
-    def put(self, path: Any, text: str) -> None:
-        """A small file, durable; whoever reads it sees the one before or this one, whole."""
+    def put(self, path: Any, text: str, sync: bool = True) -> None:
+        """A small file; whoever reads it sees the one before or this one, whole. `sync`: also after a power cut."""
         ...
 
     def delete(self, path: Any) -> None:
@@ -80,7 +81,8 @@ class Storage(Protocol):
         ...
 
     def publish(self, part: Any, final: Any) -> None:
-        """Make what is complete the checkpoint `final`, in the place of one that may be there."""
+        """Make what is complete the checkpoint `final`, durably, in the place of one that may be there. Files of
+        `create` are durable already, manifest.json and COMPLETE need not be."""
         ...
 
     def remove(self, folder: Any) -> None:

@@ -1,8 +1,8 @@
 """Save: every rank writes the rectangles it owns into one file of its own; then the whole becomes visible at once.
 
-    .iter_0000500.part/ rank-00000.safetensors + its list   each rank, synced, hashed while it is written
+    .iter_0000500.part/ rank-00000.safetensors + its list   each rank; the file synced, hashed while it is written
     all ranks agree that every file is there                one all-reduce; else the folder is removed, all raise
-    manifest.json, then COMPLETE (the manifest's sha256)    rank 0, synced
+    manifest.json, then COMPLETE (the manifest's sha256)    rank 0; both synced, then the folder
     rename to iter_0000500/, sync the parent                rank 0: from here on it exists
     latest_checkpointed_iteration.txt                       rank 0, replaced atomically
 
@@ -114,7 +114,7 @@ def write_rank(part: Location, rank: int, header: bytes, rows: Sequence[Row], da
         "stamp": [stamp.size, stamp.name, stamp.block, stamp.digests],
         "rows": [[r.name, r.shape, r.dtype, r.key, r.box.start, r.box.stop] for r in rows],
     }
-    storage_of(part).put(list_of(part, rank), json.dumps(listing))
+    storage_of(part).put(list_of(part, rank), json.dumps(listing), sync=False)  # after a power cut it is swept
 
 
 def commit(part: Location, final: Location, state: dict[str, Any], step: int, world: int) -> None:
@@ -136,7 +136,7 @@ def commit(part: Location, final: Location, state: dict[str, Any], step: int, wo
             raise CheckpointError(f"{part / name}: {stamp.size} bytes were written, {there.get(name, 0)} are there")
     tensors = {name: Whole(shape, dtype, tuple(parts)) for name, (shape, dtype, parts) in found.items()}
     text = dump(Manifest(tensors, files, state))
-    storage.put(part / "manifest.json", text)
-    storage.put(part / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n")
+    storage.put(part / "manifest.json", text, sync=False)
+    storage.put(part / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n", sync=False)
     storage.publish(part, final)
-    storage.put(final.parent / TRACKER, f"{step}\n")
+    storage.put(final.parent / TRACKER, f"{step}\n", sync=False)

@@ -66,8 +66,10 @@ def open_saver(run: Run, config: Config) -> Saver | None:
 
 
 def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
-    """Write a checkpoint of the run as it is, or start to; collective. Raises CheckpointError on all ranks."""
+    """Write a checkpoint of the run as it is, or start to: the next update waits for the copy. Collective. Raises
+    CheckpointError on all ranks."""
     run.buffer.wait_gather()
+    run.before_update = saver.before_update
     state: dict[str, Any] = {
         "progress": run.state.to_json(),
         "updates": run.optimizer.updates,
@@ -86,22 +88,28 @@ def resume(
 ) -> tuple[Location, list[str]] | None:
     """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, what is
     worth telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
-    found = reader.newest(directory, run.mesh, start.step, first=first)
+    weights_only = start.weights_only or start.afresh
+    notes: list[str] = []
+
+    def wanted(folder: Location, manifest: Manifest) -> reader.Wanted:
+        problems = model_differences(config, manifest, folder, run.vocab_size)
+        problems += tokenizer_differences(run.tokenizer, manifest)
+        notes.clear()  # those of a damaged one
+        if start.afresh:
+            notes.extend(f"changed since the checkpoint: {line}" for line in problems)
+            problems = []
+        pieces = [e.piece for e in run.optimizer.pieces() if not weights_only or e.piece.name.startswith("model/")]
+        states = any(name.startswith("optimizer.") for name in manifest.tensors)
+        if not weights_only and run.optimizer.rule.states and not states:
+            remedy = "add --no-load-optim to go on without, or --finetune to start afresh"
+            raise CheckpointError(f"{folder} holds no optimizer state: {remedy}")
+        problems += reader.unused(manifest, pieces, run.mesh, {"model"} if weights_only else None)
+        return reader.Wanted(pieces, not weights_only, problems)
+
+    found = reader.load(directory, run.mesh, wanted, start.step, first=first)
     if found is None:
         return None
     folder, manifest = found
-    notes, problems = [], model_differences(config, manifest, folder, run.vocab_size)
-    problems += tokenizer_differences(run.tokenizer, manifest)
-    if start.afresh:
-        notes, problems = [f"changed since the checkpoint: {line}" for line in problems], []
-    weights_only = start.weights_only or start.afresh
-    pieces = [e.piece for e in run.optimizer.pieces() if not weights_only or e.piece.name.startswith("model/")]
-    if not weights_only and run.optimizer.rule.states and not any(n.startswith("optimizer.") for n in manifest.tensors):
-        raise CheckpointError(
-            f"{folder} holds no optimizer state: add --no-load-optim to go on without, or --finetune to start afresh"
-        )
-    problems += reader.unused(manifest, pieces, run.mesh, {"model"} if weights_only else None)
-    reader.fill(folder, manifest, pieces, run.mesh, exact=not weights_only, problems=problems)
     run.optimizer.after_load(main_loaded=not weights_only)
     if start.afresh:
         return folder, [*notes, "only the weights are loaded: step, optimizer and data begin afresh"]

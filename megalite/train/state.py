@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from megalite.data.batches import Prefetcher
@@ -86,6 +87,7 @@ class Run:
     test: list[EvaluationSet] = field(default_factory=list)
     ledger: Ledger | None = None  # of what was read; None: generated data
     tokenizer: Tokenizer | None = None  # what the ids mean; None: nobody said
+    before_update: Callable[[], None] = lambda: None  # a save may still be copying what an update changes
 
     def close(self) -> None:
         """Stop the threads that read."""

@@ -49,6 +49,7 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
     lr = run.schedule.at(state.consumed_samples - state.skipped_samples + size)
     if finite:
         clip = min(1.0, run.max_norm / (grad_norm + 1e-6)) if run.max_norm > 0 else 1.0
+        run.before_update()
         run.optimizer.step(lr=lr, weight_decay=run.weight_decay, scale=clip * unscale)
         run.buffer.gather()
     elif run.check_finite and not run.loss_scaler.dynamic:

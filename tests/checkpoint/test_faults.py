@@ -13,23 +13,27 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from train_cases import SMALL
 
 from megalite import cli
-from megalite.checkpoint import hashing, reader, storage, writer
+from megalite.checkpoint import hashing, reader, storage, tensor_file, writer
 from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint.local import LocalFile
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.saver import Saver
 from megalite.config import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.parallel.mesh import Mesh
+from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
 from megalite.train.checkpoints import Start, open_saver, resume, save
 from megalite.train.setup import build_run
@@ -167,6 +171,66 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("damage", sorted(DAMAGE))
+def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(tmp_path: Path, damage: str) -> None:
+    """The pieces hold the older checkpoint whole, or, where there is none, nothing that anyone could train on."""
+    small = pytest.MonkeyPatch()
+    small.setattr(tensor_file.write, "__defaults__", (1 << 12,))  # damage in the middle: some is filled before it
+    for step in (1, 2):
+        writer.save(tmp_path, step, pieces(float(step)), {"step": step}, ALONE)
+    small.undo()
+    DAMAGE[damage](tmp_path / "iter_0000002" / "rank-00000.safetensors")
+    targets = pieces(9.0)
+    wanted = lambda *_: reader.Wanted(targets, exact=True)  # noqa: E731
+    found = reader.load(tmp_path, ALONE, wanted)
+    assert found is not None and found[1].state == {"step": 1}
+    assert all((target.data == 1.0).all() for target in targets)
+    shutil.rmtree(tmp_path / "iter_0000001")
+    for target in targets:
+        target.data.fill_(9.0)
+    with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
+        reader.load(tmp_path, ALONE, wanted)
+    late = damage in ("zeros", "a flipped bit")  # its bytes had to be read; all else is known before
+    assert all((target.data.isnan() if late else target.data == 9.0).all() for target in targets)
+
+
+def _one_rank_finds_it(directory: str) -> tuple[float, list[float]]:
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    rank, n = mesh.world.rank, 1 << 10
+    box = Box((rank, 0), (rank + 1, n))
+    target = Piece("model/w", (2, n), box, range(n), torch.zeros(n))
+    for step in (1, 2):
+        target.data.fill_(10.0 * step + rank)
+        writer.save(directory, step, [target], {"step": step}, mesh)
+    if rank == 0:
+        flip(Path(directory) / "iter_0000002" / "rank-00001.safetensors", 8 * 5000)
+    torch.distributed.barrier()
+    found = reader.load(directory, mesh, lambda *_: reader.Wanted([target], exact=True))
+    assert found is not None
+    return float(found[1].state["step"]), target.data.unique().tolist()
+
+
+def test_damage_that_one_rank_reads_sends_all_to_the_one_before(tmp_path: Path) -> None:
+    assert run_ranks(2, _one_rank_finds_it, str(tmp_path)) == [(1.0, [10.0]), (1.0, [11.0])]
+
+
+def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Box((0, 0), (64, 1 << 17))  # 32 MiB: 8 blocks and the header
+    state = [Piece("model/w", box.stop, box, range(box.numel), torch.randn(box.numel))]
+    writer.save(tmp_path, 1, state, {}, ALONE)
+    reads: list[tuple[int, int]] = []
+    real = LocalFile.pread
+    monkeypatch.setattr(LocalFile, "pread", lambda self, to, at: (reads.append((at, len(to))), real(self, to, at))[1])
+    half = Box((0, 0), (32, 1 << 17))
+    targets = [Piece("model/w", box.stop, half, range(half.numel), torch.zeros(half.numel))]
+    reader.load(tmp_path, ALONE, lambda *_: reader.Wanted(targets))
+    assert torch.equal(targets[0].data, state[0].data[: half.numel])
+    header, reads = reads[:2], sorted(reads[2:])  # its length, and its text
+    assert sum(size for _, size in header) < 20_000
+    assert sum(size for _, size in reads) == half.numel * 4 + hashing.BLOCK  # the last block ends in the other half
+    assert all(at + size == after for (at, size), (after, _) in pairwise(reads))
+
+
 def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (writer.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
     for name in ("rank-00000.safetensors", "manifest.json"):
@@ -237,7 +301,7 @@ def test_the_tracker_file_is_never_believed(tmp_path: Path) -> None:
 
 def reseal(folder: Path, data: object) -> None:
     (folder / "manifest.json").write_text(data if isinstance(data, str) else json.dumps(data))
-    (folder / "COMPLETE").write_text(manifests.sha256_of(folder / "manifest.json"))
+    (folder / "COMPLETE").write_text(sha256((folder / "manifest.json").read_bytes()).hexdigest())
 
 
 def mutated(data: Any, rng: random.Random) -> Any:

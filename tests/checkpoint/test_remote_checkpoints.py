@@ -110,7 +110,7 @@ def loaded(url: str) -> float:
 def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     put, create = remote.RemoteStorage.put, remote.RemoteStorage.create
-    monkeypatch.setattr(remote.RemoteStorage, "put", lambda s, p, t: (order.append(p.name), put(s, p, t))[1])
+    monkeypatch.setattr(remote.RemoteStorage, "put", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1])
     monkeypatch.setattr(remote.RemoteStorage, "create", lambda s, p: (order.append(p.name), create(s, p))[1])
     assert reader.newest(base, ALONE) is None
     one = Saver.open(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
@@ -120,6 +120,9 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
         one.wait()
         names = ["rank-00000.safetensors", "rank-00000.json", "manifest.json", "COMPLETE", storage.TRACKER]
         assert order == names  # COMPLETE, which makes it exist, after all that it needs
+    targets = pieces(0.0)
+    found = reader.load(base, ALONE, lambda *_: reader.Wanted(targets, exact=True))
+    assert found is not None and all((target.data == 2.0).all() for target in targets)
     assert loaded(base) == 2.0 and storage.steps_in(base) == [1, 2]
     one.close()
     inside = ["COMPLETE", "manifest.json", "rank-00000.safetensors"]

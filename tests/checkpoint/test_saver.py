@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
 
+from megalite.checkpoint import background as beside
 from megalite.checkpoint import local, reader, retention, saver, storage, tensor_file, writer
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint.clock import SaveClock
@@ -131,21 +132,20 @@ def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytes
         events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{number}')).name}")
         real_sync(number)
 
-    def put(name: str, folder: str) -> list[str]:
-        return [f"sync .{name}.part", f"rename {name}", f"sync {folder}"]
-
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), real_replace(a, b)))
     writer.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
     assert events == [
         "sync rank-00000.safetensors",
-        *put("rank-00000.json", ".iter_0000001.part"),
-        *put("manifest.json", ".iter_0000001.part"),
-        *put("COMPLETE", ".iter_0000001.part"),
+        "rename rank-00000.json",
+        "rename manifest.json",
+        "rename COMPLETE",
+        "sync manifest.json",
+        "sync COMPLETE",
         "sync .iter_0000001.part",
         "rename iter_0000001",
         f"sync {tmp_path.name}",
-        *put(storage.TRACKER, tmp_path.name),
+        f"rename {storage.TRACKER}",
     ]
 
 
@@ -390,18 +390,60 @@ def test_the_clock_asks_rarely() -> None:
 
 
 def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
+    """... although the copy is made later: an update that comes at once waits for it."""
     one = Saver.open(tmp_path, ALONE, 0, background=True)
-    piece = whole(torch.arange(6.0).view(2, 3))
-    state = {"n": [1]}
+    piece = whole(torch.arange(float(1 << 22)).view(2, -1))  # 16 MiB: some milliseconds to copy
+    state, wanted = {"n": [1]}, piece.data.clone()
     one.save(1, [piece], state)
+    one.before_update()
     piece.data.fill_(-1)
     state["n"].append(2)
     one.wait()
-    assert torch.equal(load(tmp_path / "iter_0000001", piece), torch.arange(6.0).view(2, 3))
+    assert torch.equal(load(tmp_path / "iter_0000001", piece).reshape(-1), wanted)
     assert manifests.load(tmp_path / "iter_0000001").state == {"n": [1]}
     scheduled, committed = one.news()
-    assert scheduled.startswith("scheduled iter_0000001") and committed.startswith("committed iter_0000001")
+    assert scheduled == "scheduled iter_0000001" and committed.startswith("committed iter_0000001")
+    assert f"training waited {one.waited_s:.3f} s" in committed
     one.close()
+
+
+def test_only_the_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, real = threading.Event(), beside.HostCopy._parts
+
+    def slow(*args: object, **kwargs: object) -> list[torch.Tensor]:
+        assert gate.wait(10)
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(beside.HostCopy, "_parts", slow)
+    one, piece = Saver.open(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
+    one.before_update()  # nothing to wait for
+    one.save(1, [piece], {})  # returns, although nothing can be copied yet
+    threading.Timer(0.2, gate.set).start()
+    begin = time.perf_counter()
+    one.before_update()
+    assert gate.is_set() and 0.1 < one.waited_s <= time.perf_counter() - begin + 0.1
+    piece.data.zero_()
+    one.wait()
+    assert load(tmp_path / "iter_0000001", piece).tolist() == [1.0] * 4
+    one.close()
+
+
+@pytest.mark.parametrize("broken", ["_parts", "plan"])
+def test_a_copy_that_fails_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise MemoryError("no room")
+
+    one = Saver.open(tmp_path, ALONE, 0, background=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(beside.HostCopy if broken == "_parts" else tensor_file, broken, fail)
+        one.save(1, [whole(torch.ones(4))], {})
+        one.before_update()
+        with pytest.raises(CheckpointError, match="no room"):
+            one.wait()
+    one.save(2, [whole(torch.ones(4))], {})
+    one.wait()
+    one.close()
+    assert storage.steps_in(tmp_path) == [2]
 
 
 def test_one_save_is_in_flight_and_closing_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,12 +494,12 @@ def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_writes_does_not_hold_rank_0_for_ever(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank 0 has written nothing"):
-        saver.wait_for_lists(tmp_path, 2, threading.Event(), patience_s=0.1)
+        beside.wait_for_lists(tmp_path, 2, threading.Event(), patience_s=0.1)
     (tmp_path / "rank-00001.failed").write_text("rank 1: broken")
     with pytest.raises(CheckpointError, match="rank 1: broken"):
-        saver.wait_for_lists(tmp_path, 2, threading.Event())
+        beside.wait_for_lists(tmp_path, 2, threading.Event())
     (tmp_path / "rank-00001.failed").unlink()
     told = threading.Event()
     told.set()
     with pytest.raises(CheckpointError, match="has failed"):
-        saver.wait_for_lists(tmp_path, 2, told)
+        beside.wait_for_lists(tmp_path, 2, told)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,8 @@ from ranks import run_ranks
 from train_cases import SMALL
 
 from megalite import cli
-from megalite.checkpoint import edit, reader
+from megalite.checkpoint import edit
+from megalite.checkpoint.background import HostCopy
 from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
 from megalite.config import Config, ConfigError, to_toml
 from megalite.models.families import PRESETS
@@ -69,6 +70,30 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_step_that_comes_at_once_changes_nothing_of_what_is_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy begins when the forward and the backward have long begun; the update waits."""
+    real = HostCopy._parts
+    monkeypatch.setattr(HostCopy, "_parts", lambda *a, **k: (time.sleep(0.5), real(*a, **k))[1])
+    run, config = built("--save", str(tmp_path), "--save-interval", "1", "--async-save")
+    saver = open_saver(run, config)
+    assert saver is not None
+    train_step(run)
+    save(run, saver, to_toml(config))
+    then, moments = weights(run), [t.clone() for t in state(run, "optimizer")]
+    train_step(run)
+    assert saver.waited_s > 0.1 and not same(weights(run), then)
+    saver.wait()
+    saver.close()
+    run.close()
+    again, config = built("--load", str(tmp_path))
+    start_run(again, config)
+    assert again.state.step == 1 and same(weights(again), then)
+    assert all(torch.equal(a, b) for a, b in zip(state(again, "optimizer"), moments, strict=True))
+    again.close()
 
 
 def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:
@@ -303,31 +328,6 @@ def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Pa
     errors = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py")]
     assert len(errors) == 1 and f"is in use by process {os.getpid()} on" in errors[0]
     assert (tmp_path / "status.json").read_text() == "of the other run" and not (tmp_path / "log.txt").exists()
-
-
-def test_a_checkpoint_of_the_first_format_still_loads(tmp_path: Path, saved: tuple[Path, dict]) -> None:
-    """Format 1: [bytes, sha256] for each file."""
-    from hashlib import sha256
-
-    from megalite.checkpoint.manifest import sha256_of
-
-    folder, manifest = edit.open_one(saved[0])
-    old = tmp_path / folder.name
-    old.mkdir()
-    data = json.loads((folder / "manifest.json").read_text())
-    for name in manifest.files:
-        (old / name).write_bytes((folder / name).read_bytes())
-        data["files"][name] = [(old / name).stat().st_size, sha256((old / name).read_bytes()).hexdigest()]
-    data["format"] = 1
-    del data["state"]["vocab_size"]
-    (old / "manifest.json").write_text(json.dumps(data))
-    (old / "COMPLETE").write_text(sha256_of(old / "manifest.json"))
-    found = reader.newest(tmp_path, ALONE)
-    assert found is not None
-    run, config = built("--load", str(tmp_path))
-    start_run(run, config)
-    assert run.state.step == 3 and same(weights(run), saved[1][3])
-    run.close()
 
 
 def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     state = [False]
     for kind in (remote.RemoteStorage, local.LocalStorage):
 
-        def put(self: Any, path: Any, text: str, real: Any = kind.put) -> None:
+        def put(self: Any, path: Any, text: str, sync: bool = True, real: Any = kind.put) -> None:
             if state[0] and "fast" not in str(path):
                 raise OSError("the network is down")
             real(self, path, text)
