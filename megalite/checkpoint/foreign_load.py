@@ -23,12 +23,12 @@ T = TypeVar("T")
 def together(mesh: Mesh, what: str, read: Callable[[], T]) -> T:
     """`read()` on every rank; collective. Raises CheckpointError on all ranks when one cannot read `what`: the others
     would wait for it in their first collective until the time-out."""
-    error: Exception | None = None
     try:
         result = read()
-    except Exception as e:
-        error = e
-    agree(error, mesh, f"reading {what}")
+    except Exception as error:
+        agree(error, mesh, f"reading {what}")
+        raise
+    agree(None, mesh, f"reading {what}")
     return result
 
 
