@@ -96,7 +96,11 @@ def found(text: str) -> Iterator[str]:
         for key, safe in (("allow_pickle", False), ("shell", False), ("trust_remote_code", False)):
             if key in given and not is_constant(given[key], safe):
                 yield f"{key}="
-        if name.endswith(".from_pretrained") and "Model" in name and not is_constant(given.get("use_safetensors"), True):
+        if (
+            name.endswith(".from_pretrained")
+            and "Model" in name
+            and not is_constant(given.get("use_safetensors"), True)
+        ):
             yield "from_pretrained"
         if None in given and name in ("torch.load", "np.load", "numpy.load", "subprocess.run", "subprocess.Popen"):
             yield f"{name}(**)"
