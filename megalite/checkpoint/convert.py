@@ -21,7 +21,7 @@ from megalite.config import ConfigError, ModelConfig, build, check, parse_toml
 from megalite.parallel.spec import Box
 
 # what a run needs beside a model, so that what `check` finds is the model's
-_ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
+ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def saved_model(source: Source) -> ModelConfig:
         raise CheckpointError(f"{where} cannot be read ({error}); use another checkpoint") from None
     values = {f.name: getattr(model, f.name) for f in fields(model)}
     large = [f"{name}={value}" for name, value in values.items() if isinstance(value, int) and value >= 1 << 31]
-    problems = large or check(replace(build(_ANY_RUN), model=model))
+    problems = large or check(replace(build(ANY_RUN), model=model))
     if problems:
         raise CheckpointError(f"{where} is damaged ({'; '.join(problems)}); use another checkpoint")
     return model
