@@ -229,7 +229,7 @@ def to_megatron(args: argparse.Namespace) -> bool:
 
 
 def saved_config(source: Source) -> Config:
-    return build(parse_toml(source.manifest.state["config"], str(source.folder)))
+    return build(parse_toml(str(source.manifest.state["config"]), str(source.folder)))
 
 
 def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int | None]:

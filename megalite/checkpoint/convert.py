@@ -7,7 +7,7 @@ all of them: cut it into rectangles of ours and leave the padding of their vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from torch import Tensor
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.name_map import Entry, Specs, join, split, trimmed
 from megalite.checkpoint.whole import FILE_BYTES, Item, Source, write_checkpoint
-from megalite.config import ConfigError, ModelConfig, build, parse_toml
+from megalite.config import ConfigError, ModelConfig, build, check, parse_toml
 from megalite.parallel.spec import Box
+
+# what a run needs beside a model, so that what `check` finds is the model's
+ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,17 @@ def write_import(
 
 def saved_model(source: Source) -> ModelConfig:
     """The model that a checkpoint's configuration describes. Raises CheckpointError."""
+    where = f"{source.folder}: its configuration"
     try:
-        return build(parse_toml(source.manifest.state["config"], str(source.folder))).model
-    except (KeyError, TypeError, ConfigError) as error:
-        raise CheckpointError(f"{source.folder}: has no readable configuration ({error}); use another one") from None
+        model = build(parse_toml(str(source.manifest.state["config"]), str(source.folder))).model
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"{where} cannot be read ({error}); use another checkpoint") from None
+    values = {f.name: getattr(model, f.name) for f in fields(model)}
+    large = [f"{name}={value}" for name, value in values.items() if isinstance(value, int) and value >= 1 << 31]
+    problems = large or check(replace(build(ANY_RUN), model=model))
+    if problems:
+        raise CheckpointError(f"{where} is damaged ({'; '.join(problems)}); use another checkpoint")
+    return model
 
 
 @dataclass(frozen=True)

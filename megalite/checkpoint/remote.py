@@ -7,7 +7,8 @@ them; one that fails is given up, not closed, or its begin would be there as if 
 There are no locks either. A run leaves its name in `.lock`, and looks before it writes and before it commits: the later
 run goes on, the earlier ends at its next save. A lock that only time can break would keep a killed run from starting
 again; this one keeps two runs from mixing their files. Rejected as well: copying from a temporary name to the final
-one, which moves every byte twice.
+one, which moves every byte twice. Who reads a checkpoint leaves a mark in its folder, which only time can break: a
+killed reader delays a deletion, and no run waits for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import random
 import re
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -29,9 +31,11 @@ PART = 1 << 26  # bytes uploaded at once, and kept in memory; s3:// takes 10,000
 READ = 1 << 25  # bytes per request
 ATTEMPTS = 3
 FIRST_WAIT_S = 0.5  # doubles each time; the packages of the protocols try again too
+RENEW_S = 120.0  # a reader writes the time into its mark so often
+STALE_S = 900.0  # ... and a mark of another time than this counts no more: the clocks of two machines may differ
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "r2", "memory"}  # have no directories
-_OWN = re.compile(r"rank-\d{5}\.(safetensors|json|failed)|manifest\.json|COMPLETE|KEEP")
+_OWN = re.compile(r"rank-\d{5}\.(safetensors|json|failed)|manifest\.json|COMPLETE|KEEP|\.reading-[0-9a-f]{32}")
 
 
 def attempt(url: Url, what: str, call: Callable[[], T], attempts: int | None = None) -> T:
@@ -161,11 +165,36 @@ class RemoteStorage:
     def lock(self, directory: Url) -> Claim:
         return Claim(self, directory)
 
-    def reading(self, folder: Url) -> contextlib.AbstractContextManager[None]:
-        """No locks: what is read can be pruned meanwhile, which ends the reading with an error."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def reading(self, folder: Url) -> Iterator[None]:
+        """Best effort: without the right to write there, or in the moment before the mark is there, nothing protects;
+        what is read is then deleted meanwhile, which ends the reading with an error."""
+        mark, over = folder / f".reading-{uuid.uuid4().hex}", threading.Event()
+
+        def renew() -> None:
+            while not over.wait(RENEW_S):
+                with contextlib.suppress(OSError):
+                    self.put(mark, str(time.time()))
+
+        thread = threading.Thread(target=renew, name="megalite-reading", daemon=True)
+        with contextlib.suppress(OSError):
+            self.put(mark, str(time.time()))
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if thread.ident is not None:
+                thread.join()
+                with contextlib.suppress(OSError):
+                    self.delete(mark)
 
     def in_use(self, folder: Url) -> bool:
+        for name, size in self.entries(folder).items():
+            if name.startswith(".reading-") and size < 100:
+                with contextlib.suppress(FileNotFoundError, ValueError):  # just ended, or a stranger's
+                    if abs(time.time() - float(self.read(folder / name))) < STALE_S:
+                        return True
         return False
 
 

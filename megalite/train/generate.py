@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint import reader, storage
-from megalite.checkpoint.foreign_load import fill_from
-from megalite.checkpoint.hugging_face import HuggingFaceModel, open_model, stop_ids
+from megalite.checkpoint.foreign_load import fill_from, together
+from megalite.checkpoint.hugging_face import open_model, stop_ids
 from megalite.checkpoint.name_map import specs_of
 from megalite.config import Config, ParallelConfig, build, check
 from megalite.data.tokenizer import Tokenizer, build_tokenizer
@@ -62,7 +62,7 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
     Raises SetupError, CheckpointError, DataError."""
     folder = Path(directory)
     if (folder / "config.json").is_file() and not storage.steps_in(folder):
-        return _from_hugging_face(open_model(folder), mesh, dtype)
+        return _from_hugging_face(folder, mesh, dtype)
     found = reader.newest(directory, mesh)
     if found is None:
         raise SetupError(f"load={str(directory)!r} holds no checkpoint; give the --save directory of a run")
@@ -80,13 +80,14 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
     return Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step)
 
 
-def _from_hugging_face(theirs: HuggingFaceModel, mesh: Mesh, dtype: torch.dtype) -> Generator:
+def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generator:
+    theirs = together(mesh, str(folder), lambda: open_model(folder))
     options = usable_tokenizer(theirs.folder, theirs.vocab_size)
     if not options:
         raise SetupError(f"{theirs.folder} has no tokenizer that fits; put its tokenizer.json there")
     config, stage, pieces = _empty(build(theirs.options), mesh, theirs.vocab_size, dtype)
     specs = specs_of(theirs.model, theirs.vocab_size)
-    fill_from(theirs.tensors, pieces, specs, str(theirs.folder))
+    together(mesh, f"the weights of {folder}", lambda: fill_from(theirs.tensors, pieces, specs, str(folder)))
     tokenizer = build_tokenizer(**options)
     return Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod, *stop_ids(theirs.folder)]), 0)
 

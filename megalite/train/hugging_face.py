@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megalite.checkpoint import storage
-from megalite.checkpoint.foreign_load import fill_from
+from megalite.checkpoint.foreign_load import fill_from, together
 from megalite.checkpoint.hugging_face import HuggingFaceModel, open_model
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.name_map import specs_of
@@ -19,6 +21,7 @@ from megalite.config import Config, DataConfig
 from megalite.data.hugging_face_files import tokenizer_beside
 from megalite.data.indexed import DataError
 from megalite.data.tokenizer import build_tokenizer
+from megalite.parallel.comm import broadcast_
 from megalite.train.checkpoints import options_that_differ, with_checkpoint_args, with_model
 from megalite.train.datasets import open_tokenizer
 from megalite.train.setup import SetupError
@@ -105,15 +108,25 @@ def usable_tokenizer(folder: Path, rows: int) -> dict[str, Any]:
 
 def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
     """Fill the weights of the model directory that the run begins with: (it, what is worth telling); None where the
-    run does not begin with one. Raises CheckpointError."""
-    folder = source_of(config)
-    if folder is None:
+    run does not begin with one; collective. Raises CheckpointError, on all ranks where one cannot read its part."""
+    folder, mesh = source_of(config), run.mesh
+    chosen = torch.tensor(int(folder is not None), dtype=torch.int32, device=mesh.device)
+    if not int(broadcast_(chosen, mesh.world)):  # what the first rank sees decides: a new checkpoint may show late
         return None
-    theirs = open_model(folder, config.model.seq_length)
-    pieces = [entry.piece for entry in run.optimizer.pieces()]
-    main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # in half precision: more exact
-    chosen = main or [piece for piece in pieces if piece.name.startswith("model/")]
-    fill_from(theirs.tensors, chosen, specs_of(theirs.model, theirs.vocab_size), str(folder))
+
+    def read() -> tuple[Path, HuggingFaceModel]:
+        if folder is None:
+            raise CheckpointError(
+                "it is not there, although rank 0 sees it: share the directory, or copy it to all nodes"
+            )
+        theirs = open_model(folder, config.model.seq_length)
+        pieces = [entry.piece for entry in run.optimizer.pieces()]
+        main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # in half precision: more exact
+        wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
+        fill_from(theirs.tensors, wanted, specs_of(theirs.model, theirs.vocab_size), str(folder))
+        return folder, theirs
+
+    folder, theirs = together(mesh, f"the weights of {folder}", read)
     run.optimizer.after_load()
     dtype = str(theirs.dtype)[6:]
     notes = [f"weights of {theirs.family} in {dtype}; step, optimizer and data begin afresh"]

@@ -195,6 +195,37 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
     assert storage.steps_in(base) == [1, 5, 6, 7, 8]  # strangers stay
 
 
+def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        writer.save(base, step, pieces(float(step)), {}, ALONE)
+    place, real, gone = parse(base), remote.RemoteFile.pread, []
+
+    def meanwhile(self: Any, target: memoryview, begin: int) -> None:
+        gone.extend(retention.prune(place, 1, None, set()))
+        real(self, target, begin)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.RemoteFile, "pread", meanwhile)
+        assert edit.read_whole(*edit.open_one(f"{base}/iter_0000001"), "model/0")[0, 0] == 1.0
+    assert gone == [2] and storage.steps_in(base) == [1, 3]
+    assert not any(".reading-" in name for name in files(base))
+    folder, store = location.folder_of(base, 1), storage.storage_of(place)
+    monkeypatch.setattr(remote, "RENEW_S", 0.02)
+    monkeypatch.setattr(remote, "STALE_S", 1.0)
+    with store.reading(folder):
+        time.sleep(1.3)  # longer than a mark lasts: it is renewed
+        assert store.in_use(folder) and retention.prune(place, 1, None, set()) == []
+    for n, content in enumerate((b"", b"nan", b"\xff", b"9" * 200, str(time.time() - 2).encode())):
+        change(f"{base}/iter_0000001/.reading-{n:032x}", content)  # of a reader that was killed, or of nobody
+    with monkeypatch.context() as patch:
+        refused = lambda *_: (_ for _ in ()).throw(PermissionError("read only"))  # noqa: E731
+        patch.setattr(remote.RemoteStorage, "put", refused)
+        with store.reading(folder):  # nothing protects it, but it is read
+            assert not store.in_use(folder)
+    assert retention.prune(place, 1, None, set()) == [1]
+    assert not any("iter_0000001" in name for name in files(base))
+
+
 def test_the_later_run_goes_on_and_the_earlier_ends(base: str) -> None:
     early = Saver.open(base, ALONE, 0, keep_last=2)
     early.save(1, pieces(1.0), {})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,15 @@ sys.path.insert(0, str(ROOT / "tools"))
 import convert_checkpoint  # noqa: E402
 
 from megalite import cli  # noqa: E402
+from megalite.checkpoint import hugging_face as hf_files  # noqa: E402
+from megalite.checkpoint.location import CheckpointError, ElsewhereError  # noqa: E402
 from megalite.checkpoint.pieces import rectangles  # noqa: E402
 from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
 from megalite.config import Config  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
-from megalite.train import hugging_face  # noqa: E402
+from megalite.parallel.mesh import build_mesh  # noqa: E402
+from megalite.train import generate, hugging_face  # noqa: E402
 from megalite.train.batch import on_device  # noqa: E402
 from megalite.train.checkpoints import open_saver, save  # noqa: E402
 from megalite.train.export import export  # noqa: E402
@@ -234,6 +239,60 @@ def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tm
     found = hugging_face.start(run, config)
     run.close()
     assert found is not None and "--pretrained-checkpoint" in found[1][1]
+
+
+# ---- a directory that one rank cannot read
+
+
+BROKEN = "layers.3.mlp.down_proj.weight"  # of the last layer: rank 1 reads it, rank 0 does not
+Outcome = tuple[bool, str, float]  # (whether it is said to be another rank's, the text, seconds)
+
+
+def _fails(read: object) -> Outcome:
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError) as error:
+        read()  # type: ignore[operator]
+    return isinstance(error.value, ElsewhereError), str(error.value), time.monotonic() - begin
+
+
+def _starts(base: str) -> list[Outcome]:
+    """How this rank's run, and its generator, fail to begin: by a read error, a damaged file, a folder of no model."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    folder = Path(base) / f"rank{rank}"  # nodes may have copies of their own
+    config = taken(folder, "--pipeline-model-parallel-size", "2")
+    run = build_run(config, Ranks(rank, 2), CPU)
+    outcomes, real = [], hf_files._Read.__call__
+
+    def read(self: hf_files._Read) -> torch.Tensor:
+        if rank == 1 and self.name.endswith(BROKEN):
+            raise CheckpointError(f"{self.path}: {self.name} cannot be read (Input/output error)")
+        return real(self)
+
+    hf_files._Read.__call__ = read  # type: ignore[method-assign]
+    outcomes.append(_fails(lambda: hugging_face.start(run, config)))
+    mesh = build_mesh(tp=1, pp=2, device=CPU)
+    outcomes.append(_fails(lambda: generate.load_model(folder, mesh)))
+    hf_files._Read.__call__ = real  # type: ignore[method-assign]
+    if rank == 1:
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+    outcomes.append(_fails(lambda: hugging_face.start(run, config)))
+    other = config if rank == 0 else replace(config, checkpoint=replace(config.checkpoint, load=f"{base}/nothing"))
+    outcomes.append(_fails(lambda: hugging_face.start(run, other)))
+    run.close()
+    return outcomes
+
+
+def test_one_rank_that_cannot_read_ends_all(models, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with_tokenizer(copy_of(models("llama")[1], tmp_path / f"rank{rank}"), V)
+    first, second = run_ranks(2, _starts, str(tmp_path))
+    wanted = [f"{BROKEN} cannot be read", f"{BROKEN} cannot be read", "not a whole safetensors file", "rank 0 sees it"]
+    for there, here, text in zip(first, second, wanted, strict=True):
+        assert there[0] and "rank 1 failed while reading the weights of" in there[1]
+        assert not here[0] and "rank 1" in here[1] and text in here[1]
+        assert max(there[2], here[2]) < 10
 
 
 # ---- --export-hf

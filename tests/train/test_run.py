@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -127,7 +129,10 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
         for line in process.stdout:
             if "step     3/" in line:
                 break
-        os.kill(descendants(process.pid)[-1], signal.SIGKILL)  # the youngest process is the last rank
+        ranks = descendants(process.pid)
+        found = listening(ranks)
+        assert found and all(address.is_loopback for address in found), found  # no other machine can reach it
+        os.kill(ranks[-1], signal.SIGKILL)  # the youngest process is the last rank
         begin = time.monotonic()
         process.communicate(timeout=30)
         assert process.returncode not in (0, None) and time.monotonic() - begin < 5
@@ -147,6 +152,24 @@ def descendants(pid: int) -> list[int]:
             if parent == pid:
                 found += [int(entry.name), *descendants(int(entry.name))]
     return sorted(set(found))
+
+
+def listening(pids: list[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Where these processes wait for connections over TCP."""
+    inodes = set()
+    for pid in pids:
+        for number in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(number))
+    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                raw = bytes.fromhex(words[1].partition(":")[0])
+                swapped = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))  # words of the host's order
+                found.append(ipaddress.ip_address(swapped))
+    return found
 
 
 def test_environment_of_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

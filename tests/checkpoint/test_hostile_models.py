@@ -1,0 +1,52 @@
+"""Checkpoints whose hashes are right and whose configuration is not: the converter refuses them with one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from make_fixtures import FOLDER
+
+import megalite
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import convert_checkpoint  # noqa: E402
+
+STORED = FOLDER / megalite.__version__ / "fp64" / "iter_0000002"
+BAD = {
+    "no configuration": ("config = ", None),
+    "not TOML": ("num_layers = 1", "num_layers = "),
+    "another type": ("num_layers = 1", 'num_layers = "many"'),
+    "no layers": ("num_layers = 1", ""),
+    "negative": ("hidden_size = 8", "hidden_size = -8"),
+    "2 to the 200": ("hidden_size = 8", f"hidden_size = {2**200}"),
+    "heads that do not divide": ("num_attention_heads = 2", "num_attention_heads = 3"),
+    "an option nobody knows": ("num_layers = 1", "num_layers = 1\nrun = 'this'"),
+    "another model": ("ffn_hidden_size = 12", "ffn_hidden_size = 16"),
+}
+
+
+@pytest.mark.parametrize("target", ["--to-hf", "--to-megatron"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_configuration_that_cannot_be(
+    name: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(STORED, tmp_path / "run" / STORED.name)
+    data = json.loads((folder / "manifest.json").read_text())
+    old, new = BAD[name]
+    if new is None:
+        del data["state"]["config"]
+    else:
+        assert old in data["state"]["config"]
+        data["state"]["config"] = data["state"]["config"].replace(old, new)
+    (folder / "manifest.json").write_text(json.dumps(data))
+    (folder / "COMPLETE").write_text(sha256((folder / "manifest.json").read_bytes()).hexdigest() + "\n")
+    assert convert_checkpoint.main(["--load", str(tmp_path / "run"), target, str(tmp_path / "out")]) == 3
+    said = capsys.readouterr().err
+    assert "convert_checkpoint.py: " in said, said
+    assert not (tmp_path / "out").exists() or not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
