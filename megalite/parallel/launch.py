@@ -5,8 +5,9 @@ starts ranks on this machine itself, from a fork server that has imported torch 
 interpreters take 11 s on 2 cores). Local ranks meet through a file and gloo's loopback device: no port is opened
 that another machine could reach.
 
-A rank that dies takes the others with it: the launcher ends them and returns the first failing exit code; ranks
-whose launcher is killed are killed by the kernel (PR_SET_PDEATHSIG).
+A rank that dies takes the others with it: the launcher ends them and returns the first failing exit code. A rank whose
+launcher is killed ends itself; the kernel alone would not (PR_SET_PDEATHSIG is about the fork server, which lives as
+long as a rank does).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -268,9 +270,18 @@ def _forward_signals(processes: list[Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _end_with_launcher() -> None:
+    """Wait for the end of a pipe that only the launcher holds open."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...]) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the launcher
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the fork server
+    threading.Thread(target=_end_with_launcher, name="megalite-launcher", daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import torch
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from train_cases import SMALL, TP2_PP2
 
+from megalite.checkpoint.local import Lock
+from megalite.checkpoint.location import CheckpointError
 from megalite.parallel.launch import CUDA_VARIABLES, cuda_environment, prepare_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +172,37 @@ def listening(pids: list[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Add
                 swapped = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))  # words of the host's order
                 found.append(ipaddress.ip_address(swapped))
     return found
+
+
+def test_a_killed_launcher_takes_its_ranks_along_and_the_directory_is_free(tmp_path: Path) -> None:
+    flags = [*SMALL, "--nproc", "2", "--train-iters", "100000", "--save", str(tmp_path), "--save-interval", "50000"]
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step     3/" in line:
+                break
+        ranks = descendants(process.pid)
+        with pytest.raises(CheckpointError, match="is in use by process"):
+            Lock(tmp_path)
+        process.kill()  # the launcher alone: nobody is left to tell the others
+        begin = time.monotonic()
+        assert len(ranks) >= 2
+        while any(alive(pid) for pid in ranks):
+            assert time.monotonic() - begin < 10
+            time.sleep(0.02)
+        Lock(tmp_path).close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_environment_of_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
