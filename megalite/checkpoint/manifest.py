@@ -23,6 +23,8 @@ from megalite.parallel.spec import Box
 FORMAT = 2
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _LARGEST = 1 << 30  # bytes of JSON
+_DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+_MOST = 1 << 56  # steps, samples, tokens
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def load(folder: Location) -> Manifest:
             raise refuse(f"format {data['format']!r} is not {FORMAT}")
         files = {str(name): _stamp(entry) for name, entry in data["files"].items()}
         tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
-        state = dict(data["state"])
+        state = _state(dict(data["state"]))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise refuse(f"is damaged ({error!r})") from None
     return Manifest(tensors, files, state)
@@ -117,4 +119,21 @@ def _whole(name: str, entry: dict[str, Any], files: dict[str, Stamp]) -> Whole:
         raise ValueError(f"{name}: its boxes hold {covered} of {math.prod(shape)} elements")
     if overlapping([part.box for part in parts]):
         raise ValueError(f"{name}: two of its boxes hold the same elements")
-    return Whole(shape, str(entry["dtype"]), tuple(parts))
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {str(entry['dtype'])[:40]!r}")
+    return Whole(shape, entry["dtype"], tuple(parts))
+
+
+def _state(state: dict[str, Any]) -> dict[str, Any]:
+    """What a run and tools use without another look, where it is there; the rest is theirs to check."""
+    for name, kind in {"progress": dict, "loss_scaler": dict, "config": str, "updates": int, "vocab_size": int}.items():
+        if name in state and type(state[name]) is not kind:
+            raise ValueError(f"state: {name} is no {kind.__name__}")
+    numbers = {
+        **state.get("progress", {}),
+        **{name: state[name] for name in ("updates", "vocab_size") if name in state},
+    }
+    for name, value in numbers.items():
+        if type(value) is not int or not 0 <= value < _MOST:
+            raise ValueError(f"state: {name} is {str(value)[:40]!r}, not a number from 0")
+    return state

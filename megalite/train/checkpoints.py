@@ -9,11 +9,13 @@ from typing import Any
 
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint import reader, storage
+from megalite.checkpoint.convert import ANY_RUN
 from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver
-from megalite.config import Config, ConfigError, ModelConfig, build, parse_toml
+from megalite.config import Config, ConfigError, ModelConfig, build, check, parse_toml
 from megalite.data.tokenizer import Tokenizer
+from megalite.optim.loss_scale import LossScaler
 from megalite.parallel.spec import Piece
 from megalite.train.setup import SetupError
 from megalite.train.state import Run
@@ -90,8 +92,10 @@ def resume(
     worth telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
     weights_only = start.weights_only or start.afresh
     notes: list[str] = []
+    numbers: list[tuple[dict[str, int], int, LossScaler]] = []  # of the last one looked at
 
     def wanted(folder: Location, manifest: Manifest) -> reader.Wanted:
+        numbers[:] = [_numbers(run, folder, manifest)]
         problems = model_differences(config, manifest, folder, run.vocab_size)
         problems += tokenizer_differences(run.tokenizer, manifest)
         notes.clear()  # those of a damaged one
@@ -110,20 +114,31 @@ def resume(
     if found is None:
         return None
     folder, manifest = found
+    progress, updates, scaler = numbers[0]
     run.optimizer.after_load(main_loaded=not weights_only)
     if start.afresh:
         return folder, [*notes, "only the weights are loaded: step, optimizer and data begin afresh"]
-    progress: dict[str, Any] = manifest.state["progress"]
-    for name in run.state.to_json():
-        setattr(run.state, name, int(progress[name]))
+    for name, value in progress.items():
+        setattr(run.state, name, value)
     if weights_only:
         notes.append("the optimizer's state is not loaded: its moments begin at zero")
     else:
-        run.optimizer.updates = int(manifest.state["updates"])
-        run.loss_scaler.from_json(manifest.state["loss_scaler"])
+        run.optimizer.updates = updates
+        run.loss_scaler = scaler
     ledger = manifest.state.get("data")
     notes += run.ledger.go_on(ledger) if run.ledger is not None and ledger is not None else []
     return folder, notes
+
+
+def _numbers(run: Run, folder: Location, manifest: Manifest) -> tuple[dict[str, int], int, LossScaler]:
+    """(progress, updates, loss scaler) to go on with. Raises CheckpointError, before anything changes."""
+    scaler = replace(run.loss_scaler)
+    try:
+        progress = {name: int(manifest.state["progress"][name]) for name in run.state.to_json()}
+        scaler.from_json(manifest.state["loss_scaler"])
+        return progress, int(manifest.state["updates"]), scaler
+    except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
+        raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
 
 
 def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
@@ -159,8 +174,11 @@ def already_saved(run: Run, saver: Saver | None, loaded: Location | None) -> int
 def saved_config(manifest: Manifest, folder: Location) -> Config:
     """The configuration of the run that wrote the checkpoint. Raises CheckpointError."""
     try:
-        return build(parse_toml(str(manifest.state["config"]), str(folder)))
-    except (KeyError, ConfigError) as error:
+        config = build(parse_toml(str(manifest.state["config"]), str(folder)))
+        if problems := check(replace(build(ANY_RUN), model=config.model)):
+            raise ConfigError(problems)
+        return config
+    except (KeyError, ConfigError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its configuration cannot be read ({error}); use another checkpoint") from None
 
 
