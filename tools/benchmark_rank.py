@@ -91,6 +91,7 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     from megalite.config import padded_vocab_size
     from megalite.models.flops import train_flops_per_token
     from megalite.parallel.launch import process_group
+    from megalite.train.allocator import keep_freed_memory
     from megalite.train.hardware import find_peak
     from megalite.train.run import choose_device
     from megalite.train.setup import build_run, params_dtype
@@ -98,6 +99,8 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
 
     config, _ = cli.read(task["flags"], PRESETS)
     wanted = choose_device(config.parallel.device)
+    if wanted == "cpu":
+        keep_freed_memory()  # as pretrain() does
     with process_group(ranks, device=wanted, startup_timeout=datetime.timedelta(minutes=5)) as device:
         run = build_run(config, ranks, device)
 

@@ -22,6 +22,7 @@ from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
 from megalite.train import hugging_face
+from megalite.train.allocator import keep_freed_memory
 from megalite.train.checkpoints import already_saved, open_saver, start_run
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.export import check_export, export
@@ -98,6 +99,8 @@ def pretrain(config: Config, ranks: Ranks) -> int:
             return Exit.DONE
         device = choose_device(config.parallel.device)
         check_machine(config, device, ranks, sources.vocab_size)
+        if device == "cpu":
+            keep_freed_memory()
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:

@@ -1,0 +1,28 @@
+"""The C library's allocator, told that a training step frees what the next one allocates."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+
+# numbers of glibc's malloc.h, and bytes. Blocks of up to 64 MiB come from the heap, of which half a GiB may stay free;
+# larger ones are mapped one by one as before, since holes of their size would add up (alignment keeps a freed block
+# from being used by the next one of the same size before glibc 2.38).
+OPTIONS = ((M_TRIM_THRESHOLD := -1, 512 << 20), (M_MMAP_THRESHOLD := -3, 64 << 20))
+VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+
+
+def keep_freed_memory(env: Mapping[str, str] = os.environ) -> bool:
+    """Let this process keep what it frees: activations on a CPU then lie in pages that it already has.
+
+    By default glibc returns large blocks to the system when they are freed, and every step pays for its pages again
+    (docs/performance.md says how much). False where nothing was changed: another C library, or the user's variables.
+    """
+    if any(env.get(name) for name in VARIABLES):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return all([mallopt(number, value) == 1 for number, value in OPTIONS])
