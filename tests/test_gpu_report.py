@@ -28,7 +28,7 @@ from kernel_cases import CASES  # noqa: E402
 BLOCK = """
 import sys
 class Block:
-    names = ("tyro", "rich", "tokenizers", "xxhash", "transformers", "hypothesis", "tensorboard", "wandb",
+    names = ("tyro", "rich", "tokenizers", "safetensors", "xxhash", "transformers", "hypothesis", "tensorboard", "wandb",
              "matplotlib", "xdist", "pytest_timeout", "tiktoken", "pyarrow", "zstandard", "moto", "boto3", "s3fs")
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.names:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint.convert import Foreign, model_of
@@ -117,6 +116,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open  # here, since training does not need the package
+
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -168,6 +169,8 @@ class _Read:
     path: Path
 
     def __call__(self) -> Tensor:
+        from safetensors import SafetensorError
+
         try:
             return self.handle.get_tensor(self.name)
         except (SafetensorError, OSError, RuntimeError) as error:

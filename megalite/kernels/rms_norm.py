@@ -36,19 +36,19 @@ BACKWARD += ((8192, 1, 16, 1), (16384, 1, 32, 1), (32768, 1, 32, 1))
 class _Reference(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = x.to(stat_dtype(x))
+        x32 = x.to(stat_dtype(x), copy=True)
         r = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, r)
-        return (x32 * r * weight).to(x.dtype)
+        return x32.mul_(r).mul_(weight.to(r.dtype)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, r = ctx.saved_tensors
-        xhat = x.to(r.dtype) * r
-        dy32 = dy.to(r.dtype)
-        dw = (dy32 * xhat).flatten(0, -2).sum(0).to(weight.dtype)
-        g = dy32 * weight
-        dx = (g - xhat * (g * xhat).mean(-1, keepdim=True)) * r
+        xhat, dy32, w = x.to(r.dtype, copy=True).mul_(r), dy.to(r.dtype, copy=True), weight.to(r.dtype)
+        product = dy32 * xhat
+        dw = product.flatten(0, -2).sum(0).to(weight.dtype)
+        mean = (product @ w).div_(w.numel()).unsqueeze(-1)  # of dy * w * xhat
+        dx = dy32.mul_(w).addcmul_(xhat, mean, value=-1).mul_(r)
         return dx.to(x.dtype), dw, None
 
 

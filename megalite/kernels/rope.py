@@ -68,13 +68,14 @@ def rotate_reference(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> T
     c, s = cos.unsqueeze(-2), sin.unsqueeze(-2) * sign
     if cos.dim() == 2:  # the same angles for every sample
         c, s = c.unsqueeze(1), s.unsqueeze(1)
-    a, b, rest = x_SBHK[..., :half], x_SBHK[..., half : 2 * half], x_SBHK[..., 2 * half :]
-    y = torch.empty(x_SBHK.shape, dtype=x_SBHK.dtype, device=x_SBHK.device)
-    y[..., :half] = a * c - b * s
-    y[..., half : 2 * half] = b * c + a * s
+    x = x_SBHK.to(cos.dtype)  # once: each operation with a mixture of dtypes would convert for itself
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.mul(a, c, out=y[..., :half]).addcmul_(b, s, value=-1)
+    torch.mul(b, c, out=y[..., half : 2 * half]).addcmul_(a, s)
     if rest.shape[-1]:
         y[..., 2 * half :] = rest
-    return y
+    return y.to(x_SBHK.dtype)
 
 
 @kernel

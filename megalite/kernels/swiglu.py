@@ -33,15 +33,16 @@ def swiglu_forward_reference(u: Tensor) -> Tensor:
 
 def swiglu_backward_reference(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = u.chunk(2, -1)
-    s = torch.sigmoid(gate)
-    silu = gate * s
     if torch.compiler.is_compiling():  # it cannot write into halves, and makes one pass of this
+        s = torch.sigmoid(gate)
+        silu = gate * s
         return silu * up, torch.cat((da * up * (s + silu * (1 - s)), da * silu), -1)
+    silu = F.silu(gate)
     du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     dgate, dup = du.chunk(2, -1)
     torch.mul(da, silu, out=dup)
-    torch.mul(da * up, s * (1 + gate * (1 - s)), out=dgate)
-    return silu * up, du
+    torch.ops.aten.silu_backward.grad_input(da * up, gate, grad_input=dgate)
+    return silu.mul_(up), du
 
 
 @kernel

@@ -196,3 +196,13 @@ def test_vocabulary_over_ranks(tp: int, padded: int, vocab: int, z_loss: float) 
     got = [torch.cat([torch.tensor(p[i], dtype=torch.float64) for p in parts]) for i in (1, 2)]
     torch.testing.assert_close(torch.tensor(parts[0][0], dtype=torch.float64), want[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got, [want[1], want[2]], rtol=1e-12, atol=1e-12)
+
+
+def test_an_impossible_label_has_its_exact_loss_in_half_precision() -> None:
+    """Where the label's probability underflows, the loss cannot come from its logarithm."""
+    logits = torch.tensor([[0.0, 3.0, -100.0], [200.0, 1.0, 0.5], [1.0, 1.0, 1.0]], dtype=torch.bfloat16)
+    labels, want = torch.tensor([2, 1, 0]), logits.double().logsumexp(1)
+    gradient = logits.double().softmax(1) - torch.nn.functional.one_hot(labels, 3)
+    stats = halves.stats_and_grad_(logits, labels, torch.ones(3), 3)
+    torch.testing.assert_close(stats[0].double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits.double(), gradient, rtol=0, atol=4e-3)
