@@ -7,6 +7,7 @@ one process trains, in float64 to a relative 1e-10.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 from test_layouts import GPT, LLAMA, Row, _assemble, _far, _parts, _twin, alone, row
+from torch import Tensor
 
 from megalite.optim import buffer
-from megalite.parallel import comm
+from megalite.parallel import comm, shared_memory
 
 NOZERO = "--no-use-distributed-optimizer"
 ROWS = [
@@ -40,11 +42,18 @@ def _native(flags: str) -> tuple[tuple[list[float], list[float], list[tuple]], d
 
         setattr(owner, name, call)
 
-    spy(buffer, "reduce_scatter_flat", "buckets")
+    os.environ[shared_memory.VARIABLE] = "off"
     spy(comm, "reduce_scatter_flat", "sequences")
+    real_into = comm.start_reduce_scatter_into
+
+    def into(out: Tensor, x: Tensor, axis: Any) -> Any:
+        counts["sequences"] -= 1
+        counts["buckets"] += 1
+        return real_into(out, x, axis)
+
+    buffer.start_reduce_scatter_into = into  # type: ignore[attr-defined]
     spy(dist, "all_reduce", "all-reduces")
-    for module in (buffer, comm):
-        module.reduce_scatter_is_native = lambda device: True  # type: ignore[attr-defined]
+    comm.reduce_scatter_is_native = lambda device: True  # type: ignore[attr-defined]
     return _parts(flags, "float64"), counts
 
 

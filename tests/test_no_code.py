@@ -80,7 +80,8 @@ def found(text: str) -> Iterator[str]:
             head, _, rest = dotted(node).partition(".")
             name = means.get(head, head) + (f".{rest}" if rest else "")
             name = name.replace("numpy.", "np.", 1) if name.startswith("numpy.") else name
-            if name in CALLS or (isinstance(node, ast.Name) and name in BUILTINS):
+            read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)  # a field may have such a name
+            if name in CALLS or (read and name in BUILTINS):
                 yield name
             if isinstance(node, ast.Attribute) and node.attr in METHODS:
                 yield f".{node.attr}"

@@ -29,6 +29,11 @@ all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def reduce_scatter_is_native(device: torch.device) -> bool:
+    """Whether `reduce_scatter_flat` is the way to sum and split on this device; else an all-reduce is."""
+    return device.type != "cpu"
+
+
 class Pending:
     """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
 
@@ -64,7 +69,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if axis.shared is not None:
         out = x.new_empty(n, *x.shape[1:])
         return Pending(out, axis.shared.start_reduce_scatter(out.view(-1), x.view(-1)), keep=x)
-    if x.is_cuda:
+    if reduce_scatter_is_native(x.device):
         out = x.new_empty(n, *x.shape[1:])
         return Pending(out, reduce_scatter_flat(out, x, group=axis.group, async_op=True), keep=x)
     work = dist.all_reduce(x, group=axis.group, async_op=True)
@@ -84,7 +89,7 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Any:
     """Flat tensors: x [n * size], and out [n], this rank's part of `x`; the other parts may be overwritten."""
     if axis.shared is not None:
         return axis.shared.start_reduce_scatter(out, x)
-    if x.is_cuda:
+    if reduce_scatter_is_native(x.device):
         return reduce_scatter_flat(out, x, group=axis.group, async_op=True)
     return dist.all_reduce(x, group=axis.group, async_op=True)
 

@@ -63,10 +63,10 @@ def _install(fault: Fault, base: Path) -> None:
     def here(path: Path, after: bool) -> bool:
         return (path.parent.name, path.name, after) == (PART, fault.at, fault.after)
 
-    def faulty_put(self: Any, path: Path, text: str) -> None:
+    def faulty_put(self: Any, path: Path, *args: Any, **kwargs: Any) -> None:
         if here(path, False):
             strike()
-        put(self, path, text)
+        put(self, path, *args, **kwargs)
         if here(path, True):
             strike()
 
