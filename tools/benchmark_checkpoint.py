@@ -4,9 +4,9 @@
 python tools/benchmark_checkpoint.py                                           # in a new folder here, half a minute
 python tools/benchmark_checkpoint.py --dir /data/new --mib 4096 --ranks 1 2 4 8
 
-Every round does, on all ranks at once and one after the other: raw write with fsync and save; a step of training
-alone and one beside a save in the background; raw read and load (hashes included, both from the disk). Which of a pair
-goes first changes by round. The step is simulated by products of matrices, as many as take 0.1 s or four times a copy
+Every round does, on all ranks at once and one after the other: raw write of the state with fsync and save; a step of
+training alone and one beside a save in the background; raw read into the state and load, hashes included, both from
+the disk. Which of a pair goes first changes by round. The step is simulated by products of matrices, as many as take 0.1 s or four times a copy
 of the rank's state, whichever is longer: a real one with so much state takes longer. The stall is what training waits:
 in the call, and before the update for what is left of the copy. `step_beside` is how much longer the products take
 while the copy and the begin of the writing use the same processors and memory.
@@ -95,10 +95,12 @@ def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> No
                 os.fsync(file.fileno())
 
         def raw_read() -> None:
-            buffer = bytearray(_CHUNK)
             with open(raw, "rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
+                for piece in pieces:
+                    view = memoryview(piece.data.view(torch.uint8).numpy())  # type: ignore[arg-type]
+                    for begin in range(0, len(view), _CHUNK):
+                        if file.readinto(view[begin : begin + _CHUNK]) != min(_CHUNK, len(view) - begin):
+                            raise OSError(f"{raw} is shorter than what was written")
 
         def load() -> None:
             found = reader.load(folder / "saved", mesh, lambda *_: reader.Wanted(pieces, exact=True))

@@ -135,7 +135,7 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             tokens_per_step=tokens,
             flops_per_step=train_flops_per_token(m, run.seq_length, padded) * tokens,
             peak_tflops=peak.tflops if peak else None,
-            devices=ranks.world if device.type == "cuda" else 1,
+            devices=ranks.world,  # on CPU the peak is that of one rank's threads
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
             torch=torch.__version__,
         )
