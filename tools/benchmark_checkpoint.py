@@ -6,10 +6,11 @@ python tools/benchmark_checkpoint.py --dir /data/new --mib 4096 --ranks 1 2 4 8
 
 Every round does, on all ranks at once and one after the other: raw write of the state with fsync and save; a step of
 training alone and one beside a save in the background; raw read into the state and load, hashes included, both from
-the disk. Which of a pair goes first changes by round. The step is simulated by products of matrices, as many as take 0.1 s or four times a copy
-of the rank's state, whichever is longer: a real one with so much state takes longer. The stall is what training waits:
-in the call, and before the update for what is left of the copy. `step_beside` is how much longer the products take
-while the copy and the begin of the writing use the same processors and memory.
+the disk. Which of a pair goes first changes by round.
+The step is simulated by products of matrices, as many as take 0.1 s or four times a copy of the rank's state, whichever
+is longer: a real one with so much state takes longer. The stall is what training waits: in the call, and before the
+update for what is left of the copy. `step_beside` is how much longer the products take while the copy and the begin of
+the writing use the same processors and memory.
 Before each the last file of its kind is deleted and cached pages are dropped, since a write into memory that was just
 freed is several times faster. So all see the same disk at nearly the same time; a fraction is the median over rounds
 of one round's, as is every figure.
