@@ -72,8 +72,8 @@ def measure(name: str, more: dict[str, str], options: argparse.Namespace, flags:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
         if done.returncode or len(ranks) < options.nproc:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            return {"error": lines[-1], "stderr": done.stderr[-4000:]}
+            lines = done.stderr.strip().splitlines()[-20:] or ["no message"]
+            return {"error": lines[-1], "stderr": "\n".join(lines)}
     steps = [max(times) for times in zip(*(rank["steps"] for rank in ranks), strict=True)]
     result = {**ranks[0], "step_s": statistics.median(steps), "memory": sum(rank["memory"] for rank in ranks)}
     return {**result, "parts": [rank.get("parts") for rank in ranks]}
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
             result = measure(name, more, options, flags)
             runs.setdefault(name, []).append(result)
             if "error" in result:
-                print(f"{name}: {result['error']}", file=sys.stderr)
+                print(f"{name}: {result['stderr']}", file=sys.stderr)
     good = {name: [one for one in some if "error" not in one] for name, some in runs.items()}
     if not good["megalite"]:
         return 1
