@@ -69,12 +69,15 @@ def rotate_reference(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> T
     if cos.dim() == 2:  # the same angles for every sample
         c, s = c.unsqueeze(1), s.unsqueeze(1)
     x = x_SBHK.to(cos.dtype)  # once: each operation with a mixture of dtypes would convert for itself
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.mul(a, c, out=y[..., :half]).addcmul_(b, s, value=-1)
-    torch.mul(b, c, out=y[..., half : 2 * half]).addcmul_(a, s)
-    if rest.shape[-1]:
-        y[..., 2 * half :] = rest
+    a, b = x[..., :half], x[..., half : 2 * half]
+    cosines = torch.cat((c, c), -1)
+    if x.shape[-1] == 2 * half:
+        y = x * cosines
+    else:
+        y = x.clone(memory_format=torch.contiguous_format)
+        y[..., : 2 * half].mul_(cosines)
+    y[..., :half].addcmul_(b, s, value=-1)
+    y[..., half : 2 * half].addcmul_(a, s)
     return y.to(x_SBHK.dtype)
 
 
