@@ -136,6 +136,9 @@ class TrainConfig:
     z_loss_coeff: float = opt(0.0, "z-loss: this times log^2 of the softmax's sum is added to the loss; PaLM: 1e-4")
     check_for_nan_in_loss_and_grad: bool = opt(True, "stop at a loss or gradient that is not finite")
     compile: bool = opt(False, "torch.compile between a block's matmuls; not with MEGALITE_KERNELS=triton")
+    cuda_graph_impl: str = opt(
+        "none", "local: record a micro-batch once and replay it, for small models", choices=("none", "local")
+    )
     dry_run: bool = opt(False, "print the plan and stop")
 
 
@@ -606,6 +609,8 @@ def check(config: Config, world_size: int | None = None, *, complete: bool = Fal
         say("no_load_optim has no effect with --finetune, which loads weights only; leave it away")
     if c.exit_on_missing_checkpoint and c.load is None:
         say("exit_on_missing_checkpoint has no effect; add --load")
+    if t.cuda_graph_impl != "none":
+        problems += _graph_problems(config)
     if p.distributed_backend == "nccl" and p.device == "cpu":
         say("distributed_backend=nccl does not run on device=cpu; use gloo")
     for name in ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"):
@@ -669,7 +674,29 @@ def check(config: Config, world_size: int | None = None, *, complete: bool = Fal
                         f"{name}={size} is not a multiple of micro_batch_size {t.micro_batch_size} x data parallel "
                         f"{dp} = {unit}: use {f'{low} or ' if low else ''}{high}"
                     )
+            if t.cuda_graph_impl != "none" and dp > 1 and (t.global_batch_size or 0) < 3 * unit:
+                say(
+                    f"cuda_graph_impl={t.cuda_graph_impl} replays what is between a step's first and last micro-batch; "
+                    f"with data parallel {dp} give --global-batch-size {3 * unit} or more, or leave it away"
+                )
     return problems
+
+
+def _graph_problems(config: Config) -> list[str]:
+    """Why micro-batches cannot be repeated as they were recorded."""
+    m, p, t, d = config.model, config.parallel, config.train, config.data
+    reasons = {
+        "needs a CUDA device": p.device == "cpu",
+        "needs tensor_model_parallel_size 1": p.tensor_model_parallel_size > 1,
+        "needs pipeline_model_parallel_size 1": p.pipeline_model_parallel_size > 1,
+        "would repeat one dropout mask; give --hidden-dropout 0 --attention-dropout 0": bool(
+            m.hidden_dropout or m.attention_dropout
+        ),
+        "would repeat one micro-batch's documents; leave --reset-attention-mask away": d.reset_attention_mask,
+        "and --compile exclude each other; give one": t.compile,
+    }
+    rest = " (or leave --cuda-graph-impl away)"
+    return [f"cuda_graph_impl={t.cuda_graph_impl} {why}{rest}" for why, holds in reasons.items() if holds]
 
 
 LONGEST_TIMEOUT = 1_000_000

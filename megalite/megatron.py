@@ -102,7 +102,7 @@ decoder-first-pipeline-num-layers=1 decoder-last-pipeline-num-layers=1
 
 this part of training is not supported (yet); leave it away
 step-batch-size-schedule=1 iterations-to-skip=-1 decoupled-lr=1 decoupled-min-lr=1 start-weight-decay=1
-end-weight-decay=1 weight-decay-incr-style=1 cuda-graph-impl=1 recompute-modules=-1
+end-weight-decay=1 weight-decay-incr-style=1 recompute-modules=-1
 
 this part of the data path is not supported (yet); use --data-path
 full-validation padded-vocab-size=1 skip-train

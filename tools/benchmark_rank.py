@@ -59,12 +59,16 @@ class Stopwatch:
 
 
 def watch(run: Any, synchronise: Callable[[], None]) -> Stopwatch:
-    """A stopwatch on the parts of `run`'s steps. Only for a process that ends soon: methods are replaced."""
+    """A stopwatch on the parts of `run`'s steps. Only for a process that ends soon: methods are replaced. Micro-batches
+    that were replayed as a graph run eagerly from now on: in a replay forward and backward are one."""
     import torch.distributed as dist
 
     from megalite.parallel import comm
+    from megalite.pipeline.graphed import GraphedPipeline
 
     stopwatch = Stopwatch(synchronise)
+    if isinstance(run.pipeline, GraphedPipeline):
+        run.pipeline.replays = False
 
     def waiting() -> str:  # messages between stages are waited for outside of collectives
         return "communication" if "communication" in stopwatch.stack else "idle"

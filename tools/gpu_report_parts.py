@@ -21,10 +21,15 @@ import gpu_report_tests
 TOOLS = Path(__file__).resolve().parent
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 --bf16"
 GPT = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50257"
+SMALL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257"
+SMALL += f" --seq-length 1024 --micro-batch-size 4 --global-batch-size 64 {NO_DROPOUT}"
 SHAPES = {
     "llama3-8b-4096": "--preset llama3-8b --seq-length 4096 --micro-batch-size 1 --global-batch-size 16 --bf16",
     "gpt-1.3b-2048": f"{GPT} --seq-length 2048 --micro-batch-size 8 --global-batch-size 64 {NO_DROPOUT}",
     "gpt-1.3b-4096": f"{GPT} --seq-length 4096 --micro-batch-size 4 --global-batch-size 32 {NO_DROPOUT}",
+    # where the host's time for launching kernels counts
+    "gpt-125m-1024": SMALL,
+    "gpt-125m-1024-graphs": f"{SMALL} --cuda-graph-impl local",
 }
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --micro-batch-size 1"
 TINY += f" --global-batch-size 2 --device cpu {NO_DROPOUT}"
@@ -166,6 +171,7 @@ def parts_of(setting: Setting) -> list[Part]:
         tests(120, cpu),
         training("gpt-1.3b-2048", 70, setting),
         training("gpt-1.3b-4096", 70, setting),
+        *([] if cpu else [training(shape, 40, setting) for shape in ("gpt-125m-1024", "gpt-125m-1024-graphs")]),
         kernels("peers", 150, peers if cpu else f"{peers} --only {ELEMENTWISE}", cpu),
         sanitizer(60),
     ]

@@ -54,7 +54,7 @@ class Batch:
     documents: Documents | None = None
     cache: KeyValueCache | None = None
     chosen_B: Tensor | None = None
-    loss_weight: float | None = None
+    loss_weight: float | Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class _LinearCrossEntropy(Function):
         tp: Axis,
         vocab_size: int,
         z_loss: float,
-        promised: float | None,
+        promised: float | Tensor | None,
         grads: bool,
     ) -> Tensor:
         x_SBD = start_all_gather(x_sBD, tp).wait()
@@ -110,8 +110,12 @@ class _LinearCrossEntropy(Function):
             if ctx.spent:
                 raise RuntimeError("linear_cross_entropy: a second backward; its gradients were given out by the first")
             ctx.spent = True
-            text = f"the loss's gradient is not {ctx.promised}, which was promised; promise what backward will get"
-            _require(dloss == dloss.new_full((), ctx.promised), text)
+            promised = ctx.promised
+            on_device = isinstance(promised, Tensor)  # its value is not known here, and not asked for
+            expected = promised.to(dloss.dtype) if on_device else dloss.new_full((), promised)
+            given = "that" if on_device else promised
+            text = f"the loss's gradient is not {given}, which was promised; promise what backward will get"
+            _require(dloss == expected, text)
             return dx_sBD, None if dw_vD is None else dw_vD.to(ctx.dtype), *nothing
         # in place: a second backward is refused by autograd, which sees that saved tensors have changed
         dw_vD = dw_vD.mul_(dloss) if dw_vD.dtype == ctx.dtype else torch.mul(dw_vD, dloss).to(ctx.dtype)
@@ -127,7 +131,7 @@ def linear_cross_entropy(
     vocab_size: int,
     *,
     z_loss: float = 0.0,
-    promised: float | None = None,
+    promised: float | Tensor | None = None,
 ) -> Tensor:
     """Sum over the tokens of mask * loss, in nats: a scalar in fp32 (fp64 for fp64), the same on every tp rank; with a
     `z_loss`, [2]: that sum and the z-loss's, whose gradients must be the same.
@@ -135,9 +139,10 @@ def linear_cross_entropy(
     x_sBD: this rank's positions; weight_vD: its rows of the head; labels_SB and mask_SB: all positions, mask None: all
     count. Without grad mode nothing but the loss is computed. The gradients are ready after forward; one backward.
 
-    promised: the gradient that the result will get in backward, where that is known. Then dW is in the weight's sink
-    (nn/parameter.py), if it has one, when forward is done: so backward has to follow in the same step, and forward may
-    not be run again for it (recompute). Backward raises RuntimeError if it is given another gradient.
+    promised: the gradient that the result will get in backward, where that is known: a number, or a scalar on the
+    device that keeps its value until then. Then dW is in the weight's sink (nn/parameter.py), if it has one, when
+    forward is done: so backward has to follow in the same step, and forward may not be run again for it (recompute).
+    Backward raises RuntimeError if it is given another gradient.
     """
     args = (labels_SB, mask_SB, tp, vocab_size, z_loss, promised, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_sBD, weight_vD, *args)  # type: ignore[return-value]

@@ -153,6 +153,18 @@ class ParamBuffer:
         """Begin a step. `grads` holds zeros for what gets no gradient once it is reduced, not before."""
         self._begun.clear()
 
+    def begin_all(self) -> None:
+        """Zero what got no gradient in this step so far: all that come are added."""
+        for bucket in self.layout.buckets:
+            self._begin_rest(bucket)
+
+    def _begin_rest(self, bucket: Bucket) -> None:
+        rest = [slot for slot in bucket.slots if slot.entry not in self._begun]
+        spans = [(bucket.start, bucket.stop)] if len(rest) == len(bucket.slots) else [(s.start, s.stop) for s in rest]
+        for start, stop in spans:
+            self.grads[start:stop] = 0
+        self._begun.update(slot.entry for slot in rest)
+
     def on_last_backward(self, chunk: int) -> None:
         """The next backward of `chunk` is its last in this step: reduce each bucket when its last gradient lands."""
         if not self.overlap_grad_reduce:
@@ -177,10 +189,7 @@ class ParamBuffer:
 
     def _start_reduce(self, b: int) -> None:
         bucket, dp = self.layout.buckets[b], self.mesh.dp
-        for slot in bucket.slots:
-            if slot.entry not in self._begun:
-                self.grads[slot.start : slot.stop] = 0
-                self._begun.add(slot.entry)
+        self._begin_rest(bucket)
         self._reducing[b] = None
         if dp.group is None:
             return

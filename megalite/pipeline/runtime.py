@@ -38,7 +38,7 @@ class Timed:
 
 
 @dataclass
-class _Flight:
+class Flight:
     """What is alive between the actions of one step."""
 
     inputs: dict[Key, Tensor] = field(default_factory=dict)  # x of F, kept until B for its gradient
@@ -70,13 +70,15 @@ class Pipeline:
         self.num_stages = mesh.pp.size * len(self.stages)
         self.timeline: list[Timed] | None = None  # set to [] to record the next step
 
-    def step(self, batches: Sequence[Any], loss_weight: float) -> Tensor:
+    def step(self, batches: Sequence[Any], loss_weight: float, more: bool = False) -> Tensor:
         """Forward and backward of all micro-batches; the sums of their losses and of what is added to them (z-loss):
         [2], zero but on the last stage.
 
-        The gradient is that of loss_weight * sum of all.
+        The gradient is that of loss_weight * sum of all. `more`: another call of the same training step follows, so
+        none of these backwards is a chunk's last.
         """
-        return self._run(plan(self.schedule, self.mesh.pp.size, len(batches), len(self.stages)), batches, loss_weight)
+        rows = plan(self.schedule, self.mesh.pp.size, len(batches), len(self.stages))
+        return self._run(rows, batches, loss_weight, more)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any]) -> Tensor:
@@ -90,10 +92,12 @@ class Pipeline:
             for stage in self.stages:
                 stage.train()
 
-    def _run(self, rows: Sequence[Sequence[Action]], batches: Sequence[Any], weight: float | None) -> Tensor:
-        mesh, flight = self.mesh, _Flight()
+    def _run(
+        self, rows: Sequence[Sequence[Action]], batches: Sequence[Any], weight: float | None, more: bool = False
+    ) -> Tensor:
+        mesh, flight = self.mesh, Flight()
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        left = [len(batches)] * len(self.stages)  # backwards to go, per chunk
+        left = [len(batches) + more] * len(self.stages)  # backwards to go, per chunk
         begin = time.perf_counter()
         for action in rows[mesh.pp.rank]:
             start = self._now(begin)
@@ -122,7 +126,7 @@ class Pipeline:
             work.wait()
         return total
 
-    def _forward(self, flight: _Flight, key: Key, chunk: int, batch: Any, weight: float | None) -> Tensor:
+    def _forward(self, flight: Flight, key: Key, chunk: int, batch: Any, weight: float | Tensor | None) -> Tensor:
         (stage, _), keep = key, weight is not None
         x = None
         if stage > 0:
@@ -139,13 +143,13 @@ class Pipeline:
         flight.ready[key] = y.detach()
         return y.new_empty(0, dtype=torch.float64)
 
-    def _backward(self, flight: _Flight, key: Key, weight: float) -> None:
+    def _backward(self, flight: Flight, key: Key, weight: float | Tensor) -> None:
         stage, _ = key
         edge = flight.edges.pop(key)
         if stage == self.num_stages - 1:
-            torch.autograd.backward(
-                edge, torch.full_like(edge, weight)
-            )  # filled on the device: a copy would wait for it
+            # made on the device: a copy would wait for it
+            given = weight.to(edge.dtype) if isinstance(weight, Tensor) else edge.new_full((), weight)
+            torch.autograd.backward(edge, given.expand_as(edge))
         else:
             grad, work = flight.coming.pop((Op.RECV_B, *key))
             work.wait()

@@ -63,6 +63,8 @@ def check_machine(config: Config, device: str, ranks: Ranks, vocab_size: int) ->
         describe_attention(device)  # MEGALITE_ATTENTION is one of its names
         if config.train.compile:
             check_compile(device)
+        if config.train.cuda_graph_impl != "none" and device != "cuda":
+            raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; leave it away")
     except (KernelError, CompileError) as error:
         raise SetupError(str(error)) from None
     needs = memory_of(config, ranks.world, vocab_size)
@@ -281,6 +283,8 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None, de
         rows["attention"] = describe_attention(device_type)
     if config.train.compile:
         rows["compile"] = describe_compile()
+    if config.train.cuda_graph_impl != "none":
+        rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
     if peak is not None:
         rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -6,6 +6,7 @@ import datetime
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Rule, Zero1
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs
 from megalite.pipeline.partition import parse_layout, partition
 from megalite.pipeline.runtime import Pipeline
 from megalite.train.batch import HostBatch, host_batch
@@ -177,11 +179,12 @@ def build_run(
     dtype: torch.dtype | None = None,
     sources: Sources | None = None,
     compile_backend: Backend = "inductor",
+    graphs: Callable[[], Graph] | None = None,
 ) -> Run:
     """All parts of a run on this rank; collective. Raises SetupError before any memory is taken.
 
     `dtype`: of the weights, instead of what the configuration says (tests use fp64). `sources`: data that is open
-    already. `compile_backend`: of torch.compile, with --compile.
+    already. `compile_backend`: of torch.compile, with --compile. `graphs`: instead of CUDA's, with --cuda-graph-impl.
     """
     problems = check(config, ranks.world)
     if problems:
@@ -199,6 +202,10 @@ def build_run(
         timeout=datetime.timedelta(minutes=p.distributed_timeout_minutes),
     )
     dtype = dtype or params_dtype(config)
+    if t.cuda_graph_impl != "none" and graphs is None:
+        # the default stream cannot be recorded, and autograd returns to the stream on which a node was made
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # pyright: ignore[reportArgumentType]
+        graphs = cuda_graphs()
     stages = build_stages(config, mesh, sources.vocab_size, dtype)
     if t.compile:
         compile_blocks(stages, compile_backend)
@@ -210,14 +217,13 @@ def build_run(
         overlap_grad_reduce=p.overlap_grad_reduce,
         overlap_param_gather=p.overlap_param_gather,
     )
-    pipeline = Pipeline(
-        stages,
-        mesh,
-        schedule=p.pipeline_schedule,
-        width=m.hidden_size,
-        dtype=dtype,
-        on_last_backward=buffer.on_last_backward,
+    options: dict[str, Any] = dict(
+        schedule=p.pipeline_schedule, width=m.hidden_size, dtype=dtype, on_last_backward=buffer.on_last_backward
     )
+    pipeline = Pipeline(stages, mesh, **options)
+    if graphs is not None:
+        apart = mesh.dp.size > 1
+        pipeline = GraphedPipeline(stages, mesh, graphs=graphs, begin_all=buffer.begin_all, apart=apart, **options)
 
     d = config.data
     reads = mesh.pp.is_first or mesh.pp.is_last or d.reset_position_ids or d.reset_attention_mask

@@ -1,0 +1,143 @@
+"""Micro-batches replayed as one CUDA graph: forward, backward and the sums into the gradient buffer cost the host one
+call, where a small model's kernels would wait for Python.
+
+    step, dp 1     zero all gradients | replay | replay | ... | replay |
+    step, dp > 1   eager              | replay | replay | ... | eager  |     weights are gathered behind the first,
+                                                                             gradients are reduced behind the last
+
+A graph repeats kernels with the arguments they had, so what changes between micro-batches lies in tensors that keep
+their place: a static batch, into which each one is copied, and the loss weight (batch size, loss scale). Gradients are
+always added, never written over, which is why they are zeroed first. No Python runs in a replay, so no hook of a
+parameter tells the buffer of its gradient. The first micro-batch of a shape runs eagerly, since compiling a kernel or
+loading a library cannot be recorded; the next one records. The graph keeps the memory of a micro-batch's activations;
+with dp > 1 the eager ones take as much again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.pipeline.runtime import Flight, Pipeline
+
+
+class Graph(Protocol):
+    """Work of a device that can be repeated."""
+
+    def record(self, work: Callable[[], None]) -> None:
+        """Note what `work` would do there, without doing it."""
+        ...
+
+    def replay(self) -> None:
+        """Do it, on what the same tensors hold now."""
+        ...
+
+
+class CudaGraph:
+    """Recorded on the current stream, which must not be the default one; autograd's nodes were made on it."""
+
+    def __init__(self, pool: Any):
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    def record(self, work: Callable[[], None]) -> None:
+        stream = torch.cuda.current_stream()
+        # thread_local: meanwhile the loader's thread may pin memory
+        with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):
+            work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def cuda_graphs() -> Callable[[], Graph]:
+    """Makes graphs that share their memory: they are replayed one after the other."""
+    pool = torch.cuda.graph_pool_handle()
+    return lambda: CudaGraph(pool)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    batch: Any
+    losses: Tensor
+    graph: Graph
+
+
+class GraphedPipeline(Pipeline):
+    """A pipeline of one stage on one rank (pp 1) whose micro-batches are replayed; evaluation is eager.
+
+    graphs       makes an empty Graph
+    begin_all()  zeroes every gradient that has no sum yet in this step; from then on all are added to
+    apart        the first and the last micro-batch of a step are eager (above)
+    """
+
+    def __init__(
+        self, *args: Any, graphs: Callable[[], Graph], begin_all: Callable[[], None], apart: bool, **options: Any
+    ):
+        super().__init__(*args, **options)
+        assert self.num_stages == 1
+        self.graphs, self.begin_all, self.apart = graphs, begin_all, apart
+        self.replays = True  # False, or a timeline that is wanted: steps are eager
+        self._weight = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        self._seen: set[tuple[Any, ...]] = set()
+        self._recorded: dict[tuple[Any, ...], _Recorded] = {}
+
+    def step(self, batches: Sequence[Any], loss_weight: float, more: bool = False) -> Tensor:
+        inner = batches[1:-1] if self.apart else batches
+        if not inner or not self.replays or self.timeline is not None:
+            return super().step(batches, loss_weight, more)
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if self.apart:
+            total += super().step(batches[:1], loss_weight, more=True)
+        self.begin_all()
+        self._weight.fill_(loss_weight)
+        for batch in inner:
+            losses = self._replay(batch, loss_weight)
+            total[: len(losses)] += losses
+        if self.apart:
+            total += super().step(batches[-1:], loss_weight, more)
+        return total
+
+    def _replay(self, batch: Any, loss_weight: float) -> Tensor:
+        shape = tuple(_shape(name, value) for name, value in _values(batch).items())
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return super().step([batch], loss_weight, more=True)
+        if shape not in self._recorded:
+            self._recorded[shape] = self._record(batch)
+        recorded = self._recorded[shape]
+        for name, value in _values(batch).items():
+            if isinstance(value, Tensor):
+                getattr(recorded.batch, name).copy_(value)
+        recorded.graph.replay()
+        return recorded.losses
+
+    def _record(self, batch: Any) -> _Recorded:
+        tensors = {name: value.clone() for name, value in _values(batch).items() if isinstance(value, Tensor)}
+        static, graph = dataclasses.replace(batch, **tensors), self.graphs()
+        made: list[Tensor] = []
+
+        def work() -> None:
+            flight = Flight()
+            made.append(self._forward(flight, (0, 0), 0, static, self._weight))
+            self._backward(flight, (0, 0), self._weight)
+
+        graph.record(work)
+        return _Recorded(static, made[0], graph)
+
+
+def _values(batch: Any) -> dict[str, Any]:
+    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+
+
+def _shape(name: str, value: Any) -> Any:
+    """What a graph is recorded for: of tensors all but the elements; other values are no part of what it computes."""
+    if isinstance(value, Tensor):
+        return name, value.shape, value.dtype
+    if value is not None and not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r}: a graph holds tensors of one shape only")
+    return name, value is None

@@ -1,0 +1,189 @@
+"""--cuda-graph-impl: replayed micro-batches train bit by bit as eager ones.
+
+On a CPU a tape stands for the card's graph and keeps its rules: recording changes nothing that lasts, a replay repeats
+the very operations on the very tensors, without any Python of the model, and must decide on the host as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megalite import cli
+from megalite.config import check
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.pipeline.graphed import GraphedPipeline
+from megalite.train.run import check_machine
+from megalite.train.setup import SetupError, build_run
+from megalite.train.state import Run
+from megalite.train.step import train_step
+
+STEPS = 3
+COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
+ --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 93
+ --make-vocab-size-divisible-by 8 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0"""
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
+BORDERS = "--reset-position-ids --eod-mask-loss"
+SELECTIVE = "--recompute-granularity selective"
+FULL = "--recompute-granularity full --recompute-method uniform"
+GRAPHED = "--cuda-graph-impl local"
+
+
+class Tape(TorchDispatchMode):
+    """What a stretch of Python does to tensors. `lasting`: the tensors outside of it that it may change."""
+
+    def __init__(self, lasting: Callable[[], Tensor]):
+        super().__init__()
+        self.lasting, self.calls, self.replays = lasting, [], 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def record(self, work: Callable[[], None]) -> None:
+        before = self.lasting().clone()
+        with self:
+            work()
+        self.lasting().copy_(before)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if not isinstance(old, Tensor):
+                    assert old == new, f"{func} decides on the host"
+                elif old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def build(flags: str, dtype: torch.dtype, tapes: list[Tape]) -> Run:
+    config = cli.parse(f"{COMMON} {flags}".split(), PRESETS)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+
+    def tape() -> Tape:
+        tapes.append(Tape(lambda: run.buffer.grads))
+        return tapes[-1]
+
+    graphs = tape if "--cuda-graph-impl" in flags else None
+    run = build_run(config, ranks, torch.device("cpu"), dtype=dtype, graphs=graphs)
+    return run
+
+
+def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[float, ...]], Tensor, list[int]]:
+    """Loss, gradient norm and z-loss of each step; the weights; how often each tape was replayed."""
+    tapes: list[Tape] = []
+    run = build(flags, dtype, tapes)
+    results = [train_step(run) for _ in range(STEPS)]
+    run.buffer.wait_gather()
+    weights = run.buffer.weights.clone()
+    run.close()
+    return [(r.loss, r.grad_norm, r.z_loss) for r in results], weights, [tape.replays for tape in tapes]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("", torch.float32),
+        (f"{LLAMA} --bf16", torch.bfloat16),
+        (f"{LLAMA} {BORDERS} {SELECTIVE} --z-loss-coeff 1e-3", torch.float32),
+        (f"{FULL} --fp16 --initial-loss-scale 256 --loss-scale-window 1", torch.float16),  # a new weight at each step
+    ],
+)
+def test_replays_train_as_eager_micro_batches(flags: str, dtype: torch.dtype) -> None:
+    losses, weights, none = trained(flags, dtype)
+    assert none == [] and losses[0] != losses[1]
+    again, same, replays = trained(f"{flags} {GRAPHED}", dtype)
+    assert again == losses and torch.equal(same, weights)
+    assert sum(replays) == STEPS * 4 - len(replays)  # of each shape the first ran eagerly
+
+
+def test_a_batch_that_grows_changes_the_weight_and_records_nothing_new() -> None:
+    flags = f"{LLAMA} --rampup-batch-size 2 2 6"
+    losses, weights, _ = trained(flags)
+    again, same, replays = trained(f"{flags} {GRAPHED}")
+    assert again == losses and torch.equal(same, weights) and replays == [1 + 2 + 4 - 1]
+
+
+def test_data_parallel_ranks_replay_between_the_first_and_the_last() -> None:
+    """Behind these two weights are gathered and gradients are reduced; and their losses are those of one process."""
+    flags = f"{LLAMA} --global-batch-size 16 --ddp-bucket-size 2000"
+    (losses, weights, _), *_ = run_ranks(2, trained, flags, torch.float64)
+    one, _, _ = trained(f"{flags} {GRAPHED}", torch.float64)
+    for again, same, replays in run_ranks(2, trained, f"{flags} {GRAPHED}", torch.float64):
+        assert again == losses and torch.equal(same, weights)
+        assert replays == [STEPS * 2 - 1]
+        for here, there in zip(again, one, strict=True):
+            assert here == pytest.approx(there, rel=1e-10)
+
+
+def test_evaluation_and_a_timeline_are_eager() -> None:
+    tapes: list[Tape] = []
+    run = build(GRAPHED, torch.float32, tapes)
+    pipeline = run.pipeline
+    assert isinstance(pipeline, GraphedPipeline)
+    pipeline.timeline = []
+    train_step(run)
+    assert [str(timed.action)[0] for timed in pipeline.timeline] == ["F", "B"] * 4 and not tapes
+    pipeline.timeline, pipeline.replays = None, False
+    train_step(run)
+    assert not tapes
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "text"),
+    [
+        ("--device cpu", 1, "needs a CUDA device"),
+        ("--tensor-model-parallel-size 2", 2, "needs tensor_model_parallel_size 1"),
+        ("--pipeline-model-parallel-size 2", 2, "needs pipeline_model_parallel_size 1"),
+        ("--hidden-dropout 0.1", 1, "would repeat one dropout mask"),
+        ("--attention-dropout 0.1", 1, "would repeat one dropout mask"),
+        ("--reset-attention-mask", 1, "would repeat one micro-batch's documents"),
+        ("--compile", 1, "and --compile exclude each other"),
+        ("", 2, "with data parallel 2 give --global-batch-size 12 or more"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused(flags: str, world: int, text: str) -> None:
+    argv = f"{COMMON} {GRAPHED} {flags}".split()
+    try:
+        config, _ = cli.read(argv, PRESETS)
+        problems = check(config, world)
+    except cli.ConfigError as error:
+        problems = error.problems
+    assert len(problems) == 1 and problems[0].startswith("cuda_graph_impl=local ") and text in problems[0]
+    assert "leave" in problems[0]
+
+
+def test_without_a_card_it_is_refused() -> None:
+    config = cli.parse(f"{COMMON} {GRAPHED}".split(), PRESETS)
+    with pytest.raises(SetupError, match="cuda_graph_impl=local needs a CUDA device and there is none; leave it away"):
+        check_machine(config, "cpu", Ranks(0, 1), 93)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.parametrize("flags", ["", f"{LLAMA} {SELECTIVE} --bf16"])
+def test_on_a_card_replays_train_as_eager_micro_batches(flags: str) -> None:
+    device, made = torch.device("cuda"), []
+    for more in ("", GRAPHED):
+        config = cli.parse(f"{COMMON} {flags} {more}".split(), PRESETS)
+        run = build_run(config, Ranks(0, 1), device)
+        made.append([x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)])
+        if more:
+            assert isinstance(run.pipeline, GraphedPipeline) and len(run.pipeline._recorded) == 1
+        run.close()
+        torch.cuda.set_stream(torch.cuda.default_stream(device))
+    assert made[1] == pytest.approx(made[0], rel=1e-2 if "--bf16" in flags else 1e-4)
