@@ -15,8 +15,9 @@ with dp > 1 the eager ones take as much again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """Recorded on the current stream, which must not be the default one; autograd's nodes were made on it."""
+    """Recorded on the current stream, which must not be the default one."""
 
     def __init__(self, pool: Any):
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
@@ -47,8 +48,12 @@ class CudaGraph:
     def record(self, work: Callable[[], None]) -> None:
         stream = torch.cuda.current_stream()
         # thread_local: meanwhile the loader's thread may pin memory
-        with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):
-            work()
+        try:
+            with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:
+            text = f"a micro-batch could not be recorded as a CUDA graph ({error}); leave --cuda-graph-impl away"
+            raise RuntimeError(text) from error
 
     def replay(self) -> None:
         self._graph.replay()
@@ -58,6 +63,25 @@ def cuda_graphs() -> Callable[[], Graph]:
     """Makes graphs that share their memory: they are replayed one after the other."""
     pool = torch.cuda.graph_pool_handle()
     return lambda: CudaGraph(pool)
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Here work goes to `stream`, after what the current one has so far and before what it gets next. None: nothing.
+
+    The default stream cannot be recorded, and autograd runs a parameter's node on the stream where it was made: so both
+    the gradient buffer and the steps that are to be recorded belong inside.
+    """
+    if stream is None:
+        yield
+        return
+    outside = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(outside)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        outside.wait_stream(stream)
 
 
 @dataclass(frozen=True)
@@ -73,20 +97,31 @@ class GraphedPipeline(Pipeline):
     graphs       makes an empty Graph
     begin_all()  zeroes every gradient that has no sum yet in this step; from then on all are added to
     apart        the first and the last micro-batch of a step are eager (above)
+    stream       where steps run; None: where they are called
     """
 
     def __init__(
-        self, *args: Any, graphs: Callable[[], Graph], begin_all: Callable[[], None], apart: bool, **options: Any
+        self,
+        *args: Any,
+        graphs: Callable[[], Graph],
+        begin_all: Callable[[], None],
+        apart: bool,
+        stream: torch.cuda.Stream | None = None,
+        **options: Any,
     ):
         super().__init__(*args, **options)
         assert self.num_stages == 1
-        self.graphs, self.begin_all, self.apart = graphs, begin_all, apart
+        self.graphs, self.begin_all, self.apart, self.stream = graphs, begin_all, apart, stream
         self.replays = True  # False, or a timeline that is wanted: steps are eager
         self._weight = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         self._seen: set[tuple[Any, ...]] = set()
         self._recorded: dict[tuple[Any, ...], _Recorded] = {}
 
     def step(self, batches: Sequence[Any], loss_weight: float, more: bool = False) -> Tensor:
+        with on_stream(self.stream):
+            return self._step(batches, loss_weight, more)
+
+    def _step(self, batches: Sequence[Any], loss_weight: float, more: bool) -> Tensor:
         inner = batches[1:-1] if self.apart else batches
         if not inner or not self.replays or self.timeline is not None:
             return super().step(batches, loss_weight, more)

@@ -25,7 +25,7 @@ from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Rule, Zero1
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
-from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs
+from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs, on_stream
 from megalite.pipeline.partition import parse_layout, partition
 from megalite.pipeline.runtime import Pipeline
 from megalite.train.batch import HostBatch, host_batch
@@ -202,28 +202,29 @@ def build_run(
         timeout=datetime.timedelta(minutes=p.distributed_timeout_minutes),
     )
     dtype = dtype or params_dtype(config)
-    if t.cuda_graph_impl != "none" and graphs is None:
-        # the default stream cannot be recorded, and autograd returns to the stream on which a node was made
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # pyright: ignore[reportArgumentType]
-        graphs = cuda_graphs()
     stages = build_stages(config, mesh, sources.vocab_size, dtype)
     if t.compile:
         compile_blocks(stages, compile_backend)
-    buffer = ParamBuffer(
-        stages,
-        mesh,
-        bucket_size=p.ddp_bucket_size,
-        shard=p.use_distributed_optimizer,
-        overlap_grad_reduce=p.overlap_grad_reduce,
-        overlap_param_gather=p.overlap_param_gather,
-    )
+    stream = None
+    if t.cuda_graph_impl != "none" and graphs is None:
+        stream, graphs = torch.cuda.Stream(device), cuda_graphs()  # pyright: ignore[reportArgumentType]
+    with on_stream(stream):
+        buffer = ParamBuffer(
+            stages,
+            mesh,
+            bucket_size=p.ddp_bucket_size,
+            shard=p.use_distributed_optimizer,
+            overlap_grad_reduce=p.overlap_grad_reduce,
+            overlap_param_gather=p.overlap_param_gather,
+        )
     options: dict[str, Any] = dict(
         schedule=p.pipeline_schedule, width=m.hidden_size, dtype=dtype, on_last_backward=buffer.on_last_backward
     )
     pipeline = Pipeline(stages, mesh, **options)
     if graphs is not None:
-        apart = mesh.dp.size > 1
-        pipeline = GraphedPipeline(stages, mesh, graphs=graphs, begin_all=buffer.begin_all, apart=apart, **options)
+        apart = mesh.dp.size > 1  # there is something to gather and to reduce
+        graphed = dict(graphs=graphs, begin_all=buffer.begin_all, apart=apart, stream=stream)
+        pipeline = GraphedPipeline(stages, mesh, **graphed, **options)
 
     d = config.data
     reads = mesh.pp.is_first or mesh.pp.is_last or d.reset_position_ids or d.reset_attention_mask
