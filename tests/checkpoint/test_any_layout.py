@@ -1,7 +1,7 @@
 """Saved under A, loaded under B, for all pairs of layouts: the same bits, and the run goes on as the unbroken one.
 
-Each layout trains two steps and saves. Then each loads the checkpoints of all, tells what it has, and trains two steps
-more. Tensors are compared whole; those of layout A with one process's within the layout tolerance.
+Each layout trains two steps and saves. Then each loads the checkpoints of all, tells what it has, and trains a step
+more (two after its own). Tensors are compared whole; those of layout A with one process's within the layout tolerance.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ BF16 = [
     Layout("alone bf16", 1, "--bf16"),
     *(Layout(f"{a.name} bf16", a.world, f"{a.flags} --bf16") for a in (FP32[1], FP32[5])),
 ]
-MORE = (
-    "--train-iters 4 --lr-decay-style constant --seed 7 --init-method-std 0.2 --adam-eps 1e-3 --clip-grad 0.5".split()
-)
+MORE = "--global-batch-size 4 --train-iters 4 --lr-decay-style constant --seed 7 --init-method-std 0.2 --adam-eps 1e-3 --clip-grad 0.5".split()
 
 
 def config_of(layout: Layout, *flags: str) -> Config:
@@ -92,7 +90,7 @@ Owned = list[tuple[str, tuple[int, ...], Box, range, torch.Tensor]]
 
 
 def _load_and_go_on(base: str, sources: list[Layout], layouts: list[Layout]) -> list[list[tuple[list[float], Owned]]]:
-    """Per layout and source: the losses of two steps more, and what this rank owned before."""
+    """Per layout and source: the losses of the next steps, and what this rank owned before."""
     result = []
     for layout in layouts:
         config = config_of(layout)
@@ -102,7 +100,7 @@ def _load_and_go_on(base: str, sources: list[Layout], layouts: list[Layout]) -> 
             found = resume(run, f"{base}/{source.name}", config, Start())
             assert found is not None and run.state.step == run.optimizer.updates == 2
             owned = [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in pieces_to_save(run)]
-            rows.append(([train_step(run).loss for _ in range(2)], owned))
+            rows.append(([train_step(run).loss for _ in range(2 if source == layout else 1)], owned))
         result.append(rows)
         run.close()
     return result
@@ -167,5 +165,5 @@ def test_saved_under_any_layout_goes_on_under_any_other(tmp_path: Path, layouts:
                 if source is target:
                     assert row == unbroken[source.name], what
                 else:
-                    assert row == pytest.approx(unbroken[source.name], rel=2e-2 if bf16 else 1e-4), what
+                    assert row == pytest.approx(unbroken[source.name][:1], rel=2e-2 if bf16 else 1e-4), what
     whole.cache_clear()
