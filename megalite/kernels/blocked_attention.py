@@ -24,7 +24,7 @@ from torch.autograd import Function
 from megalite.kernels.dispatch import stat_dtype
 
 QUERIES = 256  # of a block: fewer waste less on the diagonal, more make larger matrix products
-FEWEST = 64  # in a window that is shorter than QUERIES, whose borders are most of the work
+IN_WINDOW = (64, 128)  # the same in a window, whose border is on both sides: as many as its keys within these bounds
 BLOCK_BYTES = 4 << 20  # of one block's scores
 
 
@@ -51,8 +51,9 @@ class _Blocks:
     def __init__(self, q_NPSK: Tensor, k_NSK: Tensor, scale: float, window: int | None):
         self.q, self.k, self.scale = q_NPSK, k_NSK, scale
         n, per_group, self.length, _ = q_NPSK.shape
-        self.window = self.length if window is None else min(window, self.length)
-        self.rows = min(QUERIES, self.length, max(FEWEST, self.window))
+        self.window = min(window or self.length, self.length)
+        fewest, most = IN_WINDOW if self.window < self.length else (QUERIES, QUERIES)
+        self.rows = min(self.length, most, max(fewest, self.window))
         columns = min(self.length, self.rows + self.window)
         self.groups = min(n, max(1, BLOCK_BYTES // (per_group * self.rows * columns * q_NPSK.element_size())))
         hidden = q_NPSK.new_full((self.rows, self.rows), float("-inf"))

@@ -48,7 +48,7 @@ def test_equals_the_definition(
     given_ = inputs(s, b, g, per_group, k)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "QUERIES", queries)
-        patch.setattr(module, "FEWEST", 1 if window is None else min(queries, 7))
+        patch.setattr(module, "IN_WINDOW", (min(queries, 7), queries))
         patch.setattr(module, "BLOCK_BYTES", limit)
         got = results(functools.partial(blocked_attention, window=window), *given_)
     for a, want in zip(got, results(functools.partial(attention_reference, window=window), *given_), strict=True):
@@ -63,7 +63,7 @@ def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> Non
         blocks = module._Blocks(q, k, 1.0, window)
         return sum((here.stop - here.start) * (keys.stop - keys.start) for _, here, keys in blocks)
 
-    assert scores(8192, 512) < 8192 * (512 + module.QUERIES) and scores(8192, 16) < 8192 * (16 + module.FEWEST)
+    assert scores(8192, 512) < 8192 * (512 + 128) and scores(8192, 16) < 8192 * (16 + 64)
     assert scores(8192, None) == scores(8192, 8192) == scores(8192, 10**9) > 8192**2 / 2
 
 

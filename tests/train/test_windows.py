@@ -35,8 +35,7 @@ PATHS = {
     "dropout, documents": DROP + BORDERS,
     "selective recompute": " --recompute-granularity selective",
     "full recompute": DROP + " --recompute-granularity full --recompute-method uniform",
-    "compiled": BORDERS + " --compile",
-    "compiled dropout": DROP + " --compile",
+    "compiled": DROP + BORDERS + " --compile",
 }
 
 
