@@ -121,8 +121,10 @@ def _typed(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             continue
         to = _TYPES.get(base_type(fields[name]))
         try:
-            if to is not None:
-                value = [to(v) for v in value] if isinstance(value, list) else to(value)
+            if isinstance(value, list) and to is not None:  # 4 5, or as Megatron-LM's tuples 4,5 or (4,5)
+                value = [to(v) for word in value for v in word.strip("()").split(",")]
+            elif to is not None:
+                value = to(value)
         except ValueError:
             pass  # convert says so
         try:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from megalite.pattern import read_pattern
+
 
 def opt(default: Any, help: str, *, choices: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> Any:
     """A field of the configuration. `flags`: other spellings; "--x=VALUE" sets the field to VALUE."""
@@ -60,6 +62,12 @@ class ModelConfig:
     attention_dropout: float = opt(0.1, "dropout of attention weights")
     init_method_std: float = opt(0.02, "standard deviation of initial weights")
     qk_layernorm: bool = opt(False, "norm on each query and key head")
+    window_size: tuple[int, ...] | None = opt(
+        None, "LEFT,0: a query sees its own key and LEFT before it; default: all before it"
+    )
+    window_attn_skip_freq: str | None = opt(
+        None, "N: every N-th layer has no window; or a list of a number per layer, 1 with and 0 without, as [1,1,0]*8"
+    )
 
     @property
     def head_size(self) -> int:
@@ -84,6 +92,15 @@ class ModelConfig:
     def positions(self) -> int:
         assert self.seq_length
         return self.max_position_embeddings or self.seq_length
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer: how many keys a query sees, itself included; None: all before it."""
+        if self.window_size is None:
+            return (None,) * self.num_layers
+        window, pattern = self.window_size[0] + 1, self.window_attn_skip_freq
+        bits = (True,) * self.num_layers if pattern is None else read_pattern(pattern, self.num_layers)
+        return tuple(window if bit else None for bit in bits)
 
 
 @dataclass(frozen=True)
@@ -452,7 +469,9 @@ def to_toml(config: Config) -> str:
 def without_effect(config: Config) -> list[str]:
     """Options that do nothing beside the others; Megatron-LM takes them in silence, so they are no error."""
     c, t = config.checkpoint, config.train
-    notes = []
+    notes, window = [], config.model.window_size
+    if window is not None and len(window) == 2 and 0 < config.model.seq_length <= window[0] + 1:
+        notes.append(f"window_size={_numbers(window)} has no effect on sequences of {config.model.seq_length} tokens")
     if c.save_interval is not None and c.save is None:
         notes.append(f"save_interval={c.save_interval} has no effect without --save")
     if t.recompute_num_layers is not None and t.recompute_granularity != "full":
@@ -510,6 +529,7 @@ def check(config: Config, world_size: int | None = None, *, complete: bool = Fal
         say(f"tensor_model_parallel_size={tp} does not divide seq_length={m.seq_length}; change one")
     if m.positions < m.seq_length:
         say(f"max_position_embeddings={m.positions} is below seq_length={m.seq_length}; make it at least that")
+    problems += _window_problems(m)
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(m, name) >= 1:
             say(f"{name}={getattr(m, name)} drops everything; use less than 1")
@@ -697,6 +717,34 @@ def _graph_problems(config: Config) -> list[str]:
     }
     rest = " (or leave --cuda-graph-impl away)"
     return [f"cuda_graph_impl={t.cuda_graph_impl} {why}{rest}" for why, holds in reasons.items() if holds]
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+def _window_problems(m: ModelConfig) -> Iterator[str]:
+    size, pattern = m.window_size, m.window_attn_skip_freq
+    if size is None:
+        if pattern is not None:
+            yield f"window_attn_skip_freq={pattern} has no effect; add --window-size"
+        return
+    given = f"window_size={_numbers(size)}"
+    if len(size) != 2:
+        yield f"{given} is not two numbers; give LEFT,RIGHT, as 4095,0"
+        return
+    if size[1] != 0:
+        yield f"{given} has {size[1]} on the right, where a causal model sees nothing; use {size[0]},0"
+    if size[0] < 1:
+        why = "leaves a token itself alone" if size[0] == 0 else "is no window"
+        yield f"{given} {why}; give at least 1,0, or leave it away"
+    if pattern is None:
+        return
+    try:
+        if not any(read_pattern(pattern, m.num_layers)):
+            yield f"window_attn_skip_freq={pattern} leaves no layer with the window; leave --window-size away"
+    except ValueError as error:
+        yield f"window_attn_skip_freq={pattern} {error}"
 
 
 LONGEST_TIMEOUT = 1_000_000

@@ -85,7 +85,7 @@ expert-model-parallel-size=1 expert-tensor-parallel-size=1
 
 this architecture is not supported (yet); leave it away
 multi-latent-attention q-lora-rank=1 kv-lora-rank=1 qk-head-dim=1 qk-pos-emb-head-dim=1 v-head-dim=1 mtp-num-layers=1
-window-size=1 window-attn-skip-freq=1 rotary-interleaved rotary-seq-len-interpolation-factor=1
+rotary-interleaved rotary-seq-len-interpolation-factor=1
 apply-query-key-layer-scaling hybrid-attention-ratio=1 encoder-tensor-model-parallel-size=1
 pipeline-model-parallel-split-rank=1
 

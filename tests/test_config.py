@@ -92,6 +92,19 @@ BAD: list[tuple[str, str]] = [
     ("--num-layer 3", "did you mean --num-layers?"),
     ("--tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size?"),
     ("--num-experts 8", "experts are not supported"),
+    ("--window-size 7", "window_size=7 is not two numbers; give LEFT,RIGHT"),
+    ("--window-size 7,0,0", "window_size=7,0,0 is not two numbers"),
+    ("--window-size 7,x", "window_size=['7,x'] is not an ints"),
+    ("--window-size 7,1", "window_size=7,1 has 1 on the right, where a causal model sees nothing; use 7,0"),
+    ("--window-size 7,-1", "window_size=7,-1 has -1 on the right"),
+    ("--window-size 0,0", "window_size=0,0 leaves a token itself alone; give at least 1,0"),
+    ("--window-size=-1,0", "window_size=-1,0 is no window; give at least 1,0, or leave it away"),
+    ("--window-attn-skip-freq 2", "window_attn_skip_freq=2 has no effect; add --window-size"),
+    ("--window-size 7,0 --window-attn-skip-freq 0", "window_attn_skip_freq=0 is below 1"),
+    ("--window-size 7,0 --window-attn-skip-freq 1", "window_attn_skip_freq=1 leaves no layer with the window"),
+    ("--window-size 7,0 --window-attn-skip-freq [1,0]", "has 2 numbers for 4 layers; give one for each"),
+    ("--window-size 7,0 --window-attn-skip-freq [2]*4", "is neither a number nor a list of 0 and 1"),
+    ("--window-size 7,0 --window-attn-skip-freq exit()", "window_attn_skip_freq=exit() is neither"),
     ("--fp8-format hybrid", "use --bf16"),
     ("--batch-size 3", "use --micro-batch-size"),
     ("--trust-remote-code", "may run code"),
@@ -125,6 +138,17 @@ def test_all_problems_come_at_once_and_before_torch() -> None:
         words = [sys.executable, *options_, "-c", code, *flags]
         result = subprocess.run(words, capture_output=True, text=True, timeout=30, cwd=ROOT)
         assert result.returncode == 2 and result.stdout == "False\n" and result.stderr.count("pretrain_gpt.py:") == 3
+
+
+@pytest.mark.parametrize("spelt", ["7,0", "(7,0)", "7 0", "(7, 0)"])
+def test_a_window_is_spelt_as_megatrons_or_as_two_words(spelt: str) -> None:
+    words = [spelt] if "(" in spelt else spelt.split()
+    config, notes = cli.read([*GOOD.split(), "--window-size", *words, "--window-attn-skip-freq", "3"], PRESETS)
+    assert config.model.windows == (8, 8, None, 8) and notes == []
+    assert build(parse_toml(to_toml(config), "x")) == config
+    config, notes = cli.read([*GOOD.split(), "--window-size=31,0", "--window-attn-skip-freq=[0]*2+[1]*2"], PRESETS)
+    assert config.model.windows == (None, None, 32, 32)
+    assert notes == ["window_size=31,0 has no effect on sequences of 32 tokens"]
 
 
 @pytest.mark.parametrize("world,message", [(3, "world size 3"), (16, "use 16 or 32")])

@@ -42,6 +42,7 @@ NEOX = (
  --untie-embeddings-and-output-weights"""
 )
 ZLOSS = " --z-loss-coeff 0.1"
+WINDOW = " --window-size 4,0 --window-attn-skip-freq 3"
 DROP = GPT.replace("dropout 0", "dropout 0.2")
 BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # generated data has ends of documents too
 
@@ -110,6 +111,7 @@ ROWS = [
     row("gpt documents tp2 pp2 vpp2", 4, GPT + BORDERS, tp=2, pp=2, vpp=2),
     row("gpt documents dropout tp2 dp2", 4, DROP + BORDERS, tp=2),
     row("llama documents tp2 pp2", 4, LLAMA + BORDERS, tp=2, pp=2),
+    row("llama window documents tp2 pp2", 4, LLAMA + BORDERS + WINDOW, tp=2, pp=2),
     row("llama documents pp4 recompute", 4, LLAMA + BORDERS, pp=4, extra=f"{FULL} uniform --recompute-num-layers 1"),
 ]
 
@@ -251,7 +253,7 @@ FEW = " --num-layers 2 --micro-batch-size 1 --global-batch-size 2 --seq-length 6
     "item",
     [
         row("gpt dropout", 1, DROP + FEW),
-        row("neox", 1, NEOX + FEW),
+        row("neox window", 1, NEOX + " --window-size 2,0" + FEW),
         row("qwen z-loss tp2", 2, QWEN + ZLOSS + FEW, tp=2),
     ],
     ids=lambda r: r.name,

@@ -1,6 +1,7 @@
 """config.json of Hugging Face <-> options of the model. What cannot be expressed exactly is refused by name.
 
-The tables are in hugging_face_forms.py; what is here is what they cannot say: groups, rotary positions, windows.
+The tables are in hugging_face_forms.py; what is here is what they cannot say: groups, rotary positions; windows are
+in hugging_face_windows.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megalite.checkpoint.hugging_face_forms import FORMS, LLAMA_LIKE, TRAINING
+from megalite.checkpoint.hugging_face_windows import read_window, window_misfits, write_window
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.config import ModelConfig
 from megalite.kernels.rope import RopeScaling
@@ -64,7 +66,10 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
         options["add_bias_linear"] = biases[0]
     if options["position_embedding_type"] == "rope":
         problems += _read_rope(config, options, family)
-    problems += _read_positions(config, options, family, seq_length)
+    problems += _read_positions(options, seq_length)
+    window, wrong = read_window(config, family, options["num_layers"])
+    options |= window
+    problems += wrong
     if problems:
         raise CheckpointError(f"{where} is a model that megalite does not have:\n  " + "\n  ".join(problems))
     return family, {name: value for name, value in options.items() if value is not None}
@@ -100,22 +105,11 @@ def _read_rope(config: Json, options: Json, family: str) -> list[str]:
     return [f"rope scaling with {key}={value!r} is not {want}" for key, value, want in pairs if value != want]
 
 
-def _read_positions(config: Json, options: Json, family: str, seq_length: int | None) -> list[str]:
+def _read_positions(options: Json, seq_length: int | None) -> list[str]:
     positions = options["max_position_embeddings"]
     options["seq_length"] = seq_length or positions
-    if not isinstance(positions, int):
-        return []
-    if seq_length is not None and seq_length > positions:
+    if isinstance(positions, int) and seq_length is not None and seq_length > positions:
         return [f"seq_length={seq_length} is above the model's {positions} positions"]
-    if kinds := set(config.get("layer_types") or ()) - {"full_attention"}:
-        return [f"layer_types has {', '.join(map(repr, sorted(map(str, kinds))))}, not full_attention alone"]
-    window = config.get("sliding_window") if family == "mistral" else None
-    if window is None:
-        return []
-    if not isinstance(window, int) or options["seq_length"] > window:
-        asked = options["seq_length"]
-        return [f"sliding_window={window!r} is below seq_length={asked}; give --seq-length {window} or less"]
-    options["max_position_embeddings"] = min(positions, window)  # up to here the window covers everything
     return []
 
 
@@ -136,7 +130,7 @@ def misfits(model: ModelConfig, family: str) -> list[str]:
         lines.append(f"kv_channels={model.kv_channels} is not hidden_size / num_attention_heads")
     if family == "llama" and model.hidden_size % model.num_attention_heads:
         lines.append(f"hidden_size={model.hidden_size} is not a multiple of {model.num_attention_heads} heads")
-    return lines
+    return lines + window_misfits(model, family)
 
 
 def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> str:
@@ -166,8 +160,7 @@ def write_config(model: ModelConfig, family: str, vocab_size: int, dtype: str, t
         config["rope_scaling"] = _write_scaling(model)
     if family == "llama":
         config |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    if family in ("mistral", "qwen2", "qwen3"):
-        config["sliding_window"] = None
+    config |= write_window(model, family)
     if family == "gpt_neox":
         config |= {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
     if family == "gpt2":

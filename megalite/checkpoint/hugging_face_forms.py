@@ -38,7 +38,6 @@ _KEYS = {
     "attention_dropout": "attention_dropout",
 }
 _LLAMA_KEYS = {**_KEYS, "norm_epsilon": "rms_norm_eps"}
-_NO_WINDOW = {"use_sliding_window": (False,)}
 _GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_erf"}
 TRAINING = ("hidden_dropout",)  # no part of what the model computes
 _OPTIONAL = {"initializer_range": 0.02, "attention_dropout": 0.0, "rms_norm_eps": 1e-6}
@@ -54,10 +53,8 @@ FORMS: Mapping[str, Form] = MappingProxyType(
     {
         "llama": _llama("LlamaForCausalLM", {}),
         "mistral": _llama("MistralForCausalLM", {}, add_bias_linear=False),
-        "qwen2": _llama("Qwen2ForCausalLM", _NO_WINDOW, add_bias_linear=False, add_qkv_bias=True),
-        "qwen3": _llama(
-            "Qwen3ForCausalLM", _NO_WINDOW | {"attention_bias": (False,)}, add_bias_linear=False, qk_layernorm=True
-        ),
+        "qwen2": _llama("Qwen2ForCausalLM", {}, add_bias_linear=False, add_qkv_bias=True),
+        "qwen3": _llama("Qwen3ForCausalLM", {"attention_bias": (False,)}, add_bias_linear=False, qk_layernorm=True),
         "gpt_neox": Form(
             "GPTNeoXForCausalLM",
             {

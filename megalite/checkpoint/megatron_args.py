@@ -12,6 +12,7 @@ from typing import Any
 
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.config import ModelConfig
+from megalite.pattern import read_pattern, write_pattern
 
 # option -> its value where a checkpoint, being older than the flag, has no such argument; ...: it must have it
 _SAME: Mapping[str, Any] = {
@@ -43,7 +44,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (None, False),
     "rotary_interleaved": (None, False),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "window_size": (None,),
     "mtp_num_layers": (None, 0),
     "context_parallel_size": (None, 1),
     "apply_residual_connection_post_layernorm": (None, False),
@@ -70,6 +70,9 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     options["norm_epsilon"] = getattr(args, "norm_epsilon", getattr(args, "layernorm_epsilon", 1e-5))
     options["rotary_base"] = float(getattr(args, "rotary_base", 10000.0))
     options["activation"] = _activation(args)
+    window, wrong = _read_window(args)
+    options |= window
+    problems += wrong
     for name, usual in _ONLY.items():
         if getattr(args, name, None) not in usual:
             problems.append(f"{name}={getattr(args, name)!r}")
@@ -78,6 +81,31 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     if problems:
         raise CheckpointError(f"{where}: args that megalite does not have:\n  " + "\n  ".join(problems))
     return options
+
+
+def _read_window(args: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """(options, problems). No layer has a window where the left side is -1 or where every bit of the pattern is 0."""
+    given, pattern = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    size = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if size in ((None,), (-1, 0), (-1, -1)):
+        return {}, []
+    if len(size) != 2 or type(size[0]) is not int or size[0] < 1 or size[1] != 0:
+        return {}, [f"window_size={given!r}"]
+    window: dict[str, Any] = {"window_size": size}
+    if pattern is None:
+        return window, []
+    if type(pattern) is int and pattern > 0:
+        return (window | {"window_attn_skip_freq": str(pattern)} if pattern > 1 else {}), []
+    if (
+        not isinstance(pattern, (list, tuple))
+        or len(pattern) != getattr(args, "num_layers", None)
+        or not set(pattern) <= {0, 1}
+    ):
+        return {}, [f"window_attn_skip_freq={pattern!r}"]
+    bits = [bool(bit) for bit in pattern]
+    if all(bits):
+        return window, []
+    return (window | {"window_attn_skip_freq": write_pattern(bits)} if any(bits) else {}), []
 
 
 def _activation(args: Namespace) -> str:
@@ -99,6 +127,7 @@ def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, 
     values |= {"norm_epsilon": model.norm_epsilon, "rotary_base": int(model.rotary_base)}
     values |= {"max_position_embeddings": model.positions, "add_position_embedding": True}
     values |= {name: model.activation == name for name in ("swiglu", "squared_relu")}
+    values |= {"window_size": model.window_size, "window_attn_skip_freq": _pattern(model)}
     values |= {"openai_gelu": False, "bias_gelu_fusion": model.activation == "gelu" and model.add_bias_linear}
     if model.activation == "gelu" and not model.add_bias_linear:
         values["openai_gelu"] = True
@@ -111,3 +140,10 @@ def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, 
     values |= {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
     values |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
     return Namespace(**values)
+
+
+def _pattern(model: ModelConfig) -> int | list[int] | None:
+    text = model.window_attn_skip_freq
+    if text is None or text.strip().isdigit():
+        return None if text is None else int(text)
+    return [int(bit) for bit in read_pattern(text, model.num_layers)]

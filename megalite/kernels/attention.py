@@ -6,7 +6,8 @@ dropout the scores are explicit, because the mask must depend on coordinates (sa
 and not on a generator's state.
 
 Where several documents share a sequence, each is attended to by itself: variable-length attention, whose work is the
-sum of the squared lengths and which never makes a mask of S x S.
+sum of the squared lengths and which never makes a mask of S x S. In a sliding window of W keys work is S W, and there
+is no such mask either. One that is as long as the sequence (or a document) is none: the same kernel, the same bits.
 """
 
 from __future__ import annotations
@@ -87,11 +88,13 @@ def forced() -> str:
     return wanted
 
 
-def backend(q_SBHK: Tensor, *, masked: bool) -> str:
+def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False) -> str:
     """Who computes attention of this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
-    or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents or a window.
+    or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents; `window`:
+    there is one, shorter than the sequence, which SDPA could only take as a mask of S x S, so it is never SDPA.
 
-        half precision on a card, masked      triton: one launch, work only where the mask is not
+        a card, documents or a window         triton where it can: one launch, work only where the mask is not
+        a window elsewhere                    blocked
         half precision, compute capability 9  cudnn: published as the fastest, not measured here
         half precision on an older card       flash
         half precision on a CPU               blocked: twice as fast as torch's (docs/performance.md)
@@ -99,11 +102,11 @@ def backend(q_SBHK: Tensor, *, masked: bool) -> str:
     """
     triton = use_triton(q_SBHK) and supports(q_SBHK)
     if forced() != "auto":
-        able = {"triton": triton, "blocked": blocked_supports(q_SBHK)}
-        return forced() if able.get(forced(), True) else "torch"
-    if triton and (masked or choice() == "triton" or not q_SBHK.is_cuda):
+        able = {"triton": triton, "blocked": window or blocked_supports(q_SBHK)}
+        return forced() if able.get(forced(), not window) else "blocked" if window else "torch"
+    if triton and (masked or window or choice() == "triton" or not q_SBHK.is_cuda):
         return "triton"
-    if blocked_supports(q_SBHK) and not masked:
+    if window or (blocked_supports(q_SBHK) and not masked):
         return "blocked"
     if masked or not q_SBHK.is_cuda or q_SBHK.dtype not in (torch.bfloat16, torch.float16):
         return "torch"
@@ -113,12 +116,14 @@ def backend(q_SBHK: Tensor, *, masked: bool) -> str:
 def describe_attention(device_type: str) -> str:
     """One line for the plan: what `backend` takes in half precision on such a device."""
     if forced() != "auto":
-        return f"{forced()} (MEGALITE_ATTENTION)"
+        own = forced() in ("triton", "blocked")
+        return f"{forced()} (MEGALITE_ATTENTION)" + ("" if own else "; in a window: blocked")
     if device_type != "cuda":
-        return "triton" if runs_triton(device_type) else "blocked in half precision, torch in fp32"
+        cpu = "blocked in half precision, torch in fp32; in a window: blocked"
+        return "triton" if runs_triton(device_type) else cpu
     if not runs_triton(device_type):
-        return "cudnn or flash; by document: torch"
-    return "triton" if choice() == "triton" else "cudnn or flash; by document: triton"
+        return "cudnn or flash; by document: torch; in a window: blocked"
+    return "triton" if choice() == "triton" else "cudnn or flash; by document or in a window: triton"
 
 
 @contextlib.contextmanager
@@ -151,40 +156,44 @@ def attention(
 ) -> Tensor:
     """`head_offset`: the global number of head 0, a coordinate of dropout like sample_ids_B and dropout_key.
     `documents` None: one per sample. `window`: how many keys a query sees, itself included; None: all before it."""
-    name = backend(q_SBHK, masked=documents is not None or window is not None)
-    if name == "triton" and dropout_p == 0.0:
+    if window is not None and window >= q_SBHK.shape[0]:
+        window = None
+    if dropout_p:
+        return attention_reference(
+            q_SBHK,
+            k_SBGK,
+            v_SBGK,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_key=dropout_key,
+            sample_ids_B=sample_ids_B,
+            head_offset=head_offset,
+            documents=documents,
+            window=window,
+        )
+    name = backend(q_SBHK, masked=documents is not None, window=window is not None)
+    if name == "triton":
         first_BS = None if documents is None else documents.first_BS
         return flash_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, first_BS=first_BS)
-    if documents is not None and dropout_p == 0.0 and window is None:
-        return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale)
+    if documents is not None:
+        return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale, window)
+    if name == "blocked":
+        return blocked_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
-    if name == "blocked" and dropout_p == 0.0 and window is None:
-        return blocked_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale)
-    if dropout_p == 0.0 and window is None:
-        grouped = q.shape[1] != k.shape[1]
-        if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-            grouped = False
-        with _sdpa(name):
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        return o.permute(2, 0, 1, 3)
-    return attention_reference(
-        q_SBHK,
-        k_SBGK,
-        v_SBGK,
-        scale=scale,
-        dropout_p=dropout_p,
-        dropout_key=dropout_key,
-        sample_ids_B=sample_ids_B,
-        head_offset=head_offset,
-        documents=documents,
-        window=window,
-    )
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = False
+    with _sdpa(name):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return o.permute(2, 0, 1, 3)
 
 
-def _by_document(q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, documents: Documents, scale: float) -> Tensor:
+def _by_document(
+    q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, documents: Documents, scale: float, window: int | None
+) -> Tensor:
     rows: list[list[Tensor]] = [[] for _ in range(q_SBHK.shape[1])]
     for row, start, end in documents.spans:
         part = (x[start:end, row : row + 1] for x in (q_SBHK, k_SBGK, v_SBGK))
-        rows[row].append(attention(*part, scale=scale))
+        rows[row].append(attention(*part, scale=scale, window=window))
     return torch.cat([torch.cat(row) for row in rows], dim=1)

@@ -1,8 +1,9 @@
 """Attention of a few new positions to everything that a cache holds: o = softmax(scale q k^T + seen) v.
 
 Layout: q_SBHK new queries, k_TBGK and v_TBGK the whole cache, positions_SB the place of each query in it; a query sees
-the places up to its own, and what lies behind them may be anything finite. The queries that share a key/value head are
-the rows of one product, so that no head is repeated. Bytes read: the cache once, which is what bounds the speed.
+the places up to its own (of them the last `window`), and what lies elsewhere may be anything finite. The queries that
+share a key/value head are the rows of one product, so that no head is repeated. Bytes read: the cache once, which is
+what bounds the speed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def cached_attention(q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, positions_SB: Tensor, *, scale: float) -> Tensor:
-    """o_SBHK; H is a multiple of G."""
+def cached_attention(
+    q_SBHK: Tensor,
+    k_TBGK: Tensor,
+    v_TBGK: Tensor,
+    positions_SB: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """o_SBHK; H is a multiple of G. `window`: how many keys a query sees, its own included."""
     S, B, H, K = q_SBHK.shape
     G = k_TBGK.shape[2]
     k, v = (x.permute(1, 2, 0, 3) for x in (k_TBGK, v_TBGK))
     q_BGRK = q_SBHK.unflatten(2, (G, H // G)).permute(1, 2, 3, 0, 4).reshape(B, G, H // G * S, K)
-    seen_BST = torch.arange(k.shape[2], device=q_SBHK.device) <= positions_SB.T.unsqueeze(-1)
+    places_T, positions_BS1 = torch.arange(k.shape[2], device=q_SBHK.device), positions_SB.T.unsqueeze(-1)
+    seen_BST = places_T <= positions_BS1
+    if window is not None:
+        seen_BST &= places_T > positions_BS1 - window
     seen = seen_BST.repeat(1, H // G, 1).unsqueeze(1)  # rows are (head, query)
     o_BGRK = F.scaled_dot_product_attention(q_BGRK, k, v, attn_mask=seen, scale=scale)
     return o_BGRK.unflatten(2, (H // G, S)).permute(3, 0, 1, 2, 4).flatten(2, 3)

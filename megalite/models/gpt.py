@@ -89,6 +89,7 @@ class Block(nn.Module):
             bias=model.add_bias_linear,
             qkv_bias=model.add_qkv_bias,
             qk_norm=norm[1:] if model.qk_layernorm else None,
+            window=model.windows[layer],
             dropout_p=model.attention_dropout,
             layer=layer,
             seed=seed,

@@ -49,8 +49,8 @@ def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
 
 class Attention(nn.Module):
-    """`qk_norm`: kind, eps and one_plus (nn/norm.py) of a norm on each head of q and k, or None. `recompute_core`:
-    selective recompute."""
+    """`qk_norm`: kind, eps and one_plus (nn/norm.py) of a norm on each head of q and k, or None. `window`: how many
+    keys a query sees, itself included; None: all before it. `recompute_core`: selective recompute."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class Attention(nn.Module):
         bias: bool,
         qkv_bias: bool,
         qk_norm: tuple[str, float, bool] | None,
+        window: int | None,
         dropout_p: float,
         layer: int,
         seed: int,
@@ -74,7 +75,7 @@ class Attention(nn.Module):
         super().__init__()
         tp = make.mesh.tp
         self.tp, self.layer, self.seed, self.dropout_p = tp, layer, seed, dropout_p
-        self.head_size, self.recompute_core = head_size, recompute_core
+        self.head_size, self.window, self.recompute_core = head_size, window, recompute_core
         self.rotate = rotate  # this and the next may be replaced by compiled ones (models/compiled.py)
         self.attend: Callable[..., Tensor] = attention
         D, H, G, K = hidden_size, heads, groups, head_size
@@ -127,10 +128,13 @@ class Attention(nn.Module):
                 sample_ids_B=where.sample_ids_B,
                 head_offset=self.tp.rank * q_SBhK.shape[2],
                 documents=where.documents,
+                window=self.window,
             )
 
         if where.cache is not None:
-            o_SBhK = where.cache.attend(self.layer, q_SBhK, k_SBgK, v_SBgK, scale=1.0 / math.sqrt(K))
+            o_SBhK = where.cache.attend(
+                self.layer, q_SBhK, k_SBgK, v_SBgK, scale=1.0 / math.sqrt(K), window=self.window
+            )
         elif self.recompute_core and self.training:
             o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK)
         else:

@@ -2,7 +2,8 @@
 
 The first forward pass brings the prompts, padded at their end to one length; each later one a few tokens at places of
 each sample's own. What a pass leaves behind a sample's last token (padding) is never seen: places are written again
-before a query comes that far. Bytes: 2 T B g K times the size of an element for each layer of this rank.
+before a query comes that far. Bytes: 2 T B g K times the size of an element for each layer of this rank; of a layer
+with a window only what some query can see is read.
 """
 
 from __future__ import annotations
@@ -15,14 +16,29 @@ from megalite.kernels.cached_attention import cached_attention
 
 
 class KeyValueCache:
-    """`length`: T, places per sample. `places_SB`: of the tokens in the next forward pass; 0 .. S - 1 in the first."""
+    """`length`: T, places per sample. `places_SB`: as of `go_to`; 0 .. S - 1."""
 
     def __init__(self, length: int, places_SB: Tensor):
-        self.length, self.places_SB = length, places_SB
+        self.length = length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.go_to(places_SB, places_SB.device)
 
-    def attend(self, layer: int, q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor, *, scale: float) -> Tensor:
-        """Store the new keys and values of `layer`, and let the queries see all up to their own place: o_SBhK."""
+    def go_to(self, places_SB: Tensor, device: torch.device) -> None:
+        """`places_SB`: of the tokens in the next forward pass; on the CPU, so that nobody waits for a card."""
+        self.earliest, self.places_SB = int(places_SB.min()), places_SB.to(device)
+
+    def attend(
+        self,
+        layer: int,
+        q_SBhK: Tensor,
+        k_SBgK: Tensor,
+        v_SBgK: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """Store the new keys and values of `layer`, and let the queries see all up to their own place, or the last
+        `window` of these: o_SBhK."""
         first = layer not in self._layers
         if first:
             shape = (self.length, *k_SBgK.shape[1:])
@@ -32,5 +48,7 @@ class KeyValueCache:
         k_TBgK[self.places_SB, samples_B] = k_SBgK
         v_TBgK[self.places_SB, samples_B] = v_SBgK
         if first:  # nothing came before: the training path, which makes no mask
-            return attention(q_SBhK, k_SBgK, v_SBgK, scale=scale)
-        return cached_attention(q_SBhK, k_TBgK, v_TBgK, self.places_SB, scale=scale)
+            return attention(q_SBhK, k_SBgK, v_SBgK, scale=scale, window=window)
+        low = 0 if window is None else max(0, self.earliest - window + 1)
+        seen = (k_TBgK[low:], v_TBgK[low:], self.places_SB - low)
+        return cached_attention(q_SBhK, *seen, scale=scale, window=window)

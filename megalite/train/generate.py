@@ -152,8 +152,8 @@ def _logits(
 ) -> Tensor | None:
     """Logits [B, V] of the chosen positions, in fp32 on the CPU, on the ranks of the last stage; None elsewhere."""
     mesh, (S, B) = model.mesh, tokens_SB.shape
-    tokens_SB, places_SB, chosen_B = (x.to(mesh.device) for x in (tokens_SB, places_SB, chosen_B))
-    cache.places_SB = places_SB
+    cache.go_to(places_SB, mesh.device)
+    tokens_SB, places_SB, chosen_B = (x.to(mesh.device) for x in (tokens_SB, cache.places_SB, chosen_B))
     positions_SB = places_SB.clamp(max=model.config.model.positions - 1)  # filling may lie behind the last one
     batch = Batch(tokens_SB, None, None, torch.zeros_like(chosen_B), 0, positions_SB, None, cache, chosen_B)
     x_sBD = None

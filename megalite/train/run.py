@@ -281,6 +281,8 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None, de
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
         rows["attention"] = describe_attention(device_type)
+    if windows := [w for w in m.windows if w is not None]:
+        rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if config.train.compile:
         rows["compile"] = describe_compile()
     if config.train.cuda_graph_impl != "none":

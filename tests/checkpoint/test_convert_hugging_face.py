@@ -29,7 +29,7 @@ import convert_checkpoint  # noqa: E402
 from megalite.checkpoint import logits, reader, writer  # noqa: E402
 from megalite.checkpoint.convert import Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.checkpoint.hugging_face import open_model  # noqa: E402
-from megalite.checkpoint.hugging_face_config import choose_family, read_config  # noqa: E402
+from megalite.checkpoint.hugging_face_config import choose_family, read_config, write_config  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import entries, join, specs_of, split  # noqa: E402
 from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
@@ -38,6 +38,7 @@ from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import Mesh  # noqa: E402
 from megalite.parallel.spec import Box, Piece  # noqa: E402
+from megalite.pattern import write_pattern  # noqa: E402
 from megalite.train.generate import load_model  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 
@@ -389,6 +390,18 @@ def test_split_and_join_are_inverse_and_shards_cover_everything(family: str, gro
 
 CONFIG = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-6}
 NEOX = {**SHAPE, "model_type": "gpt_neox"}
+QWEN: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "seq_length": 4,
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "add_qkv_bias": True,
+}
 REFUSED = {
     "model_type='mamba' is not one of": {"model_type": "mamba"},
     "model_type=None": {"model_type": None},
@@ -400,9 +413,18 @@ REFUSED = {
     "attention_bias=True with mlp_bias=False": {"attention_bias": True},
     "the weights are quantised": {"quantization_config": {"bits": 4}},
     "hidden_size is missing": {"hidden_size": ...},
-    "sliding_window=16 is below seq_length=48; give --seq-length 16": {"model_type": "mistral", "sliding_window": 16},
-    "use_sliding_window=True": {"model_type": "qwen2", "use_sliding_window": True},
-    "'sliding_attention', not full_attention": {"model_type": "qwen3", "layer_types": ["sliding_attention"]},
+    "sliding_window=1 is not a number of 2 or more": {"model_type": "mistral", "sliding_window": 1},
+    "sliding_window='8' is not": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": "8"},
+    "layer_types is not a list of 2 kinds": {"model_type": "qwen3", "layer_types": ["sliding_attention"]},
+    "'chunked_attention', which qwen3 has not": {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2},
+    "'sliding_attention', which llama has not": {"layer_types": ["full_attention", "sliding_attention"]},
+    "but there is no sliding_window in use": {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2},
+    "beside sliding_window=9, which mistral": {
+        "model_type": "mistral",
+        "sliding_window": 9,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "max_window_layers=None": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": None},
     "attention_bias=False is not True": {**NEOX, "attention_bias": False},
     "scale_attn_by_inverse_layer_idx=True": {**GPT2, "model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
     "activation_function='relu'": {**GPT2, "model_type": "gpt2", "activation_function": "relu"},
@@ -417,10 +439,49 @@ def test_what_the_model_cannot_express_is_refused_by_name(reason: str) -> None:
     assert reason in str(error.value)
 
 
-def test_within_its_window_a_window_is_nothing() -> None:
-    config = {**CONFIG, "model_type": "mistral", "sliding_window": 16}
-    _, options = read_config(config, 16, "config.json")
-    assert (options["seq_length"], options["max_position_embeddings"]) == (16, 16)
+@settings(max_examples=40, deadline=None)
+@given(bits=st.lists(st.booleans(), min_size=1, max_size=9), window=st.integers(2, 40))
+def test_windows_of_layers_are_what_transformers_makes_of_them(bits: list[bool], window: int) -> None:
+    from transformers import Qwen2Config
+
+    options = {**QWEN, "num_layers": len(bits)}
+    if any(bits):
+        options |= {"window_size": (window - 1, 0), "window_attn_skip_freq": write_pattern(bits)}
+    model = build(options).model
+    assert choose_family(model, None, None) == "qwen2"
+    written = write_config(model, "qwen2", V, "float32", {})
+    theirs = Qwen2Config(**written)
+    assert [kind == "sliding_attention" for kind in theirs.layer_types] == bits
+    assert theirs.sliding_window == (window if any(bits) else None)
+    assert build(read_config(written, None, "")[1]).model.windows == model.windows
+    written.pop("layer_types", None)  # as old releases read it: with the keys that they know, or else without a window
+    if bits == sorted(bits):
+        assert build(read_config(written, None, "")[1]).model.windows == model.windows
+    else:
+        assert set(build(read_config(written, None, "")[1]).model.windows) == {None}
+
+
+def test_keys_of_windows_that_are_left_away_have_the_values_of_transformers() -> None:
+    from transformers import MistralConfig, Qwen3Config
+
+    def windows(**config: Any) -> tuple[int | None, ...]:
+        return build(read_config({**CONFIG, **config}, None, "")[1]).model.windows
+
+    assert windows(model_type="mistral") == (MistralConfig().sliding_window,) * 2
+    assert windows(model_type="mistral", sliding_window=None) == (None, None)
+    theirs = Qwen3Config(use_sliding_window=True, num_hidden_layers=30)
+    want = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert windows(model_type="qwen3", use_sliding_window=True, num_hidden_layers=30) == tuple(want)
+    assert windows(model_type="qwen3", sliding_window=16, max_window_layers=0) == (None, None)
+
+
+def test_only_families_with_windows_are_chosen_for_them() -> None:
+    plain = {name: value for name, value in QWEN.items() if name != "add_qkv_bias"} | {"window_size": (7, 0)}
+    assert choose_family(build(plain).model, None, None) == "mistral"
+    with pytest.raises(CheckpointError, match="family=llama cannot .*\n  window_size=7,0: it has no window"):
+        choose_family(build(plain).model, "llama", None)
+    with pytest.raises(CheckpointError, match="window_attn_skip_freq=2: it has a window in all layers or in none"):
+        choose_family(build(plain | {"window_attn_skip_freq": "2"}).model, "mistral", None)
 
 
 def test_an_export_that_no_family_has_says_why() -> None:

@@ -30,7 +30,7 @@ import convert_checkpoint  # noqa: E402
 
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.megatron import load_pickle, open_megatron  # noqa: E402
-from megalite.checkpoint.megatron_args import read_args  # noqa: E402
+from megalite.checkpoint.megatron_args import read_args, write_args  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
 from megalite.config import build, parse_toml  # noqa: E402
 from megalite.parallel.spec import Box  # noqa: E402
@@ -409,5 +409,37 @@ def test_activations_and_flags_that_change_the_model() -> None:
         ({"squared_relu": True}, "squared_relu"),
     ):
         assert read_args(argparse.Namespace(**base, **flags), "")["activation"] == want
-    with pytest.raises(CheckpointError, match="(?s)rotary_interleaved=True.*window_size"):
-        read_args(argparse.Namespace(**base, rotary_interleaved=True, window_size=(128, 0)), "")
+    with pytest.raises(CheckpointError, match="(?s)window_size=\\(128, 128\\).*rotary_interleaved=True"):
+        read_args(argparse.Namespace(**base, rotary_interleaved=True, window_size=(128, 128)), "")
+
+
+@pytest.mark.parametrize(
+    "size,skip,windows",
+    [
+        ((127, 0), None, (128,) * L),
+        ([127, 0], 2, (128, None, 128, None)),
+        ((127, 0), [1, 0, 0, 1], (128, None, None, 128)),
+        ((127, 0), [1] * L, (128,) * L),
+        ((127, 0), [0] * L, (None,) * L),
+        ((127, 0), 1, (None,) * L),
+        ((-1, 0), 2, (None,) * L),
+        (None, 2, (None,) * L),
+    ],
+)
+def test_windows_are_read_and_written_as_megatrons(size: Any, skip: Any, windows: tuple[int | None, ...]) -> None:
+    args = argparse.Namespace(**Case().args, window_size=size, window_attn_skip_freq=skip)
+    model = build({**read_args(args, ""), "num_layers": L}).model
+    assert model.windows == windows
+    written = write_args(model, padded_vocab_size=ROWS, tp=1, pp=1, dtype="float32")
+    assert build({**read_args(written, "")}).model.windows == windows
+    if len(set(windows)) == 2:
+        assert (tuple(size), skip) == (written.window_size, written.window_attn_skip_freq)
+
+
+@pytest.mark.parametrize(
+    "size,skip", [((7,), None), (7, None), ("7,0", None), ((0, 0), 2), ((7, 0), [1]), ((7, 0), "x")]
+)
+def test_odd_windows_are_refused(size: Any, skip: Any) -> None:
+    args = argparse.Namespace(**Case().args, window_size=size, window_attn_skip_freq=skip)
+    with pytest.raises(CheckpointError, match="window_"):
+        read_args(args, "")

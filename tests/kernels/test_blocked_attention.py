@@ -1,6 +1,9 @@
-"""Attention by blocks of queries against its definition: any number of blocks, ragged ends, groups, strided inputs."""
+"""Attention by blocks of queries against its definition: any number of blocks, ragged ends, groups, strided inputs,
+windows."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -37,15 +40,31 @@ def results(fn: object, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Ten
     k=st.sampled_from([1, 4, 7]),
     queries=st.sampled_from([1, 3, 8, 64]),
     limit=st.sampled_from([1, 2000, 1 << 20]),
+    window=st.none() | st.integers(1, 45),
 )
-def test_equals_the_definition(s: int, b: int, g: int, per_group: int, k: int, queries: int, limit: int) -> None:
+def test_equals_the_definition(
+    s: int, b: int, g: int, per_group: int, k: int, queries: int, limit: int, window: int | None
+) -> None:
     given_ = inputs(s, b, g, per_group, k)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "QUERIES", queries)
+        patch.setattr(module, "IN_WINDOW", (min(queries, 7), queries))
         patch.setattr(module, "BLOCK_BYTES", limit)
-        got = results(blocked_attention, *given_)
-    for a, want in zip(got, results(attention_reference, *given_), strict=True):
+        got = results(functools.partial(blocked_attention, window=window), *given_)
+    for a, want in zip(got, results(functools.partial(attention_reference, window=window), *given_), strict=True):
         torch.testing.assert_close(a, want, rtol=1e-12, atol=1e-12)
+
+
+def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> None:
+    """Counted: elements of scores that the blocks make."""
+
+    def scores(length: int, window: int | None) -> int:
+        q, k = torch.empty(1, 1, length, 4), torch.empty(1, length, 4)
+        blocks = module._Blocks(q, k, 1.0, window)
+        return sum((here.stop - here.start) * (keys.stop - keys.start) for _, here, keys in blocks)
+
+    assert scores(8192, 512) < 8192 * (512 + 128) and scores(8192, 16) < 8192 * (16 + 64)
+    assert scores(8192, None) == scores(8192, 8192) == scores(8192, 10**9) > 8192**2 / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -137,11 +137,15 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
         assert attention.backend(q, masked=False) == "flash"
         torch.testing.assert_close(attention.attention(q, q, q, scale=1.0), q)
+        assert attention.backend(q, masked=False, window=True) == "blocked"
+        assert attention.describe_attention("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
         attention.forced.cache_clear()
         monkeypatch.delenv("MEGALITE_ATTENTION")
         assert attention.backend(q, masked=False) == attention.backend(q, masked=True) == "torch"
         assert attention.backend(q.bfloat16(), masked=False) == "blocked"
         assert attention.backend(q.bfloat16(), masked=True) == "torch"
-        assert attention.describe_attention("cpu") == "blocked in half precision, torch in fp32"
+        assert {attention.backend(q, masked=m, window=True) for m in (False, True)} == {"blocked"}
+        cpu = "blocked in half precision, torch in fp32; in a window: blocked"
+        assert attention.describe_attention("cpu") == cpu
     finally:
         attention.forced.cache_clear()

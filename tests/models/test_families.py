@@ -55,3 +55,17 @@ def test_flops_follow_the_formula() -> None:
     D, F, S, V = 4096, 14336, 8192, 128256
     layer = 2 * D * (4096 + 2 * 1024) + 2 * D * D + 2 * D * F * 3 + 2 * 4096 * S
     assert train_flops_per_token(config.model, S, V) == 3 * (32 * layer + 2 * D * V)
+
+
+def test_flops_in_a_window_count_what_is_seen() -> None:
+    config = build({**PRESETS["llama3-8b"], "window_size": (1023, 0)})
+    full, S, V = build(PRESETS["llama3-8b"]).model, 8192, 128256
+    band = 1024 - 1024**2 / (2 * S)
+    exact = sum(min(i + 1, 1024) for i in range(S)) / S  # which counts the half of the diagonal that S / 2 leaves out
+    assert band == pytest.approx(exact, abs=0.5)
+    fewer = 3 * 32 * 4 * 4096 * (S / 2 - band)
+    assert train_flops_per_token(config.model, S, V) == train_flops_per_token(full, S, V) - fewer
+    half = build({**PRESETS["llama3-8b"], "window_size": (1023, 0), "window_attn_skip_freq": "2"})
+    assert train_flops_per_token(half.model, S, V) == train_flops_per_token(full, S, V) - fewer / 2
+    for length in (1024, 100):
+        assert train_flops_per_token(config.model, length, V) == train_flops_per_token(full, length, V)

@@ -106,8 +106,11 @@ def _texts(folder: str, tp: int, pp: int) -> list[list[list[int]]]:
     return [[t.ids for t in continue_texts(model, PROMPTS, NEW, sampling)] for sampling in (GREEDY, HOT)]
 
 
-@pytest.mark.parametrize("tp,pp", [(2, 2), (2, 1), (1, 2), (4, 1)])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "gpt_neox"])  # qwen2: one group of heads for all ranks
+LAYOUTS = [(2, 2), (2, 1), (1, 2), (4, 1)]
+CASES = [(name, *at) for name in ("llama", "gpt2", "qwen2", "gpt_neox") for at in LAYOUTS]  # qwen2: one group of heads
+
+
+@pytest.mark.parametrize("name,tp,pp", [*CASES, ("qwen2 window", 2, 2)])
 def test_every_rank_of_every_layout_has_the_same_texts(models, name: str, tp: int, pp: int) -> None:
     _, folder = models(name)
     alone = _texts(str(folder), 1, 1)
@@ -134,24 +137,36 @@ def test_a_checkpoint_says_the_same_as_the_directory_it_came_from(models, tmp_pa
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 2), st.sampled_from([1, 3]), st.integers(2, 9), st.data())
-def test_attention_to_a_cache_is_attention(B: int, G: int, repeat: int, T: int, data: st.DataObject) -> None:
-    """One query per sample, at a place of its own; what lies behind it does not matter."""
+@given(
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.sampled_from([1, 3]),
+    st.integers(2, 9),
+    st.none() | st.integers(1, 10),
+    st.data(),
+)
+def test_attention_to_a_cache_is_attention(
+    B: int, G: int, repeat: int, T: int, window: int | None, data: st.DataObject
+) -> None:
+    """A few queries per sample, at a place of its own; what lies behind them, or before the window, does not matter."""
     torch.manual_seed(0)
     q = torch.randn(T, B, G * repeat, 4, dtype=torch.float64)
     k, v = torch.randn(2, T, B, G, 4, dtype=torch.float64)
-    want = attention(q, k, v, scale=0.3)
+    want = attention(q, k, v, scale=0.3, window=window)
     S_new = data.draw(st.integers(1, T))
     begins = [data.draw(st.integers(0, T - S_new)) for _ in range(B)]
     places = torch.tensor(begins) + torch.arange(S_new).unsqueeze(1)
     samples = torch.arange(B)
     for b, begin in enumerate(begins):
         k[begin + S_new :, b] = v[begin + S_new :, b] = 1e6
-    got = cached_attention(q[places, samples], k, v, places, scale=0.3)
+        if window is not None:
+            before = max(0, begin - window + 1)
+            k[:before, b] = v[:before, b] = 1e6
+    got = cached_attention(q[places, samples], k, v, places, scale=0.3, window=window)
     torch.testing.assert_close(got, want[places, samples], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2 window"])
 def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> None:
     _, folder = models(name)
     stage = load_model(folder, Mesh.alone(), torch.float64).stage
@@ -162,7 +177,7 @@ def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> N
         cache, got, begins = KeyValueCache(24, zero), [], torch.tensor([3, 9, 5])
         for i in range(11):
             places = torch.arange(12)[:, None].expand(-1, 3) if i == 0 else (begins + i)[None]
-            cache.places_SB = places
+            cache.go_to(places, places.device)
             chosen = begins if i == 0 else zero
             new = tokens_SB[places, torch.arange(3)]
             got.append(stage(None, Batch(new, None, None, zero, 0, places, None, cache, chosen))[0])

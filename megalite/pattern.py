@@ -1,0 +1,75 @@
+"""One bit for each layer, as Megatron-LM's options spell it.
+
+    "4"                every 4th layer is 0, the others 1
+    "[1,1,0]*4+[1]"    a list; + joins lists, * repeats one, parentheses group
+
+There the text is run as Python; here it is read as a tree of these few things, and nothing is run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from itertools import groupby
+
+LONGEST = 100_000  # layers: a text of 20 characters could ask for more than fits into memory
+
+
+def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
+    """Of each of `layers` layers. Raises ValueError: what is wrong, and what to give instead."""
+    try:
+        period = int(text)
+    except ValueError:
+        pass
+    else:
+        if period < 1:
+            raise ValueError("is below 1; give how many layers apart, or a list")
+        return tuple((layer + 1) % period != 0 for layer in range(layers))
+    try:
+        bits = _list(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError("is neither a number nor a list of 0 and 1; give one, as 4 or [1,1,1,0]*8") from None
+    if len(bits) != layers:
+        raise ValueError(f"has {len(bits)} numbers for {layers} layers; give one for each")
+    return tuple(bits)
+
+
+def write_pattern(bits: Sequence[bool]) -> str:
+    """The shortest text that `read_pattern` reads as these bits.
+
+    >>> write_pattern([True, True, False] * 4), write_pattern([False] * 28 + [True] * 2)
+    ('3', '[0]*28+[1,1]')
+    """
+    for period in range(1, len(bits) + 1):
+        if tuple(bits) == read_pattern(str(period), len(bits)):
+            return str(period)
+    for period in range(1, len(bits) // 2 + 1):
+        if len(bits) % period == 0 and list(bits) == list(bits[:period]) * (len(bits) // period):
+            return f"[{','.join(str(int(bit)) for bit in bits[:period])}]*{len(bits) // period}"
+    parts: list[str] = []
+    for bit, run in groupby(bits):
+        count = len(list(run))
+        parts.append(f"[{int(bit)}]*{count}" if count > 2 else f"[{','.join(str(int(bit)) * count)}]")
+    return "+".join(parts)
+
+
+def _list(node: ast.expr) -> list[bool]:
+    if isinstance(node, ast.List):
+        return [bool(_number(item, most=1)) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        joined = _list(node.left) + _list(node.right)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        one, times = (node.right, node.left) if isinstance(node.left, ast.Constant) else (node.left, node.right)
+        joined = _list(one)
+        if len(joined) * _number(times) > LONGEST:
+            raise ValueError
+        joined = joined * _number(times)
+    else:
+        raise ValueError
+    return joined
+
+
+def _number(node: ast.expr, most: int = LONGEST) -> int:
+    if not isinstance(node, ast.Constant) or type(node.value) is not int or not 0 <= node.value <= most:
+        raise ValueError
+    return node.value

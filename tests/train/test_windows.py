@@ -1,0 +1,151 @@
+"""A sliding window as an option of the model: what every path computes is the definition's, and checkpoints tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite import cli
+from megalite.kernels import attention as kernels
+from megalite.kernels.attention import Documents, attention, attention_reference
+from megalite.models.families import PRESETS
+from megalite.nn.attention import Attention
+from megalite.parallel.launch import Ranks
+from megalite.train.checkpoints import options_that_differ
+from megalite.train.setup import build_run
+from megalite.train.step import train_step
+
+S, STEPS = 16, 2
+COMMON = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+ --seq-length {S} --micro-batch-size 2 --global-batch-size 4 --train-iters 9 --lr 0.01 --seed 7 --mock-data
+ --tokenizer-type NullTokenizer --vocab-size 93 --make-vocab-size-divisible-by 8 --eval-iters 0 --init-method-std 0.2
+ --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"""
+BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"
+WINDOW = " --window-size 4,0 --window-attn-skip-freq 2"
+DROP = " --attention-dropout 0.2"
+PATHS = {
+    "plain": "",
+    "documents": BORDERS,
+    "dropout": DROP,
+    "dropout, documents": DROP + BORDERS,
+    "selective recompute": " --recompute-granularity selective",
+    "full recompute": DROP + " --recompute-granularity full --recompute-method uniform",
+    "compiled": DROP + BORDERS + " --compile",
+}
+
+
+def trained(flags: str, dtype: torch.dtype | None = torch.float64, change: Callable[[Any], None] = id) -> list[float]:
+    """Loss and gradient norm of each step. `change`: what is done to each attention before."""
+    config = cli.parse(f"{COMMON} {flags}".split(), PRESETS)
+    torch.compiler.reset()
+    run = build_run(config, Ranks(0, 1), torch.device("cpu"), dtype=dtype, compile_backend="eager")
+    for stage in run.pipeline.stages:
+        for module in stage.modules():
+            if isinstance(module, Attention):
+                change(module)
+    results = [train_step(run) for _ in range(STEPS)]
+    run.close()
+    return [x for r in results for x in (r.loss, r.grad_norm)]
+
+
+def by_definition(module: Attention) -> None:
+    module.attend = attention_reference
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_trains_as_the_definition(path: str) -> None:
+    flags = PATHS[path]
+    want = trained(flags.replace("--compile", "") + WINDOW, change=by_definition)
+    assert trained(flags + WINDOW) == pytest.approx(want, rel=1e-10, abs=0)
+    assert want[0] != trained(flags)[0]
+
+
+def test_the_layers_that_the_pattern_names_have_the_window() -> None:
+    seen: list[int | None] = []
+    trained(WINDOW, change=lambda module: seen.append(module.window))
+    assert seen == [5, None, 5]
+    with_it = trained(WINDOW)
+    assert len({with_it[0], trained(" --window-size 4,0")[0], trained("")[0]}) == 3
+
+
+@pytest.mark.parametrize("path", ["plain", "documents", "dropout"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_window_over_the_whole_sequence_is_none_to_the_bit(path: str, dtype: torch.dtype | None) -> None:
+    flags = PATHS[path] + (" --bf16" if dtype is torch.bfloat16 else "")
+    assert trained(f"{flags} --window-size {S - 1},0", dtype) == trained(flags, dtype)
+    assert trained(f"{flags} --window-size {S - 2},0", dtype) != trained(flags, dtype)
+
+
+def qkv(length: int, dtype: torch.dtype) -> list[Tensor]:
+    made = torch.Generator().manual_seed(length)
+    return [torch.randn(length, 2, n, 16, generator=made).to(dtype) for n in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("window", [1, 7, 64, 299])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_dispatcher_equals_the_definition_in_fp64(dtype: torch.dtype, window: int, documents: bool) -> None:
+    """Documents shorter than the window, longer, and one position; error at most twice the definition's own."""
+    borders = None
+    if documents:
+        spans = ((0, 0, 90), (0, 90, 91), (0, 91, 300), (1, 0, 3), (1, 3, 300))
+        first_BS = torch.empty(2, 300, dtype=torch.int64)
+        for b, start, end in spans:
+            first_BS[b, start:end] = start
+        borders = Documents(spans, first_BS)
+
+    def run(fn: Callable[..., Tensor], to: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(to).requires_grad_() for x in qkv(300, dtype)]
+        o = fn(*leaves, scale=0.25, window=window, documents=borders)
+        above = torch.linspace(-1, 1, o.numel(), dtype=torch.float64).view(o.shape).to(dtype).to(to)
+        return [x.detach().double() for x in (o, *torch.autograd.grad(o, leaves, above))]
+
+    units = {torch.float64: 64, torch.float32: 16, torch.bfloat16: 1}[dtype]  # of the last place, which any may be off
+    true = run(attention_reference, torch.float64)
+    for got, twin, want in zip(run(attention, dtype), run(attention_reference, dtype), true, strict=True):
+        least = units * torch.finfo(dtype).eps * max(1.0, float(want.abs().max()))
+        assert float((got - want).abs().max()) <= max(2 * float((twin - want).abs().max()), least)
+
+
+def test_no_path_without_dropout_makes_a_square_of_the_length() -> None:
+    """The largest tensor of forward and backward, in elements; every way to force a backend that there is on a CPU."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                self.elements = max(self.elements, out.numel())
+            return out
+
+    length = 2048
+    for name in ("", "torch", "flash", "blocked"):
+        kernels.forced.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MEGALITE_ATTENTION", name)
+            for dtype in (torch.float32, torch.bfloat16):
+                leaves = [x[:, :1].requires_grad_() for x in qkv(length, dtype)]
+                with Largest() as mode:
+                    attention(*leaves, scale=0.25, window=64).sum().backward()
+                assert mode.elements < length**2 / 8
+        kernels.forced.cache_clear()
+
+
+def test_a_checkpoint_with_a_window_is_not_loaded_without() -> None:
+    plain = cli.parse(COMMON.split(), PRESETS).model
+    model = cli.parse((COMMON + WINDOW).split(), PRESETS).model
+    assert options_that_differ(model, model, "the checkpoint") == []
+    assert options_that_differ(plain, model, "the checkpoint") == [
+        "window_size: None here, (4, 0) in the checkpoint",
+        "window_attn_skip_freq: None here, '2' in the checkpoint",
+    ]
+    assert options_that_differ(replace(model, window_size=(5, 0)), model, "x") == [
+        "window_size: (5, 0) here, (4, 0) in x"
+    ]
