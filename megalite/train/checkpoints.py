@@ -29,12 +29,7 @@ FREE = {
     "attention_dropout",
     "init_method_std",
 }
-_EFFECTIVE = {
-    "ffn_hidden_size": "ffn_size",
-    "kv_channels": "head_size",
-    "num_query_groups": "groups",
-    "window_attn_skip_freq": "windows",
-}
+_EFFECTIVE = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "num_query_groups": "groups"}
 _IMPLIED = {"group_query_attention"}  # by the number of groups
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 
