@@ -171,9 +171,9 @@ def parts_of(setting: Setting) -> list[Part]:
         tests(120, cpu),
         training("gpt-1.3b-2048", 70, setting),
         training("gpt-1.3b-4096", 70, setting),
-        *([] if cpu else [training(shape, 40, setting) for shape in ("gpt-125m-1024", "gpt-125m-1024-graphs")]),
         kernels("peers", 150, peers if cpu else f"{peers} --only {ELEMENTWISE}", cpu),
         sanitizer(60),
+        *([] if cpu else [training(shape, 40, setting) for shape in ("gpt-125m-1024", "gpt-125m-1024-graphs")]),
     ]
 
 
