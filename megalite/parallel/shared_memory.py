@@ -114,7 +114,8 @@ class SharedMemory:
             if self.size == 2:
                 torch.add(theirs[0], theirs[1], out=out[begin:end])
                 return
-            total = theirs[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+            wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+            total = theirs[0].to(wide, copy=True)
             for part in theirs[1:]:
                 total += part
             out[begin:end] = total
