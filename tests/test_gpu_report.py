@@ -75,6 +75,12 @@ def test_without_a_card_it_says_so_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_folder_that_cannot_be_made_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        gpu_report.main(["--cpu", "--out", "/dev/null/x"])
+    assert stop.value.code == 2 and "--out /dev/null/x cannot be made" in capsys.readouterr().err
+
+
 def test_a_crash_a_hang_and_lack_of_memory_cost_one_part_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what a killed part has written counts, and what it has started is gone."""
     monkeypatch.setattr(gpu_report, "LEAST_S", 0.5)
