@@ -63,14 +63,16 @@ class SharedMemory:
         if rank == 0:
             path = _create(size * slots * slot_bytes)
             names = [str(path) if path else None]
-        dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group)
-        if names[0] is not None:
-            with contextlib.suppress(OSError, ValueError), open(names[0], "r+b") as file:
-                mapped = mmap.mmap(file.fileno(), size * slots * slot_bytes)
-        able = torch.tensor(int(mapped is not None))
-        dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
-        if path is not None:
-            path.unlink(missing_ok=True)
+        try:
+            dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group)
+            if names[0] is not None:
+                with contextlib.suppress(OSError, ValueError), open(names[0], "r+b") as file:
+                    mapped = mmap.mmap(file.fileno(), size * slots * slot_bytes)
+            able = torch.tensor(int(mapped is not None))
+            dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
         if not able or mapped is None:
             return None
         return cls(group, rank, size, torch.frombuffer(mapped, dtype=torch.uint8), slots)

@@ -153,6 +153,22 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path) -> N
     assert float((tmp_path / "seconds").read_text()) < 5
 
 
+def _dies_before_it_opens(folder: str) -> None:
+    shared_memory.FOLDER = Path(folder)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        SharedMemory.open(dist.group.WORLD, 0, 2)
+    assert not list(Path(folder).iterdir())
+    (Path(folder) / "nothing was left").touch()
+
+
+def test_a_rank_that_dies_while_memory_is_opened_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="exit code 137"):
+        run_ranks(2, _dies_before_it_opens, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["nothing was left"]
+
+
 def _without_room() -> bool:
     disk = os.statvfs(shared_memory.FOLDER)
     slot = disk.f_frsize * disk.f_blocks // 128 * 64  # four of which are twice what the file system has
