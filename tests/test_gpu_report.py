@@ -62,8 +62,7 @@ def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path:
     assert 0 < trained["overhead"] < 1 and trained["memory"] > 1 << 20 and trained["mfu"] > 0
     tests = results["tests"]
     assert tests["skipped"] > 200 and tests["passed"] == tests["failed"] == tests["did_not_end"] == 0
-    blocked = [f"tests/kernels/test_{name}.py" for name in ("triton_update", "weight_grad")]  # they need hypothesis
-    assert tests["without_their_packages"] == blocked
+    assert tests["without_their_packages"] == []
     assert {figure["met"] for figure in made["figures"]} == {"not judged", "not measured"}
     assert "dry run" in told and "| rms_norm forward |" in told and f"| {facts['torch']} |" in told
 
@@ -74,6 +73,12 @@ def test_without_a_card_it_says_so_once(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == [
         "gpu_report.py: torch sees no CUDA device; use a machine with one, or --cpu for a dry run"
     ]
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        gpu_report.main(["--cpu", "--out", "/dev/null/x"])
+    assert stop.value.code == 2 and "--out /dev/null/x cannot be made" in capsys.readouterr().err
 
 
 def test_a_crash_a_hang_and_lack_of_memory_cost_one_part_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,12 +150,14 @@ def test_goals_are_judged_in_their_direction() -> None:
     assert met["tests on the card that fail"] == "NO" and met["invalid accesses of memory"] == "not measured"
 
 
-def test_of_tests_that_were_killed_the_last_one_is_known(tmp_path: Path) -> None:
+def test_of_tests_that_were_killed_the_last_one_is_known_and_missing_packages_are_named(tmp_path: Path) -> None:
     rows = [{"test": "a", "outcome": "began"}, {"test": "a", "outcome": "passed", "text": ""}]
     rows += [{"test": "b", "outcome": "began"}]
+    rows += [{"test": "c.py", "outcome": "skipped", "text": "No module named 'hypothesis'"}]
     (tmp_path / "share0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = gpu_report_tests.read(tmp_path)
     assert (found["passed"], found["did_not_end"], found["failures"][0]["test"]) == (1, 1, "b")
+    assert (found["skipped"], found["without_their_packages"]) == (1, ["c.py"])
 
 
 def test_parts_fit_into_the_time_that_the_issue_gives() -> None:

@@ -69,7 +69,11 @@ def measure(name: str, more: dict[str, str], options: argparse.Namespace, flags:
         }
         environment = {**os.environ, **more}
         command = [sys.executable, str(Path(__file__).with_name("benchmark_rank.py")), json.dumps(task)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
+        except subprocess.TimeoutExpired:
+            text = f"not done after {options.timeout:g} s; give more with --timeout"
+            return {"error": text, "stderr": text}
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
         if done.returncode or len(ranks) < options.nproc:
             lines = done.stderr.strip().splitlines()[-20:] or ["no message"]
@@ -101,12 +105,17 @@ def main(argv: list[str]) -> int:
     from megalite import cli
     from megalite.config import ConfigError, check
     from megalite.models.families import PRESETS
+    from megalite.train.run import choose_device
+    from megalite.train.setup import SetupError
 
     try:
         config, _ = cli.read(flags, PRESETS)
         problems = check(config, options.nproc)
+        choose_device(config.parallel.device)
     except ConfigError as error:
         problems = error.problems
+    except SetupError as error:
+        problems = [str(error)]
     if options.peer and not problems:
         m = config.model
         is_llama = (m.activation, m.normalization, m.position_embedding_type) == ("swiglu", "RMSNorm", "rope")
@@ -117,20 +126,34 @@ def main(argv: list[str]) -> int:
         return 2
 
     runs: dict[str, list[dict[str, Any]]] = {}
-    for _ in range(options.repeats):
-        for name, more in contenders(options, config.precision.bf16):
-            result = measure(name, more, options, flags)
-            runs.setdefault(name, []).append(result)
-            if "error" in result:
-                print(f"{name}: {result['stderr']}", file=sys.stderr)
+
+    def save(complete: bool) -> None:
+        if options.json:
+            facts = {"machine": platform.platform(), "flags": flags, "nproc": options.nproc}
+            options.json.write_text(json.dumps(facts | {"runs": runs, "complete": complete}, indent=1))
+
+    try:
+        save(False)  # before anything takes time, and after each run: an interrupted benchmark leaves what it has
+    except OSError as error:
+        print(f"benchmark.py: --json {options.json} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    interrupted = False
+    try:
+        for _ in range(options.repeats):
+            for name, more in contenders(options, config.precision.bf16):
+                result = measure(name, more, options, flags)
+                runs.setdefault(name, []).append(result)
+                save(False)
+                if "error" in result:
+                    print(f"{name}: {result['stderr']}", file=sys.stderr)
+        save(True)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("benchmark.py: interrupted", file=sys.stderr)
     good = {name: [one for one in some if "error" not in one] for name, some in runs.items()}
-    if not good["megalite"]:
-        return 1
-    report(good)
-    if options.json:
-        facts = {"machine": platform.platform(), "flags": flags, "nproc": options.nproc, "runs": runs}
-        options.json.write_text(json.dumps(facts, indent=1))
-    return 0
+    if good.get("megalite"):
+        report(good)
+    return 130 if interrupted else 0 if good.get("megalite") else 1
 
 
 def report(runs: dict[str, list[dict[str, Any]]]) -> None:
@@ -138,13 +161,13 @@ def report(runs: dict[str, list[dict[str, Any]]]) -> None:
     print(f"{head['device']}, torch {head['torch']}; peak {head['peak_tflops'] or 0:.2f} TFLOP/s per device")
     print(f"{'':32}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>8}{'GiB':>7}{'speed':>8}{'memory':>8}")
     for name, some in runs.items():
-        if not some:
+        base = runs.get("megalite + allocator" if name.endswith("allocator") else "megalite", [])
+        if not some or not base:
             continue
         step = statistics.median(one["step_s"] for one in some)
         memory = statistics.median(one["memory"] for one in some)
         tflops = head["flops_per_step"] / step / 1e12
         mfu = f"{tflops / head['peak_tflops'] / head['devices']:.1%}" if head["peak_tflops"] else "n/a"
-        base = runs["megalite + allocator" if name.endswith("allocator") else "megalite"]
         pairs = list(zip(base, some, strict=False))
         speed = statistics.median(a["step_s"] / b["step_s"] for a, b in pairs)
         less = statistics.median(b["memory"] / a["memory"] for a, b in pairs)

@@ -83,6 +83,11 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("MEGALITE_KERNELS", "triton")
     if not problems and not args.list:
         problems += missing(args.device)
+    if args.json and not args.list:
+        try:
+            open(args.json, "a").close()
+        except OSError as error:
+            problems.append(f"--json {args.json} cannot be written: {error.strerror}")
     if problems:
         print("\n".join(f"benchmark_kernels.py: {problem}" for problem in problems), file=sys.stderr)
         return 2

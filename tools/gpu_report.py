@@ -160,7 +160,10 @@ def main(argv: list[str]) -> int:
     if args.seconds <= 0:
         parser.error(f"--seconds {args.seconds} is not positive")
     end = time.monotonic() + args.seconds
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out} cannot be made: {error.strerror}")
     facts, problem = facts_of(args.out, args.cpu)
     if not args.cpu and (problem or facts["device"] == "CPU"):
         text = problem or "torch sees no CUDA device; use a machine with one, or --cpu for a dry run"

@@ -105,7 +105,8 @@ def _stats(L, LABELS, OUT, stride, rows, first, valid, COLUMNS: tl.constexpr):
         at = start + tl.arange(0, COLUMNS)
         x = tl.load(L + at, mask=at < valid, other=float("-inf")).to(OUT.dtype.element_ty)
         now = tl.maximum(largest, tl.max(x, 0))
-        total = total * tl.exp(largest - now) + tl.sum(tl.exp(x - now), 0)
+        base = tl.where(now == float("-inf"), 0.0, now)  # nothing but -inf so far: -inf - -inf is NaN
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
         largest = now
     tl.store(OUT + row, largest + tl.log(total))
     local = tl.load(LABELS + row) - first

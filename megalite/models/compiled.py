@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -44,11 +46,14 @@ def check_compile(device_type: str) -> None:
         raise CompileError("compile=True compiles the torch kernels, but MEGALITE_KERNELS=triton; use auto or torch")
     if device_type == "cuda" and not installed():
         raise CompileError("compile=True needs triton on cuda and it is not installed; pip install triton")
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    if not any(shutil.which(name.split()[0]) for name in names):
-        raise CompileError(
-            f"compile=True needs a C++ compiler and there is no {' or '.join(names)}; install one or set CXX"
-        )
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what inductor calls, and no other
+    remedy = "install one or set CXX to the name of one, without options"
+    if shutil.which(name) is None:
+        raise CompileError(f"compile=True needs a C++ compiler and there is no {name or 'name in CXX'}; {remedy}")
+    try:
+        subprocess.run([name, "--version"], capture_output=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CompileError(f"compile=True needs a C++ compiler and {name} does not run ({error}); {remedy}") from None
 
 
 def describe_compile() -> str:

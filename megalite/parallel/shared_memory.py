@@ -63,14 +63,16 @@ class SharedMemory:
         if rank == 0:
             path = _create(size * slots * slot_bytes)
             names = [str(path) if path else None]
-        dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group)
-        if names[0] is not None:
-            with contextlib.suppress(OSError, ValueError), open(names[0], "r+b") as file:
-                mapped = mmap.mmap(file.fileno(), size * slots * slot_bytes)
-        able = torch.tensor(int(mapped is not None))
-        dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
-        if path is not None:
-            path.unlink(missing_ok=True)
+        try:
+            dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group)
+            if names[0] is not None:
+                with contextlib.suppress(OSError, ValueError), open(names[0], "r+b") as file:
+                    mapped = mmap.mmap(file.fileno(), size * slots * slot_bytes)
+            able = torch.tensor(int(mapped is not None))
+            dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
         if not able or mapped is None:
             return None
         return cls(group, rank, size, torch.frombuffer(mapped, dtype=torch.uint8), slots)
@@ -114,7 +116,8 @@ class SharedMemory:
             if self.size == 2:
                 torch.add(theirs[0], theirs[1], out=out[begin:end])
                 return
-            total = theirs[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+            wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+            total = theirs[0].to(wide, copy=True)
             for part in theirs[1:]:
                 total += part
             out[begin:end] = total

@@ -6,10 +6,11 @@ import ctypes
 import os
 from collections.abc import Mapping
 
-# numbers of glibc's malloc.h, and bytes. Blocks of up to 64 MiB come from the heap, of which half a GiB may stay free;
+# Numbers of glibc's malloc.h, and bytes. Blocks of up to 64 MiB come from the heap, of which half a GiB may stay free;
 # larger ones are mapped one by one as before, since holes of their size would add up (alignment keeps a freed block
-# from being used by the next one of the same size before glibc 2.38).
-OPTIONS = ((M_TRIM_THRESHOLD := -1, 512 << 20), (M_MMAP_THRESHOLD := -3, 64 << 20))
+# from being used by the next one of the same size before glibc 2.38). glibc before 2.35 refuses more than 32 MiB.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+FROM_THE_HEAP, KEPT = (64 << 20, 32 << 20), 512 << 20
 VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
@@ -25,4 +26,7 @@ def keep_freed_memory(env: Mapping[str, str] = os.environ) -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return all([mallopt(number, value) == 1 for number, value in OPTIONS])
+    for size in FROM_THE_HEAP:
+        if mallopt(M_MMAP_THRESHOLD, size) == 1:
+            return mallopt(M_TRIM_THRESHOLD, KEPT) == 1
+    return False  # the other one alone would fix the threshold of mapping where it is, at 128 KiB

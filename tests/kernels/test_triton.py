@@ -15,6 +15,8 @@ import pytest
 import torch
 from cases import DTYPES, LAYOUTS, OPS, in_interpreter, measure, results
 
+from megalite.kernels.cross_entropy import COLUMNS, shard_stats, shard_stats_reference
+
 ROWS = [(name, i, dtype) for name, op in OPS.items() for i in range(len(op.cases)) for dtype in DTYPES]
 Call = Callable[..., Any]
 
@@ -57,6 +59,23 @@ def check(call: Call, name: str, case: int, dtype: str, layout: str, *device: st
 def test_kernel_against_its_twin(interpreter: Call, name: str, case: int, dtype: str) -> None:
     for layout in LAYOUTS if dtype == "float64" else (layout_of(name, case, dtype),):
         check(interpreter, name, case, dtype, layout)
+
+
+def stats_of_infinite_logits(dtype: str, device: str) -> list[torch.Tensor]:
+    """Of rows whose first turn of the kernel, and whose last, sees nothing but -inf, and of one with a NaN."""
+    logits = torch.randn(3, 2 * COLUMNS + 100, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    logits[0, : COLUMNS + 5] = logits[1, COLUMNS:] = -torch.inf
+    logits[2, 7] = torch.nan
+    labels, valid = torch.tensor([2 * COLUMNS, 3, 4]), 2 * COLUMNS + 50
+    args = (logits.to(device), labels.to(device), 0, valid)
+    return [shard_stats(*args).cpu(), shard_stats_reference(*args).cpu()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_logits_of_minus_infinity_take_no_probability(interpreter: Call, dtype: str) -> None:
+    got, want = interpreter(stats_of_infinite_logits, dtype, "cpu")
+    assert want[0, :2].isfinite().all() and want[0, 2].isnan()
+    torch.testing.assert_close(got, want, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,24 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     with pytest.raises(CompileError, match="there is no no-such-compiler"):
         check_compile("cpu")
+    monkeypatch.delenv("CXX")
+    other = tmp_path / "clang++"  # which inductor does not look for on Linux
+    other.symlink_to(sys.executable)
+    if sys.platform == "linux":
+        with pytest.raises(CompileError, match=r"there is no g\+\+; install"):
+            check_compile("cpu")
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    for name, text in (
+        ("broken", "broken does not run .*exit status 3"),
+        (" ", "there is no  ; install"),
+        ("", "in CXX;"),
+    ):
+        monkeypatch.setenv("CXX", name)
+        with pytest.raises(CompileError, match=text):
+            check_compile("cpu")
+    monkeypatch.delenv("CXX")
     check_machine(cli.parse(f"{COMMON} {GPT}".split(), PRESETS), "cpu", Ranks(0, 1), 93)  # not asked for
     monkeypatch.setattr(dispatch, "choice", lambda: "triton")
     monkeypatch.setattr("megalite.models.compiled.choice", lambda: "triton")

@@ -71,6 +71,20 @@ def test_any_program_of_collectives(world: int) -> None:
     assert run_ranks(world, _programs, range(25)) == [0] * world
 
 
+def _whole_numbers() -> list[Tensor]:
+    memory, sums = _open(2, 4096), []
+    for dtype, value in ((torch.int32, 2**28 + 1), (torch.int64, 2**40 + 1)):
+        out = torch.empty(5, dtype=dtype)
+        memory.start_reduce_scatter(out, torch.full((memory.size * 5,), value, dtype=dtype)).wait()
+        sums.append(out - value * memory.size)
+    return sums
+
+
+def test_whole_numbers_are_summed_exactly() -> None:
+    for sums in run_ranks(3, _whole_numbers):
+        assert not any(wrong.any() for wrong in sums)
+
+
 def _sums() -> tuple[Tensor, Tensor]:
     memory = _open(2, 4096)
     torch.manual_seed(memory.rank)
@@ -137,6 +151,22 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path) -> N
     with pytest.raises(AssertionError, match="exit code 137"):
         run_ranks(2, _dies, str(tmp_path / "seconds"))
     assert float((tmp_path / "seconds").read_text()) < 5
+
+
+def _dies_before_it_opens(folder: str) -> None:
+    shared_memory.FOLDER = Path(folder)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        SharedMemory.open(dist.group.WORLD, 0, 2)
+    assert not list(Path(folder).iterdir())
+    (Path(folder) / "nothing was left").touch()
+
+
+def test_a_rank_that_dies_while_memory_is_opened_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="exit code 137"):
+        run_ranks(2, _dies_before_it_opens, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["nothing was left"]
 
 
 def _without_room() -> bool:

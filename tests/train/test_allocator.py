@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megalite.train.allocator import VARIABLES, keep_freed_memory
+from megalite.train.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, VARIABLES, keep_freed_memory
 
 PROGRAM = """
 import json, resource, sys
@@ -45,3 +45,22 @@ def test_a_tensor_like_one_freed_before_costs_no_pages(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", VARIABLES)
 def test_the_users_own_settings_win(name: str) -> None:
     assert not keep_freed_memory({name: "glibc.malloc.trim_threshold=1000"})
+
+
+@pytest.mark.parametrize("most,tried", [(64 << 20, [64]), (32 << 20, [64, 32]), (0, [64, 32])])
+def test_a_threshold_that_is_refused_leaves_the_other_alone(
+    most: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """glibc before 2.35 takes at most 32 MiB; once one is set, none adapts itself any more."""
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        @staticmethod
+        def mallopt(number: int, value: int) -> int:
+            asked.append((number, value))
+            return int(number == M_TRIM_THRESHOLD or value <= most)
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library)
+    assert keep_freed_memory({}) == (most > 0)
+    assert asked[: len(tried)] == [(M_MMAP_THRESHOLD, size << 20) for size in tried]
+    assert [number for number, _ in asked[len(tried) :]] == [M_TRIM_THRESHOLD] * (most > 0)
