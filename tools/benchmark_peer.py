@@ -41,7 +41,7 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             num_attention_heads=m.num_attention_heads,
             num_key_value_heads=m.groups,
             max_position_embeddings=m.seq_length,
-            tie_word_embeddings=False,
+            tie_word_embeddings=not m.untie_embeddings_and_output_weights,
             use_cache=False,
         )
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32

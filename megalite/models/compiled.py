@@ -51,9 +51,11 @@ def check_compile(device_type: str) -> None:
     if shutil.which(name) is None:
         raise CompileError(f"compile=True needs a C++ compiler and there is no {name or 'name in CXX'}; {remedy}")
     try:
-        subprocess.run([name, "--version"], capture_output=True, check=True, timeout=60)
+        words = [name, "-x", "c++", "-shared", "-fPIC", "-o", os.devnull, "-"]
+        subprocess.run(words, input=b"#include <cmath>\n", capture_output=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        raise CompileError(f"compile=True needs a C++ compiler and {name} does not run ({error}); {remedy}") from None
+        why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().partition("\n")[0] or error
+        raise CompileError(f"compile=True needs a C++ compiler and {name} does not work ({why}); {remedy}") from None
 
 
 def describe_compile() -> str:

@@ -245,4 +245,8 @@ def _create(size: int) -> Path | None:
 
 
 def wanted() -> bool:
-    return os.environ.get(VARIABLE, "").lower() not in ("0", "off", "false")
+    """MEGALITE_SHARED_MEMORY: on (also where it is not set) or off. Raises ValueError."""
+    value = os.environ.get(VARIABLE) or "on"
+    if value not in ("on", "off"):
+        raise ValueError(f"{VARIABLE}={value} is unknown; use on or off")
+    return value == "on"

@@ -20,6 +20,7 @@ from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton
 from megalite.models.compiled import CompileError, check_compile, describe_compile
 from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
+from megalite.parallel import shared_memory
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
 from megalite.train import hugging_face
 from megalite.train.allocator import keep_freed_memory
@@ -61,11 +62,12 @@ def check_machine(config: Config, device: str, ranks: Ranks, vocab_size: int) ->
     try:
         runs_triton(device)
         describe_attention(device)  # MEGALITE_ATTENTION is one of its names
+        shared_memory.wanted()  # and so is MEGALITE_SHARED_MEMORY
         if config.train.compile:
             check_compile(device)
         if config.train.cuda_graph_impl != "none" and device != "cuda":
             raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; leave it away")
-    except (KernelError, CompileError) as error:
+    except (KernelError, CompileError, ValueError) as error:
         raise SetupError(str(error)) from None
     needs = memory_of(config, ranks.world, vocab_size)
     if device == "cpu":
@@ -280,7 +282,8 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None, de
     }
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
-        rows["attention"] = describe_attention(device_type)
+        fused = describe_attention(device_type)
+        rows["attention"] = f"explicit scores, for dropout; in evaluation {fused}" if m.attention_dropout else fused
     if windows := [w for w in m.windows if w is not None]:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if config.train.compile:

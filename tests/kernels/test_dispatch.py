@@ -108,9 +108,9 @@ RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 
     "variables,code,says",
     [
         ({"MEGALITE_KERNELS": "triton", "TRITON_INTERPRET": "1"}, 0, "triton's interpreter: rms_norm"),
-        ({}, 0, "torch (MEGALITE_KERNELS=auto)"),
+        ({}, 0, "torch (MEGALITE_KERNELS=auto) attention explicit scores, for dropout"),
         ({"MEGALITE_KERNELS": "triton"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1"),
-        ({"MEGALITE_KERNELS": "fast"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=fast is unknown"),
+        ({"MEGALITE_SHARED_MEMORY": "no"}, 2, "pretrain_gpt.py: MEGALITE_SHARED_MEMORY=no is unknown; use on or off"),
     ],
 )
 def test_a_run_says_what_its_kernels_are(variables: dict[str, str], code: int, says: str, tmp_path: Path) -> None:

@@ -181,8 +181,14 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
+    halved = tmp_path / "halved"  # a compiler that tells its version, but has lost its headers
+    halved.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "fatal error: cmath: no such file" >&2\nexit 1\n'
+    )
+    halved.chmod(0o755)
     for name, text in (
-        ("broken", "broken does not run .*exit status 3"),
+        ("broken", "broken does not work .*exit status 3"),
+        ("halved", r"halved does not work \(fatal error: cmath: no such file\)"),
         (" ", "there is no  ; install"),
         ("", "in CXX;"),
     ):

@@ -197,3 +197,12 @@ def _timeouts() -> float:
 
 def test_a_rank_that_hangs_is_an_error_after_the_groups_timeout() -> None:
     assert 0.9 < run_ranks(2, _timeouts)[0] < 2.4
+
+
+def test_the_variable_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, on in (("on", True), ("", True), ("off", False)):
+        monkeypatch.setenv(shared_memory.VARIABLE, value)
+        assert shared_memory.wanted() is on
+    monkeypatch.setenv(shared_memory.VARIABLE, "no")
+    with pytest.raises(ValueError, match="MEGALITE_SHARED_MEMORY=no is unknown; use on or off"):
+        shared_memory.wanted()
