@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import manifest as manifests
@@ -36,11 +35,13 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "v
 
 @dataclass(frozen=True)
 class Start:
-    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: step and data do too."""
+    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: step and data do too;
+    `later`: `step` is the earliest."""
 
     step: int | None = None
     weights_only: bool = False
     afresh: bool = False
+    later: bool = False
 
 
 def pieces_to_save(run: Run, optimizer: bool = True) -> list[Piece]:
@@ -110,7 +111,7 @@ def resume(
         problems += reader.unused(manifest, pieces, run.mesh, {"model"} if weights_only else None)
         return reader.Wanted(pieces, not weights_only, problems)
 
-    found = reader.load(directory, run.mesh, wanted, start.step, first=first)
+    found = reader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if found is None:
         return None
     folder, manifest = found
@@ -139,36 +140,6 @@ def _numbers(run: Run, folder: Location, manifest: Manifest) -> tuple[dict[str, 
         return progress, int(manifest.state["updates"]), scaler
     except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
-
-
-def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
-    """What --load, --finetune, --pretrained-checkpoint and their like ask for: (the checkpoint, notes); collective."""
-    c = config.checkpoint
-    if c.load is not None:
-        local = c.save_local if c.load == c.save else None  # it may hold newer ones that are not uploaded yet
-        found = resume(run, c.load, config, Start(c.ckpt_step, c.no_load_optim, c.finetune), local)
-        if found is not None:
-            return found
-        if c.exit_on_missing_checkpoint:
-            raise SetupError(f"load={c.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away")
-    if c.pretrained_checkpoint is not None:
-        found = resume(run, c.pretrained_checkpoint, config, Start(afresh=True))
-        if found is None:
-            raise SetupError(
-                f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
-            )
-        return found
-    return None, [] if c.load is None else [f"load={c.load!r} holds no checkpoint: the run starts from scratch"]
-
-
-def already_saved(run: Run, saver: Saver | None, loaded: Location | None) -> int | None:
-    """The step of the checkpoint that the run has come from, if it is one of the directory that it saves to: a run
-    that was at its end already writes nothing."""
-    if saver is None or loaded is None:
-        return None
-    final = saver.folder_of(run.state.step)
-    same = loaded.resolve() == final.resolve() if isinstance(loaded, Path) and isinstance(final, Path) else None
-    return run.state.step if same or loaded in (final, saver.kept_at(run.state.step)) else None
 
 
 def saved_config(manifest: Manifest, folder: Location) -> Config:

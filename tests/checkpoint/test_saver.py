@@ -21,7 +21,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from megalite.checkpoint import background as beside
-from megalite.checkpoint import local, reader, retention, saver, storage, tensor_file, writer
+from megalite.checkpoint import local, reader, retention, shared, storage, tensor_file, writer
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint.clock import SaveClock
 from megalite.checkpoint.hashing import BlockHash
@@ -231,7 +231,7 @@ time.sleep(60)
 
 def _two_directories(base: str) -> str:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    saver._check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
+    shared.check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError) as error:
         Saver.open(Path(base) / f"of rank {mesh.world.rank}", mesh, 0)
     return str(error.value)

@@ -22,11 +22,12 @@ from megalite.config import Config, ConfigError, to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
-from megalite.train.checkpoints import open_saver, save, start_run, with_checkpoint_args
+from megalite.train.checkpoints import open_saver, save, with_checkpoint_args
 from megalite.train.generate import load_model
 from megalite.train.loop import Plan, StopSignal, train
 from megalite.train.run_dir import Exit
 from megalite.train.setup import SetupError, build_run
+from megalite.train.start import start_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
 
