@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from megalite.checkpoint import tensor_file, writer
-from megalite.checkpoint.background import HostCopy, wait_for_lists
+from megalite.checkpoint import writer
+from megalite.checkpoint.background import Flight, HostCopy
 from megalite.checkpoint.branch import Branch
 from megalite.checkpoint.location import CheckpointError, Location, parse
 from megalite.checkpoint.news import News
@@ -50,10 +50,7 @@ class Saver:
         self.waited_s = 0.0  # by training, for the last save
         self._before_s = 0.0  # ... of them for the one before it
         self._lock: RunLock | None = None
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._part: Location | None = None
-        self._give_up = threading.Event()  # some rank has failed: its list will never come
+        self._flight: Flight | None = None
         self._host = HostCopy(mesh.device)
         self._news = News()
         self._branch: Branch | None = None
@@ -146,26 +143,28 @@ class Saver:
             self.waited_s = time.perf_counter() - asked
             self._news.append(f"saved {final.name} in {time.perf_counter() - begin:.2f} s{self._of_them()}")
             return final
-        self._part = part = self.storage.part_of(final)
+        part = self.storage.part_of(final)
         writer.begin_part(part, self.mesh, self._confirm)
         frozen = json.dumps(state) if self.mesh.world.is_first else ""  # the run changes its own from here on
-        self._give_up.clear()
+
+        def commit() -> None:
+            with self._replaced_by(step):
+                writer.commit(part, final, json.loads(frozen), step, self.mesh.world.size)
+            times = f"{time.perf_counter() - begin:.2f} s after it was scheduled"
+            waited = f"training waited {self.waited_s:.3f} s{self._of_them()}"
+            self._news.append(f"committed {final.name}, {times}; {waited}")
+            self._prune(step)
+
         self._host.begin()
-        work = (part, final, list(pieces), frozen, step, begin)
-        thread = threading.Thread(target=self._run, args=work, name="megalite-save", daemon=True)
+        self._flight = Flight(part, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell)
         self._news.append(f"scheduled {final.name}")
         self.waited_s = time.perf_counter() - asked
-        try:
-            thread.start()
-            self._thread = thread
-        except RuntimeError:  # the system gives no more threads: here and now, then
-            self._run(*work)
-            self.waited_s = time.perf_counter() - asked
+        self._flight.start()
         return final
 
     def before_update(self) -> None:
         """Not collective: call it before anything changes what was saved. Waits while it is being copied."""
-        if self._thread is not None:
+        if self._flight is not None:
             begin = time.perf_counter()
             self._host.wait_before_change()
             self.waited_s += time.perf_counter() - begin
@@ -174,36 +173,9 @@ class Saver:
         if self._lock is not None:
             self._lock.confirm()
 
-    def _run(
-        self, part: Location, final: Location, pieces: Sequence[Piece], state: str, step: int, begin: float
-    ) -> None:
-        """The thread of one save."""
-        rank, world = self.mesh.world.rank, self.mesh.world.size
-        try:
-            header, rows, ordered = tensor_file.plan(pieces)
-            writer.write_rank(part, rank, header, rows, self._host.fill([piece.data for piece in ordered]))
-            self._host.release()
-            if self.mesh.world.is_first:
-                wait_for_lists(part, world, self._give_up, confirm=self._confirm)
-                self._confirm()
-                with self._replaced_by(step):
-                    writer.commit(part, final, json.loads(state), step, world)
-                times = f"{time.perf_counter() - begin:.2f} s after it was scheduled"
-                waited = f"training waited {self.waited_s:.3f} s{self._of_them()}"
-                self._news.append(f"committed {final.name}, {times}; {waited}")
-                self._prune(step)
-        except Exception as error:  # raised by `wait`, on all ranks
-            self._error = error
-            self._tell_rank_0(part, f"rank {rank}: {error}")
-        finally:
-            self._host.release()  # whatever came before the copy
-
-    def _tell_rank_0(self, part: Location, text: str) -> None:
-        """That it waits in vain. A full disk may take an empty file only, or nothing; `wait` tells it too."""
-        failed = part / f"rank-{self.mesh.world.rank:05d}.failed"
-        for words in (text, ""):
-            with contextlib.suppress(OSError):
-                return self.storage.put(failed, words)
+    def _tell(self, line: str) -> None:
+        """From any rank: the news are of rank 0."""
+        self._news.append(line) if self.mesh.world.is_first else print(line, file=sys.stderr, flush=True)
 
     def _of_them(self) -> str:
         return f", of them {self._before_s:.3f} s for the save before" if self._before_s >= 0.0005 else ""
@@ -222,26 +194,25 @@ class Saver:
     @property
     def failed(self) -> bool:
         """Not collective: this rank's save in the background failed; `wait` on all ranks raises."""
-        return self._error is not None
+        return self._flight is not None and self._flight.error is not None
 
     def wait(self) -> None:
         """Until no save is in flight. Raises CheckpointError on all ranks where it failed on one."""
-        if self._part is None:
+        flight = self._flight
+        if flight is None:
             return
-        if self._thread is not None and not self.mesh.world.is_first:
-            self._thread.join()  # its end depends on no other rank, and rank 0 waits for it anyway
+        if not self.mesh.world.is_first:
+            flight.join()  # now, so that it is known whether it failed; rank 0 waits for it anyway, and it for nobody
         failed = torch.tensor(self.failed, dtype=torch.int32, device=self.mesh.device)
         if int(all_reduce_(failed, self.mesh.world)):
-            self._give_up.set()
-        if self._thread is not None:
-            self._thread.join()
-        part, error = self._part, self._error
-        self._part = self._error = self._thread = None
+            flight.give_up.set()
+        flight.join()
+        self._flight = None
         try:
-            agree(error, self.mesh, f"saving to {part} in the background")
+            agree(flight.error, self.mesh, f"saving to {flight.part} in the background")
         except CheckpointError:
             if self.mesh.world.is_first:
-                writer.abandon(part)
+                writer.abandon(flight.part)
             raise
 
     def news(self) -> list[str]:
@@ -250,12 +221,13 @@ class Saver:
 
     def close(self, wait: bool = True) -> str | None:
         """Not collective: finish what is in flight (unless the other ranks may be dead) and drop the lock. Returns why
-        a save that nobody has waited for was lost, where it was; `news` says that too, and what was not uploaded."""
-        lost: str | None = None
-        if self._thread is not None and wait:
-            self._thread.join()
-        if self._part is not None and self._error is not None:
-            lost = f"the last save failed, to {self._part}: {self._error}"
+        the last save is lost, where it failed and nobody waited for it; `news` says that too, and what could not be
+        uploaded."""
+        lost, flight = None, self._flight
+        if flight is not None and wait:
+            flight.join()
+        if flight is not None and flight.error is not None:
+            lost = f"the last save, to {flight.part}, failed: {flight.error}"
             self._news.append(lost)
         if self._uploader is not None:
             self._uploader.close(wait)
