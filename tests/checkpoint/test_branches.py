@@ -143,6 +143,20 @@ def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monk
     assert storage.steps_in(tmp_path) == [1, 2] and value_of(tmp_path) == 20.0
 
 
+def test_damaged_ones_are_not_those_that_are_kept(tmp_path: Path) -> None:
+    """Of the right sizes: only a load finds it out."""
+    saved(tmp_path, 1, 2, 3, 4)
+    for step in (3, 4):
+        file = tmp_path / f"iter_000000{step}" / "rank-00000.safetensors"
+        file.write_bytes(bytes(file.stat().st_size))
+    assert value_of(tmp_path) == 2.0
+    one = Saver.open(tmp_path, ALONE, 0, keep_last=2)
+    assert one.begins_at(2, damaged=True) is None
+    one.save(3, pieces(30.0), {})
+    assert storage.steps_in(tmp_path) == [2, 3] and value_of(tmp_path) == 30.0
+    one.close()
+
+
 def test_links_and_folders_that_may_not_be_written_to(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     saved(tmp_path / "archive", 3)
