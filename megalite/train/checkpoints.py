@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -127,7 +128,11 @@ def resume(
         run.optimizer.updates = updates
         run.loss_scaler = scaler
     ledger = manifest.state.get("data")
-    notes += run.ledger.go_on(ledger) if run.ledger is not None and ledger is not None else []
+    if run.ledger is not None and ledger is not None:
+        try:
+            notes += run.ledger.go_on(ledger)
+        except (ArithmeticError, TypeError, ValueError, LookupError) as error:
+            raise CheckpointError(f"{folder}: its ledger of data is damaged ({error!r}); use another one") from None
     return folder, notes
 
 
@@ -135,11 +140,23 @@ def _numbers(run: Run, folder: Location, manifest: Manifest) -> tuple[dict[str, 
     """(progress, updates, loss scaler) to go on with. Raises CheckpointError, before anything changes."""
     scaler = replace(run.loss_scaler)
     try:
+        _check_scaler(manifest.state["loss_scaler"])
         progress = {name: int(manifest.state["progress"][name]) for name in run.state.to_json()}
         scaler.from_json(manifest.state["loss_scaler"])
         return progress, int(manifest.state["updates"]), scaler
     except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
+
+
+def _check_scaler(saved: dict[str, Any]) -> None:
+    """A scale that is NaN would skip every step there is. Raises KeyError, TypeError, ValueError."""
+    if type(saved["dynamic"]) is not bool:
+        raise TypeError(f"loss_scaler: dynamic is {str(saved['dynamic'])[:40]!r}")
+    scale, counts = saved["scale"], (saved["clean_steps"], saved["patience"] or 0)
+    if type(scale) not in (int, float) or not 0 < scale < math.inf:
+        raise ValueError(f"loss_scaler: scale is {str(scale)[:40]!r}, not a number above 0")
+    if any(type(n) is not int or n < 0 for n in counts):
+        raise ValueError(f"loss_scaler: {str(counts)[:80]} are not numbers from 0")
 
 
 def saved_config(manifest: Manifest, folder: Location) -> Config:
