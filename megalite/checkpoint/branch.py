@@ -32,10 +32,11 @@ class Branch:
         fixed = next((place for place in self._places if not isinstance(place, Path)), None)
         if left and fixed is not None:
             if not damaged:
+                copy = f" (with iter_{begin:07d} copied to it --load can be the same)" if begin else ""
                 raise CheckpointError(
-                    f"save={str(fixed)!r}: {_named(left)} would be of a branch that this run leaves at step {begin}, "
-                    "and nothing can be renamed behind a URL: give --save another URL, and --load the same one if "
-                    f"iter_{begin:07d} was copied to it; or delete them; or go on from the newest"
+                    f"save={str(fixed)!r}: {_named(left)}, of later steps than {begin}, where this run begins, would "
+                    "be taken for its own, and nothing can be renamed behind a URL: give --save another URL"
+                    f"{copy}, delete them, or go on from the newest: --load without --ckpt-step and --finetune"
                 )
             self.damaged = set(_later(fixed, begin))
         self.note = (

@@ -14,6 +14,7 @@ from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config, ConfigError, ModelConfig, build, check, parse_toml
+from megalite.data.indexed import DataError
 from megalite.data.tokenizer import Tokenizer
 from megalite.optim.loss_scale import LossScaler
 from megalite.parallel.spec import Piece
@@ -131,6 +132,8 @@ def resume(
     if run.ledger is not None and ledger is not None:
         try:
             notes += run.ledger.go_on(ledger)
+        except DataError:
+            raise
         except (ArithmeticError, TypeError, ValueError, LookupError) as error:
             raise CheckpointError(f"{folder}: its ledger of data is damaged ({error!r}); use another one") from None
     return folder, notes
