@@ -30,15 +30,15 @@ class Branch:
         left = {step for place in self._places for step in _later(place, begin)}
         self.pending = bool(left)  # until there is a first save
         fixed = next((place for place in self._places if not isinstance(place, Path)), None)
-        if left and fixed is not None:
+        if fixed is not None and (stuck := _later(fixed, begin)):
             if not damaged:
                 copy = f" (with iter_{begin:07d} copied to it --load can be the same)" if begin else ""
                 raise CheckpointError(
-                    f"save={str(fixed)!r}: {_named(left)}, of later steps than {begin}, where this run begins, would "
+                    f"save={str(fixed)!r}: {_named(stuck)}, of later steps than {begin}, where this run begins, would "
                     "be taken for its own, and nothing can be renamed behind a URL: give --save another URL"
                     f"{copy}, delete them, or go on from the newest: --load without --ckpt-step and --finetune"
                 )
-            self.damaged = set(_later(fixed, begin))
+            self.damaged = set(stuck)
         self.note = (
             f"{_named(left)} in {' and '.join(map(str, self._places))}: of later steps than {begin}, where this run "
             "begins; the first save renames that to abandoned-..., and deletes nothing. To go on from the newest "

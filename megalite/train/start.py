@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from megalite.checkpoint import storage
 from megalite.checkpoint.location import CheckpointError, Location, parse
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.shared import together
-from megalite.config import Config, to_toml
+from megalite.config import CheckpointConfig, Config, LogConfig, ParallelConfig, to_toml
 from megalite.parallel.comm import broadcast_
 from megalite.parallel.mesh import Mesh
 from megalite.train.checkpoints import Start, resume, saved_config
@@ -33,7 +34,7 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
             start = Start(1 if c.finetune else c.ckpt_step, bare, later=True)
         found = resume(run, c.load, config, start, local)
         if found is not None:
-            notes = [f"this same command has saved that: it goes on, {AGAIN}"] if again else []
+            notes = [f"this same training has saved that: it goes on, {AGAIN}"] if again else []
             return found[0], [*notes, *found[1]]
         if c.exit_on_missing_checkpoint:
             raise SetupError(f"load={c.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away")
@@ -47,12 +48,12 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     return None, [] if c.load is None else [f"load={c.load!r} holds no checkpoint: the run starts from scratch"]
 
 
-AGAIN = "and does not begin again; to begin again, change an option, or rename what it has saved"
+AGAIN = "and does not begin again; for that, change an option of the training, or rename what it has saved"
 
 
 def started_again(mesh: Mesh, config: Config, local: str | None) -> bool:
     """Whether the run that --ckpt-step or --finetune begins in --load has saved there already: its newest checkpoint
-    was written by a run with the very same options. Collective; rank 0 looks. Beginning again would make the same
+    was written by a run that begins and trains alike. Collective; rank 0 looks. Beginning again would make the same
     steps once more, and a scheduler that restarts a command would never get beyond them."""
     c = config.checkpoint
     assert c.load is not None
@@ -64,11 +65,23 @@ def started_again(mesh: Mesh, config: Config, local: str | None) -> bool:
         for step, root in sorted(found, reverse=True) if mesh.world.is_first else []:
             folder = storage.folder_of(root, step)
             with contextlib.suppress(CheckpointError):  # damaged: the load will say so
-                return to_toml(saved_config(manifests.load(folder), folder)) == to_toml(config)
+                return _training(saved_config(manifests.load(folder), folder)) == _training(config)
         return False
 
     mine = torch.tensor(int(together(mesh, look, f"looking for checkpoints in {c.load}")), device=mesh.device)
     return bool(int(broadcast_(mine, mesh.world)))
+
+
+def _training(config: Config) -> str:
+    """What decides which weights a run that resumes in its own directory has at a step: not its layout, its log, how
+    often it saves, and when it stops."""
+    c = config.checkpoint
+    here = c.load is not None and c.save is not None and _same(c.load, c.save)
+    begin = CheckpointConfig(
+        load=None if here else c.load, ckpt_step=c.ckpt_step, finetune=c.finetune, no_load_optim=c.no_load_optim
+    )
+    train = replace(config.train, exit_interval=None, exit_duration_in_mins=None, exit_signal_handler=False)
+    return to_toml(replace(config, checkpoint=begin, train=train, log=LogConfig(), parallel=ParallelConfig()))
 
 
 def begin_branch(run: Run, config: Config, saver: Saver | None, saved: int | None) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks, start_local
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
+from megalite.train import loop
+from megalite.train.run import pretrain
 
 ALONE = Mesh.alone()
 CPU = torch.device("cpu")
@@ -193,6 +196,14 @@ def test_behind_a_url_it_is_refused_and_damage_does_not_count(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="behind a URL"):
         local.begins_at(1)
     local.close()
+    fresh = f"memory://runs/{uuid.uuid4().hex}"
+    saved(tmp_path, 1, 2)
+    local = Saver.open(tmp_path, ALONE, 0, upload_to=fresh)
+    note = local.begins_at(1)  # what is there was never sent
+    assert note is not None and "iter_0000002" in note
+    local.save(3, pieces(3.0), {})
+    local.close()
+    assert storage.steps_in(fresh) == [1, 3] and storage.steps_in(tmp_path) == [3]
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -251,14 +262,11 @@ def test_rank_0_renames_for_all(tmp_path: Path) -> None:
 # ---- the program
 
 
-def _pretrain(ranks: Ranks, flags: list[str], output: str, steps: int | None) -> None:
-    from megalite.train import loop
-    from megalite.train.run import pretrain
-
+def _pretrain(ranks: Ranks, flags: list[str], output: str, killed_at: int | None) -> None:
     real = loop.train_step
 
     def step(run: Any, want_stop: bool) -> Any:
-        if run.state.step == steps:
+        if run.state.step == killed_at:
             os._exit(9)
         return real(run, want_stop)
 
@@ -272,47 +280,92 @@ SHAPE = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
     "--vocab-size 21 --micro-batch-size 1 --global-batch-size 2 --mock-data --eval-iters 0 --save-interval 2"
 ).split()
+BACK = "--lr 0.02 --train-iters 8 --keep-last 3 --ckpt-step 4"
 
 
-def program(folder: Path, words: str, world: int = 1, killed_at: int | None = None) -> tuple[int, str]:
-    """(exit code, what rank 0 said); `words` after --load and --save of `folder`."""
+def flags_of(folder: Path, words: str) -> list[str]:
+    return [*SHAPE, "--save", str(folder), "--load", str(folder), *words.split()]
+
+
+def alone(folder: Path, words: str) -> tuple[int, str]:
+    """(exit code, log) of one process: this one."""
+    (folder / "log.txt").unlink(missing_ok=True)
+    code = pretrain(cli.parse(flags_of(folder, words), PRESETS), Ranks())
+    return int(code), (folder / "log.txt").read_text()
+
+
+def on_two(folder: Path, words: str, killed_at: int | None = None) -> tuple[int, str]:
     output = folder.with_suffix(".output")
-    flags = [*SHAPE, "--save", str(folder), "--load", str(folder), *words.split()]
-    code = start_local(world, _pretrain, (flags, str(output), killed_at), threads=1, timeout_s=60)
+    code = start_local(2, _pretrain, (flags_of(folder, words), str(output), killed_at), threads=1, timeout_s=60)
     return code, output.read_text()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_rollback_that_is_restarted_goes_on(tmp_path: Path, world: int) -> None:
-    folder = tmp_path / "run"
-    assert program(folder, "--lr 0.01 --train-iters 7 --keep-last 3")[0] == 0
+@pytest.fixture(scope="module", autouse=True)
+def allocator() -> Iterator[None]:
+    """Which a run sets for its whole process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalite.train.run.keep_freed_memory", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 4, 6, 7 of a run that has ended."""
+    folder = tmp_path_factory.mktemp("branches") / "run"
+    assert alone(folder, "--lr 0.01 --train-iters 7 --keep-last 3")[0] == 0
     assert storage.steps_in(folder) == [4, 6, 7]
-    back = "--lr 0.02 --train-iters 8 --keep-last 3 --ckpt-step 4 --exit-interval 5"
-    code, said = program(folder, back, world, killed_at=4)
-    assert code == 9 and "at step 4" in said and storage.steps_in(folder) == [4, 6, 7], said  # before its first save
-    code, said = program(folder, back, world)
-    assert code == 75 and "resumed from" in said and "at step 4" in said, said
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def test_a_rollback_that_is_restarted_goes_on(run: Path) -> None:
+    code, said = alone(run, f"{BACK} --exit-interval 5")
+    assert code == 75 and "at step 4" in said, said
     assert "note: iter_0000006, iter_0000007 in" in said and "abandoned-iter_0000007-left-at-0000004" in said
-    assert storage.steps_in(folder) == [4, 5]
-    code, said = program(folder, back.replace("--exit-interval 5", "--exit-interval 6"), world)  # another command
-    assert code == 75 and "at step 4" in said and storage.steps_in(folder) == [4, 6], said
-    code, said = program(folder, back.replace("--exit-interval 5", "--exit-interval 6"), world)
-    assert code == 0 and "at step 6" in said and "note: this same command has saved that" in said, said
-    assert storage.steps_in(folder) == [4, 6, 8] and "abandoned" not in said
-    code, said = program(folder, "--lr 0.02 --train-iters 9 --keep-last 3", world)
-    assert code == 0 and "at step 8" in said and storage.steps_in(folder) == [6, 8, 9]
+    assert storage.steps_in(run) == [4, 5]
+    other = BACK.replace("--lr 0.02", "--lr 0.03")  # another training
+    code, said = alone(run, f"{other} --exit-interval 6")
+    assert code == 75 and "at step 4" in said and storage.steps_in(run) == [4, 6], said
+    code, said = alone(Path(f"{run}/"), f"{other} --wandb-exp-name second --save-interval 3 --log-interval 1")
+    assert code == 0 and "at step 6" in said and "note: this same training has saved that" in said, said
+    assert storage.steps_in(run) == [4, 6, 8] and "abandoned" not in said
+    code, said = alone(run, "--lr 0.02 --train-iters 9 --keep-last 3")
+    assert code == 0 and "at step 8" in said and storage.steps_in(run) == [6, 8, 9]
 
 
-def test_a_finetune_in_the_same_directory_goes_on(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert program(folder, "--lr 0.01 --train-iters 6")[0] == 0
-    tune = "--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local " + str(tmp_path / "fast")
-    code, said = program(folder, tune)
+def test_a_rollback_on_two_ranks_goes_back_until_it_has_saved(run: Path) -> None:
+    code, said = on_two(run, f"{BACK} --exit-interval 5", killed_at=4)
+    assert code == 9 and "at step 4" in said and storage.steps_in(run) == [4, 6, 7], said
+    code, said = on_two(run, f"{BACK} --exit-interval 5")
+    assert code == 75 and "at step 4" in said and storage.steps_in(run) == [4, 5], said
+    code, said = on_two(run, f"{BACK} --exit-interval 5")
+    assert code == 0 and "at step 5" in said and storage.steps_in(run) == [5, 6, 8], said
+
+
+def test_the_newest_of_the_same_command_may_be_damaged(run: Path) -> None:
+    alone(run, f"{BACK} --exit-interval 5")
+    alone(run, f"{BACK} --exit-interval 5")
+    assert storage.steps_in(run) == [5, 6, 8]
+    for name in ("iter_0000008/manifest.json", "iter_0000006/rank-00000.safetensors"):
+        (run / name).write_bytes(bytes((run / name).stat().st_size))
+    code, said = alone(run, f"{BACK} --exit-interval 5")
+    assert code == 0 and "at step 5" in said and "note: this same training" in said, said
+    assert storage.steps_in(run) == [5, 6, 8]  # made again; the damaged ones are put aside
+    assert len(list(run.glob("abandoned-*left-at-0000005"))) == 2
+
+
+def test_a_finetune_in_the_same_directory_goes_on(run: Path) -> None:
+    tune = f"--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local {run.with_name('fast')}"
+    code, said = alone(run, tune)
     assert code == 75 and "begins with" in said and "only the weights are loaded" in said, said
-    assert storage.steps_in(folder) == [2, 3] and len(list(folder.glob("abandoned-*left-at-0000000"))) == 3
+    assert storage.steps_in(run) == [2, 3] and len(list(run.glob("abandoned-*left-at-0000000"))) == 3
     for step in (3, 6):
-        code, said = program(folder, tune)
+        code, said = alone(run, tune)
         assert f"at step {step}" in said and "only the weights" not in said, said
-    assert code == 0 and storage.steps_in(folder) == [2, 3, 4, 6, 7]
-    code, said = program(folder, tune)
+    assert code == 0 and storage.steps_in(run) == [2, 3, 4, 6, 7]
+    code, said = alone(run, tune)
     assert code == 0 and "at step 7" in said and "saved iter_" not in said

@@ -121,14 +121,14 @@ def test_wrong_kinds_in_the_ledger_and_the_tokenizer(tmp_path: Path, monkeypatch
     there, refused = facts(run), 0
     state = {name: good["state"][name] for name in ("data", "tokenizer")}
     for n, place in enumerate(places(state)):
-        for wrong in WRONG[n % 3 :: 3]:
+        for wrong in WRONG[n % 6 :: 6]:
             reseal(folder, {**good, "state": put(good["state"], place, wrong)})
             try:
                 resume(run, str(folder.parent), config, Start())
             except (CheckpointError, DataError):
                 refused += 1
             assert facts(run) == there
-    assert refused > 40
+    assert refused > 20
     run.close()
 
 

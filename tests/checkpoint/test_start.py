@@ -340,6 +340,7 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
+    monkeypatch.setattr("megalite.train.run.keep_freed_memory", lambda: None)  # for the whole process
     monkeypatch.setattr(writer, "write_rank", write)
     monkeypatch.setattr(loop, "train_step", step)
     monkeypatch.setattr(os, "_exit", leave)
