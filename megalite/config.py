@@ -256,7 +256,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save: str | None = opt(None, "directory to save checkpoints in, or a URL")
+    save: str | None = opt(
+        None, "directory to save checkpoints in, or a URL; without an interval only when the run ends or stops"
+    )
     save_local: str | None = opt(None, "fast directory to save in first; from it, --save is filled while training")
     save_interval: int | None = opt(None, "steps between checkpoints", flags=("--persistent-save-interval",))
     save_interval_mins: float | None = opt(None, "minutes between checkpoints, also beside --save-interval")
@@ -273,7 +275,9 @@ class CheckpointConfig:
         None,
         "directory or URL to resume from, or Hugging Face model to begin with; one that has nothing starts afresh",
     )
-    ckpt_step: int | None = opt(None, "step of the checkpoint to load; default: the newest valid one")
+    ckpt_step: int | None = opt(
+        None, "step of the checkpoint to load; default: the newest valid one; the same training started again goes on"
+    )
     no_load_optim: bool = opt(False, "load weights, step and data position, not the optimizer's state")
     finetune: bool = opt(False, "load weights only, and start at step 0")
     pretrained_checkpoint: str | None = opt(
@@ -467,13 +471,16 @@ def to_toml(config: Config) -> str:
 
 
 def without_effect(config: Config) -> list[str]:
-    """Options that do nothing beside the others; Megatron-LM takes them in silence, so they are no error."""
+    """Options that do nothing, or less than expected, beside the others; Megatron-LM takes them in silence, so they are
+    no error."""
     c, t = config.checkpoint, config.train
     notes, window = [], config.model.window_size
     if window is not None and len(window) == 2 and 0 < config.model.seq_length <= window[0] + 1:
         notes.append(f"window_size={_numbers(window)} has no effect on sequences of {config.model.seq_length} tokens")
     if c.save_interval is not None and c.save is None:
         notes.append(f"save_interval={c.save_interval} has no effect without --save")
+    if c.save is not None and c.save_interval is None and c.save_interval_mins is None:
+        notes.append(f"save={c.save} without --save-interval saves only when the run ends or stops; a crash loses all")
     if t.recompute_num_layers is not None and t.recompute_granularity != "full":
         notes.append(
             f"recompute_num_layers={t.recompute_num_layers} has no effect without --recompute-granularity full"
@@ -611,8 +618,6 @@ def check(config: Config, world_size: int | None = None, *, complete: bool = Fal
                 f"rampup_batch_size={first} {increment}: global_batch_size={t.global_batch_size} is not reached from "
                 f"{first} in steps of {increment}; choose a divisor of {t.global_batch_size - first}"
             )
-    if c.save is not None and c.save_interval is None and c.save_interval_mins is None:
-        say("save needs --save-interval or --save-interval-mins")
     if c.save is not None and c.save_local == c.save:
         say(f"save_local={c.save_local!r} is --save; give another directory, or leave it away")
     if c.save_local is not None and "://" in c.save_local:

@@ -2,20 +2,25 @@
 
 The first that changes the state is the next update, so the copy is made behind the forward and the backward before it:
 by a thread on the CPU, by a stream of its own on CUDA. Only an update that comes earlier than the copy's end waits.
+Where there is no memory for a copy the state itself is written, and the update waits for the end of that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import writer
+from megalite.checkpoint import tensor_file, writer
 from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.storage import storage_of
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import Piece
 
 
 class HostCopy:
@@ -32,23 +37,31 @@ class HostCopy:
         self._done: torch.cuda.Event | None = None
         self._staged = threading.Event()
         self._staged.set()
+        self.refused: str | None = None  # why there was no memory, the last time
 
     def begin(self) -> None:
         """What is copied is the state at this call: all that training has started until now."""
         self._staged.clear()
-        self._done = None
+        self._done = self.refused = None
         if self._device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(self._device))
 
     def fill(self, data: Sequence[Tensor]) -> list[Tensor]:
-        """The bytes of `data`, which are 1-D and contiguous. Raises what ends a copy: no memory."""
+        """The bytes of `data`, which are 1-D and contiguous; `data` itself where there is no memory for them, which
+        must not change then until `release`."""
+        cuda = self._device.type == "cuda"
         try:
-            if self._device.type == "cuda":
-                with torch.cuda.device(self._device):
-                    parts = self._copy_on_stream(data)
+            parts = self._parts(data, pinned=cuda)
+        except (MemoryError, RuntimeError) as error:  # which of them is torch's affair
+            self.refused = str(error).partition("\n")[0] or type(error).__name__
+            if cuda and self._ready is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._ready)
+            return list(data)
+        try:
+            if cuda:
+                self._copy_on_stream(parts, data)
             else:
-                parts = self._parts(data, pinned=False)
                 for part, tensor in zip(parts, data, strict=True):
                     part.copy_(tensor.detach().view(torch.uint8))
         finally:
@@ -64,8 +77,7 @@ class HostCopy:
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         return list(self._buffer[: sum(sizes)].split(sizes)) if sizes else []
 
-    def _copy_on_stream(self, data: Sequence[Tensor]) -> list[Tensor]:
-        parts = self._parts(data, pinned=True)
+    def _copy_on_stream(self, parts: Sequence[Tensor], data: Sequence[Tensor]) -> None:
         stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
             if self._ready is not None:
@@ -76,7 +88,6 @@ class HostCopy:
             finally:
                 self._done = torch.cuda.Event()
                 self._done.record(stream)
-        return parts
 
     def release(self) -> None:
         """Nobody is to wait any longer: the save has ended."""
@@ -88,6 +99,70 @@ class HostCopy:
         done = self._done
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
+
+
+@dataclass
+class Flight:
+    """One save in the background, on one rank: it writes `pieces` into `part`. On rank 0 it then waits for the lists of
+    all ranks, and commits. `confirm`: of `wait_for_lists`; `tell`: a line for people."""
+
+    part: Location
+    mesh: Mesh
+    host: HostCopy
+    pieces: Sequence[Piece]
+    commit: Callable[[], None]
+    confirm: Callable[[], None]
+    tell: Callable[[str], None]
+    error: Exception | None = None
+    give_up: threading.Event = field(default_factory=threading.Event)  # some rank has failed: its list will never come
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """In a thread; here, if the system gives no more of them."""
+        thread = threading.Thread(target=self._run, name="megalite-save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._run()
+        else:
+            self._thread = thread
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        device = self.mesh.device  # the one of a thread is the first; pinning would take memory on it
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            self._save()
+
+    def _save(self) -> None:
+        rank = self.mesh.world.rank
+        try:
+            header, rows, ordered = tensor_file.plan(self.pieces)
+            data = self.host.fill([piece.data for piece in ordered])
+            if self.host.refused is not None:
+                slow = "the state itself is written, and the next update waits for that"
+                self.tell(f"rank {rank} has no memory for a copy of what it saves ({self.host.refused}): {slow}")
+            writer.write_rank(self.part, rank, header, rows, data)
+            self.host.release()
+            if self.mesh.world.is_first:
+                wait_for_lists(self.part, self.mesh.world.size, self.give_up, confirm=self.confirm)
+                self.confirm()
+                self.commit()
+        except Exception as error:  # raised by the saver's `wait`, on all ranks
+            self.error = error
+            self._tell_rank_0(f"rank {rank}: {error}")
+        finally:
+            self.host.release()  # whatever came before the copy
+
+    def _tell_rank_0(self, text: str) -> None:
+        """It waits in vain. A full disk may take an empty file only, or nothing: the saver's `wait` tells it too."""
+        failed = self.part / f"rank-{self.mesh.world.rank:05d}.failed"
+        for words in (text, ""):
+            with contextlib.suppress(OSError):
+                storage_of(failed).put(failed, words)
+                return
 
 
 def wait_for_lists(
@@ -110,7 +185,8 @@ def wait_for_lists(
         confirm()
         failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
-            raise CheckpointError(storage.read(part / failed[0]).decode(errors="replace"))
+            why = storage.read(part / failed[0]).decode(errors="replace")
+            raise CheckpointError(why or f"{failed[0].removesuffix('.failed')} could not be written, nor why")
         size = sum(size for name, size in names.items() if name.endswith(".safetensors"))  # these only grow
         if size != seen:
             seen, since = size, time.monotonic()

@@ -70,13 +70,14 @@ def read_blocks(
     largest = max((min(manifest.files[name].block, manifest.files[name].size) for name, _ in todo), default=0)
 
     def work() -> None:
-        buffer = torch.empty(largest, dtype=torch.uint8)
+        buffer: Tensor | None = None
         while not wrong:
             try:
                 n, name, i = jobs.get_nowait()
             except queue.Empty:
                 return
             try:
+                buffer = torch.empty(largest, dtype=torch.uint8) if buffer is None else buffer
                 wanted = (wants or {}).get((name, i), ())
                 block = _Block(folder / name, manifest, i, buffer, wanted, storage.in_order)
                 with turn:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint import aside
+from megalite.checkpoint.aside import sync as _sync
 from megalite.checkpoint.location import LOCK, CheckpointError, step_of
 
 _REPLACED = ".replaced"
@@ -111,6 +113,7 @@ class LocalStorage:
         shutil.rmtree(gone, ignore_errors=True)
 
     def sweep(self, directory: Path) -> list[str]:
+        aside.settle(directory)
         left = [p for p in directory.glob(".iter_*") if p.suffix in (".part", ".old", _REPLACED) and p.is_dir()]
         for folder in left:
             final = folder.with_name(folder.stem[1:])
@@ -217,12 +220,3 @@ class Lock:
     def close(self) -> None:
         os.ftruncate(self._number, 0)
         os.close(self._number)  # not unlinked: another process may have it open already
-
-
-def _sync(path: Path) -> None:
-    """To disk: a file's bytes, or a directory's entries."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -71,6 +71,7 @@ def load(
     wanted: Callable[[Location, Manifest], Wanted],
     step: int | None = None,
     *,
+    later: bool = False,
     first: str | Location | None = None,
 ) -> tuple[Any, Manifest] | None:
     """`newest`, and fill the pieces that `wanted` names from it; every byte that is used is read once, and verified.
@@ -78,7 +79,8 @@ def load(
     Collective, and `wanted` may be. It is asked about a checkpoint whose manifest is right and whose files are all
     there; what it raises, or a piece that does not fit, ends the load before anything changes. A block with a wrong
     hash is found while pieces are being filled: they are then filled from the checkpoint before it, and where there is
-    none, CheckpointError is raised and they are NaN, so that nothing can go on with a mixture.
+    none, CheckpointError is raised and they are NaN, so that nothing can go on with a mixture. `later`: those after
+    `step` are welcome too.
     """
     begun: list[Piece] = []
 
@@ -94,7 +96,7 @@ def load(
         return fill_these
 
     try:
-        return _first_good(directory, mesh, step, first, prepare)
+        return _first_good(directory, mesh, step, first, prepare, later)
     except BaseException:
         for piece in begun:
             if piece.data.is_floating_point():
@@ -108,11 +110,12 @@ def _first_good(
     step: int | None,
     first: str | Location | None,
     prepare: Callable[[Location, Manifest], Callable[[], None]],
+    later: bool = False,
 ) -> tuple[Any, Manifest] | None:
     """The newest candidate whose files are there and with which what `prepare` returns is done on all ranks.
     `prepare` is collective; a CheckpointError of what it returns is damage, and the next candidate is tried."""
     roots = [parse(root) for root in (directory, first) if root is not None]
-    found = _candidates(roots, mesh, step)
+    found = _candidates(roots, mesh, step, later)
     reasons: list[str] = []
     for place in range(int(broadcast_(_number(len(found), mesh), mesh.world))):
         candidate, root = found[-1 - place] if found else (0, 0)
@@ -139,12 +142,12 @@ def _whole_on_disk(folder: Location) -> Manifest:
 
 
 def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple[T | None, str | None]:
-    """(what `do` returns, None), or (None, the reason) where it raises CheckpointError on any rank; collective. `tell`:
-    whether a rank that is not the first prints its own."""
+    """(what `do` returns, None), or (None, the reason) where it raises CheckpointError or OSError on any rank;
+    collective. `tell`: whether a rank that is not the first prints its own."""
     result, reason = None, None
     try:
         result = do()
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:  # another run may have pruned it meanwhile
         reason = str(error)
     if not int(all_reduce_(_number(reason is not None, mesh), mesh.world)):
         return result, None
@@ -153,7 +156,7 @@ def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple
     return None, reason or f"{folder}: damaged, says another rank"
 
 
-def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None) -> list[tuple[int, int]]:
+def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None, later: bool) -> list[tuple[int, int]]:
     """(step, number of its root), ascending; on rank 0."""
     found: list[tuple[int, int]] = []
     error: Exception | None = None
@@ -163,7 +166,7 @@ def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None) -> list
         except OSError as e:
             error = e
     agree(error, mesh, f"looking for checkpoints in {' and '.join(map(str, roots))}")
-    return [(n, number) for n, number in found if step in (None, n)]
+    return [(n, number) for n, number in found if step is None or n == step or (later and n > step)]
 
 
 def verify(folder: Location, manifest: Manifest, rank: int = 0, ranks: int = 1) -> None:

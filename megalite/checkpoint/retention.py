@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.storage import folder_of, storage_of
@@ -13,6 +15,7 @@ def prune(
     retain_interval: int | None,
     known: set[int],
     *,
+    damaged: Collection[int] = (),
     saved: int | None = None,
     dry: bool = False,
 ) -> list[int]:
@@ -20,12 +23,13 @@ def prune(
 
     What stays: multiples of `retain_interval`, folders with a file KEEP in them, one that is being read, and `saved`:
     after a rollback the step just saved is not the newest by number. What is not complete, or is a stranger, is
-    neither counted nor touched. `known`: steps that need no look; it is added to. `dry`: delete nothing.
+    neither counted nor touched, nor are those of `damaged`, whose content a load has found wrong. `known`: steps
+    that need no look; it is added to. `dry`: delete nothing.
     """
     storage = storage_of(directory)
     complete = []
     for step in storage.steps_in(directory):
-        if step not in known and is_complete(folder_of(directory, step)):
+        if step not in known and step not in damaged and is_complete(folder_of(directory, step)):
             known.add(step)
         if step in known:
             complete.append(step)

@@ -15,22 +15,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import threading
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from megalite.checkpoint import tensor_file, writer
-from megalite.checkpoint.background import HostCopy, wait_for_lists
+from megalite.checkpoint import writer
+from megalite.checkpoint.background import Flight, HostCopy
+from megalite.checkpoint.branch import Branch
 from megalite.checkpoint.location import CheckpointError, Location, parse
+from megalite.checkpoint.news import News
 from megalite.checkpoint.retention import prune
+from megalite.checkpoint.shared import check_shared, together
 from megalite.checkpoint.storage import RunLock, Storage, folder_of, storage_of
 from megalite.checkpoint.upload import Uploader
 from megalite.checkpoint.writer import agree
-from megalite.parallel.comm import all_reduce_, broadcast_
+from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
@@ -46,13 +48,12 @@ class Saver:
         self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
         self.retain_interval = retain_interval
         self.waited_s = 0.0  # by training, for the last save
+        self._before_s = 0.0  # ... of them for the one before it
         self._lock: RunLock | None = None
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._part: Location | None = None
-        self._give_up = threading.Event()  # some rank has failed: its list will never come
+        self._flight: Flight | None = None
         self._host = HostCopy(mesh.device)
-        self._news: list[str] = []
+        self._news = News()
+        self._branch: Branch | None = None
         self._sound: set[int] = set()
         self._uploader: Uploader | None = None
         self.upload_to: Location | None = None
@@ -79,13 +80,13 @@ class Saver:
         saver = cls(folder, mesh, keep_last, retain_interval, background)
         saver.upload_to = None if upload_to is None else parse(upload_to)
         try:
-            _together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
+            together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
             total = int(all_reduce_(torch.tensor(nbytes, dtype=torch.int64, device=mesh.device), mesh.world))
             if mesh.world.is_first:
                 saver._begin(total)
             else:
                 agree(None, mesh, f"preparing {folder}")
-            _check_shared(folder, mesh)
+            check_shared(folder, mesh)
         except CheckpointError:
             saver.close(wait=False)
             raise
@@ -96,14 +97,30 @@ class Saver:
 
         def prepare() -> None:
             self._lock = self.storage.lock(self.directory)
+            if self.upload_to is not None:
+                self._uploader = Uploader(self.directory, self.upload_to, self.keep_last, self.retain_interval)
             left = self.storage.sweep(self.directory)
             if left:
                 self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
             self.storage.check_space(self.directory, total)
-            if self.upload_to is not None:
-                self._uploader = Uploader(self.directory, self.upload_to, self.keep_last, self.retain_interval)
 
-        _together(self.mesh, prepare, f"preparing {self.directory}")
+        together(self.mesh, prepare, f"preparing {self.directory}")
+
+    def begins_at(self, step: int, damaged: bool = False) -> str | None:
+        """The step that the run begins at, once that is known: what is of later steps makes way for its first save
+        (branch.py), unless it is `damaged`. A note for people, on rank 0. Raises CheckpointError on all ranks."""
+
+        def look() -> str | None:
+            if self.mesh.world.is_first:
+                self._branch = Branch(self.directory, self.upload_to, step, damaged)
+                if self._uploader is not None:
+                    self._uploader.damaged = self._branch.damaged
+                    self._uploader.paused = self._branch.pending
+                    self._uploader.offer()  # what a run before may have left
+                return self._branch.note
+            return None
+
+        return together(self.mesh, look, f"looking for checkpoints in {self.directory}")
 
     # ---- saving
 
@@ -113,31 +130,41 @@ class Saver:
         What is saved is the state at the call, if `before_update` is called before anything changes it. `state` is
         plain JSON of rank 0. Raises CheckpointError on all ranks, also for the save before this one.
         """
+        asked = time.perf_counter()
         self.wait()
         begin = time.perf_counter()
+        self._before_s = begin - asked
         final = folder_of(self.directory, step)
         if not self.background or last:
-            writer.save(self.directory, step, pieces, state, self.mesh, self._confirm)
+            around = lambda: self._replaced_by(step)  # noqa: E731
+            writer.save(self.directory, step, pieces, state, self.mesh, self._confirm, around)
             if self.mesh.world.is_first:
                 self._prune(step)
-            self.waited_s = time.perf_counter() - begin
-            self._news.append(f"saved {final.name} in {self.waited_s:.2f} s")
+            self.waited_s = time.perf_counter() - asked
+            self._news.append(f"saved {final.name} in {time.perf_counter() - begin:.2f} s{self._of_them()}")
             return final
-        self._part = part = self.storage.part_of(final)
+        part = self.storage.part_of(final)
         writer.begin_part(part, self.mesh, self._confirm)
         frozen = json.dumps(state) if self.mesh.world.is_first else ""  # the run changes its own from here on
-        self._give_up.clear()
+
+        def commit() -> None:
+            with self._replaced_by(step):
+                writer.commit(part, final, json.loads(frozen), step, self.mesh.world.size)
+            times = f"{time.perf_counter() - begin:.2f} s after it was scheduled"
+            waited = f"training waited {self.waited_s:.3f} s{self._of_them()}"
+            self._news.append(f"committed {final.name}, {times}; {waited}")
+            self._prune(step)
+
         self._host.begin()
-        work = (part, final, list(pieces), frozen, step, begin)
-        self._thread = threading.Thread(target=self._run, args=work, name="megalite-save", daemon=True)
+        self._flight = Flight(part, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell)
         self._news.append(f"scheduled {final.name}")
-        self.waited_s = time.perf_counter() - begin
-        self._thread.start()
+        self.waited_s = time.perf_counter() - asked
+        self._flight.start()
         return final
 
     def before_update(self) -> None:
         """Not collective: call it before anything changes what was saved. Waits while it is being copied."""
-        if self._thread is not None:
+        if self._flight is not None:
             begin = time.perf_counter()
             self._host.wait_before_change()
             self.waited_s += time.perf_counter() - begin
@@ -146,64 +173,68 @@ class Saver:
         if self._lock is not None:
             self._lock.confirm()
 
-    def _run(
-        self, part: Location, final: Location, pieces: Sequence[Piece], state: str, step: int, begin: float
-    ) -> None:
-        """The thread of one save."""
-        rank, world = self.mesh.world.rank, self.mesh.world.size
-        try:
-            header, rows, ordered = tensor_file.plan(pieces)
-            writer.write_rank(part, rank, header, rows, self._host.fill([piece.data for piece in ordered]))
-            if self.mesh.world.is_first:
-                wait_for_lists(part, world, self._give_up, confirm=self._confirm)
-                self._confirm()
-                writer.commit(part, final, json.loads(state), step, world)
-                times = f"{time.perf_counter() - begin:.2f} s after it was scheduled"
-                self._news.append(f"committed {final.name}, {times}; training waited {self.waited_s:.3f} s")
-                self._prune(step)
-        except Exception as error:  # raised by `wait`, on all ranks
-            self._error = error
-            with contextlib.suppress(OSError):  # a full disk may not even take this; `wait` ends rank 0's waiting too
-                self.storage.put(part / f"rank-{rank:05d}.failed", f"rank {rank}: {error}")
-        finally:
-            self._host.release()  # whatever came before the copy
+    def _tell(self, line: str) -> None:
+        """From any rank: the news are of rank 0."""
+        self._news.append(line) if self.mesh.world.is_first else print(line, file=sys.stderr, flush=True)
+
+    def _of_them(self) -> str:
+        return f", of them {self._before_s:.3f} s for the save before" if self._before_s >= 0.0005 else ""
+
+    @contextlib.contextmanager
+    def _replaced_by(self, step: int) -> Iterator[None]:
+        """Around rank 0's commit."""
+        if self._branch is None:
+            yield
+            return
+        with self._branch.replaced_by(step, self._news):
+            yield
+        if self._uploader is not None:
+            self._uploader.paused = False
 
     @property
     def failed(self) -> bool:
         """Not collective: this rank's save in the background failed; `wait` on all ranks raises."""
-        return self._error is not None
+        return self._flight is not None and self._flight.error is not None
 
     def wait(self) -> None:
         """Until no save is in flight. Raises CheckpointError on all ranks where it failed on one."""
-        if self._thread is None:
+        flight = self._flight
+        if flight is None:
             return
+        if not self.mesh.world.is_first:
+            flight.join()  # now, so that it is known whether it failed; rank 0 waits for it anyway, and it for nobody
         failed = torch.tensor(self.failed, dtype=torch.int32, device=self.mesh.device)
         if int(all_reduce_(failed, self.mesh.world)):
-            self._give_up.set()
-        self._thread.join()
-        error, self._error, self._thread = self._error, None, None
+            flight.give_up.set()
+        flight.join()
+        self._flight = None
         try:
-            agree(error, self.mesh, f"saving to {self._part} in the background")
+            agree(flight.error, self.mesh, f"saving to {flight.part} in the background")
         except CheckpointError:
-            if self.mesh.world.is_first and self._part is not None:
-                writer.abandon(self._part)
+            if self.mesh.world.is_first:
+                writer.abandon(flight.part)
             raise
 
     def news(self) -> list[str]:
         """Not collective: what happened since the last call."""
-        lines, self._news = self._news, []
-        return lines + (self._uploader.news() if self._uploader is not None else [])
+        return self._news.take() + (self._uploader.news() if self._uploader is not None else [])
 
-    def close(self, wait: bool = True) -> None:
-        """Not collective: finish what is in flight (unless the other ranks may be dead) and drop the lock. `news` then
-        says what could not be uploaded."""
-        if self._thread is not None and wait:
-            self._thread.join()
+    def close(self, wait: bool = True) -> str | None:
+        """Not collective: finish what is in flight (unless the other ranks may be dead) and drop the lock. Returns why
+        the last save is lost, where it failed and nobody waited for it; `news` says that too, and what could not be
+        uploaded."""
+        lost, flight = None, self._flight
+        if flight is not None and wait:
+            flight.join()
+        if flight is not None and flight.error is not None:
+            lost = f"the last save, to {flight.part}, failed: {flight.error}"
+            self._news.append(lost)
         if self._uploader is not None:
             self._uploader.close(wait)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        return lost
 
     def folder_of(self, step: int) -> Location:
         """Where the checkpoint of a step is made."""
@@ -219,43 +250,7 @@ class Saver:
             self._uploader.offer()
         elif self.keep_last is not None:
             try:
-                prune(self.directory, self.keep_last, self.retain_interval, self._sound, saved=step)
+                damaged = self._branch.damaged if self._branch is not None else ()
+                prune(self.directory, self.keep_last, self.retain_interval, self._sound, saved=step, damaged=damaged)
             except OSError as error:
                 self._news.append(f"could not delete an old checkpoint: {error}")
-
-
-def _together(mesh: Mesh, do: Callable[[], Any], doing: str) -> Any:
-    """`do()` on this rank; raises on all ranks when it raises on one."""
-    error, result = None, None
-    try:
-        result = do()
-    except Exception as e:
-        error = e
-    agree(error, mesh, doing)
-    return result
-
-
-def _check_shared(directory: Location, mesh: Mesh, patience_s: float = 10.0) -> None:
-    """All ranks must see the file that rank 0 writes. Network file systems may show it late."""
-    if mesh.world.size == 1:
-        return
-    number = torch.tensor(int.from_bytes(os.urandom(7), "little"), dtype=torch.int64, device=mesh.device)
-    storage = storage_of(directory)
-    token = directory / f".probe-{int(broadcast_(number, mesh.world)):x}"
-    if mesh.world.is_first:
-        _together(mesh, lambda: storage.put(token, ""), f"writing to {directory}")
-    else:
-        agree(None, mesh, f"writing to {directory}")
-
-    def look() -> None:
-        deadline = time.monotonic() + patience_s
-        while token.name not in storage.entries(directory):
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"save={str(directory)!r} is not the directory that rank 0 sees: share it")
-            time.sleep(0.1)
-
-    try:
-        _together(mesh, look, f"looking for rank 0's file in {directory}")
-    finally:
-        if mesh.world.is_first:
-            storage.delete(token)

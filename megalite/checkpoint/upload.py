@@ -11,19 +11,22 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint import aside, retention
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import retention
 from megalite.checkpoint.hashing import BLOCK, BlockHash, Stamp
 from megalite.checkpoint.location import TRACKER, CheckpointError, Location
+from megalite.checkpoint.news import News
 from megalite.checkpoint.storage import folder_of, storage_of
 
 _FILES = 4  # sent at once
 
 
 class Uploader:
-    """`offer` after every save; nothing here is collective. Raises CheckpointError where `target` cannot be written."""
+    """`offer` after every save; for who has locked `source`; nothing here is collective. Raises CheckpointError where
+    `target` cannot be written."""
 
     def __init__(self, source: Location, target: Location, keep_last: int | None, retain_interval: int | None):
         self._source, self._target = source, target
@@ -31,23 +34,23 @@ class Uploader:
         self._here, self._there = storage_of(source), storage_of(target)
         self._there.probe(target, 0)
         self._lock = self._there.lock(target)
+        if isinstance(target, Path) and isinstance(source, Path):
+            aside.settle(source, target)  # before a sweep of either, which does not know of the other
         self._there.sweep(target)
         self._sound: set[int] = set()
-        self._news: list[str] = []
-        self._guard, self._wake, self._end = threading.Lock(), threading.Event(), threading.Event()
-        self._wake.set()  # a run before may have left some
+        self.damaged: set[int] = set()  # of `target`: they do not count
+        self.paused = False  # nothing is sent, and so nothing pruned, where a rollback may still need it
+        self._news, self._wake, self._end = News(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="megalite-upload", daemon=True)
         self._thread.start()
 
     def offer(self) -> None:
-        """There is a new one."""
+        """There may be a new one; at the start of a run: of the run before."""
         self._wake.set()
 
     def news(self) -> list[str]:
         """What happened since the last call."""
-        with self._guard:
-            lines, self._news = self._news, []
-        return lines
+        return self._news.take()
 
     def close(self, wait: bool = True) -> None:
         """Send what is left, each once more, unless `wait` is False; `news` says what could not be sent."""
@@ -57,20 +60,18 @@ class Uploader:
             self._thread.join()
         self._lock.close()  # what is still sending finds that out before it commits
 
-    def _say(self, line: str) -> None:
-        with self._guard:
-            self._news.append(line)
-
     def _run(self) -> None:
         while True:
             self._wake.wait()
             self._wake.clear()
             ending = self._end.is_set()  # before the round: what is offered later than this wakes another one
             try:
-                self._round()
+                if not self.paused:
+                    self._round()
             except Exception as error:  # of a disk or a network: training goes on
                 waiting = "; they stay there, and the next run sends them" if ending else ", after the next save again"
-                self._say(f"upload to {self._target} failed ({error}): checkpoints wait in {self._source}{waiting}")
+                line = f"upload to {self._target} failed ({error}): checkpoints wait in {self._source}{waiting}"
+                self._news.append(line)
             if ending:
                 return
 
@@ -82,16 +83,20 @@ class Uploader:
                 continue
             if not self._wanted(step):
                 self._here.remove(folder)
-                self._say(f"did not upload {folder.name}: newer ones are kept")
+                self._news.append(f"did not upload {folder.name}: newer ones are kept")
                 continue
             if not self._same(folder, copy):
                 begin = time.perf_counter()
                 size = self._send(step, folder, copy)
                 took = time.perf_counter() - begin
-                self._say(f"uploaded {copy} in {took:.2f} s, {size / 2**20 / took:.0f} MiB/s")
+                self._news.append(f"uploaded {copy} in {took:.2f} s, {size / 2**20 / took:.0f} MiB/s")
                 self._sound.add(step)
                 if self._keep_last is not None:
-                    retention.prune(self._target, self._keep_last, self._retain_interval, self._sound, saved=step)
+                    retention.prune(
+                        *(self._target, self._keep_last, self._retain_interval, self._sound),
+                        saved=step,
+                        damaged=self.damaged,
+                    )
             newest = step == self._here.steps_in(self._source)[-1]
             if not newest and "KEEP" not in self._here.entries(folder) and not self._here.in_use(folder):
                 self._here.remove(folder)

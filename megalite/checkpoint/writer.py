@@ -51,10 +51,12 @@ def save(
     state: dict[str, Any],
     mesh: Mesh,
     confirm: Callable[[], None] = lambda: None,
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Any:
     """Write the pieces that this rank owns; collective. Returns the folder of the checkpoint, a Path or a Url.
 
     `confirm`: called on rank 0 before anything is changed and before it is committed; what it raises ends the save.
+    `around`: on rank 0, what must be so only if there is a commit.
     """
     final = folder_of(directory, step)
     part = storage_of(final).part_of(final)
@@ -74,7 +76,8 @@ def save(
     if mesh.world.is_first:
         try:
             confirm()
-            commit(part, final, state, step, mesh.world.size)
+            with around():
+                commit(part, final, state, step, mesh.world.size)
         except Exception as e:
             abandon(part)
             error = e

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import manifest as manifests
@@ -14,6 +14,7 @@ from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config, ConfigError, ModelConfig, build, check, parse_toml
+from megalite.data.indexed import DataError
 from megalite.data.tokenizer import Tokenizer
 from megalite.optim.loss_scale import LossScaler
 from megalite.parallel.spec import Piece
@@ -36,11 +37,13 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "v
 
 @dataclass(frozen=True)
 class Start:
-    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: step and data do too."""
+    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: step and data do too;
+    `later`: `step` is the earliest."""
 
     step: int | None = None
     weights_only: bool = False
     afresh: bool = False
+    later: bool = False
 
 
 def pieces_to_save(run: Run, optimizer: bool = True) -> list[Piece]:
@@ -110,7 +113,7 @@ def resume(
         problems += reader.unused(manifest, pieces, run.mesh, {"model"} if weights_only else None)
         return reader.Wanted(pieces, not weights_only, problems)
 
-    found = reader.load(directory, run.mesh, wanted, start.step, first=first)
+    found = reader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if found is None:
         return None
     folder, manifest = found
@@ -126,7 +129,13 @@ def resume(
         run.optimizer.updates = updates
         run.loss_scaler = scaler
     ledger = manifest.state.get("data")
-    notes += run.ledger.go_on(ledger) if run.ledger is not None and ledger is not None else []
+    if run.ledger is not None and ledger is not None:
+        try:
+            notes += run.ledger.go_on(ledger)
+        except DataError:
+            raise
+        except (ArithmeticError, TypeError, ValueError, LookupError) as error:
+            raise CheckpointError(f"{folder}: its ledger of data is damaged ({error!r}); use another one") from None
     return folder, notes
 
 
@@ -134,6 +143,7 @@ def _numbers(run: Run, folder: Location, manifest: Manifest) -> tuple[dict[str, 
     """(progress, updates, loss scaler) to go on with. Raises CheckpointError, before anything changes."""
     scaler = replace(run.loss_scaler)
     try:
+        _check_scaler(manifest.state["loss_scaler"])
         progress = {name: int(manifest.state["progress"][name]) for name in run.state.to_json()}
         scaler.from_json(manifest.state["loss_scaler"])
         return progress, int(manifest.state["updates"]), scaler
@@ -141,34 +151,15 @@ def _numbers(run: Run, folder: Location, manifest: Manifest) -> tuple[dict[str, 
         raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
 
 
-def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
-    """What --load, --finetune, --pretrained-checkpoint and their like ask for: (the checkpoint, notes); collective."""
-    c = config.checkpoint
-    if c.load is not None:
-        local = c.save_local if c.load == c.save else None  # it may hold newer ones that are not uploaded yet
-        found = resume(run, c.load, config, Start(c.ckpt_step, c.no_load_optim, c.finetune), local)
-        if found is not None:
-            return found
-        if c.exit_on_missing_checkpoint:
-            raise SetupError(f"load={c.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away")
-    if c.pretrained_checkpoint is not None:
-        found = resume(run, c.pretrained_checkpoint, config, Start(afresh=True))
-        if found is None:
-            raise SetupError(
-                f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
-            )
-        return found
-    return None, [] if c.load is None else [f"load={c.load!r} holds no checkpoint: the run starts from scratch"]
-
-
-def already_saved(run: Run, saver: Saver | None, loaded: Location | None) -> int | None:
-    """The step of the checkpoint that the run has come from, if it is one of the directory that it saves to: a run
-    that was at its end already writes nothing."""
-    if saver is None or loaded is None:
-        return None
-    final = saver.folder_of(run.state.step)
-    same = loaded.resolve() == final.resolve() if isinstance(loaded, Path) and isinstance(final, Path) else None
-    return run.state.step if same or loaded in (final, saver.kept_at(run.state.step)) else None
+def _check_scaler(saved: dict[str, Any]) -> None:
+    """A scale that is NaN would skip every step there is. Raises KeyError, TypeError, ValueError."""
+    if type(saved["dynamic"]) is not bool:
+        raise TypeError(f"loss_scaler: dynamic is {str(saved['dynamic'])[:40]!r}")
+    scale, counts = saved["scale"], (saved["clean_steps"], saved["patience"] or 0)
+    if type(scale) not in (int, float) or not 0 < scale < math.inf:
+        raise ValueError(f"loss_scaler: scale is {str(scale)[:40]!r}, not a number above 0")
+    if any(type(n) is not int or n < 0 for n in counts):
+        raise ValueError(f"loss_scaler: {str(counts)[:80]} are not numbers from 0")
 
 
 def saved_config(manifest: Manifest, folder: Location) -> Config:

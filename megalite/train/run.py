@@ -24,7 +24,7 @@ from megalite.parallel import shared_memory
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
 from megalite.train import hugging_face
 from megalite.train.allocator import keep_freed_memory
-from megalite.train.checkpoints import already_saved, open_saver, start_run
+from megalite.train.checkpoints import open_saver
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.export import check_export, export
 from megalite.train.hardware import Peak, find_peak
@@ -41,6 +41,7 @@ from megalite.train.setup import (
     run_length,
     state_bytes,
 )
+from megalite.train.start import already_saved, begin_branch, start_run
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError
 from megalite.train.warm_up import warm_up
@@ -158,6 +159,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
         loaded, notes = hugging_face.start(run, config) or start_run(run, config)
+        saved = already_saved(run, saver, loaded)
+        notes += begin_branch(run, config, saver, saved)
         if ranks.rank == 0:
             report = _reporter(config, run, sources, folder, ranks)
             if loaded is not None:
@@ -169,7 +172,6 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
             took = warm_up(run, config)
             if report is not None:
                 report.say(f"compiled in {took:.1f} s")
-        saved = already_saved(run, saver, loaded)
         outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop, saver, saved)
         if outcome is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
             report.say(line)
@@ -196,8 +198,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         )
     finally:
         run.close()
-        if saver is not None:
-            saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))
+        if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))):
+            reason += f"; {lost}"
         if report is not None:
             for line in saver.news() if saver is not None else []:
                 report.say(line)

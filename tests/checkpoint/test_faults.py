@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from hashlib import sha256
 from itertools import pairwise
@@ -27,7 +28,7 @@ from train_cases import SMALL
 from megalite import cli
 from megalite.checkpoint import hashing, reader, storage, tensor_file, writer
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.local import LocalFile
+from megalite.checkpoint.local import LocalFile, LocalStorage
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.saver import Saver
 from megalite.config import to_toml
@@ -212,6 +213,60 @@ def _one_rank_finds_it(directory: str) -> tuple[float, list[float]]:
 
 def test_damage_that_one_rank_reads_sends_all_to_the_one_before(tmp_path: Path) -> None:
     assert run_ranks(2, _one_rank_finds_it, str(tmp_path)) == [(1.0, [10.0]), (1.0, [11.0])]
+
+
+def _one_rank_cannot_open_it(directory: str) -> tuple[float, list[float]]:
+    """Between the look at its files and the reading the newest was deleted, as one rank sees it."""
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    for step in (1, 2):
+        state = pieces(float(step)) if mesh.world.is_first else []
+        writer.save(directory, step, state, {"step": step}, mesh)
+    if mesh.world.rank == 1:
+        real = LocalStorage.reading
+
+        def reading(self: LocalStorage, folder: Path) -> Any:
+            if folder.name == "iter_0000002":
+                (folder / "COMPLETE.gone").read_text()
+            return real(self, folder)
+
+        LocalStorage.reading = reading  # type: ignore[method-assign, assignment]
+    targets = pieces(9.0)
+    found = reader.load(directory, mesh, lambda *_: reader.Wanted(targets, exact=True))
+    assert found is not None
+    return float(found[1].state["step"]), targets[0].data.unique().tolist()
+
+
+def test_one_that_is_pruned_while_it_is_loaded_sends_all_ranks_to_the_one_before(tmp_path: Path) -> None:
+    assert run_ranks(2, _one_rank_cannot_open_it, str(tmp_path)) == [(1.0, [1.0])] * 2
+
+
+def test_pruned_while_it_is_loaded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        writer.save(tmp_path, step, pieces(float(step)), {"step": step}, ALONE)
+    real = LocalStorage.reading
+
+    def reading(self: LocalStorage, folder: Path) -> Any:
+        shutil.rmtree(tmp_path / "iter_0000002", ignore_errors=True)
+        return real(self, folder)
+
+    monkeypatch.setattr(LocalStorage, "reading", reading)
+    targets = pieces(9.0)
+    found = reader.load(tmp_path, ALONE, lambda *_: reader.Wanted(targets, exact=True))
+    assert found is not None and found[1].state == {"step": 1} and (targets[0].data == 1.0).all()
+
+
+def test_no_memory_for_a_block_is_an_error_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer.save(tmp_path, 1, pieces(1.0), {}, ALONE)
+    real = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if threading.current_thread().name.startswith("megalite-read"):
+            raise RuntimeError("can't allocate memory")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(CheckpointError, match="can't allocate memory"):
+        reader.load(tmp_path, ALONE, lambda *_: reader.Wanted(pieces(9.0)))
 
 
 def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

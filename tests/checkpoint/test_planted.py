@@ -30,8 +30,8 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks, start_local
 from megalite.parallel.mesh import Mesh
 from megalite.train import generate, hugging_face
-from megalite.train.checkpoints import start_run
 from megalite.train.setup import SetupError, build_run
+from megalite.train.start import start_run
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = FOLDER / megalite.__version__ / "fp64" / "iter_0000002"

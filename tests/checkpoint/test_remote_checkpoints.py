@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite.checkpoint import edit, location, reader, remote, retention, saver, storage, tensor_file, writer
+from megalite.checkpoint import edit, location, reader, remote, retention, shared, storage, tensor_file, writer
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint.location import CheckpointError, Url, parse
 from megalite.checkpoint.saver import Saver
@@ -396,7 +396,7 @@ def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _own_memory(base: str) -> str:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    saver._check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
+    shared.check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError) as error:
         Saver.open(base, mesh, 0)
     return str(error.value)

@@ -21,11 +21,12 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from megalite.checkpoint import background as beside
-from megalite.checkpoint import local, reader, retention, saver, storage, tensor_file, writer
+from megalite.checkpoint import local, reader, retention, shared, storage, tensor_file, writer
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint.clock import SaveClock
 from megalite.checkpoint.hashing import BlockHash
 from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.news import News
 from megalite.checkpoint.pieces import intersect
 from megalite.checkpoint.saver import Saver
 from megalite.parallel.mesh import Mesh, build_mesh
@@ -231,7 +232,7 @@ time.sleep(60)
 
 def _two_directories(base: str) -> str:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    saver._check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
+    shared.check_shared.__defaults__ = (0.2,)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError) as error:
         Saver.open(Path(base) / f"of rank {mesh.world.rank}", mesh, 0)
     return str(error.value)
@@ -428,14 +429,13 @@ def test_only_the_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.
     one.close()
 
 
-@pytest.mark.parametrize("broken", ["_parts", "plan"])
-def test_a_copy_that_fails_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_a_copy_that_fails_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise MemoryError("no room")
 
     one = Saver.open(tmp_path, ALONE, 0, background=True)
     with monkeypatch.context() as patch:
-        patch.setattr(beside.HostCopy if broken == "_parts" else tensor_file, broken, fail)
+        patch.setattr(tensor_file, "plan", fail)
         one.save(1, [whole(torch.ones(4))], {})
         one.before_update()
         with pytest.raises(CheckpointError, match="no room"):
@@ -467,6 +467,131 @@ def test_one_save_is_in_flight_and_closing_ends_it(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "iter_0000001" / "COMPLETE").is_file()
     one.close()
     assert (tmp_path / "iter_0000002" / "COMPLETE").is_file() and most[0] == 1
+
+
+def no_memory(*args: object, **kwargs: object) -> list[torch.Tensor]:
+    raise RuntimeError("CUDA error: out of memory\nand much that explains nothing")
+
+
+def test_without_memory_for_a_copy_the_update_waits_for_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside.HostCopy, "_parts", no_memory)
+    gate, real = threading.Event(), writer.write_rank
+    monkeypatch.setattr(writer, "write_rank", lambda *a: (gate.wait(10), real(*a)))
+    one, piece = Saver.open(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
+    one.save(1, [piece], {})
+    threading.Timer(0.2, gate.set).start()
+    one.before_update()
+    assert gate.is_set() and one.waited_s > 0.1
+    piece.data.zero_()
+    one.wait()
+    assert load(tmp_path / "iter_0000001", piece).tolist() == [1.0] * 4
+    line = "rank 0 has no memory for a copy of what it saves (CUDA error: out of memory): the state itself is written"
+    assert any(told.startswith(line) for told in one.news())
+    one.close()
+
+
+def _no_memory_on_rank_1(directory: str) -> list[str]:
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    if mesh.world.rank == 1:
+        beside.HostCopy._parts = no_memory  # type: ignore[method-assign]
+    one = Saver.open(directory, mesh, 0, background=True)
+    for step in (1, 2):
+        mine = shard(mesh, float(step + mesh.world.rank))
+        one.save(step, [mine], {})
+        one.before_update()
+        mine.data.zero_()
+    one.wait()
+    one.close()
+    return one.news()
+
+
+def test_one_rank_without_memory_for_a_copy(tmp_path: Path) -> None:
+    run_ranks(2, _no_memory_on_rank_1, str(tmp_path))
+    like = Piece("model/w", (2, 8), Box((0, 0), (2, 8)), range(16), torch.zeros(16))
+    assert load(tmp_path / "iter_0000002", like).tolist() == [[2.0] * 8, [3.0] * 8]
+
+
+def test_without_another_thread_a_save_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one = Saver.open(tmp_path, ALONE, 0, background=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        one.save(1, [whole(torch.ones(4))], {})
+    assert storage.steps_in(tmp_path) == [1]
+    one.wait()
+    one.close()
+
+
+def test_the_time_waited_for_the_save_before_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = writer.write_rank
+    monkeypatch.setattr(writer, "write_rank", lambda *a: (time.sleep(0.1), real(*a)))
+    one = Saver.open(tmp_path, ALONE, 0, background=True)
+    for step in (1, 2):
+        one.save(step, [whole(torch.ones(4))], {})
+    assert one.waited_s > 0.07
+    one.save(3, [whole(torch.ones(4))], {}, last=True)
+    assert one.waited_s > 0.17
+    first, second, third = [line for line in one.news() if not line.startswith("scheduled")]
+    assert "for the save before" not in first
+    stall, before = (float(part.split(" s")[0]) for part in second.split("waited ")[1].split("of them "))
+    assert second.endswith(" s for the save before") and 0.07 < before <= stall
+    assert third.startswith("saved iter_0000003 in ") and float(third.split("of them ")[1].split()[0]) > 0.07
+    one.close()
+
+
+def test_a_save_that_failed_and_nobody_waited_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Saver.open(tmp_path, ALONE, 0, background=True)
+    one.save(1, [whole(torch.ones(2))], {})
+    assert one.close() is None
+    one = Saver.open(tmp_path, ALONE, 0, background=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_rank", no_memory)
+        one.save(2, [whole(torch.ones(2))], {})
+        lost = one.close()
+    assert lost is not None and "iter_0000002" in lost and "out of memory" in lost and lost in one.news()
+
+
+def _silent_failure(directory: str) -> tuple[float, str]:
+    """Rank 1's disk takes nothing, and the failure comes after the ranks have asked each other."""
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    one = Saver.open(directory, mesh, 0, background=True)
+    if mesh.world.rank == 1:
+
+        def full(*args: object) -> None:
+            time.sleep(1.0)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def never(*args: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        writer.write_rank = full  # type: ignore[assignment]
+        local.LocalStorage.put = never  # type: ignore[method-assign, assignment]
+    one.save(1, [shard(mesh, 1.0)], {})
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError) as error:
+        one.wait()
+    one.close()
+    return time.monotonic() - begin, str(error.value)
+
+
+def test_a_failure_that_no_file_can_tell_holds_rank_0_up_no_longer_than_rank_1(tmp_path: Path) -> None:
+    (first, _), (_, text) = run_ranks(2, _silent_failure, str(tmp_path))
+    assert first < 20 and "No space left on device" in text
+
+
+def test_no_line_of_the_news_is_lost() -> None:
+    news, got = News(), []
+    threads = [threading.Thread(target=lambda n=n: [news.append(f"{n} {i}") for i in range(2000)]) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        got += news.take()
+    got += news.take()
+    assert len(got) == len(set(got)) == 6000
 
 
 def _slow_rank(directory: str) -> list[str]:

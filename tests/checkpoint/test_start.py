@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,20 +17,23 @@ from ranks import run_ranks
 from train_cases import SMALL
 
 from megalite import cli
-from megalite.checkpoint import edit
+from megalite.checkpoint import edit, writer
 from megalite.checkpoint.background import HostCopy
 from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
 from megalite.config import Config, ConfigError, to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
-from megalite.train.checkpoints import open_saver, save, start_run, with_checkpoint_args
+from megalite.train import loop
+from megalite.train.checkpoints import open_saver, save, with_checkpoint_args
 from megalite.train.generate import load_model
 from megalite.train.loop import Plan, StopSignal, train
+from megalite.train.run import pretrain
 from megalite.train.run_dir import Exit
 from megalite.train.setup import SetupError, build_run
+from megalite.train.start import start_run
 from megalite.train.state import Run
-from megalite.train.step import train_step
+from megalite.train.step import NonFiniteError, train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = Mesh.alone()
@@ -247,7 +252,6 @@ def test_flags_without_effect_are_refused() -> None:
         "keep_last=2 has no effect; add --save": ["--keep-last", "2"],
         "no_load_optim has no effect with --finetune": ["--load", "x", "--finetune", "--no-load-optim"],
         "use_checkpoint_args needs --load": ["--use-checkpoint-args"],
-        "save needs --save-interval or --save-interval-mins": ["--save", "x"],
         "save_retain_interval=0 is too small": ["--save", "x", "--save-interval", "1", "--save-retain-interval", "0"],
     }
     for text, flags in cases.items():
@@ -282,6 +286,12 @@ def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
+def test_without_an_interval_a_run_saves_where_it_ends_or_stops(tmp_path: Path) -> None:
+    for steps, code in ((["--exit-interval", "4"], Exit.REQUEUE), ([], Exit.DONE)):
+        assert pretrain(parse("--save", str(tmp_path), "--load", str(tmp_path), *steps), Ranks()) == code
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+
+
 def _broken_writer(directory: str, broken: int) -> tuple[str, int, bool]:
     """A run of two ranks, on one of which the writer in the background fails at step 2."""
     from megalite.checkpoint import writer
@@ -313,6 +323,41 @@ def test_a_background_error_ends_the_run_at_the_same_step_on_all_ranks(tmp_path:
     assert step0 == step1 <= 4  # raised at the next step; at the latest by the next save
     assert "No space left on device" in results[broken][0]
     assert not list(tmp_path.glob("*iter_*"))
+
+
+@pytest.mark.parametrize("kind", [NonFiniteError, KeyboardInterrupt])
+def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    """Nobody asks for it any more: neither a step nor another save comes after it."""
+    failed, real = threading.Event(), loop.train_step
+
+    def write(*args: object) -> None:
+        failed.set()
+        raise OSError(28, "No space left on device")
+
+    def step(run: Run, want_stop: bool) -> object:
+        if run.state.step == 2:
+            assert failed.wait(10)
+            raise kind("the end")
+        return real(run, want_stop)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("megalite.train.run.keep_freed_memory", lambda: None)  # for the whole process
+    monkeypatch.setattr(writer, "write_rank", write)
+    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(os, "_exit", leave)
+    try:
+        code = int(pretrain(parse("--save", str(tmp_path), "--save-interval", "2", "--async-save"), Ranks()))
+    except SystemExit as end:
+        code = int(end.code)  # type: ignore[arg-type]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (code, status["outcome"]) == ((17, "bad-result") if kind is NonFiniteError else (130, "interrupted"))
+    lost = f"the last save, to {tmp_path}/.iter_0000002.part, failed: [Errno 28] No space left on device"
+    assert status["reason"].endswith(f"; {lost}") and status["checkpoint"] == str(tmp_path)
+    assert lost in (tmp_path / "log.txt").read_text()
 
 
 def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Path) -> None:

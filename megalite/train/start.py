@@ -1,0 +1,109 @@
+"""Where a run begins: with which checkpoint, and what becomes of those that it does not go on from."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint import storage
+from megalite.checkpoint.location import CheckpointError, Location, parse
+from megalite.checkpoint.saver import Saver
+from megalite.checkpoint.shared import together
+from megalite.config import CheckpointConfig, Config, LogConfig, ParallelConfig, to_toml
+from megalite.parallel.comm import broadcast_
+from megalite.parallel.mesh import Mesh
+from megalite.train.checkpoints import Start, resume, saved_config
+from megalite.train.setup import SetupError
+from megalite.train.state import Run
+
+
+def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
+    """What --load, --finetune, --pretrained-checkpoint and their like ask for: (the checkpoint, notes); collective."""
+    c = config.checkpoint
+    if c.load is not None:
+        here = c.save is not None and _same(c.load, c.save)
+        local = c.save_local if here else None  # it may hold newer ones that are not uploaded yet
+        start = Start(c.ckpt_step, c.no_load_optim, c.finetune)
+        again = here and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, local)
+        if again:
+            bare = c.no_save_optim and (c.no_load_optim or c.finetune)  # there is no more to load
+            start = Start(1 if c.finetune else c.ckpt_step, bare, later=True)
+        found = resume(run, c.load, config, start, local)
+        if found is not None:
+            notes = [f"this same training has saved that: it goes on, {AGAIN}"] if again else []
+            return found[0], [*notes, *found[1]]
+        if c.exit_on_missing_checkpoint:
+            raise SetupError(f"load={c.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away")
+    if c.pretrained_checkpoint is not None:
+        found = resume(run, c.pretrained_checkpoint, config, Start(afresh=True))
+        if found is None:
+            raise SetupError(
+                f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
+            )
+        return found
+    return None, [] if c.load is None else [f"load={c.load!r} holds no checkpoint: the run starts from scratch"]
+
+
+AGAIN = "and does not begin again; for that, change an option of the training, or rename what it has saved"
+
+
+def started_again(mesh: Mesh, config: Config, local: str | None) -> bool:
+    """Whether the run that --ckpt-step or --finetune begins in --load has saved there already: its newest checkpoint
+    was written by a run that begins and trains alike. Collective; rank 0 looks. Beginning again would make the same
+    steps once more, and a scheduler that restarts a command would never get beyond them."""
+    c = config.checkpoint
+    assert c.load is not None
+    roots = [root for root in (c.load, local) if root is not None]
+    begin = 0 if c.finetune or c.ckpt_step is None else c.ckpt_step
+
+    def look() -> bool:
+        found = [(step, root) for root in roots for step in storage.steps_in(root) if step > begin]
+        for step, root in sorted(found, reverse=True) if mesh.world.is_first else []:
+            folder = storage.folder_of(root, step)
+            with contextlib.suppress(CheckpointError):  # damaged: the load will say so
+                return _training(saved_config(manifests.load(folder), folder)) == _training(config)
+        return False
+
+    mine = torch.tensor(int(together(mesh, look, f"looking for checkpoints in {c.load}")), device=mesh.device)
+    return bool(int(broadcast_(mine, mesh.world)))
+
+
+def _training(config: Config) -> str:
+    """What decides which weights a run that resumes in its own directory has at a step: not its layout, its log, how
+    often it saves, and when it stops."""
+    c = config.checkpoint
+    here = c.load is not None and c.save is not None and _same(c.load, c.save)
+    begin = CheckpointConfig(
+        load=None if here else c.load, ckpt_step=c.ckpt_step, finetune=c.finetune, no_load_optim=c.no_load_optim
+    )
+    train = replace(config.train, exit_interval=None, exit_duration_in_mins=None, exit_signal_handler=False)
+    return to_toml(replace(config, checkpoint=begin, train=train, log=LogConfig(), parallel=ParallelConfig()))
+
+
+def begin_branch(run: Run, config: Config, saver: Saver | None, saved: int | None) -> list[str]:
+    """Tell the saver where the run begins; `saved`: of `already_saved`. Collective; notes for people on rank 0. Raises
+    CheckpointError."""
+    if saver is None:
+        return []
+    chosen = saved is None or config.checkpoint.ckpt_step == saved  # else what is later was tried, and is damaged
+    note = saver.begins_at(run.state.step, damaged=not chosen)
+    return [] if note is None else [note]
+
+
+def _same(a: str, b: str) -> bool:
+    one, two = parse(a), parse(b)
+    return one.resolve() == two.resolve() if isinstance(one, Path) and isinstance(two, Path) else one == two
+
+
+def already_saved(run: Run, saver: Saver | None, loaded: Location | None) -> int | None:
+    """The step of the checkpoint that the run has come from, if it is one of the directory that it saves to: a run
+    that was at its end already writes nothing."""
+    if saver is None or loaded is None:
+        return None
+    final = saver.folder_of(run.state.step)
+    same = loaded.resolve() == final.resolve() if isinstance(loaded, Path) and isinstance(final, Path) else None
+    return run.state.step if same or loaded in (final, saver.kept_at(run.state.step)) else None

@@ -1,0 +1,371 @@
+"""Rollback and --finetune in the directory that is saved to: the new branch is the one that is gone on from and kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from megalite import cli
+from megalite.checkpoint import aside, reader, storage, writer
+from megalite.checkpoint.location import CheckpointError
+from megalite.checkpoint.saver import Saver
+from megalite.checkpoint.upload import Uploader
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks, start_local
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.spec import Box, Piece
+from megalite.train import loop
+from megalite.train.run import pretrain
+
+ALONE = Mesh.alone()
+CPU = torch.device("cpu")
+
+
+def pieces(value: float, mesh: Mesh = ALONE) -> list[Piece]:
+    """Row `rank` of a matrix of as many rows as ranks."""
+    box = Box((mesh.world.rank, 0), (mesh.world.rank + 1, 8))
+    return [Piece("model/w", (mesh.world.size, 8), box, range(8), torch.full((8,), value))]
+
+
+def saved(directory: str | Path, *steps: int, value: float | None = None) -> None:
+    for step in steps:
+        writer.save(directory, step, pieces(step if value is None else value), {"step": step}, ALONE)
+
+
+def value_of(directory: str | Path, step: int | None = None) -> float:
+    target = pieces(0.0)
+    found = reader.load(directory, ALONE, lambda *_: reader.Wanted(target), step)
+    assert found is not None
+    return float(target[0].data[0])
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.glob("*iter_*"))
+
+
+LEFT = ["abandoned-iter_0000003-left-at-0000002", "abandoned-iter_0000004-left-at-0000002"]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_the_first_save_of_a_branch_renames_what_was_left(tmp_path: Path, background: bool) -> None:
+    saved(tmp_path, 1, 2, 3, 4)
+    one = Saver.open(tmp_path, ALONE, 0, keep_last=2, background=background)
+    note = one.begins_at(2)
+    assert note is not None and "iter_0000003, iter_0000004" in note and "abandoned-" in note
+    assert storage.steps_in(tmp_path) == [1, 2, 3, 4]  # as long as there is no other
+    one.save(4, pieces(40.0), {})  # the same step again
+    one.wait()
+    assert storage.steps_in(tmp_path) == [2, 4] and value_of(tmp_path) == 40.0
+    assert [name for name in names(tmp_path) if "abandoned" in name] == LEFT
+    (line,) = [line for line in one.news() if "left" in line]
+    assert all(name in line for name in LEFT)
+    one.save(5, pieces(50.0), {})
+    one.close()
+    assert storage.steps_in(tmp_path) == [4, 5] and not [line for line in one.news() if "left" in line]
+    shutil.move(tmp_path / LEFT[1], tmp_path / "again" / "iter_0000004")
+    assert value_of(tmp_path / "again") == 4.0
+
+
+def test_a_second_branch_from_the_same_step(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    for n in range(3):
+        one = Saver.open(tmp_path, ALONE, 0)
+        one.begins_at(2)
+        one.save(4, pieces(40.0 + n), {})
+        one.close()
+    left = "abandoned-iter_0000004-left-at-0000002"
+    assert names(tmp_path) == [left, f"{left}-2", f"{left}-3", "iter_0000002", "iter_0000004"]
+    assert value_of(tmp_path) == 42.0
+
+
+def test_killed_at_any_rename_one_branch_is_there_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing more happens after the n-th: whatever tidies up after an error is dead too."""
+    real, seen = os.replace, set()
+    for last in range(20):
+        folder = tmp_path / str(last)
+        saved(folder, 1, 2, 3, 4, 5)
+        one = Saver.open(folder, ALONE, 0)
+        one.begins_at(2)
+        done: list[int] = []
+
+        def replace(a: Any, b: Any, done: list[int] = done, last: int = last) -> None:
+            if len(done) == last:
+                raise KeyboardInterrupt
+            done.append(1)
+            real(a, b)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            try:
+                one.save(4, pieces(40.0), {})
+                ended = True
+            except KeyboardInterrupt:
+                ended = False
+        one._lock.close()  # type: ignore[union-attr]
+        Saver.open(folder, ALONE, 0).close()  # the next start
+        steps, value = storage.steps_in(folder), value_of(folder)
+        assert (steps, value) in (([1, 2, 3, 4, 5], 5.0), ([1, 2, 4], 40.0)), last
+        assert len([name for name in names(folder) if name.startswith("abandoned")]) == (3 if value == 40.0 else 0)
+        assert not list(folder.glob(".iter_*"))
+        seen.add(value)
+        if ended:
+            break
+    assert ended and seen == {5.0, 40.0} and last > 8
+
+
+def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1, 2, 3)
+    one = Saver.open(tmp_path, ALONE, 0)
+    one.begins_at(1)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for broken in ("publish", "create"):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage.LocalStorage, broken, full)
+            with pytest.raises(CheckpointError, match="No space left"):
+                one.save(2, pieces(20.0), {})
+        assert storage.steps_in(tmp_path) == [1, 2, 3] and value_of(tmp_path) == 3.0
+    with monkeypatch.context() as patch:
+        patch.setattr(aside.os, "replace", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            one.save(2, pieces(20.0), {})
+    assert not list(tmp_path.glob(".iter_*"))
+    one.save(2, pieces(20.0), {})
+    one.close()
+    assert storage.steps_in(tmp_path) == [1, 2] and value_of(tmp_path) == 20.0
+
+
+def test_damaged_ones_are_not_those_that_are_kept(tmp_path: Path) -> None:
+    """Of the right sizes: only a load finds it out."""
+    saved(tmp_path, 1, 2, 3, 4)
+    for step in (3, 4):
+        file = tmp_path / f"iter_000000{step}" / "rank-00000.safetensors"
+        file.write_bytes(bytes(file.stat().st_size))
+    assert value_of(tmp_path) == 2.0
+    one = Saver.open(tmp_path, ALONE, 0, keep_last=2)
+    assert one.begins_at(2, damaged=True) is None
+    one.save(3, pieces(30.0), {})
+    assert storage.steps_in(tmp_path) == [2, 3] and value_of(tmp_path) == 30.0
+    one.close()
+
+
+def test_links_and_folders_that_may_not_be_written_to(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    saved(tmp_path / "archive", 3)
+    saved(folder, 1, 2)
+    (folder / "iter_0000003").symlink_to(Path("..") / "archive" / "iter_0000003")
+    (folder / "iter_0000002").chmod(0o555)
+    one = Saver.open(folder, ALONE, 0)
+    one.begins_at(1)
+    one.save(4, pieces(40.0), {})
+    one.close()
+    assert storage.steps_in(folder) == [1, 4]
+    link = folder / "abandoned-iter_0000003-left-at-0000001"
+    assert link.is_symlink() and (link / "COMPLETE").is_file()
+    (folder / "abandoned-iter_0000002-left-at-0000001").chmod(0o755)
+
+
+def test_behind_a_url_it_is_refused_and_damage_does_not_count(tmp_path: Path) -> None:
+    url = f"memory://runs/{uuid.uuid4().hex}"
+    saved(url, 1, 2, 3)
+    one = Saver.open(url, ALONE, 0)
+    with pytest.raises(CheckpointError, match=r"iter_0000002, iter_0000003, of later .* give --save another"):
+        one.begins_at(1)
+    one.close()
+    assert storage.steps_in(url) == [1, 2, 3]
+    one = Saver.open(url, ALONE, 0, keep_last=2)
+    assert one.begins_at(1, damaged=True) is None
+    for step in (4, 5):
+        one.save(step, pieces(float(step)), {})
+    assert storage.steps_in(url) == [2, 3, 4, 5]  # two that are right, not 3 and 5
+    one.save(3, pieces(30.0), {})  # made again: it counts now, though not among the newest two
+    one.close()
+    assert storage.steps_in(url) == [2, 3, 4, 5]
+    local = Saver.open(tmp_path, ALONE, 0, upload_to=url)
+    with pytest.raises(CheckpointError, match="behind a URL"):
+        local.begins_at(1)
+    local.close()
+    fresh = f"memory://runs/{uuid.uuid4().hex}"
+    saved(tmp_path, 1, 2)
+    local = Saver.open(tmp_path, ALONE, 0, upload_to=fresh)
+    note = local.begins_at(1)  # what is there was never sent
+    assert note is not None and "iter_0000002" in note
+    local.save(3, pieces(3.0), {})
+    local.close()
+    assert storage.steps_in(fresh) == [1, 3] and storage.steps_in(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_saved_locally_first_both_places_are_left_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """Killed between the commit and the last renames, the next start finds the new branch in both."""
+    fast, kept = tmp_path / "fast", tmp_path / "kept"
+    saved(kept, 1, 2, 3)
+    saved(fast, 4)
+    sent: list[int] = []
+    real = Uploader._send
+    monkeypatch.setattr(Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
+    one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
+    one.begins_at(1)
+    if killed:
+
+        def dead(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(aside, "settle", dead)
+            with pytest.raises(KeyboardInterrupt):
+                one.save(2, pieces(20.0), {})
+        assert one._lock is not None and one._uploader is not None
+        one._lock.close()
+        one._uploader._lock.close()
+        one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
+    else:
+        one.save(2, pieces(20.0), {})
+    one.close()
+    assert sent == [2]  # and not, before, what would have made --keep-last delete step 1
+    assert storage.steps_in(fast) == [2] and storage.steps_in(kept) == [1, 2] and value_of(kept) == 20.0
+    assert sum("abandoned" in name for name in names(kept)) == 2 and sum("abandoned" in n for n in names(fast)) == 1
+
+
+def _two_ranks(directory: str, background: bool) -> tuple[str, float]:
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    for step in (1, 2, 3):
+        writer.save(directory, step, pieces(float(step), mesh), {}, mesh)
+    one = Saver.open(directory, mesh, 0, background=background)
+    note = one.begins_at(1)
+    one.save(2, pieces(20.0 + mesh.world.rank, mesh), {})
+    one.wait()
+    one.close()
+    target = pieces(0.0, mesh)
+    reader.load(directory, mesh, lambda *_: reader.Wanted(target))
+    return str(note is None), float(target[0].data[0])
+
+
+def test_rank_0_renames_for_all(tmp_path: Path) -> None:
+    assert run_ranks(2, _two_ranks, str(tmp_path), True) == [("False", 20.0), ("True", 21.0)]
+    assert storage.steps_in(tmp_path) == [1, 2]
+
+
+# ---- the program
+
+
+def _pretrain(ranks: Ranks, flags: list[str], output: str, killed_at: int | None) -> None:
+    real = loop.train_step
+
+    def step(run: Any, want_stop: bool) -> Any:
+        if run.state.step == killed_at:
+            os._exit(9)
+        return real(run, want_stop)
+
+    loop.train_step = step
+    if ranks.rank == 0:
+        sys.stdout = sys.stderr = open(output, "w", buffering=1)  # noqa: SIM115
+    sys.exit(pretrain(cli.parse(flags, PRESETS), ranks))
+
+
+SHAPE = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
+    "--vocab-size 21 --micro-batch-size 1 --global-batch-size 2 --mock-data --eval-iters 0 --save-interval 2"
+).split()
+BACK = "--lr 0.02 --train-iters 8 --keep-last 3 --ckpt-step 4"
+
+
+def flags_of(folder: Path, words: str) -> list[str]:
+    return [*SHAPE, "--save", str(folder), "--load", str(folder), *words.split()]
+
+
+def alone(folder: Path, words: str) -> tuple[int, str]:
+    """(exit code, log) of one process: this one."""
+    (folder / "log.txt").unlink(missing_ok=True)
+    code = pretrain(cli.parse(flags_of(folder, words), PRESETS), Ranks())
+    return int(code), (folder / "log.txt").read_text()
+
+
+def on_two(folder: Path, words: str, killed_at: int | None = None) -> tuple[int, str]:
+    output = folder.with_suffix(".output")
+    code = start_local(2, _pretrain, (flags_of(folder, words), str(output), killed_at), threads=1, timeout_s=60)
+    return code, output.read_text()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def allocator() -> Iterator[None]:
+    """Which a run sets for its whole process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalite.train.run.keep_freed_memory", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 4, 6, 7 of a run that has ended."""
+    folder = tmp_path_factory.mktemp("branches") / "run"
+    assert alone(folder, "--lr 0.01 --train-iters 7 --keep-last 3")[0] == 0
+    assert storage.steps_in(folder) == [4, 6, 7]
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def test_a_rollback_that_is_restarted_goes_on(run: Path) -> None:
+    code, said = alone(run, f"{BACK} --exit-interval 5")
+    assert code == 75 and "at step 4" in said, said
+    assert "note: iter_0000006, iter_0000007 in" in said and "abandoned-iter_0000007-left-at-0000004" in said
+    assert storage.steps_in(run) == [4, 5]
+    other = BACK.replace("--lr 0.02", "--lr 0.03")  # another training
+    code, said = alone(run, f"{other} --exit-interval 6")
+    assert code == 75 and "at step 4" in said and storage.steps_in(run) == [4, 6], said
+    code, said = alone(Path(f"{run}/"), f"{other} --wandb-exp-name second --save-interval 3 --log-interval 1")
+    assert code == 0 and "at step 6" in said and "note: this same training has saved that" in said, said
+    assert storage.steps_in(run) == [4, 6, 8] and "abandoned" not in said
+    code, said = alone(run, "--lr 0.02 --train-iters 9 --keep-last 3")
+    assert code == 0 and "at step 8" in said and storage.steps_in(run) == [6, 8, 9]
+
+
+def test_a_rollback_on_two_ranks_goes_back_until_it_has_saved(run: Path) -> None:
+    code, said = on_two(run, f"{BACK} --exit-interval 5", killed_at=4)
+    assert code == 9 and "at step 4" in said and storage.steps_in(run) == [4, 6, 7], said
+    code, said = on_two(run, f"{BACK} --exit-interval 5")
+    assert code == 75 and "at step 4" in said and storage.steps_in(run) == [4, 5], said
+    code, said = on_two(run, f"{BACK} --exit-interval 5")
+    assert code == 0 and "at step 5" in said and storage.steps_in(run) == [5, 6, 8], said
+
+
+def test_the_newest_of_the_same_command_may_be_damaged(run: Path) -> None:
+    alone(run, f"{BACK} --exit-interval 5")
+    alone(run, f"{BACK} --exit-interval 5")
+    assert storage.steps_in(run) == [5, 6, 8]
+    for name in ("iter_0000008/manifest.json", "iter_0000006/rank-00000.safetensors"):
+        (run / name).write_bytes(bytes((run / name).stat().st_size))
+    code, said = alone(run, f"{BACK} --exit-interval 5")
+    assert code == 0 and "at step 5" in said and "note: this same training" in said, said
+    assert storage.steps_in(run) == [5, 6, 8]  # made again; the damaged ones are put aside
+    assert len(list(run.glob("abandoned-*left-at-0000005"))) == 2
+
+
+def test_a_finetune_in_the_same_directory_goes_on(run: Path) -> None:
+    tune = f"--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local {run.with_name('fast')}"
+    code, said = alone(run, tune)
+    assert code == 75 and "begins with" in said and "only the weights are loaded" in said, said
+    assert storage.steps_in(run) == [2, 3] and len(list(run.glob("abandoned-*left-at-0000000"))) == 3
+    for step in (3, 6):
+        code, said = alone(run, tune)
+        assert f"at step {step}" in said and "only the weights" not in said, said
+    assert code == 0 and storage.steps_in(run) == [2, 3, 4, 6, 7]
+    code, said = alone(run, tune)
+    assert code == 0 and "at step 7" in said and "saved iter_" not in said

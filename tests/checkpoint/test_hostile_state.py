@@ -1,0 +1,147 @@
+"""A manifest that is sealed, and whose state or dtypes are of wrong kinds: refused by name, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_fixtures import CASES, FOLDER, write_tokens
+
+import megalite
+from megalite import cli
+from megalite.checkpoint.location import CheckpointError
+from megalite.config import Config
+from megalite.data.indexed import DataError
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train.checkpoints import Start, resume
+from megalite.train.setup import build_run
+from megalite.train.state import Run
+
+WRONG: list[Any] = [
+    None,
+    True,
+    -1,
+    2**63,
+    2**200,
+    1e308,
+    0.5,
+    float("nan"),
+    "",
+    "NaN",
+    "1",
+    "\0",
+    [],
+    [1],
+    {},
+    {"a": 1},
+]
+
+
+def reseal(folder: Path, data: object) -> None:
+    (folder / "manifest.json").write_text(json.dumps(data))
+    (folder / "COMPLETE").write_text(sha256((folder / "manifest.json").read_bytes()).hexdigest())
+
+
+def places(data: Any, *above: Any) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value, but of lists the first and the last element only."""
+    keys = data if isinstance(data, dict) else sorted({0, len(data) - 1}) if isinstance(data, list) and data else ()
+    for key in keys:
+        yield (*above, key)
+        yield from places(data[key], *above, key)
+
+
+def put(data: Any, place: tuple[Any, ...], value: Any) -> Any:
+    changed = copy.deepcopy(data)
+    spot = changed
+    for key in place[:-1]:
+        spot = spot[key]
+    spot[place[-1]] = value
+    return changed
+
+
+Stored = tuple[Run, Path, Config]
+
+
+def opened(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
+    """A run, a checkpoint that fits it, and its configuration."""
+    monkeypatch.chdir(folder)
+    write_tokens(folder)
+    shutil.copytree(FOLDER / megalite.__version__ / case / "iter_0000002", folder / "run" / "iter_0000002")
+    config = cli.parse([*CASES[case]["flags"].split(), "--load", str(folder / "run")], PRESETS)
+    dtype = getattr(torch, CASES[case]["dtype"])
+    return build_run(config, Ranks(), torch.device("cpu"), dtype=dtype), folder / "run" / "iter_0000002", config
+
+
+def facts(run: Run) -> tuple[Any, ...]:
+    values = torch.cat([entry.piece.data.double().nan_to_num(7.0) for entry in run.optimizer.pieces()])
+    return run.state.to_json(), run.optimizer.updates, replace(run.loss_scaler), values.tolist()
+
+
+def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a loss scale that moves. What is not refused is a number that might have been there."""
+    run, folder, config = opened("fp16", tmp_path, monkeypatch)
+    good = json.loads((folder / "manifest.json").read_text())
+    before, accepted, tried = facts(run), [], 0
+    state = {name: value for name, value in good["state"].items() if name not in ("data", "tokenizer")}
+    assert {"progress", "updates", "loss_scaler", "config", "vocab_size"} == state.keys()
+    for place in places(state):
+        for wrong in WRONG:
+            reseal(folder, {**good, "state": put(good["state"], place, wrong)})
+            tried += 1
+            try:
+                resume(run, str(folder.parent), config, Start())
+            except CheckpointError as error:
+                assert "manifest.json" in str(error) or str(folder) in str(error)
+                assert facts(run) == before
+                continue
+            accepted.append((place[-1], wrong))
+            before = facts(run)
+            assert math.isfinite(run.loss_scaler.scale) and type(run.loss_scaler.clean_steps) is int
+    numbers = [("scale", n) for n in (2**63, 2**200, 1e308, 0.5)]
+    numbers += [(name, n) for name in ("clean_steps", "patience") for n in (2**63, 2**200)]
+    numbers += [("patience", None), ("dynamic", True)]
+    assert sorted(map(str, accepted)) == sorted(map(str, numbers)) and tried > 150
+    run.close()
+
+
+def test_wrong_kinds_in_the_ledger_and_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, folder, config = opened("fp64", tmp_path, monkeypatch)
+    good = json.loads((folder / "manifest.json").read_text())
+    resume(run, str(folder.parent), config, Start())
+    there, refused = facts(run), 0
+    state = {name: good["state"][name] for name in ("data", "tokenizer")}
+    for n, place in enumerate(places(state)):
+        for wrong in WRONG[n % 6 :: 6]:
+            reseal(folder, {**good, "state": put(good["state"], place, wrong)})
+            try:
+                resume(run, str(folder.parent), config, Start())
+            except (CheckpointError, DataError):
+                refused += 1
+            assert facts(run) == there
+    assert refused > 20
+    run.close()
+
+
+def test_wrong_kinds_of_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer's state must have its dtype. Weights are converted from what the file says; a wrong word is refused."""
+    run, folder, config = opened("fp16", tmp_path, monkeypatch)
+    good = json.loads((folder / "manifest.json").read_text())
+    begin = facts(run)
+    for name in (min(good["tensors"]), max(good["tensors"])):
+        for wrong in [*WRONG, "float99", "__class__", "float64", "int8", "bool"]:
+            reseal(folder, put(good, ("tensors", name, "dtype"), wrong))
+            with pytest.raises(CheckpointError):
+                resume(run, str(folder.parent), config, Start())
+            assert facts(run) == begin
+    resume(run, str(folder.parent), config, Start(afresh=True))
+    run.close()
