@@ -13,7 +13,8 @@ import os
 import sys
 
 from megalite import cli
-from megalite.config import Config, check
+from megalite.config import Config
+from megalite.config_check import check
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import (
     INTERRUPTED,

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 from megalite import config as configs
 from megalite.config import Config, ConfigError, base_type, options
+from megalite.config_check import check, without_effect
+from megalite.config_toml import read_toml
 from megalite.megatron import IGNORED, UNSUPPORTED
 
 _TYPES = {"int": int, "float": float, "ints": int}  # what a text becomes
@@ -148,7 +150,7 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
     values: dict[str, Any] = {}
     path = given.pop("config", None)
     try:
-        file = configs.read_toml(path) if path is not None else {}
+        file = read_toml(path) if path is not None else {}
         preset = str(given.pop("preset", "") or file.get("preset", ""))
         file.pop("preset", None)
         if preset and preset not in presets:
@@ -156,8 +158,8 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
         configs.build(file)  # a wrong type in the file is an error even where a flag wins over it
         values = {**presets.get(preset, {}), **file, **given}
         made = configs.build(values)
-        notes += configs.without_effect(made)
-        problems += [p for p in configs.check(made) if p.partition("=")[0].partition(" ")[0] not in wrong]
+        notes += without_effect(made)
+        problems += [p for p in check(made) if p.partition("=")[0].partition(" ")[0] not in wrong]
     except ConfigError as error:
         problems += error.problems
     if problems:

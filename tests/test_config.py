@@ -10,7 +10,9 @@ import pytest
 from megatron_lines import LINES
 
 from megalite import cli
-from megalite.config import ConfigError, build, check, options, padded_vocab_size, parse_toml, to_toml
+from megalite.config import ConfigError, build, options, padded_vocab_size
+from megalite.config_check import check
+from megalite.config_toml import parse_toml, to_toml
 from megalite.megatron import IGNORED, UNSUPPORTED
 from megalite.models.families import PRESETS
 
@@ -79,7 +81,6 @@ BAD: list[tuple[str, str]] = [
     ("--rampup-batch-size 4 4", "three numbers"),
     ("--rampup-batch-size 4 5 100", "is not reached"),
     ("--rampup-batch-size 32 4 100", "is not reached"),
-    ("--save x", "needs --save-interval"),
     ("--save-interval 0 --save x", "save_interval=0"),
     ("--data-path x", "mock_data and data_path"),
     ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
@@ -119,6 +120,12 @@ def test_a_bad_configuration_is_refused_with_value_rule_and_remedy(flags: str, m
         cli.read([*GOOD.split(), *flags.split()], PRESETS)
     assert any(message in problem for problem in error.value.problems), error.value.problems
     assert all("\n" not in problem for problem in error.value.problems)
+
+
+def test_a_save_without_an_interval_is_told_to_be_only_at_the_end() -> None:
+    _, notes = cli.read([*GOOD.split(), "--save", "x"], PRESETS)
+    assert notes == ["save=x without --save-interval saves only when the run ends or stops; a crash loses all"]
+    assert cli.read([*GOOD.split(), "--save", "x", "--save-interval-mins", "9"], PRESETS)[1] == []
 
 
 def test_all_problems_come_at_once_and_before_torch() -> None:

@@ -103,7 +103,8 @@ def main(argv: list[str]) -> int:
     flags = [*([] if shaped else SHAPE.split()), *RUN.split(), *batch, *rest]
 
     from megalite import cli
-    from megalite.config import ConfigError, check
+    from megalite.config import ConfigError
+    from megalite.config_check import check
     from megalite.models.families import PRESETS
     from megalite.train.run import choose_device
     from megalite.train.setup import SetupError

@@ -32,7 +32,8 @@ from megalite.checkpoint.logits import compare_logits  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
-from megalite.config import Config, ConfigError, build, parse_toml, to_toml  # noqa: E402
+from megalite.config import Config, ConfigError, build  # noqa: E402
+from megalite.config_toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
 from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402

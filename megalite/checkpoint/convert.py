@@ -17,7 +17,9 @@ from torch import Tensor
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.name_map import Entry, Specs, join, split, trimmed
 from megalite.checkpoint.whole import FILE_BYTES, Item, Source, write_checkpoint
-from megalite.config import ConfigError, ModelConfig, build, check, parse_toml
+from megalite.config import ConfigError, ModelConfig, build
+from megalite.config_check import check
+from megalite.config_toml import parse_toml
 from megalite.parallel.spec import Box
 
 # what a run needs beside a model, so that what `check` finds is the model's

@@ -13,7 +13,9 @@ from megalite.checkpoint.convert import ANY_RUN
 from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver
-from megalite.config import Config, ConfigError, ModelConfig, build, check, parse_toml
+from megalite.config import Config, ConfigError, ModelConfig, build
+from megalite.config_check import check
+from megalite.config_toml import parse_toml
 from megalite.data.indexed import DataError
 from megalite.data.tokenizer import Tokenizer
 from megalite.optim.loss_scale import LossScaler

@@ -21,7 +21,8 @@ from megalite.checkpoint import reader, storage
 from megalite.checkpoint.foreign_load import fill_from, together
 from megalite.checkpoint.hugging_face import open_model, stop_ids
 from megalite.checkpoint.name_map import specs_of
-from megalite.config import Config, ParallelConfig, build, check
+from megalite.config import Config, ParallelConfig, build
+from megalite.config_check import check
 from megalite.data.tokenizer import Tokenizer, build_tokenizer
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.cache import KeyValueCache

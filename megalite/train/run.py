@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
-from megalite.config import Config, check, differences, padded_vocab_size, to_toml
+from megalite.config import Config, padded_vocab_size
+from megalite.config_check import check
+from megalite.config_toml import differences, to_toml
 from megalite.data.indexed import DataError
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton

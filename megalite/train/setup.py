@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megalite.config import Config, OptimConfig, check, padded_vocab_size
+from megalite.config import Config, OptimConfig, padded_vocab_size
+from megalite.config_check import check
 from megalite.data.batches import Batches, Prefetcher, Unread
 from megalite.data.source import Dataset
 from megalite.models.compiled import Backend, compile_blocks

@@ -13,7 +13,8 @@ from megalite.checkpoint import storage
 from megalite.checkpoint.location import CheckpointError, Location, parse
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.shared import together
-from megalite.config import CheckpointConfig, Config, LogConfig, ParallelConfig, to_toml
+from megalite.config import CheckpointConfig, Config, LogConfig, ParallelConfig
+from megalite.config_toml import to_toml
 from megalite.parallel.comm import broadcast_
 from megalite.parallel.mesh import Mesh
 from megalite.train.checkpoints import Start, resume, saved_config

@@ -29,7 +29,7 @@ from ranks import run_ranks  # noqa: E402
 import megalite  # noqa: E402
 from megalite import cli  # noqa: E402
 from megalite.checkpoint import edit  # noqa: E402
-from megalite.config import to_toml  # noqa: E402
+from megalite.config_toml import to_toml  # noqa: E402
 from megalite.data.indexed_writer import IndexedWriter  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402

@@ -19,7 +19,8 @@ from train_cases import SMALL
 from megalite import cli
 from megalite.checkpoint import reader
 from megalite.checkpoint.edit import read_whole
-from megalite.config import Config, to_toml
+from megalite.config import Config
+from megalite.config_toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh

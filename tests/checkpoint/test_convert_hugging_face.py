@@ -33,7 +33,8 @@ from megalite.checkpoint.hugging_face_config import choose_family, read_config, 
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import entries, join, specs_of, split  # noqa: E402
 from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
-from megalite.config import ModelConfig, build, parse_toml  # noqa: E402
+from megalite.config import ModelConfig, build  # noqa: E402
+from megalite.config_toml import parse_toml  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import Mesh  # noqa: E402

@@ -32,7 +32,8 @@ from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.megatron import load_pickle, open_megatron  # noqa: E402
 from megalite.checkpoint.megatron_args import read_args, write_args  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
-from megalite.config import build, parse_toml  # noqa: E402
+from megalite.config import build  # noqa: E402
+from megalite.config_toml import parse_toml  # noqa: E402
 from megalite.parallel.spec import Box  # noqa: E402
 
 L, D, H, K, F, S, V, ROWS = 4, 16, 4, 4, 24, 8, 50, 64

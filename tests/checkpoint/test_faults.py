@@ -31,7 +31,7 @@ from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint.local import LocalFile, LocalStorage
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.saver import Saver
-from megalite.config import to_toml
+from megalite.config_toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh

@@ -20,7 +20,8 @@ from megalite import cli
 from megalite.checkpoint import edit, writer
 from megalite.checkpoint.background import HostCopy
 from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
-from megalite.config import Config, ConfigError, to_toml
+from megalite.config import Config, ConfigError
+from megalite.config_toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
