@@ -153,7 +153,10 @@ class TrainConfig:
     check_for_nan_in_loss_and_grad: bool = opt(True, "stop at a loss or gradient that is not finite")
     compile: bool = opt(False, "torch.compile between a block's matmuls; not with MEGALITE_KERNELS=triton")
     cuda_graph_impl: str = opt(
-        "none", "local: record a micro-batch once and replay it, for small models", choices=("none", "local")
+        "none",
+        "local: record a micro-batch once and replay it, for small models",
+        choices=("none", "local"),
+        flags=("--enable-cuda-graph=local",),
     )
     dry_run: bool = opt(False, "print the plan and stop")
 
