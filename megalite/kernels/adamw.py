@@ -6,16 +6,17 @@
 Moments in fp32, or in bf16 with stochastic rounding: up or down with the odds that make the mean right, or a second
 moment that changes by 1/1000 of itself would never change. The random bits are a hash of (step, weight, gradient, old
 moments), so that equal values round alike under every layout and after a resume, and no map from flat positions to
-whole tensors is needed. fp64 is always torch's.
+whole tensors is needed: the sum of their bits times odd numbers, through the 32-bit finaliser of MurmurHash3 (A.
+Appleby, public domain). fp64 is always torch's.
 
-Bytes per weight, one pass: 16 read and 12 written with fp32 moments, 8 fewer with bf16 ones; 2 for the copy. `grad` is
-used up: torch's form scales it in place.
+Bytes per weight, one pass: 16 read and 12 written with fp32 moments, 8 fewer with bf16 ones; 2 for the copy. torch's
+form of these takes blocks that stay in cache, as it makes some 25 passes. `grad` is used up: torch scales it in place.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 # elements and warps per program: 8 elements per thread are two 16-byte loads of each of the four inputs in flight
 ELEMENTS, WARPS = 1024, 4
-_M32 = 0xFFFFFFFF
-_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
+BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of torch's form with bf16 moments: 1 MiB per pass on a CPU
+_ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 
 def rounding_key(step: int) -> int:
@@ -37,29 +38,24 @@ def rounding_key(step: int) -> int:
     return fold(step) >> 1
 
 
-def _mix(h: Tensor) -> Tensor:
-    """The 32-bit finaliser of kernels/dropout.py on int64."""
-    h = ((h ^ (h >> 16)) * _MULTIPLIERS[0]) & _M32
-    h = ((h ^ (h >> 13)) * _MULTIPLIERS[1]) & _M32
-    return h ^ (h >> 16)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.float().view(torch.int32).long() & _M32
+def _signed(bits: int) -> int:
+    """An int32 with these 32 bits; its products and sums wrap."""
+    return bits - 2**32 if bits >= 2**31 else bits
 
 
 def random_bits(key: int, *values: Tensor) -> Tensor:
-    """32 random bits (as int64) per element, from `key` and the elements' own fp32 bits."""
-    h = torch.full_like(values[0], key, dtype=torch.int64)
-    for value in values:
-        h = _mix(h ^ _bits(value))
-    return h
+    """32 random bits (as int32) per element, from `key` and the bits of up to four fp32 values."""
+    h = torch.full_like(values[0], key, dtype=torch.int32)
+    for value, odd in zip(values, _ODD, strict=False):
+        h.add_(value.view(torch.int32), alpha=_signed(odd))
+    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x85EBCA6B))
+    h.bitwise_xor_((h >> 13).bitwise_and_(0x7FFFF)).mul_(_signed(0xC2B2AE35))
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
 
 
 def round_at_random(x: Tensor, bits16: Tensor) -> Tensor:
-    """fp32 -> bf16: up with the odds of what is cut off. bits16: int64 in [0, 2^16). Finite x only."""
-    cut = (_bits(x) + bits16) & 0xFFFF0000
-    return torch.where(cut >= 2**31, cut - 2**32, cut).int().view(torch.float32).bfloat16()
+    """fp32 -> bf16: up with the odds of what is cut off. bits16: integers in [0, 2^16). Finite x only."""
+    return ((x.view(torch.int32) + bits16) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def adamw_reference_(
@@ -80,7 +76,7 @@ def adamw_reference_(
     first, second = exp_avg.to(param.dtype), exp_avg_sq.to(param.dtype)
     bits = None
     if torch.bfloat16 in (exp_avg.dtype, exp_avg_sq.dtype):
-        bits = random_bits(rounding_key(step), param, grad, first, second)
+        bits = random_bits(rounding_key(step), param.float(), grad.float(), first.float(), second.float())
     g = grad * grad_scale
     first, second = first.lerp(g, 1 - b1), (second * b2).addcmul_(g, g, value=1 - b2)
     param.mul_(1 - lr * weight_decay)
@@ -88,13 +84,14 @@ def adamw_reference_(
     param.addcdiv_(first, denominator, value=-lr / (1 - b1**step))
     for kept, new, shift in ((exp_avg, first, 0), (exp_avg_sq, second, 16)):
         if bits is not None and kept.dtype == torch.bfloat16:
-            new = round_at_random(new, (bits >> shift) & 0xFFFF)
+            new = round_at_random(new.float(), (bits >> shift) & 0xFFFF)
         kept.copy_(new)
 
 
 @kernel
-def _mixed(h, value):
-    h ^= value.to(tl.uint32, bitcast=True)
+def _random(key, w, g, m, v):
+    h = key.to(tl.uint32) + w.to(tl.uint32, bitcast=True) * 0x9E3779B1 + g.to(tl.uint32, bitcast=True) * 0x85EBCA77
+    h += m.to(tl.uint32, bitcast=True) * 0xC2B2AE3D + v.to(tl.uint32, bitcast=True) * 0x27D4EB2F
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
@@ -118,7 +115,7 @@ def _adamw(
     v = tl.load(V + at, mask=inside, other=0.0).to(tl.float32)
     h = tl.zeros((ELEMENTS,), dtype=tl.uint32)
     if RANDOM:
-        h = _mixed(_mixed(_mixed(_mixed(h + key.to(tl.uint32), w), g), m), v)
+        h = _random(key, w, g, m, v)
     g *= scale
     m += (1.0 - b1) * (g - m)
     v = b2 * v + (1.0 - b2) * g * g
@@ -164,16 +161,46 @@ def adamw_(
             num_warps=WARPS,
         )
         return
+    args = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": step}
     if exp_avg.dtype == exp_avg_sq.dtype == param.dtype:
-        if grad_scale != 1.0:
-            grad.mul_(grad_scale)  # torch's own scale is a divisor in fp32, also for fp64
-        steps = torch.full((), float(step), device=param.device)
-        torch.ops.aten._fused_adamw_(  # what torch.optim.AdamW(fused=True) calls
-            [param], [grad], [exp_avg], [exp_avg_sq], [], [steps],
-            lr=lr, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
+        _fused_(param, grad, exp_avg, exp_avg_sq, grad_scale, **args)
     else:
-        args = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": step}
-        adamw_reference_(param, grad, exp_avg, exp_avg_sq, **args, grad_scale=grad_scale)
+        block = BLOCK.get(param.device.type, BLOCK["cuda"])
+        for w, g, m, v in zip(*(x.split(block) for x in (param, grad, exp_avg, exp_avg_sq)), strict=True):
+            _rounded_(w, g, m, v, grad_scale, **args)
     if copy is not None:
         copy.copy_(param)
+
+
+def _fused_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad_scale: float,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """All of one dtype: what torch.optim.AdamW(fused=True) calls."""
+    if grad_scale != 1.0:
+        grad.mul_(grad_scale)  # torch's own scale is a divisor in fp32, also for fp64
+    steps = torch.full((), float(step), device=param.device)
+    torch.ops.aten._fused_adamw_(
+        [param], [grad], [exp_avg], [exp_avg_sq], [], [steps],
+        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def _rounded_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad_scale: float, **args: Any) -> None:
+    """A block of which a moment is in bf16."""
+    first, second = (x.to(param.dtype) for x in (exp_avg, exp_avg_sq))  # a moment that is not is itself
+    bits = random_bits(rounding_key(args["step"]), *(x.float() for x in (param, grad, first, second)))
+    _fused_(param, grad, first, second, grad_scale, **args)
+    if exp_avg.dtype == torch.bfloat16:
+        exp_avg.copy_(round_at_random(first.float(), bits & 0xFFFF))
+    if exp_avg_sq.dtype == torch.bfloat16:
+        exp_avg_sq.copy_(round_at_random(second.float(), (bits >> 16).bitwise_and_(0xFFFF)))

@@ -11,7 +11,7 @@ from cases import guarded, laid_out
 from test_triton import interpreter  # noqa: F401  (a fixture)
 from torch import Tensor
 
-from megalite.kernels.adamw import adamw_, adamw_reference_, round_at_random
+from megalite.kernels.adamw import BLOCK, adamw_, adamw_reference_, random_bits, round_at_random, rounding_key
 from megalite.kernels.dispatch import runs_triton
 from megalite.kernels.grad_norm import sum_of_squares, sum_of_squares_reference
 
@@ -62,6 +62,35 @@ def test_rounding_at_random_is_right_in_the_mean() -> None:
         rounded = round_at_random(torch.full((2**16,), x), every).double()
         assert rounded.mean().item() == pytest.approx(torch.tensor(x).double().item(), rel=1e-7)
         assert rounded.unique().numel() == 2
+
+
+@pytest.mark.parametrize("moments", MOMENTS[1:])
+def test_blocks_of_torch_are_the_definition(moments: tuple[torch.dtype, torch.dtype], monkeypatch: Any) -> None:
+    """Also where a block ends: every element has its own random bits, wherever it lies."""
+    monkeypatch.setitem(BLOCK, "cpu", 100)
+    blocks, plain = (tensors(999, moments) for _ in range(2))
+    adamw_(*blocks, **ARGS)
+    adamw_reference_(*plain, **ARGS)
+    torch.testing.assert_close(blocks[0], plain[0], rtol=1e-6, atol=1e-6)
+    for ours, theirs in zip(blocks[2:], plain[2:], strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7, atol=1e-6)
+        assert (ours != theirs).double().mean() < (0.005 if ours.dtype == torch.bfloat16 else 1)
+
+
+def test_random_bits_are_even_and_independent() -> None:
+    """Each bit is set in half of the cases, also among neighbours that differ in one value's last bits only."""
+    one = torch.ones(4, 1 << 16)
+    for which in range(4):
+        values = one.clone()
+        values[which] = (values[which].view(torch.int32) + torch.arange(1 << 16, dtype=torch.int32)).view(torch.float32)
+        bits = random_bits(rounding_key(7), *values)
+        set_ = torch.stack([(bits >> n) & 1 for n in range(32)]).double()
+        assert (set_.mean(1) - 0.5).abs().max() < 0.01  # 5 standard deviations
+        together = (set_ - 0.5) @ (set_ - 0.5).T / set_.shape[1] * 4 - torch.eye(32)
+        assert together.abs().max() < 0.025
+        other = random_bits(rounding_key(8), *values)
+        assert (bits == other).double().mean() < 1e-3
 
 
 def test_bf16_moments_follow_the_fp32_ones() -> None:
