@@ -33,10 +33,13 @@ WIDEST = 128  # head size
 FORWARD = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
 BACKWARD_Q = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2)}
 BACKWARD_KV = {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)}
+MOST_PROGRAMS = 65535  # along the second dimension of a CUDA grid
 
 
 def supports(q_SBHK: Tensor) -> bool:
-    return q_SBHK.dtype in (torch.bfloat16, torch.float16, torch.float32) and q_SBHK.shape[-1] <= WIDEST
+    _, batch, heads, size = q_SBHK.shape
+    fits = size <= WIDEST and batch * heads <= MOST_PROGRAMS
+    return fits and q_SBHK.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 @kernel

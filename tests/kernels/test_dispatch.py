@@ -149,3 +149,10 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
         assert attention.describe_attention("cpu") == cpu
     finally:
         attention.forced.cache_clear()
+
+
+def test_more_heads_than_a_grid_has_are_not_for_triton() -> None:
+    from megalite.kernels.flash_attention import supports
+
+    assert supports(torch.empty(1, 1365, 48, 8, dtype=torch.bfloat16, device="meta"))
+    assert not supports(torch.empty(1, 1366, 48, 8, dtype=torch.bfloat16, device="meta"))
