@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.dispatch import ceil_div, kernel, use_triton
-from megalite.kernels.dropout import fold
+from megalite.kernels.dropout import as_int32, fold
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -38,18 +38,14 @@ def rounding_key(step: int) -> int:
     return fold(step) >> 1
 
 
-def _signed(bits: int) -> int:
-    """An int32 with these 32 bits; its products and sums wrap."""
-    return bits - 2**32 if bits >= 2**31 else bits
-
-
 def random_bits(key: int, *values: Tensor) -> Tensor:
-    """32 random bits (as int32) per element, from `key` and the bits of up to four fp32 values."""
+    """32 random bits (as int32, whose sums and products wrap) per element, from `key` and the bits of up to four fp32
+    values."""
     h = torch.full_like(values[0], key, dtype=torch.int32)
     for value, odd in zip(values, _ODD, strict=False):
-        h.add_(value.view(torch.int32), alpha=_signed(odd))
-    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x85EBCA6B))
-    h.bitwise_xor_((h >> 13).bitwise_and_(0x7FFFF)).mul_(_signed(0xC2B2AE35))
+        h.add_(value.view(torch.int32), alpha=as_int32(odd))
+    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(as_int32(0x85EBCA6B))
+    h.bitwise_xor_((h >> 13).bitwise_and_(0x7FFFF)).mul_(as_int32(0xC2B2AE35))
     return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
 
 

@@ -1,9 +1,9 @@
 """Causal attention with grouped key/value heads: softmax(scale * q k^T + causal) v.
 
-Layout in and out is sequence first: q_SBHK, k_SBGK, v_SBGK -> o_SBHK, H a multiple of G. Without dropout a fused
-kernel runs (`backend` says which): saved are q, k, v, o and one log-sum-exp per row, never the S x S scores. With
-dropout the scores are explicit, because the mask must depend on coordinates (sample, head, query, key)
-and not on a generator's state.
+Layout in and out is sequence first: q_SBHK, k_SBGK, v_SBGK -> o_SBHK, H a multiple of G. A fused kernel runs
+(`backend` says which): saved are q, k, v, o and one log-sum-exp per row, never the S x S scores. The mask of dropout
+depends on coordinates (sample, head, query, key) and not on a generator's state, so only the kernel in Triton has it;
+without Triton dropout needs the scores in memory.
 
 Where several documents share a sequence, each is attended to by itself: variable-length attention, whose work is the
 sum of the squared lengths and which never makes a mask of S x S. In a sliding window of W keys work is S W, and there
@@ -17,6 +17,7 @@ import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,10 +89,11 @@ def forced() -> str:
     return wanted
 
 
-def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False) -> str:
+def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool = False) -> str:
     """Who computes attention of this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
     or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents; `window`:
-    there is one, shorter than the sequence, which SDPA could only take as a mask of S x S, so it is never SDPA.
+    there is one, shorter than the sequence, which SDPA could only take as a mask of S x S, so it is never SDPA. With
+    `dropout`, whose mask others cannot draw, "triton" or "explicit" (attention_reference).
 
         a card, documents or a window         triton where it can: one launch, work only where the mask is not
         a window elsewhere                    blocked
@@ -101,6 +103,8 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False) -> str:
         all else                              torch
     """
     triton = use_triton(q_SBHK) and supports(q_SBHK)
+    if dropout:
+        return "triton" if triton and forced() in ("auto", "triton") else "explicit"
     if forced() != "auto":
         able = {"triton": triton, "blocked": window or blocked_supports(q_SBHK)}
         return forced() if able.get(forced(), not window) else "blocked" if window else "torch"
@@ -113,8 +117,12 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False) -> str:
     return "cudnn" if torch.cuda.get_device_capability(q_SBHK.device)[0] >= 9 else "flash"
 
 
-def describe_attention(device_type: str) -> str:
+def describe_attention(device_type: str, dropout: bool = False) -> str:
     """One line for the plan: what `backend` takes in half precision on such a device."""
+    if dropout:
+        triton = runs_triton(device_type) and forced() in ("auto", "triton")
+        training = "triton" if triton else "explicit scores, S x S in memory"
+        return f"{training}, for dropout; in evaluation {describe_attention(device_type)}"
     if forced() != "auto":
         own = forced() in ("triton", "blocked")
         return f"{forced()} (MEGALITE_ATTENTION)" + ("" if own else "; in a window: blocked")
@@ -158,23 +166,15 @@ def attention(
     `documents` None: one per sample. `window`: how many keys a query sees, itself included; None: all before it."""
     if window is not None and window >= q_SBHK.shape[0]:
         window = None
+    drop: dict[str, Any] = {}
     if dropout_p:
-        return attention_reference(
-            q_SBHK,
-            k_SBGK,
-            v_SBGK,
-            scale=scale,
-            dropout_p=dropout_p,
-            dropout_key=dropout_key,
-            sample_ids_B=sample_ids_B,
-            head_offset=head_offset,
-            documents=documents,
-            window=window,
-        )
-    name = backend(q_SBHK, masked=documents is not None, window=window is not None)
+        drop = dict(dropout_p=dropout_p, dropout_key=dropout_key, sample_ids_B=sample_ids_B, head_offset=head_offset)
+    name = backend(q_SBHK, masked=documents is not None, window=window is not None, dropout=bool(drop))
+    if name == "explicit":
+        return attention_reference(q_SBHK, k_SBGK, v_SBGK, scale=scale, documents=documents, window=window, **drop)
     if name == "triton":
         first_BS = None if documents is None else documents.first_BS
-        return flash_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, first_BS=first_BS)
+        return flash_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, first_BS=first_BS, **drop)
     if documents is not None:
         return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale, window)
     if name == "blocked":

@@ -34,6 +34,11 @@ def fold(*coordinates: int) -> int:
     return h
 
 
+def as_int32(bits: int) -> int:
+    """The int32 that has these 32 bits."""
+    return bits - 2**32 if bits >= 2**31 else bits
+
+
 def _mix_int(h: int) -> int:
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _M32
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _M32
@@ -76,7 +81,7 @@ def drop_reference(
 
 
 @kernel
-def _chain(h, axis):
+def chain(h, axis):
     """The hash with one more coordinate; 32 bits wrap as the mask of the definition does."""
     h = h ^ (axis.to(tl.uint32) * 0x9E3779B1 + 0x7F4A7C15)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
@@ -93,9 +98,9 @@ def _drop(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (at < columns)
-    h = _chain(key.to(tl.uint32), tl.load(IDS + row % batch))
-    h = _chain(h, row // batch + first_position)
-    keep = _chain(h, at) >= THRESHOLD
+    h = chain(key.to(tl.uint32), tl.load(IDS + row % batch))
+    h = chain(h, row // batch + first_position)
+    keep = chain(h, at) >= THRESHOLD
     x = tl.load(X + row * stride_x + at, mask=inside, other=0.0).to(wide)
     y = tl.where(keep, x * (1.0 / (1.0 - P)), 0.0)
     if ADD:
@@ -117,7 +122,7 @@ def drop(
     rows, columns = x_ND.shape
     block = fit(block, columns)
     y = torch.empty(x_sBD.shape, dtype=x_sBD.dtype, device=x_sBD.device)
-    signed = key - 2**32 if key >= 2**31 else key  # always 32 bits, or Triton would compile for each width
+    signed = as_int32(key)  # always 32 bits, or Triton would compile for each width
     _drop[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
         *(x_ND, a_ND, sample_ids_B.contiguous(), y, signed, first_position, x_sBD.shape[1], rows, columns),
         *(x_ND.stride(0), a_ND.stride(0), p, int(p * 2**32), residual is not None, block.rows, block.columns),

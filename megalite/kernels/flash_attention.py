@@ -7,6 +7,9 @@ low(i) is the first position of i's document, and not before the sliding window.
 program visits are one range, and work is what the mask leaves. q_SBHK, k_SBGK, v_SBGK may be strided (unit stride
 along K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs.
 
+Dropout, D = keep / (1 - p), whose mask is drawn where it is needed and never stored: o = (p D) v, dv = (p D)^T do,
+dp = D (do v^T); all else stays.
+
 dq and (dk, dv) have a kernel each, which computes the scores twice, 7 instead of 5 matmuls; one kernel would need
 atomic additions to dq and give another rounding in every run. A key's program walks over all query heads of its group.
 Saved: q, k, v, o and the log-sum-exp. FLOPs of all scores: forward 4 S^2 B H K, backward 14; half of it is masked.
@@ -22,6 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.dispatch import ceil_div, interpreted, kernel, power_of_two
+from megalite.kernels.dropout import as_int32, chain
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -31,6 +35,7 @@ WIDEST = 128  # head size
 # by padded head size: queries and keys per block, warps, stages. The largest tiles that the assembler for sm_90 fits
 # into registers: with 128 keys that stay, the last kernel spills 470 to 700 bytes a thread. Not timed on a card yet.
 FORWARD = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
+FORWARD_DROPPING = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}  # the mask takes registers too
 BACKWARD_Q = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2)}
 BACKWARD_KV = {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)}
 MOST_PROGRAMS = 65535  # along the second dimension of a CUDA grid
@@ -59,16 +64,24 @@ def _dot(a, b, WIDE: tl.constexpr):
 
 
 @kernel
+def _kept(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
+    """Which scores dropout leaves: the mask of kernels/dropout.py, [rows, columns]."""
+    line = chain(chain(chain(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
+    return chain(line[:, None], columns[None, :]) >= THRESHOLD
+
+
+@kernel
 def _tile(X, rows, channels, stride, length, HEAD: tl.constexpr):
     inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
     return tl.load(X + rows.to(tl.int64)[:, None] * stride + channels[None, :], mask=inside, other=0.0)
 
 
-@kernel
+@kernel(do_not_specialize=["key", "head_offset"])
 def _forward(
-    Q, K, V, OUT, LSE, FIRST, length, batch, heads, group, scale, window,
+    Q, K, V, OUT, LSE, FIRST, IDS, length, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, so that none is left over at the end
@@ -92,22 +105,25 @@ def _forward(
         p = tl.exp2(s - base[:, None])
         again = tl.exp2(largest - base)
         total = total * again + tl.sum(p, 1)
+        if THRESHOLD > 0:
+            p = tl.where(_kept(IDS, key, b, head_offset + h, rows, columns, THRESHOLD), p, 0.0)
         v = _tile(V, columns, channels, vs, length, HEAD)
         o = o * again[:, None] + _dot(p.to(v.dtype), v, WIDE)
         largest = now
     total = tl.where(total == 0.0, 1.0, total)
     at = (rows.to(tl.int64) * batch + b) * heads + h
     inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
-    o = (o / total[:, None]).to(OUT.dtype.element_ty)
+    o = (o * (RAISE / total)[:, None]).to(OUT.dtype.element_ty)
     tl.store(OUT + at[:, None] * HEAD + channels[None, :], o, mask=inside)
     tl.store(LSE + tl.program_id(1).to(tl.int64) * length + rows, largest + tl.log2(total), mask=rows < length)
 
 
-@kernel
+@kernel(do_not_specialize=["key", "head_offset"])
 def _backward_q(
-    Q, K, V, OUT, DO, LSE, DELTA, DQ, FIRST, length, batch, heads, group, scale, window,
+    Q, K, V, OUT, DO, LSE, DELTA, DQ, FIRST, IDS, length, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -133,6 +149,8 @@ def _backward_q(
         seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= rows[:, None])
         p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
         dp = _dot(do, tl.trans(v), WIDE)
+        if THRESHOLD > 0:
+            dp = tl.where(_kept(IDS, key, b, head_offset + h, rows, columns, THRESHOLD), dp * RAISE, 0.0)
         dq += _dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)  # type: ignore[arg-type]
     dq = dq * (scale * 0.6931471805599453)  # ln 2
     inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
@@ -140,11 +158,12 @@ def _backward_q(
     tl.store(DQ + at, dq.to(DQ.dtype.element_ty), mask=inside)
 
 
-@kernel
+@kernel(do_not_specialize=["key", "head_offset"])
 def _backward_kv(
-    Q, K, V, DO, LSE, DELTA, DK, DV, FIRST, END, length, batch, heads, group, scale, window,
+    Q, K, V, DO, LSE, DELTA, DK, DV, FIRST, END, IDS, length, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     groups = heads // group
@@ -173,8 +192,12 @@ def _backward_kv(
             s = _dot(q, tl.trans(k), WIDE) * scale
             seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= rows[:, None])
             p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
-            dv += _dot(tl.trans(p.to(do.dtype)), do, WIDE)
             dp = _dot(do, tl.trans(v), WIDE)
+            kept = p
+            if THRESHOLD > 0:
+                keep = _kept(IDS, key, b, head_offset + h, rows, columns, THRESHOLD)
+                kept, dp = tl.where(keep, p * RAISE, 0.0), tl.where(keep, dp * RAISE, 0.0)
+            dv += _dot(tl.trans(kept.to(do.dtype)), do, WIDE)
             ds = (p * (dp - delta[:, None])).to(q.dtype)
             dk += _dot(tl.trans(ds), q, WIDE)
     dk = dk * (scale * 0.6931471805599453)  # ln 2
@@ -195,33 +218,46 @@ def _new(x: Tensor) -> Tensor:
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, first_BS: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        first_BS: Tensor | None,
+        dropout_p: float,
+        key: int,
+        sample_ids_B: Tensor | None,
+        head_offset: int,
     ) -> Tensor:
         q, k, v = _unit(q), _unit(k), _unit(v)
         S, B, H, K = q.shape
         o, lse = _new(q), torch.empty(B, H, S, dtype=torch.float32, device=q.device)
         first = lse if first_BS is None else first_BS.contiguous()
+        ids = lse if sample_ids_B is None else sample_ids_B.contiguous()
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        ctx.given = (S, B, H, H // k.shape[2], scale * LOG2_E, window or S, *strides)
+        ctx.given = (S, B, H, H // k.shape[2], scale * LOG2_E, window or S, as_int32(key), head_offset, *strides)
         # the interpreter multiplies bf16 as if it were whole numbers (triton 3.9)
         wide = interpreted() and q.dtype == torch.bfloat16
-        ctx.kind = (first_BS is not None, wide, K, max(64, power_of_two(K)))
-        rows, columns, warps, stages = FORWARD[ctx.kind[-1]]
+        width = max(64, power_of_two(K))
+        ctx.kind = (first_BS is not None, wide, K, width, int(dropout_p * 2**32), 1.0 / (1.0 - dropout_p))
+        ctx.width = width
+        rows, columns, warps, stages = (FORWARD_DROPPING if dropout_p else FORWARD)[width]
         _forward[(ceil_div(S, rows), B * H)](
-            *(q, k, v, o, lse, first, *ctx.given, *ctx.kind, rows, columns), num_warps=warps, num_stages=stages
+            *(q, k, v, o, lse, first, ids, *ctx.given, *ctx.kind, rows, columns), num_warps=warps, num_stages=stages
         )
-        ctx.save_for_backward(q, k, v, o, lse, first)
+        ctx.save_for_backward(q, k, v, o, lse, first, ids)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, o, lse, first = ctx.saved_tensors
+        q, k, v, o, lse, first, ids = ctx.saved_tensors
         S, B, H = ctx.given[:3]
         do, delta = do.contiguous(), _new(lse)
         dq, dk, dv = _new(q), _new(k), _new(v)
-        rows, columns, warps, stages = BACKWARD_Q[ctx.kind[-1]]
+        rows, columns, warps, stages = BACKWARD_Q[ctx.width]
         _backward_q[(ceil_div(S, rows), B * H)](
-            *(q, k, v, o, do, lse, delta, dq, first, *ctx.given, *ctx.kind, rows, columns),
+            *(q, k, v, o, do, lse, delta, dq, first, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,
             num_stages=stages,
         )
@@ -229,13 +265,13 @@ class _Attention(Function):
         if ctx.kind[0]:  # how many queries have a first key not after j: where the document of key j ends
             keys = torch.arange(S, dtype=first.dtype, device=first.device).expand(B, S).contiguous()
             end = torch.searchsorted(first, keys, right=True)
-        rows, columns, warps, stages = BACKWARD_KV[ctx.kind[-1]]
+        rows, columns, warps, stages = BACKWARD_KV[ctx.width]
         _backward_kv[(ceil_div(S, columns), B * k.shape[2])](
-            *(q, k, v, do, lse, delta, dk, dv, first, end, *ctx.given, *ctx.kind, rows, columns),
+            *(q, k, v, do, lse, delta, dk, dv, first, end, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,
             num_stages=stages,
         )
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, *(None,) * 7
 
 
 def flash_attention(
@@ -246,7 +282,13 @@ def flash_attention(
     scale: float,
     window: int | None = None,
     first_BS: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_key: int = 0,
+    sample_ids_B: Tensor | None = None,
+    head_offset: int = 0,
 ) -> Tensor:
     """o_SBHK. `window`: how many keys a query sees, itself included. first_BS: int64, of each position the first one of
-    its document. Head size up to 128, bf16, fp16 or fp32."""
-    return _Attention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, first_BS)  # type: ignore[return-value]
+    its document. Head size up to 128, bf16, fp16 or fp32. The last four: as in kernels/attention.py; sample_ids_B is
+    needed where dropout_p > 0."""
+    drop = (dropout_p, dropout_key, sample_ids_B, head_offset)
+    return _Attention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, first_BS, *drop)  # type: ignore[return-value]

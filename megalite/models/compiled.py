@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.attention import attention, attention_reference
+from megalite.kernels.attention import backend as backend_of
 from megalite.kernels.dispatch import choice, installed
 from megalite.kernels.dropout import drop_reference, dropout_add_by
 from megalite.models.gpt import Block, Stage
@@ -76,7 +77,7 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
         return dropout_add_by(drop, x, residual, p, _key_tensor(key, x.device), *where)
 
     def attend(*qkv: Tensor, dropout_p: float, dropout_key: int | None, **others: Any) -> Tensor:
-        if not dropout_p:
+        if not dropout_p or backend_of(qkv[0], masked=False, dropout=True) != "explicit":
             return attention(*qkv, dropout_p=dropout_p, dropout_key=dropout_key, **others)
         assert dropout_key is not None
         return explicit(*qkv, dropout_p=dropout_p, dropout_key=_key_tensor(dropout_key, qkv[0].device), **others)

@@ -286,8 +286,7 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None, de
     }
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
-        fused = describe_attention(device_type)
-        rows["attention"] = f"explicit scores, for dropout; in evaluation {fused}" if m.attention_dropout else fused
+        rows["attention"] = describe_attention(device_type, m.attention_dropout > 0)
     if windows := [w for w in m.windows if w is not None]:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if config.train.compile:

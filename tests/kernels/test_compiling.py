@@ -49,11 +49,13 @@ def test_norms_hold_their_rows_in_registers(width: int) -> None:
         assert "columns" in name or not narrow, f"{name}: accesses of 2 bytes"
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-def test_attention_fits_into_registers_and_uses_the_tensor_cores(head_size: int) -> None:
+@pytest.mark.parametrize("head_size,dropout_p", [(64, 0.0), (128, 0.0), (64, 0.1), (128, 0.1)])
+def test_attention_fits_into_registers_and_uses_the_tensor_cores(head_size: int, dropout_p: float) -> None:
     def run() -> None:
         q, k, v = (torch.zeros(256, 2, n, head_size, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
-        flash_attention(q, k, v, scale=0.1, first_BS=torch.zeros(2, 256, dtype=torch.int64)).sum().backward()
+        first_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
+        drop = {"dropout_p": dropout_p, "sample_ids_B": ids_B}
+        flash_attention(q, k, v, scale=0.1, first_BS=first_BS, **drop).sum().backward()
 
     built = compile_ops(run)
     assert len(built) == 3
