@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.dispatch import ceil_div, kernel, use_triton
-from megalite.kernels.dropout import as_int32, fold
+from megalite.kernels.dropout import as_int32, fold, mix_
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -44,9 +44,7 @@ def random_bits(key: int, *values: Tensor) -> Tensor:
     h = torch.full_like(values[0], key, dtype=torch.int32)
     for value, odd in zip(values, _ODD, strict=False):
         h.add_(value.view(torch.int32), alpha=as_int32(odd))
-    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(as_int32(0x85EBCA6B))
-    h.bitwise_xor_((h >> 13).bitwise_and_(0x7FFFF)).mul_(as_int32(0xC2B2AE35))
-    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
+    return mix_(h)
 
 
 def round_at_random(x: Tensor, bits16: Tensor) -> Tensor:

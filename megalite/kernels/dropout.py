@@ -3,7 +3,7 @@
     y = x * keep / (1 - p),   keep[s, b, d] = hash(key, sample id of b, position s, channel d) >= p * 2^32
 
 The key folds (seed, step, layer, site) on the host. The hash is the 32-bit finaliser of MurmurHash3 (A. Appleby,
-public domain), chained over the coordinates, in int64 arithmetic masked to 32 bits: the same bits on every device.
+public domain), chained over the coordinates, in int32 arithmetic that wraps: the same bits on every device.
 Backward draws the mask again: 0 bytes saved. Bytes for N elements of e bytes: forward with the residual 3 N e, backward
 2 N e.
 """
@@ -45,25 +45,34 @@ def _mix_int(h: int) -> int:
     return h ^ (h >> 16)
 
 
-def _mix_(h: Tensor) -> Tensor:
-    """In place: for attention's dropout `h` has 8 bytes per score."""
-    h.bitwise_xor_(h >> 16).mul_(0x85EBCA6B).bitwise_and_(_M32)
-    h.bitwise_xor_(h >> 13).mul_(0xC2B2AE35).bitwise_and_(_M32)
-    return h.bitwise_xor_(h >> 16)
+def mix_(h: Tensor) -> Tensor:
+    """The finaliser on int32, in place: for attention's dropout `h` has 4 bytes per score."""
+    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(as_int32(0x85EBCA6B))
+    h.bitwise_xor_((h >> 13).bitwise_and_(0x7FFFF)).mul_(as_int32(0xC2B2AE35))
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
+
+
+def _low_bits(x: Tensor) -> Tensor:
+    """The low 32 bits of int64, as int32."""
+    return (((x & _M32) ^ 2**31) - 2**31).to(torch.int32)
 
 
 def hash_coordinates(key: int | Tensor, *axes: Tensor) -> Tensor:
-    """One 32-bit hash (as int64) per element of the broadcast of the int64 `axes`, outermost first. `key`: an integer,
+    """One 32-bit hash (as int32) per element of the broadcast of the int64 `axes`, outermost first. `key`: an integer,
     or one in an int64 scalar on their device."""
-    h = key if isinstance(key, Tensor) else torch.full((), key, dtype=torch.int64, device=axes[0].device)
+    h = (
+        _low_bits(key)
+        if isinstance(key, Tensor)
+        else torch.full((), as_int32(key), dtype=torch.int32, device=axes[0].device)
+    )
     for axis in axes:
-        h = _mix_(h ^ (axis * 0x9E3779B1 + 0x7F4A7C15 & _M32))
+        h = mix_(h ^ _low_bits(axis * 0x9E3779B1 + 0x7F4A7C15))
     return h
 
 
 def keep_mask(key: int | Tensor, p: float, *axes: Tensor) -> Tensor:
     """True where an element survives; False with probability `p`."""
-    return hash_coordinates(key, *axes) >= int(p * 2**32)
+    return (hash_coordinates(key, *axes) ^ as_int32(2**31)) >= int(p * 2**32) - 2**31  # compared as unsigned
 
 
 def _mask_sBD(x: Tensor, key: int | Tensor, p: float, sample_ids_B: Tensor, first_position: int) -> Tensor:
