@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megalite import cli
+from megalite.kernels.attention import forced
 from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch
 from megalite.parallel import shared_memory
@@ -170,18 +171,24 @@ def test_saved_activations_per_layer(style: str, recompute: str) -> None:
 
 
 @pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_selective_recompute_saves_no_scores(style: str) -> None:
-    """With dropout of attention weights the scores are explicit. Everything else grows with s alone, so what doubling
-    s adds beyond twice the bytes is theirs: 2 c s^2 of c s^2."""
+def test_no_scores_are_saved(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with dropout of attention weights; where the scores are asked to be explicit, selective recompute saves none.
+    Everything else grows with s alone, so what doubling s adds beyond twice the bytes is theirs: 2 c s^2 of c s^2."""
     s, b, heads = 32, 2, 4
 
-    def quadratic(recompute: str) -> float:
-        flags = f"{style} --bf16 --attention-dropout 0.1 --num-attention-heads {heads} {recompute}"
+    def quadratic(more: str) -> float:
+        flags = f"{style} --bf16 --attention-dropout 0.1 --num-attention-heads {heads} {more}"
         one, two = (
             _saved_per_layer(f"{flags} --seq-length {n} --max-position-embeddings {n}", n, b) for n in (s, 2 * s)
         )
         return (two - 2 * one) / (2 * s * s)
 
+    assert quadratic("") == 0
     softmax, keep, dropped, hidden = 4, 1, 2, 1  # bytes: fp32, bool, bf16; one causal mask for all heads and samples
-    assert quadratic("") == b * heads * (softmax + keep + dropped) + hidden
-    assert quadratic("--recompute-granularity selective") == 0
+    forced.cache_clear()
+    monkeypatch.setenv("MEGALITE_ATTENTION", "torch")
+    try:
+        assert quadratic("") == b * heads * (softmax + keep + dropped) + hidden
+        assert quadratic("--recompute-granularity selective") == 0
+    finally:
+        forced.cache_clear()

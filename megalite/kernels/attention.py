@@ -1,9 +1,9 @@
 """Causal attention with grouped key/value heads: softmax(scale * q k^T + causal) v.
 
 Layout in and out is sequence first: q_SBHK, k_SBGK, v_SBGK -> o_SBHK, H a multiple of G. A fused kernel runs
-(`backend` says which): saved are q, k, v, o and one log-sum-exp per row, never the S x S scores. The mask of dropout
-depends on coordinates (sample, head, query, key) and not on a generator's state, so only the kernel in Triton has it;
-without Triton dropout needs the scores in memory.
+(`backend` says which): saved are q, k, v, and for some o and one log-sum-exp per row, never the S x S scores. The mask
+of dropout depends on coordinates (sample, head, query, key) and not on a generator's state, so torch's kernels cannot
+draw it and our own do.
 
 Where several documents share a sequence, each is attended to by itself: variable-length attention, whose work is the
 sum of the squared lengths and which never makes a mask of S x S. In a sliding window of W keys work is S W, and there
@@ -16,14 +16,14 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.blocked_attention import blocked_attention
+from megalite.kernels.blocked_attention import Drop, blocked_attention
 from megalite.kernels.blocked_attention import supports as blocked_supports
 from megalite.kernels.dispatch import KernelError, choice, runs_triton, use_triton
 from megalite.kernels.dropout import keep_mask
@@ -93,7 +93,7 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
     """Who computes attention of this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
     or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents; `window`:
     there is one, shorter than the sequence, which SDPA could only take as a mask of S x S, so it is never SDPA. With
-    `dropout`, whose mask others cannot draw, "triton" or "explicit" (attention_reference).
+    `dropout`, whose mask SDPA cannot draw, "triton" or "blocked"; "explicit" (attention_reference) if it is forced.
 
         a card, documents or a window         triton where it can: one launch, work only where the mask is not
         a window elsewhere                    blocked
@@ -104,7 +104,8 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
     """
     triton = use_triton(q_SBHK) and supports(q_SBHK)
     if dropout:
-        return "triton" if triton and forced() in ("auto", "triton") else "explicit"
+        own = "triton" if triton and forced() in ("auto", "triton") else "blocked"
+        return "explicit" if forced() == "torch" else own
     if forced() != "auto":
         able = {"triton": triton, "blocked": window or blocked_supports(q_SBHK)}
         return forced() if able.get(forced(), not window) else "blocked" if window else "torch"
@@ -120,8 +121,8 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
 def describe_attention(device_type: str, dropout: bool = False) -> str:
     """One line for the plan: what `backend` takes in half precision on such a device."""
     if dropout:
-        triton = runs_triton(device_type) and forced() in ("auto", "triton")
-        training = "triton" if triton else "explicit scores, S x S in memory"
+        own = "triton" if runs_triton(device_type) and forced() in ("auto", "triton") else "blocked"
+        training = "explicit scores" if forced() == "torch" else own
         return f"{training}, for dropout; in evaluation {describe_attention(device_type)}"
     if forced() != "auto":
         own = forced() in ("triton", "blocked")
@@ -175,10 +176,14 @@ def attention(
     if name == "triton":
         first_BS = None if documents is None else documents.first_BS
         return flash_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, first_BS=first_BS, **drop)
+    blocks_drop = None
+    if drop:
+        assert dropout_key is not None and sample_ids_B is not None
+        blocks_drop = Drop(dropout_p, dropout_key, sample_ids_B, head_offset)
     if documents is not None:
-        return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale, window)
+        return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale, window, blocks_drop)
     if name == "blocked":
-        return blocked_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window)
+        return blocked_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, drop=blocks_drop)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32
@@ -190,10 +195,20 @@ def attention(
 
 
 def _by_document(
-    q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, documents: Documents, scale: float, window: int | None
+    q_SBHK: Tensor,
+    k_SBGK: Tensor,
+    v_SBGK: Tensor,
+    documents: Documents,
+    scale: float,
+    window: int | None,
+    drop: Drop | None,
 ) -> Tensor:
     rows: list[list[Tensor]] = [[] for _ in range(q_SBHK.shape[1])]
     for row, start, end in documents.spans:
         part = (x[start:end, row : row + 1] for x in (q_SBHK, k_SBGK, v_SBGK))
-        rows[row].append(attention(*part, scale=scale, window=window))
+        if drop is None:
+            rows[row].append(attention(*part, scale=scale, window=window))
+        else:
+            here = replace(drop, sample_ids_B=drop.sample_ids_B[row : row + 1], first_position=start)
+            rows[row].append(blocked_attention(*part, scale=scale, window=window, drop=here))
     return torch.cat([torch.cat(row) for row in rows], dim=1)

@@ -1,4 +1,5 @@
-"""Causal attention by blocks of queries whose scores stay in the cache: on a CPU in half precision, and in a window.
+"""Causal attention by blocks of queries whose scores stay in the cache: on a CPU in half precision, in a window, and
+with dropout.
 
     per block of queries i:   s = scale q_i k^T (keys up to the block's end);  p = softmax(s);  o_i = p v
     backward                  the same s and p again;  dv += p^T do_i;  ds = p (do_i v^T - sum(p do_i v^T));
@@ -13,12 +14,14 @@ any size for 1.4 times the time; MEGALITE_ATTENTION=torch is more exact and take
 
 The work per query block grows with its end, so half of the scores' square is never computed but for the blocks on the
 diagonal. With a window a block's keys begin where its first query's do: S (W + rows) scores, where torch's fused
-attention would take a mask of S x S and compute them all.
+attention would take a mask of S x S and compute them all. The mask of dropout is drawn for a block, and in backward
+again: p D in place of p for o and dv, dp D in place of dp, D = keep / (1 - p).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +29,31 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.dispatch import stat_dtype
+from megalite.kernels.dropout import keep_mask
 
 QUERIES = 256  # of a block: fewer waste less on the diagonal, more make larger matrix products
 IN_WINDOW = (64, 128)  # the same in a window, whose border is on both sides: as many as its keys within these bounds
 BLOCK_BYTES = 4 << 20  # of one block's scores
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Dropout of attention weights; its coordinates as in kernels/attention.py. first_position: the sequence position
+    of row 0."""
+
+    p: float
+    key: int
+    sample_ids_B: Tensor
+    head_offset: int
+    first_position: int = 0
+
+    def mask(self, heads: tuple[Tensor, Tensor], queries: slice, keys: slice) -> Tensor:
+        """Of some groups of heads: [n, P, queries, keys]. `heads`: the sample of each group, [n, 1, 1, 1], and the
+        numbers of its heads, [n, P, 1, 1]."""
+        sample_nP, head_nP = heads
+        positions = torch.arange(queries.stop, device=head_nP.device) + self.first_position
+        samples, numbers = self.sample_ids_B[sample_nP], head_nP + self.head_offset
+        return keep_mask(self.key, self.p, samples, numbers, positions[queries, None], positions[keys])
 
 
 def supports(q: Tensor) -> bool:
@@ -52,9 +76,13 @@ def _by_position(x_NPSK: Tensor, batch: int) -> Tensor:
 class _Blocks:
     """The blocks of one call, and their probabilities."""
 
-    def __init__(self, q_NPSK: Tensor, k_NSK: Tensor, scale: float, window: int | None):
-        self.q, self.k, self.scale = q_NPSK, k_NSK, scale
+    def __init__(self, q_NPSK: Tensor, k_NSK: Tensor, batch: int, scale: float, window: int | None, drop: Drop | None):
+        self.q, self.k, self.scale, self.drop = q_NPSK, k_NSK, scale, drop
         n, per_group, self.length, _ = q_NPSK.shape
+        self.kept = 1.0 if drop is None else 1.0 - drop.p  # by which is divided what was dropped from
+        groups, first = torch.arange(n, device=q_NPSK.device).view(-1, 1, 1, 1), n // batch
+        within = torch.arange(per_group, device=q_NPSK.device).view(-1, 1, 1)
+        self.samples, self.heads = groups // first, groups % first * per_group + within
         self.window = min(window or self.length, self.length)
         fewest, most = IN_WINDOW if self.window < self.length else (QUERIES, QUERIES)
         self.rows = min(self.length, most, max(fewest, self.window))
@@ -79,11 +107,18 @@ class _Blocks:
         """The block's rows, those of all heads of a group below each other: [n, P * rows, K]."""
         return x_NPSK[groups, :, here].flatten(1, 2)
 
-    def scaled(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.baddbmm(self.nothing, a, b, beta=0, alpha=self.scale)
+    def scaled(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        return torch.baddbmm(self.nothing, a, b, beta=0, alpha=scale)
+
+    def dropped_(self, some: slice, here: slice, keys: slice, *weights: Tensor) -> None:
+        """Zero what dropout takes; what is left is still to be divided by `kept`."""
+        if self.drop is not None:
+            mask = self.drop.mask((self.samples[some], self.heads[some]), here, keys).flatten(1, 2)
+            for x in weights:
+                x.mul_(mask)
 
     def probabilities(self, q: Tensor, groups: slice, here: slice, keys: slice) -> Tensor:
-        scores = self.scaled(q, self.k[groups, keys].mT)
+        scores = self.scaled(q, self.k[groups, keys].mT, self.scale)
         rows = here.stop - here.start
         by_row = scores.unflatten(1, (-1, rows))
         by_row[..., here.start - keys.start :].add_(self.later[:rows, :rows])
@@ -96,18 +131,22 @@ class _Blocks:
 
 class _BlockedAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, scale: float, window: int | None) -> Tensor:
+    def forward(
+        ctx: Any, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, scale: float, window: int | None, drop: Drop | None
+    ) -> Tensor:
         ctx.save_for_backward(q_SBHK, k_SBGK, v_SBGK)
-        ctx.given = (scale, window)
+        ctx.given = (q_SBHK.shape[1], scale, window, drop)
         groups = k_SBGK.shape[2]
         q_NPSK = _by_group(q_SBHK, groups)
         k_NSK, v_NSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
         o_NPSK = torch.empty_like(q_NPSK)
-        blocks = _Blocks(q_NPSK, k_NSK, scale, window)
+        blocks = _Blocks(q_NPSK, k_NSK, *ctx.given)
         for some, here, keys in blocks:
             p = blocks.probabilities(blocks.queries(q_NPSK, some, here), some, here, keys)
-            target = o_NPSK[some, :, here]
-            target.copy_((p @ v_NSK[some, keys]).view(target.shape))
+            blocks.dropped_(some, here, keys, p)
+            target, v = o_NPSK[some, :, here], v_NSK[some, keys]
+            o = p @ v if drop is None else blocks.scaled(p, v, 1 / blocks.kept)
+            target.copy_(o.view(target.shape))
         return _by_position(o_NPSK, q_SBHK.shape[1])
 
     @staticmethod
@@ -119,21 +158,34 @@ class _BlockedAttention(Function):
         dq_NPSK = torch.empty_like(q_NPSK)
         dk_NSK, dv_NSK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_NSK, v_NSK))
         blocks = _Blocks(q_NPSK, k_NSK, *ctx.given)
+        scale = blocks.scale / blocks.kept  # the gradient of a softmax is linear in that of p
         for some, here, keys in blocks:
             q, do = (blocks.queries(x, some, here) for x in (q_NPSK, do_NPSK))
             p = blocks.probabilities(q, some, here, keys)
-            dv_NSK[some, keys].add_(p.mT @ do)
-            ds = torch.ops.aten._softmax_backward_data(do @ v_NSK[some, keys].mT, p, -1, p.dtype)
+            dp, kept = do @ v_NSK[some, keys].mT, p
+            if blocks.drop is not None:
+                kept = p.clone()
+                blocks.dropped_(some, here, keys, kept, dp)
+            dv_NSK[some, keys].add_(kept.mT @ do)
+            ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
             target = dq_NPSK[some, :, here]
-            target.copy_(blocks.scaled(ds, k_NSK[some, keys]).view(target.shape))
-            dk_NSK[some, keys].add_(blocks.scaled(ds.mT, q))
+            target.copy_(blocks.scaled(ds, k_NSK[some, keys], scale).view(target.shape))
+            dk_NSK[some, keys].add_(blocks.scaled(ds.mT, q, scale))
+        if blocks.drop is not None:
+            dv_NSK.div_(blocks.kept)
         dk, dv = (_by_position(x.to(p.dtype).unsqueeze(1), batch) for x in (dk_NSK, dv_NSK))
-        return _by_position(dq_NPSK, batch), dk, dv, None, None
+        return _by_position(dq_NPSK, batch), dk, dv, None, None, None
 
 
 def blocked_attention(
-    q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, *, scale: float, window: int | None = None
+    q_SBHK: Tensor,
+    k_SBGK: Tensor,
+    v_SBGK: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    drop: Drop | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + causal) v: o_SBHK; H a multiple of G. `window`: how many keys a query sees, itself
     included. In any floating dtype and on any device, whatever `supports` advises."""
-    return _BlockedAttention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window)  # type: ignore[return-value]
+    return _BlockedAttention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, drop)  # type: ignore[return-value]

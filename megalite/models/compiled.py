@@ -1,11 +1,11 @@
-"""torch.compile of what lies between a block's matmuls: norms, rotation, activation, dropout, explicit attention.
+"""torch.compile of what lies between a block's matmuls: norms, rotation, activation, dropout.
 
     norm | matmul | rotation | attention | matmul | add, norm | matmul | (activation, its backward) | matmul | add
     ----          ----------                        ---------             --------------------------
 
 Each is a pure function of tensors, compiled once and shared by all layers, `fullgraph` so that nothing falls back to
 eager in silence. Matmuls stay the library's, with their collectives, their overlap and their sums into the gradient
-buffer (nn/linear.py); so does fused attention. So tp, pp, recompute and the hooks of optim/buffer.py see no difference.
+buffer (nn/linear.py); so does attention. So tp, pp, recompute and the hooks of optim/buffer.py see no difference.
 
 Rejected: a graph per block. It fuses no more, since a matmul ends a fusion. With tp 2 it falls into 10 (at every
 collective and wait), with dp 2 into 3 (at the hooks that wait for weights), and layer and step, which are coordinates
@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.attention import attention, attention_reference
-from megalite.kernels.attention import backend as backend_of
 from megalite.kernels.dispatch import choice, installed
 from megalite.kernels.dropout import drop_reference, dropout_add_by
 from megalite.models.gpt import Block, Stage
@@ -71,16 +69,10 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
         return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
 
     norms, rotation = (compiled(normalise), compiled(add_and_normalise)), compiled(rotate)
-    drop, explicit = compiled(drop_reference), compiled(attention_reference)
+    drop = compiled(drop_reference)
 
     def add(x: Tensor, residual: Tensor, p: float, key: int, *where: Any) -> Tensor:
         return dropout_add_by(drop, x, residual, p, _key_tensor(key, x.device), *where)
-
-    def attend(*qkv: Tensor, dropout_p: float, dropout_key: int | None, **others: Any) -> Tensor:
-        if not dropout_p or backend_of(qkv[0], masked=False, dropout=True) != "explicit":
-            return attention(*qkv, dropout_p=dropout_p, dropout_key=dropout_key, **others)
-        assert dropout_key is not None
-        return explicit(*qkv, dropout_p=dropout_p, dropout_key=_key_tensor(dropout_key, qkv[0].device), **others)
 
     blocks = [block for stage in stages for block in stage.blocks if isinstance(block, Block)]
     if not blocks:
@@ -89,7 +81,7 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
     activation = replace(pair, forward=compiled(pair.forward), backward=compiled(pair.backward))
     for block in blocks:
         block.dropout_add, block.mlp.activation = add, activation
-        block.attention.rotate, block.attention.attend = rotation, attend
+        block.attention.rotate = rotation
         for module in block.modules():
             if isinstance(module, Norm):
                 module.normalise, module.add_and_normalise = norms

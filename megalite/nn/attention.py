@@ -10,7 +10,6 @@ summed over tp with the norms' (grad="partial"). One fused qkv tensor has no box
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -76,8 +75,7 @@ class Attention(nn.Module):
         tp = make.mesh.tp
         self.tp, self.layer, self.seed, self.dropout_p = tp, layer, seed, dropout_p
         self.head_size, self.window, self.recompute_core = head_size, window, recompute_core
-        self.rotate = rotate  # this and the next may be replaced by compiled ones (models/compiled.py)
-        self.attend: Callable[..., Tensor] = attention
+        self.rotate = rotate  # or compiled (models/compiled.py)
         D, H, G, K = hidden_size, heads, groups, head_size
         self.replicated = tp.size > G
         self.group = tp.rank * G // tp.size  # the one group of this rank when replicated
@@ -118,7 +116,7 @@ class Attention(nn.Module):
         dropout_p = self.dropout_p if self.training else 0.0
 
         def core(q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor) -> Tensor:
-            return self.attend(
+            return attention(
                 q_SBhK,
                 k_SBgK,
                 v_SBgK,

@@ -108,7 +108,7 @@ RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 
     "variables,code,says",
     [
         ({"MEGALITE_KERNELS": "triton", "TRITON_INTERPRET": "1"}, 0, "triton's interpreter: rms_norm"),
-        ({}, 0, "torch (MEGALITE_KERNELS=auto) attention explicit scores, S x S in memory, for dropout"),
+        ({}, 0, "torch (MEGALITE_KERNELS=auto) attention blocked, for dropout"),
         ({"MEGALITE_KERNELS": "triton"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1"),
         ({"MEGALITE_SHARED_MEMORY": "no"}, 2, "pretrain_gpt.py: MEGALITE_SHARED_MEMORY=no is unknown; use on or off"),
     ],
