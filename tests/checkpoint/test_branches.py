@@ -240,6 +240,45 @@ def test_saved_locally_first_both_places_are_left_together(
     assert sum("abandoned" in name for name in names(kept)) == 2 and sum("abandoned" in n for n in names(fast)) == 1
 
 
+def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both may hold the step that is saved first: the newest stays in the fast one after it was sent."""
+    monkeypatch.setattr(Uploader, "_round", lambda self: None)
+    real, left = os.replace, "left-at-0000001"
+    old = (["iter_0000002", "iter_0000003"], ["iter_0000001", "iter_0000002", "iter_0000003"])
+    gone = [f"abandoned-iter_0000002-{left}", f"abandoned-iter_0000003-{left}"]
+    new = ([*gone, "iter_0000002"], [*gone, "iter_0000001"])
+    seen, ended, last = [], False, 0
+    while not ended:
+        fast, kept = tmp_path / str(last) / "fast", tmp_path / str(last) / "kept"
+        saved(kept, 1, 2, 3)
+        saved(fast, 2, 3)
+        one = Saver.open(fast, ALONE, 0, upload_to=kept)
+        one.begins_at(1)
+        done: list[int] = []
+
+        def replace(a: Any, b: Any, done: list[int] = done, last: int = last) -> None:
+            if len(done) == last:
+                raise KeyboardInterrupt
+            done.append(1)
+            real(a, b)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            try:
+                one.save(2, pieces(20.0), {})
+                ended = True
+            except KeyboardInterrupt:
+                pass
+        one.close()
+        Saver.open(fast, ALONE, 0, upload_to=kept).close()
+        seen.append((names(fast), names(kept)))
+        assert seen[-1] in (old, new), last
+        last += 1
+    assert seen[0] == old and seen[-1] == new and last > 12
+
+
 def _two_ranks(directory: str, background: bool) -> tuple[str, float]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     for step in (1, 2, 3):
