@@ -183,10 +183,7 @@ class Saver:
     @contextlib.contextmanager
     def _replaced_by(self, step: int) -> Iterator[None]:
         """Around rank 0's commit."""
-        if self._branch is None:
-            yield
-            return
-        with self._branch.replaced_by(step, self._news):
+        with contextlib.nullcontext() if self._branch is None else self._branch.replaced_by(step, self._news):
             yield
         if self._uploader is not None:
             self._uploader.paused = False

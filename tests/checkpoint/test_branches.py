@@ -206,6 +206,19 @@ def test_behind_a_url_it_is_refused_and_damage_does_not_count(tmp_path: Path) ->
     assert storage.steps_in(fresh) == [1, 3] and storage.steps_in(tmp_path) == [3]
 
 
+def test_a_start_that_fails_sends_nothing_and_so_deletes_nothing(tmp_path: Path) -> None:
+    """A wrong flag beside --ckpt-step 1 must not cost step 1."""
+    fast, kept = tmp_path / "fast", tmp_path / "kept"
+    saved(kept, 1, 2)
+    saved(fast, 3)
+    Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept).close()
+    assert storage.steps_in(kept) == [1, 2] and storage.steps_in(fast) == [3]
+    one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
+    one.begins_at(3)  # the run before was killed before it could
+    one.close()
+    assert storage.steps_in(kept) == [2, 3]
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_saved_locally_first_both_places_are_left_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
@@ -232,6 +245,7 @@ def test_saved_locally_first_both_places_are_left_together(
         one._lock.close()
         one._uploader._lock.close()
         one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
+        one.begins_at(2)
     else:
         one.save(2, pieces(20.0), {})
     one.close()
