@@ -186,7 +186,7 @@ class Saver:
         with contextlib.nullcontext() if self._branch is None else self._branch.replaced_by(step, self._news):
             yield
         if self._uploader is not None:
-            self._uploader.paused = False
+            self._uploader.paused = self._branch is not None and self._branch.unsettled
 
     @property
     def failed(self) -> bool:
@@ -243,6 +243,8 @@ class Saver:
 
     def _prune(self, step: int) -> None:
         self._sound.add(step)
+        if self._branch is not None and self._branch.unsettled:
+            return
         if self._uploader is not None:
             self._uploader.offer()
         elif self.keep_last is not None:

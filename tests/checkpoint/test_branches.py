@@ -146,6 +146,36 @@ def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monk
     assert storage.steps_in(tmp_path) == [1, 2] and value_of(tmp_path) == 20.0
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["one place", "saved locally first"])
+def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    """--keep-last would delete the first save, which says that it was left."""
+    kept = tmp_path / "kept"
+    saved(kept, 1, 2, 3, 9)
+    where = {"upload_to": kept} if local else {}
+    folder = tmp_path / "fast" if local else kept
+    one = Saver.open(folder, ALONE, 0, keep_last=2, **where)
+    one.begins_at(2)
+    real, calls = aside.settle, list[int]()
+
+    def settle(*directories: Path) -> Any:
+        calls.append(1)
+        if len(calls) < 4:
+            raise OSError(116, "Stale file handle")
+        return real(*directories)
+
+    monkeypatch.setattr(aside, "settle", settle)
+    for step in (4, 5, 6):
+        one.save(step, pieces(step * 10.0), {})
+    assert {4, 5, 6} <= set(storage.steps_in(folder)) and 9 not in storage.steps_in(kept)
+    assert sum("Stale file handle" in line for line in one.news()) == 3
+    one.save(7, pieces(70.0), {})
+    one.close()
+    assert storage.steps_in(kept) == [6, 7] and value_of(kept) == 70.0
+    assert [name for name in names(kept) if "9" in name] == ["abandoned-iter_0000009-left-at-0000002"]
+
+
 def test_damaged_ones_are_not_those_that_are_kept(tmp_path: Path) -> None:
     """Of the right sizes: only a load finds it out."""
     saved(tmp_path, 1, 2, 3, 4)
