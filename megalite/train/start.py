@@ -75,13 +75,14 @@ def started_again(mesh: Mesh, config: Config, local: str | None) -> bool:
 
 def _training(config: Config) -> str:
     """What decides which weights a run that resumes in its own directory has at a step: not its layout, its log, how
-    often it saves, and when it stops."""
+    often it saves and evaluates, and when it stops."""
     c = config.checkpoint
     here = c.load is not None and c.save is not None and _same(c.load, c.save)
     begin = CheckpointConfig(
         load=None if here else c.load, ckpt_step=c.ckpt_step, finetune=c.finetune, no_load_optim=c.no_load_optim
     )
-    train = replace(config.train, exit_interval=None, exit_duration_in_mins=None, exit_signal_handler=False)
+    stops = {"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False}
+    train = replace(config.train, eval_interval=None, eval_iters=0, **stops)
     return to_toml(replace(config, checkpoint=begin, train=train, log=LogConfig(), parallel=ParallelConfig()))
 
 
