@@ -46,7 +46,20 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
                 f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
             )
         return found
-    return None, [] if c.load is None else [f"load={c.load!r} holds no checkpoint: the run starts from scratch"]
+    if (load := c.load) is None:
+        return None, []
+    together(run.mesh, lambda: _none_was_left(parse(load)), f"looking for checkpoints in {load}")
+    return None, [f"load={load!r} holds no checkpoint: the run starts from scratch"]
+
+
+def _none_was_left(directory: Location) -> None:
+    """Raises CheckpointError where all that is there was left by a run, as --finetune leaves what it began with: when
+    the disk of --save-local is lost before anything was sent, nobody wants a training from scratch."""
+    if isinstance(directory, Path) and (left := sorted(directory.glob("abandoned-iter_*"))):
+        raise CheckpointError(
+            f"load={str(directory)!r} holds no checkpoint but those that a run has left, as {left[-1].name}: rename "
+            "the one to begin with to iter_NUMBER, or, to start from scratch, move them away"
+        )
 
 
 AGAIN = "and does not begin again; for that, change an option of the training, or rename what it has saved"

@@ -25,6 +25,8 @@ from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
 from megalite.train import loop
 from megalite.train.run import pretrain
+from megalite.train.setup import build_run
+from megalite.train.start import start_run
 
 ALONE = Mesh.alone()
 CPU = torch.device("cpu")
@@ -153,9 +155,8 @@ def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(
     """--keep-last would delete the first save, which says that it was left."""
     kept = tmp_path / "kept"
     saved(kept, 1, 2, 3, 9)
-    where = {"upload_to": kept} if local else {}
     folder = tmp_path / "fast" if local else kept
-    one = Saver.open(folder, ALONE, 0, keep_last=2, **where)
+    one = Saver.open(folder, ALONE, 0, keep_last=2, upload_to=kept if local else None)
     one.begins_at(2)
     real, calls = aside.settle, list[int]()
 
@@ -454,3 +455,21 @@ def test_a_finetune_in_the_same_directory_goes_on(run: Path) -> None:
     assert code == 0 and storage.steps_in(run) == [2, 3, 4, 6, 7]
     code, said = alone(run, tune)
     assert code == 0 and "at step 7" in said and "saved iter_" not in said
+
+
+def test_a_finetune_whose_fast_disk_is_lost_does_not_start_from_scratch(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it began with has been left, and what it saved never got here."""
+    tune = f"--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local {run.with_name('fast')}"
+    monkeypatch.setattr(Uploader, "_round", lambda self: None)
+    assert alone(run, tune)[0] == 75 and not storage.steps_in(run)
+    shutil.rmtree(run.with_name("fast"))
+    config = cli.parse(flags_of(run, tune), PRESETS)
+    one = build_run(config, Ranks(), CPU)
+    with pytest.raises(CheckpointError, match=r"no checkpoint but .*abandoned-iter_0000007.*: rename the one"):
+        start_run(one, config)
+    (run / "abandoned-iter_0000007-left-at-0000000").rename(run / "iter_0000007")
+    loaded, _ = start_run(one, config)
+    one.close()
+    assert loaded == run / "iter_0000007"
