@@ -324,6 +324,40 @@ def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(
     assert seen[0] == old and seen[-1] == new and last > 12
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool) -> None:
+    """Whatever went back already, the step that is saved first must not be there before all others are."""
+    real, last, ended = os.replace, 0, False
+    while not ended:
+        places = {tmp_path / str(last) / name: ["iter_0000002", "iter_0000003"] for name in ("fast", "kept")}
+        for folder in [place / name for place, names in places.items() for name in names]:
+            folder.mkdir(parents=True)
+        aside.hide(places, 1, 2)
+        if committed:
+            (next(iter(places)) / "iter_0000002").mkdir()
+        done: list[int] = []
+
+        def replace(a: Any, b: Any, done: list[int] = done, last: int = last) -> None:
+            if len(done) == last:
+                raise KeyboardInterrupt
+            done.append(1)
+            real(a, b)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            try:
+                aside.settle(*places)
+                ended = True
+            except KeyboardInterrupt:
+                pass
+        aside.settle(*places)
+        left = [sum(name.startswith("abandoned") for name in names(place)) for place in places]
+        assert left == ([2, 2] if committed else [0, 0]), last
+        assert all(not list(place.glob(".iter_*")) for place in places)
+        last += 1
+    assert last > 4
+
+
 def _two_ranks(directory: str, background: bool) -> tuple[str, float]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     for step in (1, 2, 3):
