@@ -35,15 +35,14 @@ def hide(places: Mapping[Path, Sequence[str]], begin: int, first: int) -> None:
 
 def settle(*directories: Path) -> dict[Path, dict[str, str]]:
     """End what `hide` began in them: the new names by the old ones, where the checkpoint that they were hidden for is
-    there, in any of them. Else, or where a name is free no longer, they go back. Raises OSError."""
+    there, in the first of them, where the run commits. Else they go back; where a name is taken it is a new one too.
+    Raises OSError."""
     new: dict[Path, dict[str, str]] = {}
     hidden = sorted(
         ((directory, path, found.groups()) for directory in directories for path, found in _hidden(directory)),
-        key=lambda x: x[2][0] == f"iter_{x[2][2]}",  # last: see `hide`
+        key=lambda x: (x[2][0] == f"iter_{x[2][2]}", x[0] == directories[0]),  # last: see `hide`
     )
-    committed = {
-        first: any((place / f"iter_{first}").exists() for place in directories) for _, _, (_, _, first) in hidden
-    }
+    committed = {first: (directories[0] / f"iter_{first}").exists() for _, _, (_, _, first) in hidden}
     for directory, path, (name, left, first) in hidden:
         if not committed[first] and not os.path.lexists(directory / name):
             os.replace(path, directory / name)

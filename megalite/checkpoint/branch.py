@@ -29,6 +29,7 @@ class Branch:
         self.damaged: set[int] = set()  # and stays where it is
         left = {step for place in self._places for step in _later(place, begin)}
         self.pending = bool(left)  # until there is a first save
+        self.unsettled = False  # some are hidden yet: the first save has to stay, since it says that they are left
         fixed = next((place for place in self._places if not isinstance(place, Path)), None)
         if fixed is not None and (stuck := _later(fixed, begin)):
             if not damaged:
@@ -52,6 +53,8 @@ class Branch:
         """Around the commit of the checkpoint `first`: if it is the run's first one, what is of later steps than the
         begin goes with it, or stays where the commit raises. `tell`: gets a line for people."""
         paths = [place for place in self._places if isinstance(place, Path)]
+        if self.unsettled:
+            self._settle(paths, tell)
         if not self.pending or not paths:
             yield
             return
@@ -64,14 +67,20 @@ class Branch:
                 aside.settle(*paths)
             raise
         self.pending = False
+        self._settle(paths, tell)
+
+    def _settle(self, paths: list[Path], tell: News) -> None:
+        self.unsettled = True
         try:
             for path, new in aside.settle(*paths).items():
                 renamed = ", ".join(f"{name} to {other}" for name, other in new.items())
                 tell.append(
                     f"begun at step {self._begin}, the run has left what was there: renamed in {path} {renamed}"
                 )
-        except OSError as error:  # they are hidden, and the next start does it
-            tell.append(f"cannot rename what the run left at step {self._begin}: {error}")
+            self.unsettled = False
+        except OSError as error:  # they are hidden
+            later = "the next save or start tries again, and until then nothing is deleted or uploaded"
+            tell.append(f"cannot rename what the run left at step {self._begin} ({error}): {later}")
 
 
 def _later(directory: Location, begin: int) -> list[int]:

@@ -183,13 +183,10 @@ class Saver:
     @contextlib.contextmanager
     def _replaced_by(self, step: int) -> Iterator[None]:
         """Around rank 0's commit."""
-        if self._branch is None:
-            yield
-            return
-        with self._branch.replaced_by(step, self._news):
+        with contextlib.nullcontext() if self._branch is None else self._branch.replaced_by(step, self._news):
             yield
         if self._uploader is not None:
-            self._uploader.paused = False
+            self._uploader.paused = self._branch is not None and self._branch.unsettled
 
     @property
     def failed(self) -> bool:
@@ -246,6 +243,8 @@ class Saver:
 
     def _prune(self, step: int) -> None:
         self._sound.add(step)
+        if self._branch is not None and self._branch.unsettled:
+            return
         if self._uploader is not None:
             self._uploader.offer()
         elif self.keep_last is not None:

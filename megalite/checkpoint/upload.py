@@ -39,7 +39,7 @@ class Uploader:
         self._there.sweep(target)
         self._sound: set[int] = set()
         self.damaged: set[int] = set()  # of `target`: they do not count
-        self.paused = False  # nothing is sent, and so nothing pruned, where a rollback may still need it
+        self.paused = True  # until it is known where the run begins: a rollback may need what sending would prune
         self._news, self._wake, self._end = News(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="megalite-upload", daemon=True)
         self._thread.start()

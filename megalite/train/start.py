@@ -46,7 +46,20 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
                 f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
             )
         return found
-    return None, [] if c.load is None else [f"load={c.load!r} holds no checkpoint: the run starts from scratch"]
+    if (load := c.load) is None:
+        return None, []
+    together(run.mesh, lambda: _none_was_left(parse(load)), f"looking for checkpoints in {load}")
+    return None, [f"load={load!r} holds no checkpoint: the run starts from scratch"]
+
+
+def _none_was_left(directory: Location) -> None:
+    """Raises CheckpointError where all that is there was left by a run, as --finetune leaves what it began with: when
+    the disk of --save-local is lost before anything was sent, nobody wants a training from scratch."""
+    if isinstance(directory, Path) and (left := sorted(directory.glob("abandoned-iter_*"))):
+        raise CheckpointError(
+            f"load={str(directory)!r} holds no checkpoint but those that a run has left, as {left[-1].name}: rename "
+            "the one to begin with to iter_NUMBER, or, to start from scratch, move them away"
+        )
 
 
 AGAIN = "and does not begin again; for that, change an option of the training, or rename what it has saved"
@@ -75,13 +88,14 @@ def started_again(mesh: Mesh, config: Config, local: str | None) -> bool:
 
 def _training(config: Config) -> str:
     """What decides which weights a run that resumes in its own directory has at a step: not its layout, its log, how
-    often it saves, and when it stops."""
+    often it saves and evaluates, and when it stops."""
     c = config.checkpoint
     here = c.load is not None and c.save is not None and _same(c.load, c.save)
     begin = CheckpointConfig(
         load=None if here else c.load, ckpt_step=c.ckpt_step, finetune=c.finetune, no_load_optim=c.no_load_optim
     )
-    train = replace(config.train, exit_interval=None, exit_duration_in_mins=None, exit_signal_handler=False)
+    stops = {"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False}
+    train = replace(config.train, eval_interval=None, eval_iters=0, **stops)
     return to_toml(replace(config, checkpoint=begin, train=train, log=LogConfig(), parallel=ParallelConfig()))
 
 

@@ -25,6 +25,8 @@ from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
 from megalite.train import loop
 from megalite.train.run import pretrain
+from megalite.train.setup import build_run
+from megalite.train.start import start_run
 
 ALONE = Mesh.alone()
 CPU = torch.device("cpu")
@@ -146,6 +148,35 @@ def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monk
     assert storage.steps_in(tmp_path) == [1, 2] and value_of(tmp_path) == 20.0
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["one place", "saved locally first"])
+def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    """--keep-last would delete the first save, which says that it was left."""
+    kept = tmp_path / "kept"
+    saved(kept, 1, 2, 3, 9)
+    folder = tmp_path / "fast" if local else kept
+    one = Saver.open(folder, ALONE, 0, keep_last=2, upload_to=kept if local else None)
+    one.begins_at(2)
+    real, calls = aside.settle, list[int]()
+
+    def settle(*directories: Path) -> Any:
+        calls.append(1)
+        if len(calls) < 4:
+            raise OSError(116, "Stale file handle")
+        return real(*directories)
+
+    monkeypatch.setattr(aside, "settle", settle)
+    for step in (4, 5, 6):
+        one.save(step, pieces(step * 10.0), {})
+    assert {4, 5, 6} <= set(storage.steps_in(folder)) and 9 not in storage.steps_in(kept)
+    assert sum("Stale file handle" in line for line in one.news()) == 3
+    one.save(7, pieces(70.0), {})
+    one.close()
+    assert storage.steps_in(kept) == [6, 7] and value_of(kept) == 70.0
+    assert [name for name in names(kept) if "9" in name] == ["abandoned-iter_0000009-left-at-0000002"]
+
+
 def test_damaged_ones_are_not_those_that_are_kept(tmp_path: Path) -> None:
     """Of the right sizes: only a load finds it out."""
     saved(tmp_path, 1, 2, 3, 4)
@@ -206,6 +237,19 @@ def test_behind_a_url_it_is_refused_and_damage_does_not_count(tmp_path: Path) ->
     assert storage.steps_in(fresh) == [1, 3] and storage.steps_in(tmp_path) == [3]
 
 
+def test_a_start_that_fails_sends_nothing_and_so_deletes_nothing(tmp_path: Path) -> None:
+    """A wrong flag beside --ckpt-step 1 must not cost step 1."""
+    fast, kept = tmp_path / "fast", tmp_path / "kept"
+    saved(kept, 1, 2)
+    saved(fast, 3)
+    Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept).close()
+    assert storage.steps_in(kept) == [1, 2] and storage.steps_in(fast) == [3]
+    one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
+    one.begins_at(3)  # the run before was killed before it could
+    one.close()
+    assert storage.steps_in(kept) == [2, 3]
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_saved_locally_first_both_places_are_left_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
@@ -232,12 +276,86 @@ def test_saved_locally_first_both_places_are_left_together(
         one._lock.close()
         one._uploader._lock.close()
         one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
+        one.begins_at(2)
     else:
         one.save(2, pieces(20.0), {})
     one.close()
     assert sent == [2]  # and not, before, what would have made --keep-last delete step 1
     assert storage.steps_in(fast) == [2] and storage.steps_in(kept) == [1, 2] and value_of(kept) == 20.0
     assert sum("abandoned" in name for name in names(kept)) == 2 and sum("abandoned" in n for n in names(fast)) == 1
+
+
+def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both may hold the step that is saved first: the newest stays in the fast one after it was sent."""
+    monkeypatch.setattr(Uploader, "_round", lambda self: None)
+    real, left = os.replace, "left-at-0000001"
+    old = (["iter_0000002", "iter_0000003"], ["iter_0000001", "iter_0000002", "iter_0000003"])
+    gone = [f"abandoned-iter_0000002-{left}", f"abandoned-iter_0000003-{left}"]
+    new = ([*gone, "iter_0000002"], [*gone, "iter_0000001"])
+    seen, ended, last = [], False, 0
+    while not ended:
+        fast, kept = tmp_path / str(last) / "fast", tmp_path / str(last) / "kept"
+        saved(kept, 1, 2, 3)
+        saved(fast, 2, 3)
+        one = Saver.open(fast, ALONE, 0, upload_to=kept)
+        one.begins_at(1)
+        done: list[int] = []
+
+        def replace(a: Any, b: Any, done: list[int] = done, last: int = last) -> None:
+            if len(done) == last:
+                raise KeyboardInterrupt
+            done.append(1)
+            real(a, b)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            try:
+                one.save(2, pieces(20.0), {})
+                ended = True
+            except KeyboardInterrupt:
+                pass
+        one.close()
+        Saver.open(fast, ALONE, 0, upload_to=kept).close()
+        seen.append((names(fast), names(kept)))
+        assert seen[-1] in (old, new), last
+        last += 1
+    assert seen[0] == old and seen[-1] == new and last > 12
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool) -> None:
+    """Whatever went back already, the step that is saved first must not be there before all others are."""
+    real, last, ended = os.replace, 0, False
+    while not ended:
+        places = {tmp_path / str(last) / name: ["iter_0000002", "iter_0000003"] for name in ("fast", "kept")}
+        for folder in [place / name for place, names in places.items() for name in names]:
+            folder.mkdir(parents=True)
+        aside.hide(places, 1, 2)
+        if committed:
+            (next(iter(places)) / "iter_0000002").mkdir()
+        done: list[int] = []
+
+        def replace(a: Any, b: Any, done: list[int] = done, last: int = last) -> None:
+            if len(done) == last:
+                raise KeyboardInterrupt
+            done.append(1)
+            real(a, b)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            try:
+                aside.settle(*places)
+                ended = True
+            except KeyboardInterrupt:
+                pass
+        aside.settle(*places)
+        left = [sum(name.startswith("abandoned") for name in names(place)) for place in places]
+        assert left == ([2, 2] if committed else [0, 0]), last
+        assert all(not list(place.glob(".iter_*")) for place in places)
+        last += 1
+    assert last > 4
 
 
 def _two_ranks(directory: str, background: bool) -> tuple[str, float]:
@@ -330,7 +448,9 @@ def test_a_rollback_that_is_restarted_goes_on(run: Path) -> None:
     other = BACK.replace("--lr 0.02", "--lr 0.03")  # another training
     code, said = alone(run, f"{other} --exit-interval 6")
     assert code == 75 and "at step 4" in said and storage.steps_in(run) == [4, 6], said
-    code, said = alone(Path(f"{run}/"), f"{other} --wandb-exp-name second --save-interval 3 --log-interval 1")
+    code, said = alone(
+        Path(f"{run}/"), f"{other} --wandb-exp-name second --save-interval 3 --log-interval 1 --eval-interval 5"
+    )
     assert code == 0 and "at step 6" in said and "note: this same training has saved that" in said, said
     assert storage.steps_in(run) == [4, 6, 8] and "abandoned" not in said
     code, said = alone(run, "--lr 0.02 --train-iters 9 --keep-last 3")
@@ -369,3 +489,21 @@ def test_a_finetune_in_the_same_directory_goes_on(run: Path) -> None:
     assert code == 0 and storage.steps_in(run) == [2, 3, 4, 6, 7]
     code, said = alone(run, tune)
     assert code == 0 and "at step 7" in said and "saved iter_" not in said
+
+
+def test_a_finetune_whose_fast_disk_is_lost_does_not_start_from_scratch(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it began with has been left, and what it saved never got here."""
+    tune = f"--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local {run.with_name('fast')}"
+    monkeypatch.setattr(Uploader, "_round", lambda self: None)
+    assert alone(run, tune)[0] == 75 and not storage.steps_in(run)
+    shutil.rmtree(run.with_name("fast"))
+    config = cli.parse(flags_of(run, tune), PRESETS)
+    one = build_run(config, Ranks(), CPU)
+    with pytest.raises(CheckpointError, match=r"no checkpoint but .*abandoned-iter_0000007.*: rename the one"):
+        start_run(one, config)
+    (run / "abandoned-iter_0000007-left-at-0000000").rename(run / "iter_0000007")
+    loaded, _ = start_run(one, config)
+    one.close()
+    assert loaded == run / "iter_0000007"

@@ -93,6 +93,7 @@ def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, brok
     assert loaded(kept, first=fast) == (f"{fast}/iter_0000002", 2.0)
     broken(False)
     one = Saver.open(fast, ALONE, 0, upload_to=kept)
+    one.begins_at(2)
     one.close()
     assert storage.steps_in(kept) == [1, 2] and storage.steps_in(fast) == [2] and loaded(kept)[1] == 2.0
 
@@ -120,6 +121,7 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
     real = upload.Uploader._send
     monkeypatch.setattr(upload.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
     one = Saver.open(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=kept)
+    one.begins_at(5)
     one.close()
     news = one.news()
     assert sent == [2, 4, 5], news
@@ -134,6 +136,7 @@ def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> 
     content[-1] ^= 1
     (folder / "rank-00000.safetensors").write_bytes(content)
     one = Saver.open(fast, ALONE, 0, upload_to=kept)
+    one.begins_at(1)
     one.close()
     line = one.news()[-1]
     assert "rank-00000.safetensors: its content changed after it was written" in line

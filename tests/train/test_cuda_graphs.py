@@ -22,6 +22,7 @@ from megalite.config_check import check
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.pipeline.graphed import GraphedPipeline
+from megalite.train.loop import evaluate
 from megalite.train.run import check_machine
 from megalite.train.setup import SetupError, build_run
 from megalite.train.state import Run
@@ -140,6 +141,13 @@ def test_evaluation_and_a_timeline_are_eager() -> None:
     pipeline.timeline, pipeline.replays = None, False
     train_step(run)
     assert not tapes
+    pipeline.replays = True
+    train_step(run)
+    replays, grads = [tape.replays for tape in tapes], run.buffer.grads.clone()
+    assert sum(replays) == 3
+    for _ in range(2):
+        assert evaluate(run, run.valid[0].data, 1) > 0
+    assert [tape.replays for tape in tapes] == replays and torch.equal(run.buffer.grads, grads)
     run.close()
 
 
