@@ -140,11 +140,10 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
     """The configuration and notes about flags that were ignored. Raises ConfigError with every problem found."""
     parser = build_parser(sorted(presets))
     words, notes, problems = _without_foreign(argv, parser)
-    given: dict[str, Any] = {}
     try:
         given = vars(parser.parse_args(words))
-    except ConfigError as error:
-        problems += error.problems
+    except ConfigError as error:  # nothing is known of the other words
+        raise ConfigError([*problems, *error.problems]) from None
     given, wrong = _typed(given)
     problems += wrong.values()
     values: dict[str, Any] = {}

@@ -122,6 +122,13 @@ def test_a_bad_configuration_is_refused_with_value_rule_and_remedy(flags: str, m
     assert all("\n" not in problem for problem in error.value.problems)
 
 
+def test_a_flag_without_its_value_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as error:
+        cli.read([*GOOD.split(), "--window-size", "-1,-1"], PRESETS)  # which looks like a flag
+    (problem,) = error.value.problems
+    assert "--window-size" in problem and "expected at least one argument" in problem
+
+
 def test_a_save_without_an_interval_is_told_to_be_only_at_the_end() -> None:
     _, notes = cli.read([*GOOD.split(), "--save", "x"], PRESETS)
     assert notes == ["save=x without --save-interval saves only when the run ends or stops; a crash loses all"]

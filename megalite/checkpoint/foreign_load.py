@@ -6,30 +6,13 @@ memory beside the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from megalite.checkpoint.convert import Foreign
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.name_map import Specs, split
 from megalite.checkpoint.pieces import inside, intersect, rectangles
-from megalite.checkpoint.writer import agree
-from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, Piece
-
-T = TypeVar("T")
-
-
-def together(mesh: Mesh, what: str, read: Callable[[], T]) -> T:
-    """`read()` on every rank; collective. Raises CheckpointError on all ranks when one cannot read `what`: the others
-    would wait for it in their first collective until the time-out."""
-    try:
-        result = read()
-    except Exception as error:
-        agree(error, mesh, f"reading {what}")
-        raise
-    agree(None, mesh, f"reading {what}")
-    return result
 
 
 def misshapen(pieces: Sequence[Piece], specs: Specs) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -15,16 +15,25 @@ from megalite.checkpoint.writer import agree
 from megalite.parallel.comm import broadcast_
 from megalite.parallel.mesh import Mesh
 
+T = TypeVar("T")
 
-def together(mesh: Mesh, do: Callable[[], Any], doing: str) -> Any:
-    """`do()` on this rank; raises on all ranks when it raises on one."""
-    error, result = None, None
+
+def together(mesh: Mesh, do: Callable[[], T], doing: str) -> T:
+    """`do()` on this rank; collective. Raises on all ranks when it raises on one: the others would wait for it in their
+    next collective until the time-out."""
     try:
         result = do()
-    except Exception as e:
-        error = e
-    agree(error, mesh, doing)
+    except Exception as error:
+        agree(error, mesh, doing)
+        raise
+    agree(None, mesh, doing)
     return result
+
+
+def as_first_says(mesh: Mesh, answer: bool) -> bool:
+    """Rank 0's answer, on all ranks; collective."""
+    mine = torch.tensor(int(answer), device=mesh.device)
+    return bool(int(broadcast_(mine, mesh.world)))
 
 
 def check_shared(directory: Location, mesh: Mesh, patience_s: float = 10.0) -> None:

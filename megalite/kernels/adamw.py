@@ -7,7 +7,8 @@ Moments in fp32, or in bf16 with stochastic rounding: up or down with the odds t
 moment that changes by 1/1000 of itself would never change. The random bits are a hash of (step, weight, gradient, old
 moments), so that equal values round alike under every layout and after a resume, and no map from flat positions to
 whole tensors is needed: the sum of their bits times odd numbers, through the 32-bit finaliser of MurmurHash3 (A.
-Appleby, public domain). fp64 is always torch's.
+Appleby, public domain). On a CPU values are equal to the last bit of torch's own update, which differs for elements
+beyond a multiple of its vector's length. fp64 is always torch's.
 
 Bytes per weight, one pass: 16 read and 12 written with fp32 moments, 8 fewer with bf16 ones; 2 for the copy. torch's
 form of these takes blocks that stay in cache, as it makes some 25 passes. `grad` is used up: torch scales it in place.

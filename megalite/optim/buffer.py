@@ -226,7 +226,6 @@ class ParamBuffer:
         """
         if not self.sharded or self.mesh.dp.group is None:
             return
-        self.wait_gather()  # of an update that no forward followed
         buckets = self.layout.buckets
         self._to_gather = sorted(range(len(buckets)), key=lambda b: (buckets[b].chunk, -b))
         for _ in range(GATHERS_AHEAD):

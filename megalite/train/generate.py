@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint import reader, storage
-from megalite.checkpoint.foreign_load import fill_from, together
+from megalite.checkpoint.foreign_load import fill_from
 from megalite.checkpoint.hugging_face import open_model, stop_ids
 from megalite.checkpoint.name_map import specs_of
+from megalite.checkpoint.shared import together
 from megalite.config import Config, ParallelConfig, build
 from megalite.config_check import check
 from megalite.data.tokenizer import Tokenizer, build_tokenizer
@@ -82,13 +83,14 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
 
 
 def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generator:
-    theirs = together(mesh, str(folder), lambda: open_model(folder))
+    theirs = together(mesh, lambda: open_model(folder), f"reading {folder}")
     options = usable_tokenizer(theirs.folder, theirs.vocab_size)
     if not options:
         raise SetupError(f"{theirs.folder} has no tokenizer that fits; put its tokenizer.json there")
     config, stage, pieces = _empty(build(theirs.options), mesh, theirs.vocab_size, dtype)
     specs = specs_of(theirs.model, theirs.vocab_size)
-    together(mesh, f"the weights of {folder}", lambda: fill_from(theirs.tensors, pieces, specs, str(folder)))
+    fill = lambda: fill_from(theirs.tensors, pieces, specs, str(folder))  # noqa: E731
+    together(mesh, fill, f"reading the weights of {folder}")
     tokenizer = build_tokenizer(**options)
     return Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod, *stop_ids(theirs.folder)]), 0)
 

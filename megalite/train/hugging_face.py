@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import storage
-from megalite.checkpoint.foreign_load import fill_from, together
+from megalite.checkpoint.foreign_load import fill_from
 from megalite.checkpoint.hugging_face import HuggingFaceModel, open_model
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.name_map import specs_of
+from megalite.checkpoint.shared import together
 from megalite.config import Config, DataConfig
 from megalite.data.hugging_face_files import tokenizer_beside
 from megalite.data.indexed import DataError
@@ -126,7 +127,7 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
         fill_from(theirs.tensors, wanted, specs_of(theirs.model, theirs.vocab_size), str(folder))
         return folder, theirs
 
-    folder, theirs = together(mesh, f"the weights of {folder}", read)
+    folder, theirs = together(mesh, read, f"reading the weights of {folder}")
     run.optimizer.after_load()
     dtype = str(theirs.dtype)[6:]
     notes = [f"weights of {theirs.family} in {dtype}; step, optimizer and data begin afresh"]

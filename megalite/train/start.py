@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-
-import torch
 
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint import storage
 from megalite.checkpoint.location import CheckpointError, Location, parse
 from megalite.checkpoint.saver import Saver
-from megalite.checkpoint.shared import together
-from megalite.config import CheckpointConfig, Config, LogConfig, ParallelConfig
+from megalite.checkpoint.shared import as_first_says, together
+from megalite.config import CheckpointConfig, Config, LogConfig, ParallelConfig, TrainConfig
 from megalite.config_toml import to_toml
-from megalite.parallel.comm import broadcast_
 from megalite.parallel.mesh import Mesh
 from megalite.train.checkpoints import Start, resume, saved_config
 from megalite.train.setup import SetupError
@@ -26,7 +23,8 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     """What --load, --finetune, --pretrained-checkpoint and their like ask for: (the checkpoint, notes); collective."""
     c = config.checkpoint
     if c.load is not None:
-        here = c.save is not None and _same(c.load, c.save)
+        # symbolic links may differ between machines
+        here = c.save is not None and as_first_says(run.mesh, _same(c.load, c.save))
         local = c.save_local if here else None  # it may hold newer ones that are not uploaded yet
         start = Start(c.ckpt_step, c.no_load_optim, c.finetune)
         again = here and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, local)
@@ -82,20 +80,22 @@ def started_again(mesh: Mesh, config: Config, local: str | None) -> bool:
                 return _training(saved_config(manifests.load(folder), folder)) == _training(config)
         return False
 
-    mine = torch.tensor(int(together(mesh, look, f"looking for checkpoints in {c.load}")), device=mesh.device)
-    return bool(int(broadcast_(mine, mesh.world)))
+    return as_first_says(mesh, together(mesh, look, f"looking for checkpoints in {c.load}"))
 
 
 def _training(config: Config) -> str:
     """What decides which weights a run that resumes in its own directory has at a step: not its layout, its log, how
-    often it saves and evaluates, and when it stops."""
+    often it saves and evaluates, when it stops, and how the same step is computed."""
     c = config.checkpoint
     here = c.load is not None and c.save is not None and _same(c.load, c.save)
     begin = CheckpointConfig(
         load=None if here else c.load, ckpt_step=c.ckpt_step, finetune=c.finetune, no_load_optim=c.no_load_optim
     )
     stops = {"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False}
-    train = replace(config.train, eval_interval=None, eval_iters=0, **stops)
+    how = {f.name: f.default for f in fields(TrainConfig) if f.name.startswith(("recompute", "compile", "cuda_graph"))}
+    if config.train.global_batch_size is not None:
+        how["micro_batch_size"] = 0  # of which the batch is made
+    train = replace(config.train, eval_interval=None, eval_iters=0, **stops, **how)
     return to_toml(replace(config, checkpoint=begin, train=train, log=LogConfig(), parallel=ParallelConfig()))
 
 
