@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.dispatch import ceil_div, kernel, use_triton
-from megalite.kernels.dropout import as_int32, fold, mix_
+from megalite.kernels.dropout import as_int32, fold, mix_, mixed
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -86,10 +86,7 @@ def adamw_reference_(
 @kernel
 def _random(key, w, g, m, v):
     h = key.to(tl.uint32) + w.to(tl.uint32, bitcast=True) * 0x9E3779B1 + g.to(tl.uint32, bitcast=True) * 0x85EBCA77
-    h += m.to(tl.uint32, bitcast=True) * 0xC2B2AE3D + v.to(tl.uint32, bitcast=True) * 0x27D4EB2F
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
+    return mixed(h + m.to(tl.uint32, bitcast=True) * 0xC2B2AE3D + v.to(tl.uint32, bitcast=True) * 0x27D4EB2F)
 
 
 @kernel

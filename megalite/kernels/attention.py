@@ -51,7 +51,7 @@ def attention_reference(
     *,
     scale: float,
     dropout_p: float = 0.0,
-    dropout_key: int | Tensor | None = None,
+    dropout_key: int | None = None,
     sample_ids_B: Tensor | None = None,
     head_offset: int = 0,
     documents: Documents | None = None,
@@ -99,7 +99,7 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
         a window elsewhere                    blocked
         half precision, compute capability 9  cudnn: published as the fastest, not measured here
         half precision on an older card       flash
-        half precision on a CPU               blocked: twice as fast as torch's (docs/performance.md)
+        half precision on a CPU               blocked: faster than torch's (docs/performance.md)
         all else                              torch
     """
     triton = use_triton(q_SBHK) and supports(q_SBHK)

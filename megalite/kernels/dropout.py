@@ -90,12 +90,17 @@ def drop_reference(
 
 
 @kernel
-def chain(h, axis):
-    """The hash with one more coordinate; 32 bits wrap as the mask of the definition does."""
-    h = h ^ (axis.to(tl.uint32) * 0x9E3779B1 + 0x7F4A7C15)
+def mixed(h):
+    """The finaliser on uint32."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
+
+
+@kernel
+def chain(h, axis):
+    """The hash with one more coordinate."""
+    return mixed(h ^ (axis.to(tl.uint32) * 0x9E3779B1 + 0x7F4A7C15))
 
 
 @kernel(do_not_specialize=["key"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -54,6 +55,18 @@ def names(directory: Path) -> list[str]:
     return sorted(p.name for p in directory.glob("*iter_*"))
 
 
+def die_at_rename(patch: pytest.MonkeyPatch, last: int) -> None:
+    """`last` renames are made, and none after them: whatever tidies up after an error is dead too."""
+    real, calls = os.replace, itertools.count()
+
+    def replace(a: Any, b: Any) -> None:
+        if next(calls) >= last:
+            raise KeyboardInterrupt
+        real(a, b)
+
+    patch.setattr(os, "replace", replace)
+
+
 LEFT = ["abandoned-iter_0000003-left-at-0000002", "abandoned-iter_0000004-left-at-0000002"]
 
 
@@ -90,23 +103,14 @@ def test_a_second_branch_from_the_same_step(tmp_path: Path) -> None:
 
 
 def test_killed_at_any_rename_one_branch_is_there_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing more happens after the n-th: whatever tidies up after an error is dead too."""
-    real, seen = os.replace, set()
+    seen = set()
     for last in range(20):
         folder = tmp_path / str(last)
         saved(folder, 1, 2, 3, 4, 5)
         one = Saver.open(folder, ALONE, 0)
         one.begins_at(2)
-        done: list[int] = []
-
-        def replace(a: Any, b: Any, done: list[int] = done, last: int = last) -> None:
-            if len(done) == last:
-                raise KeyboardInterrupt
-            done.append(1)
-            real(a, b)
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", replace)
+            die_at_rename(patch, last)
             try:
                 one.save(4, pieces(40.0), {})
                 ended = True
@@ -290,7 +294,7 @@ def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(
 ) -> None:
     """Both may hold the step that is saved first: the newest stays in the fast one after it was sent."""
     monkeypatch.setattr(Uploader, "_round", lambda self: None)
-    real, left = os.replace, "left-at-0000001"
+    left = "left-at-0000001"
     old = (["iter_0000002", "iter_0000003"], ["iter_0000001", "iter_0000002", "iter_0000003"])
     gone = [f"abandoned-iter_0000002-{left}", f"abandoned-iter_0000003-{left}"]
     new = ([*gone, "iter_0000002"], [*gone, "iter_0000001"])
@@ -301,16 +305,8 @@ def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(
         saved(fast, 2, 3)
         one = Saver.open(fast, ALONE, 0, upload_to=kept)
         one.begins_at(1)
-        done: list[int] = []
-
-        def replace(a: Any, b: Any, done: list[int] = done, last: int = last) -> None:
-            if len(done) == last:
-                raise KeyboardInterrupt
-            done.append(1)
-            real(a, b)
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", replace)
+            die_at_rename(patch, last)
             try:
                 one.save(2, pieces(20.0), {})
                 ended = True
@@ -327,7 +323,7 @@ def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(
 @pytest.mark.parametrize("committed", [False, True])
 def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool) -> None:
     """Whatever went back already, the step that is saved first must not be there before all others are."""
-    real, last, ended = os.replace, 0, False
+    last, ended = 0, False
     while not ended:
         places = {tmp_path / str(last) / name: ["iter_0000002", "iter_0000003"] for name in ("fast", "kept")}
         for folder in [place / name for place, names in places.items() for name in names]:
@@ -335,16 +331,8 @@ def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.Monk
         aside.hide(places, 1, 2)
         if committed:
             (next(iter(places)) / "iter_0000002").mkdir()
-        done: list[int] = []
-
-        def replace(a: Any, b: Any, done: list[int] = done, last: int = last) -> None:
-            if len(done) == last:
-                raise KeyboardInterrupt
-            done.append(1)
-            real(a, b)
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", replace)
+            die_at_rename(patch, last)
             try:
                 aside.settle(*places)
                 ended = True

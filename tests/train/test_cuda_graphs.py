@@ -182,7 +182,7 @@ def test_without_a_card_it_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("flags", ["", f"{LLAMA} {SELECTIVE} --bf16"])
 def test_on_a_card_replays_train_as_eager_micro_batches(flags: str) -> None:
     device, made = torch.device("cuda"), []
