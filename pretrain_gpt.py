@@ -13,7 +13,7 @@ import os
 import sys
 
 from megalite import cli
-from megalite.config import Config
+from megalite.config import Config, local_processes
 from megalite.config_check import check
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import (
@@ -30,32 +30,35 @@ from megalite.train.run_dir import run_folder
 MOST_RANKS_PER_CORE = 8
 
 
-def run(ranks: Ranks, config: Config) -> None:
+def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
     from megalite.train.run import pretrain  # imports torch
 
-    sys.exit(pretrain(config, ranks))
+    sys.exit(pretrain(config, ranks, warnings))
 
 
 def main(argv: list[str]) -> int:
-    config = cli.parse(argv, PRESETS)
-    nproc = config.parallel.nproc
+    ranks: Ranks | None = None
+    unlaunched: list[str] = []
     try:
         ranks = read_environment(os.environ)
-        problems = check(config, nproc) if ranks is None else []
-        if ranks is None and nproc > MOST_RANKS_PER_CORE * cores():
-            problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
     except LaunchError as error:
-        problems = [str(error)]
-    for problem in problems:
-        print(f"pretrain_gpt.py: {problem}", file=sys.stderr)
-    if problems:
-        return 2
+        unlaunched = [str(error)]
+
+    def of_this_machine(config: Config) -> list[str]:
+        nproc = local_processes(config.parallel)
+        problems = [*unlaunched, *check(config, nproc if ranks is None else ranks.world)]
+        if ranks is None and nproc > MOST_RANKS_PER_CORE * cores() and not config.train.dry_run:
+            problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
+        return problems
+
+    found = cli.read_or_exit(argv, PRESETS, of_this_machine)
+    config, nproc = found.config, local_processes(found.config.parallel)
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config))
     if ranks is None and nproc > 1 and not config.train.dry_run:
-        return start_local(nproc, run, (config,))
-    return run(ranks or Ranks(world=nproc, local_world=nproc), config)  # type: ignore[func-returns-value]
+        return start_local(nproc, run, (config, found.warnings))
+    return run(ranks or Ranks(world=nproc, local_world=nproc), config, found.warnings)  # type: ignore[func-returns-value]
 
 
 if __name__ == "__main__":

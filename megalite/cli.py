@@ -2,32 +2,30 @@
 
     defaults < --preset NAME < --config FILE.toml < flags
 
-Flags are made from the dataclasses of config.py. There are no prefix abbreviations. A misspelt flag is answered with
-the nearest one; a Megatron-LM flag without an option here by one line (megatron.py). Everything that is wrong is
-printed at once, and the exit code is 2, before torch is imported.
+Flags are made from the dataclasses of config.py, with - or _ between words; there are no prefix abbreviations. A bool
+takes --x, --no-x, --disable-x and a value (--x=false). A misspelt flag is answered with the nearest one, a flag of
+Megatron-LM without an option here by what becomes of it (megatron.py). Everything that is wrong is printed at once, and
+the exit code is 2, before torch is imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import Field
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field
+from typing import Any
 
 from megalite import config as configs
 from megalite.config import Config, ConfigError, base_type, options
-from megalite.config_check import check, without_effect
+from megalite.config_check import check, concerns, without_effect
 from megalite.config_toml import read_toml
-from megalite.megatron import IGNORED, UNSUPPORTED
+from megalite.megatron import INSTEAD, OPTION, answer, known_flags, nearest
 
 _TYPES = {"int": int, "float": float, "ints": int}  # what a text becomes
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([message])
+_BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 def flag_of(name: str) -> str:
@@ -38,8 +36,9 @@ def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
     """Every flag that sets this option: (flag, None) when a value follows, else (flag, the value it stands for)."""
     flag, result = flag_of(f.name), []
     if base_type(f) == "bool":
-        result.append((flag, True))
-        if f.default is True:
+        plain = flag.removeprefix("--no-")
+        result = [(flag, True)] if plain == flag else [(flag, True), ("--" + plain, False)]
+        if plain == flag:
             result += [(f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
     else:
         result.append((flag, None))
@@ -50,130 +49,196 @@ def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
 
 
 def build_parser(presets: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser whose namespace holds only what was given."""
-    parser = _Parser(
+    """What prints --help; `read` reads the words itself, since argparse stops at the first that is wrong."""
+    parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
         description="Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags.",
+        epilog="A switch --x is also --no-x and --x=false. More of Megatron-LM's flags: docs/megatron.md.",
     )
     parser.add_argument("--preset", metavar="NAME", help="model shape: " + ", ".join(presets))
     parser.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
     groups = {name: parser.add_argument_group(name) for name in configs.SECTIONS}
     for section, f in options():
-        kind = base_type(f)
+        kind, choices = base_type(f), f.metadata["choices"]
         shown = "" if f.default is None or kind == "bool" or f.name in configs.REQUIRED else f" (default {f.default})"
         for flag, constant in spellings(f):
+            negative = kind == "bool" and constant is not f.default
             text = f.metadata["help"] + shown if flag == flag_of(f.name) else f"{flag_of(f.name)} {constant}"
-            text = text.replace("%", "%%")
             if constant is not None:
-                groups[section].add_argument(flag, dest=f.name, action="store_const", const=constant, help=text)
+                if negative or flag == flag_of(f.name) or kind != "bool":  # what is so anyway is not worth a line
+                    groups[section].add_argument(flag, action="store_true", help=text.replace("%", "%%"))
             else:
-                choices = f.metadata["choices"]
-                groups[section].add_argument(  # as text: `_typed` reports every value that is none of its type
-                    flag,
-                    dest=f.name,
-                    nargs="+" if kind in ("ints", "strs") else None,
-                    metavar="{" + ",".join(choices) + "}" if choices else kind.upper(),
-                    help=text,
-                )
+                metavar = "{" + ",".join(choices) + "}" if choices else kind.upper()
+                groups[section].add_argument(flag, metavar=metavar, help=text.replace("%", "%%"))
     return parser
 
 
-def _without_foreign(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str], list[str]]:
-    """Take Megatron-LM's other flags out of `argv`: what is left, notes, problems."""
-    known = parser._option_string_actions
-    left: list[str] = []
-    notes: list[str] = []
-    problems: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        flag = word.partition("=")[0]
-        if not flag.startswith("--") or flag in known:
-            left.append(word)
+@dataclass
+class Words:
+    """A command line, taken apart. `given`: option -> text, texts, or the value that its flag stands for."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    foreign: list[tuple[str, list[str]]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unclear: set[str] = field(default_factory=set)  # options that were named, with a value that cannot be read
+    misspelt: set[str] = field(default_factory=set)  # options that an unknown flag may have meant
+    of_megatron: bool = False  # some spelling is Megatron-LM's alone
+
+
+def _is_flag(word: str) -> bool:
+    return re.match(r"--?[A-Za-z]", word) is not None
+
+
+def take_apart(argv: Sequence[str]) -> Words:
+    """Every word of `argv` as an option, a flag of Megatron-LM, or a problem."""
+    ours = {flag: (f, constant) for _, f in options() for flag, constant in spellings(f)}
+    theirs, found, rest, before = known_flags(), Words(), list(argv), ""
+    spelt = [flag for flag, known in theirs.items() if known.verdict != INSTEAD]
+    while rest:
+        word = rest.pop(0)
+        if not _is_flag(word):
+            where = f" behind {before}" if before else ""
+            found.problems.append(f"unexpected word {word!r}{where}; a flag stands before its value, as in --lr 3e-4")
             continue
-        table = IGNORED if flag in IGNORED else UNSUPPORTED if flag in UNSUPPORTED else None
-        if table is None:
-            near = difflib.get_close_matches(flag, [*known, *IGNORED], n=1, cutoff=0.6)
-            problems.append(f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
-            while words and not words[0].startswith("--"):
-                words.pop(0)
-            continue
-        count, reason = table[flag]
-        if "=" not in word:
-            while words and not words[0].startswith("--") and count != 0:
-                words.pop(0)
-                count -= 1
-        if table is IGNORED:
-            notes.append(f"{flag} is ignored: {reason}")
+        before = word
+        head, equals, value = word.partition("=")
+        flag = head if head in theirs else head.replace("_", "-")
+        values = [value] if equals else []
+        f, constant = ours.get(flag, (None, None))
+        kind = "str" if flag in ("--preset", "--config") else None if f is None else base_type(f)
+        if kind is None:
+            known = theirs.get(flag)
+            unknown = known is None or known.verdict in (INSTEAD, OPTION)
+            most = None if unknown or known is None else known.values
+            while rest and not _is_flag(rest[0]) and not equals and (most is None or len(values) < most):
+                values.append(rest.pop(0))
+            if unknown:
+                remedy = known.reason if known is not None else nearest(flag, [*ours, *spelt])
+                better = "; see --help" if not remedy else f"; use {remedy}" if known else f"; did you mean {remedy}?"
+                found.problems.append(f"unknown flag {flag}{better}")
+                meant = re.findall(r"--[\w-]+", remedy or "")
+                found.misspelt |= {ours[other][0].name for other in meant if other in ours}
+            else:
+                found.foreign.append((flag, values))
+                found.of_megatron = True
+        elif f is not None and constant is not None:
+            if not equals and rest and rest[0].lower() in _BOOLS:
+                values = [rest.pop(0)]
+            holds = _BOOLS.get(values[0].lower()) if values else True
+            if holds is None:
+                found.problems.append(f"{flag}={values[0]} is neither true nor false; give one, or nothing behind it")
+                found.unclear.add(f.name)
+            else:
+                found.given[f.name] = constant if holds else not constant if kind == "bool" else f.default
+            found.of_megatron |= flag in theirs and any(x.partition("=")[0] == flag for x in f.metadata["flags"])
         else:
-            problems.append(f"{flag} is a Megatron-LM flag that megalite does not support: {reason}")
-    return left, notes, problems
+            name = flag[2:] if f is None else f.name
+            lists = kind in ("ints", "strs")
+            while not equals and rest and not _is_flag(rest[0]) and (lists or not values):
+                values.append(rest.pop(0))
+            if not values:
+                found.problems.append(
+                    f"{flag} needs a value; give it behind the flag (one that begins with -: {flag}=-1)"
+                )
+                found.unclear.add(name)
+            else:
+                found.given[name] = values if lists else values[0]
+    return found
 
 
-def _typed(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The options of the command line as values of their types; and name -> problem for those that are none."""
-    fields = {f.name: f for _, f in options()}
-    made: dict[str, Any] = {}
-    problems: dict[str, str] = {}
+def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts of the command line as values of their options' types, where they can be."""
+    fields, made = {f.name: f for _, f in options()}, {}
     for name, value in given.items():
-        if name not in fields:  # preset, config
-            made[name] = value
-            continue
         to = _TYPES.get(base_type(fields[name]))
         try:
             if isinstance(value, list) and to is not None:  # 4 5, or as Megatron-LM's tuples 4,5 or (4,5)
                 value = [to(v) for word in value for v in word.strip("()").split(",")]
-            elif to is not None:
+            elif isinstance(value, str) and to is not None:
                 value = to(value)
         except ValueError:
-            pass  # convert says so
+            pass  # its option says so
+        made[name] = value
+    return made
+
+
+@dataclass(frozen=True)
+class Read:
+    """A command line that holds. `warnings`: protections and logs that were asked for and are not there."""
+
+    config: Config
+    notes: list[str]
+    warnings: list[str]
+
+
+def read_all(
+    argv: Sequence[str],
+    presets: Mapping[str, Mapping[str, Any]],
+    also: Callable[[Config], list[str]] = lambda config: [],
+) -> Read:
+    """The configuration that a command line asks for. `also` finds what else is wrong with it, of the machine for
+    instance. Raises ConfigError with every problem of every stage, in one list."""
+    words = take_apart(argv)
+    foreign = answer(words.foreign)
+    problems = [*words.problems, *foreign.problems]
+    given, unclear = words.given, words.unclear
+    path, file = given.pop("config", None), {}
+    if path is not None:
         try:
-            made[name] = configs.convert(fields[name], value)
-        except ValueError as error:
-            problems[name] = str(error)
-    return made, problems
+            file = read_toml(path)
+        except ConfigError as error:
+            problems += error.problems
+    preset = str(given.pop("preset", "") or file.get("preset", ""))
+    file.pop("preset", None)
+    if preset and preset not in presets:
+        near = difflib.get_close_matches(preset.lower(), presets, n=1)
+        names = f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(presets))}"
+        problems.append(f"preset={preset!r} is unknown; {names}")
+        words.misspelt.update(configs.REQUIRED)  # which the preset was to say
+    unclear |= words.misspelt - {**file, **given}.keys()
+    from_preset = dict(presets.get(preset, {}))
+    if any(name in {**file, **given} for name in ("tokenizer_type", "tokenizer_model", "vocab_file")):
+        from_preset.pop("vocab_size", None)  # of the published model's tokenizer, which this run does not have
+    for source in (file, _typed(given)):  # a wrong type in the file is an error even where a flag wins over it
+        made, wrong = configs.convert_all(source)
+        problems += wrong.values()
+        unclear |= set(wrong)
+        from_preset.update(made)
+    made = configs.build(from_preset)
+    problems += check(made, unclear=unclear)
+    problems += [line for line in also(made) if not concerns(line, unclear)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return Read(made, [*foreign.notes, *without_effect(made)], foreign.warnings)
 
 
 def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple[Config, list[str]]:
-    """The configuration and notes about flags that were ignored. Raises ConfigError with every problem found."""
-    parser = build_parser(sorted(presets))
-    words, notes, problems = _without_foreign(argv, parser)
-    try:
-        given = vars(parser.parse_args(words))
-    except ConfigError as error:  # nothing is known of the other words
-        raise ConfigError([*problems, *error.problems]) from None
-    given, wrong = _typed(given)
-    problems += wrong.values()
-    values: dict[str, Any] = {}
-    path = given.pop("config", None)
-    try:
-        file = read_toml(path) if path is not None else {}
-        preset = str(given.pop("preset", "") or file.get("preset", ""))
-        file.pop("preset", None)
-        if preset and preset not in presets:
-            problems.append(f"preset={preset!r} is unknown; use one of {', '.join(sorted(presets))}")
-        configs.build(file)  # a wrong type in the file is an error even where a flag wins over it
-        values = {**presets.get(preset, {}), **file, **given}
-        made = configs.build(values)
-        notes += without_effect(made)
-        problems += [p for p in check(made) if p.partition("=")[0].partition(" ")[0] not in wrong]
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return made, notes
+    """The configuration and what is worth telling about it. Raises ConfigError with every problem."""
+    found = read_all(argv, presets)
+    return found.config, [*found.notes, *(f"WARNING: {line}" for line in found.warnings)]
 
 
-def parse(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> Config:
-    """As `read`, for a program: prints notes, or all problems and exits with code 2."""
+def read_or_exit(
+    argv: Sequence[str],
+    presets: Mapping[str, Mapping[str, Any]],
+    also: Callable[[Config], list[str]] = lambda config: [],
+) -> Read:
+    """As `read_all`, for a program: prints what is worth telling, or all problems and exits with code 2."""
+    if any(word in ("-h", "--help") for word in argv):
+        build_parser(sorted(presets)).print_help()
+        raise SystemExit(0)
     try:
-        made, notes = read(argv, presets)
+        found = read_all(argv, presets, also)
     except ConfigError as error:
         for problem in error.problems:
             print(f"pretrain_gpt.py: {problem}", file=sys.stderr)
         raise SystemExit(2) from None
-    for note in notes:
+    for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    return made
+    for warning in found.warnings:
+        print(f"WARNING: {warning}", file=sys.stderr)
+    return found
+
+
+def parse(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> Config:
+    return read_or_exit(argv, presets).config

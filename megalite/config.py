@@ -62,7 +62,7 @@ class ModelConfig:
     init_method_std: float = opt(0.02, "standard deviation of initial weights")
     qk_layernorm: bool = opt(False, "norm on each query and key head")
     window_size: tuple[int, ...] | None = opt(
-        None, "LEFT,0: a query sees its own key and LEFT before it; default: all before it"
+        None, "LEFT,0: a query sees its own key and LEFT before it; default, and -1: all before it"
     )
     window_attn_skip_freq: str | None = opt(
         None, "N: every N-th layer has no window; or a list of a number per layer, 1 with and 0 without, as [1,1,0]*8"
@@ -95,7 +95,7 @@ class ModelConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer: how many keys a query sees, itself included; None: all before it."""
-        if self.window_size is None:
+        if self.window_size is None or self.window_size[0] == -1:
             return (None,) * self.num_layers
         window, pattern = self.window_size[0] + 1, self.window_attn_skip_freq
         bits = (True,) * self.num_layers if pattern is None else read_pattern(pattern, self.num_layers)
@@ -104,11 +104,16 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    nproc: int = opt(1, "local processes to start when no launcher (torchrun, srun) did")
+    nproc: int | None = opt(
+        None, "local processes to start when no launcher (torchrun, srun) did; default: tp x pp x dp with --dp, else 1"
+    )
     device: str = opt("auto", "where to compute; auto: cuda where there is a card", choices=("auto", "cpu", "cuda"))
-    tensor_model_parallel_size: int = opt(1, "tp: ranks that share each layer")
-    pipeline_model_parallel_size: int = opt(1, "pp: ranks that share the depth")
-    context_parallel_size: int = opt(1, "cp: ranks that share a sequence; only 1 so far")
+    tensor_model_parallel_size: int = opt(1, "tp: ranks that share each layer", flags=("--tp",))
+    pipeline_model_parallel_size: int = opt(1, "pp: ranks that share the depth", flags=("--pp",))
+    context_parallel_size: int = opt(1, "cp: ranks that share a sequence; only 1 so far", flags=("--cp",))
+    data_parallel_size: int | None = opt(
+        None, "dp: ranks that share the batch; follows from the number of ranks, which it checks", flags=("--dp",)
+    )
     num_layers_per_virtual_pipeline_stage: int | None = opt(None, "layers per chunk of the interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = opt(None, "chunks per pipeline rank of the interleaved schedule")
     pipeline_model_parallel_layout: str | None = opt(None, "layers of each stage, as in 'Et|(tt|)*2tL'")
@@ -327,6 +332,15 @@ SECTIONS: Mapping[str, type] = {
 }
 
 
+def local_processes(p: ParallelConfig) -> int:
+    """How many ranks a run has that no launcher starts."""
+    if p.nproc is not None:
+        return p.nproc
+    if p.data_parallel_size is None:
+        return 1
+    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.data_parallel_size
+
+
 REQUIRED = frozenset({"num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"})
 
 
@@ -347,18 +361,26 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def convert_all(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Option names to values as (values of the right type, name -> problem). Unknown names raise KeyError."""
+    fields_, made, wrong = {f.name: f for _, f in options()}, {}, {}
+    for name, value in values.items():
+        try:
+            made[name] = convert(fields_[name], value)
+        except ValueError as error:
+            wrong[name] = str(error)
+    return made, wrong
+
+
 def build(values: Mapping[str, Any]) -> Config:
     """A Config from option names to values; unknown names raise KeyError, wrong types ConfigError."""
-    problems, sections = [], {name: {} for name in SECTIONS}
-    where = {f.name: (section, f) for section, f in options()}
-    for name, value in values.items():
-        section, f = where[name]
-        try:
-            sections[section][name] = convert(f, value)
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError(problems)
+    made, wrong = convert_all(values)
+    if wrong:
+        raise ConfigError(list(wrong.values()))
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for section, f in options():
+        if f.name in made:
+            sections[section][f.name] = made[f.name]
     return Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
 
 

@@ -6,10 +6,14 @@ A contradiction is one line: `name=value breaks rule; remedy`. Pure, as config.p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from megalite.config import (
     REQUIRED,
+    SECTIONS,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -35,6 +39,7 @@ _POSITIVE = frozenset(
         "max_position_embeddings",
         "make_vocab_size_divisible_by",
         "nproc",
+        "data_parallel_size",
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "context_parallel_size",
@@ -67,14 +72,17 @@ _POSITIVE = frozenset(
 )
 
 
-def check(config: Config, world_size: int | None = None, *, complete: bool = False) -> list[str]:
+def check(
+    config: Config, world_size: int | None = None, *, complete: bool = False, unclear: Iterable[str] = ()
+) -> list[str]:
     """Every contradiction, each as `name=value breaks rule; remedy`. `world_size` adds what depends on it; `complete`:
-    also what --load could still have brought, a vocabulary."""
-    problems, c = list(_ranges(config)), config.checkpoint
-    unknown = c.use_checkpoint_args and any(getattr(config.model, n, None) == 0 for n in REQUIRED)
-    if problems or unknown:  # the checkpoint will say; checked again then
-        return problems
-    problems += [
+    also what --load could still have brought, a vocabulary; `unclear`: options of which nobody knows what was meant."""
+    c, unclear = config.checkpoint, set(unclear)
+    wrong = {name: line for name, line in _ranges(config) if name not in unclear}
+    unset = c.use_checkpoint_args and {n for n in REQUIRED if getattr(config.model, n, None) == 0}
+    unclear |= wrong.keys() | (unset or set())  # the checkpoint will say; checked again then
+    config = _made_plausible(config, unclear)
+    found = [
         *_model(config.model, config.parallel.tensor_model_parallel_size),
         *_layout(config),
         *_length_and_rate(config.train, config.optim),
@@ -85,26 +93,42 @@ def check(config: Config, world_size: int | None = None, *, complete: bool = Fal
         *_graph(config),
         *_machine(config),
         *_data(config.data, complete or (c.load is None and c.pretrained_checkpoint is None)),
+        *(_world(config, world_size) if world_size is not None else ()),
     ]
-    if world_size is not None:
-        problems += _world(config, world_size)
-    return problems
+    return [*wrong.values(), *(line for line in found if not concerns(line, unclear))]
 
 
-def _ranges(config: Config) -> Iterator[str]:
+def concerns(problem: str, names: Iterable[str]) -> bool:
+    """Whether a problem speaks of one of these options, by name or as a flag."""
+    both = [form for name in names for form in (re.escape(name), "--" + re.escape(name.replace("_", "-")))]
+    return bool(both) and re.search(rf"(?<![\w-])({'|'.join(both)})(?![\w-])", problem) is not None
+
+
+def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
+    """`config` with defaults for what is unclear, so that all else can be checked; what is said of them is dropped."""
+    stand_ins = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 1, "seq_length": 1, "micro_batch_size": 1}
+    parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for section, f in options():
+        if f.name in unclear:
+            parts[section][f.name] = 1.0 if f.name == "lr" else stand_ins.get(f.name, f.default)
+    return replace(config, **{s: replace(getattr(config, s), **values) for s, values in parts.items() if values})
+
+
+def _ranges(config: Config) -> Iterator[tuple[str, str]]:
+    """(option, problem)"""
     for section, f in options():
         value = getattr(getattr(config, section), f.name)
         if isinstance(value, float) and not math.isfinite(value):
-            yield f"{f.name}={value} is not finite; give a number"
+            yield f.name, f"{f.name}={value} is not finite; give a number"
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
-            yield f"{f.name}={value} is negative; give 0 or more"
+            yield f.name, f"{f.name}={value} is negative; give 0 or more"
         elif value == 0 and f.name in REQUIRED:
             if section != "model" or not config.checkpoint.use_checkpoint_args:
-                yield f"{f.name}=0 is not set; give {'--' + f.name.replace('_', '-')} or a --preset"
+                yield f.name, f"{f.name}=0 is not set; give {'--' + f.name.replace('_', '-')} or a --preset"
         elif value == 0 and f.name in _POSITIVE:
-            yield f"{f.name}=0 is too small; give 1 or more"
+            yield f.name, f"{f.name}=0 is too small; give 1 or more"
     if config.optim.lr is None:
-        yield "lr is not set; give --lr"
+        yield "lr", "lr is not set; give --lr"
 
 
 def _model(m: ModelConfig, tp: int) -> Iterator[str]:
@@ -151,11 +175,13 @@ def _window(m: ModelConfig) -> Iterator[str]:
     if len(size) != 2:
         yield f"{given} is not two numbers; give LEFT,RIGHT, as 4095,0"
         return
-    if size[1] != 0:
+    if size[1] not in (0, -1):
         yield f"{given} has {size[1]} on the right, where a causal model sees nothing; use {size[0]},0"
-    if size[0] < 1:
+    if size[0] == 0 or size[0] < -1:
         why = "leaves a token itself alone" if size[0] == 0 else "is no window"
-        yield f"{given} {why}; give at least 1,0, or leave it away"
+        yield f"{given} {why}; give at least 1,0, or -1,0 for no limit"
+    if size[0] == -1:
+        return
     if pattern is None:
         return
     try:
@@ -351,10 +377,20 @@ def _data(d: DataConfig, complete: bool) -> Iterator[str]:
 def _world(config: Config, world_size: int) -> Iterator[str]:
     p, t = config.parallel, config.train
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    if world_size % (tp * pp):
-        yield f"world size {world_size} is not a multiple of tp {tp} x pp {pp} = {tp * pp}; start a multiple of it"
-        return
-    dp = world_size // (tp * pp)
+    dp = max(1, world_size // (tp * pp))
+    if p.data_parallel_size is not None:
+        dp = p.data_parallel_size
+        if dp * tp * pp != world_size:
+            yield (
+                f"data_parallel_size={dp} x tp {tp} x pp {pp} is not the world size {world_size}; start {dp * tp * pp} "
+                "ranks, or leave it out"
+            )
+    elif world_size % (tp * pp):
+        yield (
+            f"world size {world_size} is not a multiple of tp {tp} x pp {pp} = {tp * pp}; start a multiple of it, "
+            f"as with --nproc {tp * pp}"
+        )
+        dp = 1  # what does not divide by the micro-batch is wrong with any
     unit = t.micro_batch_size * dp
     sizes = [("global_batch_size", t.global_batch_size)]
     if t.rampup_batch_size is not None and len(t.rampup_batch_size) == 3:

@@ -1,120 +1,128 @@
-"""What Megatron-LM's command lines may hold that megalite has no option for. Data only.
+"""Megatron-LM's flags, and those of its forks, that are no options of megalite: what becomes of each. Pure.
 
-IGNORED    accepted with a note: already so here, only speed or logging, or gone from Megatron-LM itself
-UNSUPPORTED  would change the result: refused with a line that says so
-The number is how many values follow the flag (-1: any number). Names as in Megatron-LM at d98e8a64 (2026-08-22).
+megatron_flags.txt holds every flag of its parser with a verdict and a reason; docs/megatron.md shows it as a table.
+`answer` turns the foreign flags of one command line into notes, warnings and problems.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 
-
-def _table(text: str) -> Mapping[str, tuple[int, str]]:
-    rows: dict[str, tuple[int, str]] = {}
-    for block in text.strip().split("\n\n"):
-        reason, *lines = block.split("\n")
-        for word in " ".join(lines).split():
-            name, _, count = word.partition("=")
-            rows["--" + name] = (int(count or 0), reason)
-    return MappingProxyType(rows)
+OPTION, NO_EFFECT, WARNED, REFUSED, DEPENDENT, INSTEAD = "+=?!~>"
 
 
-IGNORED = _table(
-    """
-always so here
-sequence-parallel use-mcore-models transformer-impl=1 use-flash-attn attention-backend=1 attention-softmax-in-fp32
-accumulate-allreduce-grads-in-fp32 calculate-per-token-loss no-create-attention-mask-in-dataloader ckpt-format=1
-auto-detect-ckpt-format use-dist-ckpt dist-ckpt-format=1 ckpt-fully-parallel-save ckpt-fully-parallel-load
-no-ckpt-fully-parallel-save ckpt-assume-constant-structure dist-ckpt-strictness=1 dist-ckpt-optim-fully-reshardable
-deterministic-mode no-overlap-p2p-communication account-for-embedding-in-pipeline-split
-account-for-loss-in-pipeline-split disable-gloo-process-groups use-checkpoint-opt-param-scheduler
-use-precision-aware-optimizer override-opt-param-scheduler init-model-with-meta-device verify-integrity
-distribute-saved-activations
+@dataclass(frozen=True)
+class Flag:
+    """`verdict`: one of the above. `values`: how many follow, None: any number. `reason`: a sentence; of a dependent
+    flag it is empty. `feature`: flags of one are answered once. `neutral`: values that ask for nothing."""
 
-randomness is computed from the seed and the step, there is no state of it
-no-load-rng no-save-rng
+    group: str
+    verdict: str
+    feature: str
+    reason: str
+    values: int | None = 0
+    neutral: tuple[str, ...] = ()
 
-a choice of kernels, made by megalite itself
-no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-rope-fusion
-no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl=1 no-persist-layer-norm
-tp-comm-overlap use-nccl-ub openai-gelu moe-permute-fusion moe-grouped-gemm
 
-of no effect on the result
-num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1
-use-persistent-ckpt-worker spec=2 no-weight-decay-cond-type=1 ddp-num-buckets=1
-microbatch-group-size-per-virtual-pipeline-stage=1 check-weight-hash-across-dp-replicas-interval=1 rerun-mode=1
-exit-signal=1 use-tp-pp-dp-mapping num-distributed-optimizer-instances=1 vocab-extra-ids=1
+@cache
+def known_flags() -> Mapping[str, Flag]:
+    """Flag -> what becomes of it, in the file's order."""
+    found: dict[str, Flag] = {}
+    group, verdict, feature, reason = "", "", "", ""
+    text = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8")
+    for line in text.partition("\n# ")[2].splitlines():
+        if line.startswith("    "):
+            for word in line.split():
+                name, _, takes = word.partition("=")
+                count, *neutral = takes.split(":") if takes else ["0"]
+                values = None if count == "*" else int(count)
+                found["--" + name] = Flag(group, verdict, feature, reason, values, tuple(neutral))
+        elif line and line[0] in "+=?!~>":
+            verdict, rest = line[0], line[2:]
+            feature, _, reason = rest.rpartition(" | ") if verdict != DEPENDENT else (rest, "", "")
+        elif line:
+            group = line.removeprefix("# ")
+    return MappingProxyType(found)
 
-a log that megalite does not write (yet)
-log-params-norm log-num-zeros-in-grad timing-log-level=1 timing-log-option=1 log-timers-to-tensorboard
-log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-progress log-memory-interval=1
-no-barrier-with-level-1-timing tensorboard-log-interval=1 tensorboard-queue-size=1 no-log-loss-scale-to-tensorboard
-log-world-size-to-tensorboard wandb-save-dir=1 wandb-entity=1 log-straggler log-energy check-for-spiky-loss
-profile profile-step-start=1 profile-step-end=1 profile-ranks=-1 use-pytorch-profiler record-memory-history
-memory-snapshot-path=1 gpu-sniff-test-interval=1
 
-gone from Megatron-LM
-no-async-tensor-model-parallel-allreduce no-scatter-gather-tensors-in-pipeline standalone-embedding-stage
-DDP-impl=1 no-query-key-layer-scaling log-batch-size-to-tensorboard no-log-learnig-rate-to-tensorboard
-use-legacy-models override-lr-scheduler data-impl=1 mmap-warmup delay-param-gather s3-cache-path=1
-"""
-)
+def asked_for(flag: Flag, values: Iterable[str]) -> bool:
+    """Whether these values ask for anything."""
+    words = [word.strip("'\"").lower() for word in values]
+    return not (words and all(any(_same(word, neutral) for neutral in flag.neutral) for word in words))
 
-UNSUPPORTED = _table(
-    """
-use --recompute-granularity full --recompute-method uniform instead
-checkpoint-activations activations-checkpoint-method=1
 
-use --micro-batch-size and --global-batch-size instead
-batch-size=1
+def _same(a: str, b: str) -> bool:
+    try:
+        return float(a) == float(b)
+    except ValueError:
+        return a == b.lower()
 
-use --lr-warmup-fraction instead
-warmup=1
 
-use --tensor-model-parallel-size instead
-model-parallel-size=1
+@dataclass(frozen=True)
+class Answer:
+    notes: list[str]
+    warnings: list[str]
+    problems: list[str]
 
-experts are not supported (yet); train a dense model
-num-experts=1 moe-layer-freq=1 moe-router-topk=1 moe-router-load-balancing-type=-1 moe-aux-loss-coeff=-1
-moe-token-dispatcher-type=1 moe-ffn-hidden-size=1 moe-shared-expert-intermediate-size=1 moe-router-dtype=1
-moe-router-score-function=1 moe-router-topk-scaling-factor=1 moe-router-enable-expert-bias moe-token-drop-policy=1
-moe-z-loss-coeff=1 moe-router-bias-update-rate=1 moe-router-pre-softmax moe-expert-capacity-factor=1
-expert-model-parallel-size=1 expert-tensor-parallel-size=1
 
-this architecture is not supported (yet); leave it away
-multi-latent-attention q-lora-rank=1 kv-lora-rank=1 qk-head-dim=1 qk-pos-emb-head-dim=1 v-head-dim=1 mtp-num-layers=1
-rotary-interleaved rotary-seq-len-interpolation-factor=1
-apply-query-key-layer-scaling hybrid-attention-ratio=1 encoder-tensor-model-parallel-size=1
-pipeline-model-parallel-split-rank=1
+def answer(given: Iterable[tuple[str, list[str]]]) -> Answer:
+    """Of the foreign flags of one command line, as (flag, values): one line for each reason, with its flags."""
+    flags = known_flags()
+    said: dict[tuple[str, str], list[str]] = {}
+    named = [(name, flags[name], asked_for(flags[name], values)) for name, values in given]
+    features = {
+        flag.feature for _, flag, asked in named if asked and flag.feature and flag.verdict in (WARNED, REFUSED)
+    }
+    for name, flag, asked in named:
+        verdict, reason = flag.verdict, flag.reason
+        if verdict == DEPENDENT:
+            if flag.feature in features:
+                continue  # the feature is answered
+            verdict, reason = NO_EFFECT, f"only beside {first_of(flag.feature)}"
+        elif verdict in (WARNED, REFUSED) and not asked:
+            verdict, reason = NO_EFFECT, "the value asks for nothing"
+        names = said.setdefault((verdict, reason), [])
+        if name not in names:
+            names.append(name)
 
-this precision is not supported (yet); use --bf16
-fp8-format=1 fp8-e4m3 fp8-hybrid fp8-param-gather fp8-recipe=1 fp8-amax-history-len=1 fp8-amax-compute-algo=1
-grad-reduce-in-bf16 main-grads-dtype=1
+    def lines(verdict: str, form: str) -> list[str]:
+        return [
+            form.format(flags=", ".join(names), reason=reason) for (v, reason), names in said.items() if v == verdict
+        ]
 
-this sharding is not supported (yet); the distributed optimizer (ZeRO-1) is on by default
-use-megatron-fsdp use-torch-fsdp2 use-custom-fsdp data-parallel-sharding-strategy=1 optimizer-cpu-offload
-optimizer-offload-fraction=1 cp-comm-type=-1
+    return Answer(
+        lines(NO_EFFECT, "no effect here: {flags} ({reason})"),
+        lines(WARNED, "{flags}: {reason}"),
+        lines(REFUSED, "{flags}: {reason}"),
+    )
 
-use --pipeline-model-parallel-layout instead
-decoder-first-pipeline-num-layers=1 decoder-last-pipeline-num-layers=1
 
-this part of training is not supported (yet); leave it away
-step-batch-size-schedule=1 iterations-to-skip=-1 decoupled-lr=1 decoupled-min-lr=1 start-weight-decay=1
-end-weight-decay=1 weight-decay-incr-style=1 recompute-modules=-1
+@cache
+def first_of(feature: str) -> str:
+    """A flag that asks for the feature."""
+    return next(name for name, f in known_flags().items() if f.feature == feature and f.verdict != DEPENDENT)
 
-this part of the data path is not supported (yet); use --data-path
-full-validation padded-vocab-size=1 skip-train
 
-this part of checkpoints is not supported (yet); leave it away
-ckpt-convert-format=1 ckpt-convert-save=1 non-persistent-save-interval=1 non-persistent-ckpt-type=1 replication
-replication-jump=1 replication-factor=1 override-ckpt-iteration=1
+def nearest(flag: str, candidates: Iterable[str]) -> str | None:
+    """The flag whose words are those of `flag`, each misspelt a little; None rather than a guess."""
+    best = max(candidates, key=lambda candidate: _likeness(flag[2:], candidate[2:]))
+    return best if _likeness(flag[2:], best[2:]) else None
 
-refused: nothing that megalite loads may run code
-trust-remote-code
 
-use --config FILE.toml instead
-yaml-cfg=1
-"""
-)
+def _likeness(a: str, b: str) -> float:
+    """0: other words; up to 1: the same. Letters that two long words happen to share are no likeness."""
+    whole = _ratio(a, b)
+    if whole < 0.75:
+        return 0.0
+    ours, theirs = a.split("-"), b.split("-")
+    alike = len(ours) == len(theirs) and all(_ratio(x, y) >= 0.7 for x, y in zip(ours, theirs, strict=True))
+    return whole if alike or whole >= 0.87 else 0.0
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()

@@ -1,51 +1,103 @@
 #!/usr/bin/env python
-"""Write docs/flags.md from the dataclasses of megalite/config.py and the lists of megalite/megatron.py.
+"""Write docs/flags.md from the dataclasses of megalite/config.py, and docs/megatron.md from megatron_flags.txt.
 
 python tools/document_flags.py > docs/flags.md
+python tools/document_flags.py --megatron > docs/megatron.md
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.cli import flag_of, spellings  # noqa: E402
+from megalite.cli import spellings  # noqa: E402
 from megalite.config import REQUIRED, SECTIONS, base_type, options  # noqa: E402
-from megalite.megatron import IGNORED, UNSUPPORTED  # noqa: E402
+from megalite.megatron import (  # noqa: E402
+    DEPENDENT,
+    INSTEAD,
+    NO_EFFECT,
+    OPTION,
+    REFUSED,
+    WARNED,
+    Flag,
+    first_of,
+    known_flags,
+)
+
+OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
 
 
-def text() -> str:
+def flags_page() -> str:
     lines = [
         "# Flags",
         "",
         "Made by `tools/document_flags.py`; do not edit. `--preset NAME` and `--config FILE.toml` come before all:",
+        "defaults, then the preset, then the file, then the flags. Words are joined by `-` or `_`; a switch `--x` is",
+        "also `--no-x`, `--disable-x`, `--x=true` and `--x=false`. Flags of Megatron-LM: [megatron.md](megatron.md).",
+        "",
     ]
-    lines += ["defaults, then the preset, then the file, then the flags.", ""]
     for section in SECTIONS:
         lines += [f"## {section}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
         for where, f in options():
             if where == section:
-                names = ", ".join(f"`{flag}`" for flag, _ in spellings(f))
+                shown = [
+                    flag
+                    for flag, value in spellings(f)
+                    if base_type(f) != "bool"
+                    or (value is not f.default and not flag.startswith("--disable-" + f.name[:4]))
+                ]
                 kind = " / ".join(f.metadata["choices"]) or base_type(f)
                 default = "" if f.default is None else "required" if f.name in REQUIRED else str(f.default)
-                lines.append(f"| {names} | {kind} | {default} | {f.metadata['help'].replace('|', '&#124;')} |")
+                meaning = f.metadata["help"].replace("|", "&#124;")
+                lines.append(f"| {', '.join(f'`{flag}`' for flag in shown)} | {kind} | {default} | {meaning} |")
         lines.append("")
-    lines += ["## Megatron-LM flags that are accepted and ignored, with a note", ""]
-    lines += _grouped(IGNORED)
-    lines += ["## Megatron-LM flags that are refused, with a line that says why", ""]
-    lines += _grouped(UNSUPPORTED)
-    assert all(flag_of(f.name).startswith("--") for _, f in options())
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _grouped(table: object) -> list[str]:
-    groups: dict[str, list[str]] = {}
-    for flag, (_, reason) in table.items():  # type: ignore[attr-defined]
-        groups.setdefault(reason, []).append(f"`{flag}`")
-    return [line for reason, flags in groups.items() for line in (f"**{reason}**: {', '.join(flags)}", "")]
+def verdict(flag: Flag) -> str:
+    if flag.verdict == OPTION:
+        return "does"
+    if flag.verdict == DEPENDENT:
+        return f"no effect here, because it only matters beside `{first_of(flag.feature)}`"
+    if flag.verdict == NO_EFFECT:
+        return f"no effect here, because: {flag.reason}"
+    said = "starts with a warning" if flag.verdict == WARNED else "refused"
+    harmless = f" (not `{'`, `'.join(flag.neutral)}`)" if flag.neutral else ""
+    return f"{said}{harmless}, because: {flag.reason}"
+
+
+def megatron_page() -> str:
+    known = {name: f for name, f in known_flags().items() if f.verdict != INSTEAD}
+    theirs = {name: f for name, f in known.items() if f.group not in OUTSIDE}
+    count = Counter(f.verdict for f in theirs.values())
+    accepted = count[OPTION] + count[NO_EFFECT]
+    lines = [
+        "# Megatron-LM's flags",
+        "",
+        "Made by `tools/document_flags.py --megatron`; do not edit. Every flag of Megatron-LM's parser at d98e8a64",
+        "(2026-08-22), by its groups, and what becomes of it on a command line of megalite. A flag that asks for",
+        "something that is not here is refused before anything starts, and all that is wrong is said at once. Values",
+        "that ask for nothing, such as a size of 1, are accepted whatever the flag.",
+        "",
+        f"Of {len(theirs)} flags {count[OPTION]} do what they say and {count[NO_EFFECT]} have no effect here, each for",
+        f"a reason: **{100 * accepted / len(theirs):.0f} % are accepted**. {count[DEPENDENT]} matter only beside a",
+        f"feature that is not here, and have no effect without it; {count[WARNED]} start with a warning;",
+        f"{count[REFUSED]} are refused.",
+        "",
+    ]
+    for group, members in groupby(known.items(), key=lambda item: item[1].group):
+        lines += [f"## {group}", "", "| flag | here |", "|---|---|"]
+        lines += [f"| `{name}` | {verdict(flag)} |" for name, flag in members]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(text())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megatron", action="store_true", help="docs/megatron.md instead of docs/flags.md")
+    sys.stdout.write(megatron_page() if parser.parse_args().megatron else flags_page())

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,8 +95,9 @@ def memory_of(config: Config, world: int, vocab_size: int) -> float:
     return memory_bytes(parameters, dp=world // shards, half=half, sharded=sharded, states=states)
 
 
-def pretrain(config: Config, ranks: Ranks) -> int:
-    """Returns the exit code of this rank (train/run_dir.py)."""
+def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
+    """Returns the exit code of this rank (train/run_dir.py). `warnings`: protections that were asked for and are not
+    there, to be told in the log, too."""
     folder = run_folder(config)
     try:
         config = hugging_face.with_source(config)
@@ -111,7 +113,7 @@ def pretrain(config: Config, ranks: Ranks) -> int:
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
-            return _pretrain(config, ranks, here, sources, folder)
+            return _pretrain(config, ranks, here, sources, folder, warnings)
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == 0:  # every rank found the same
             for line in str(error).splitlines():
@@ -149,7 +151,9 @@ def preflight(config: Config, ranks: Ranks) -> Sources:
     return sources
 
 
-def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sources, folder: Path) -> int:
+def _pretrain(
+    config: Config, ranks: Ranks, device: torch.device, sources: Sources, folder: Path, warnings: Sequence[str]
+) -> int:
     run = build_run(config, ranks, device, sources=sources)
     stop = StopSignal()
     if config.train.exit_signal_handler:
@@ -170,6 +174,8 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
                 report.say(f"{how} {loaded} at step {run.state.step}")
             for note in notes:
                 report.say(f"note: {note}")
+            for warning in warnings:
+                report.say(f"WARNING: {warning}")
         if config.train.compile:  # now, and not in the first step: its time is of the training
             took = warm_up(run, config)
             if report is not None:
