@@ -81,7 +81,7 @@ class Words:
     foreign: list[tuple[str, list[str]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unclear: set[str] = field(default_factory=set)  # options that were named, with a value that cannot be read
-    misspelt: set[str] = field(default_factory=set)  # options that an unknown flag may have meant
+    misspelt: set[str] = field(default_factory=set)  # options that other flags may have meant
     of_megatron: bool = False  # some spelling is Megatron-LM's alone
 
 
@@ -116,8 +116,7 @@ def take_apart(argv: Sequence[str]) -> Words:
                 remedy = known.reason if known is not None else nearest(flag, [*ours, *spelt])
                 better = "; see --help" if not remedy else f"; use {remedy}" if known else f"; did you mean {remedy}?"
                 found.problems.append(f"unknown flag {flag}{better}")
-                meant = re.findall(r"--[\w-]+", remedy or "")
-                found.misspelt |= {ours[other][0].name for other in meant if other in ours}
+                found.misspelt |= _named_in(remedy or "")
             else:
                 found.foreign.append((flag, values))
                 found.of_megatron = True
@@ -144,6 +143,12 @@ def take_apart(argv: Sequence[str]) -> Words:
             else:
                 found.given[name] = values if lists else values[0]
     return found
+
+
+def _named_in(text: str) -> set[str]:
+    """The options whose flags stand in it."""
+    flags = set(re.findall(r"--[\w-]+", text))
+    return {f.name for _, f in options() if flags & {flag for flag, _ in spellings(f)}}
 
 
 def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,6 +187,7 @@ def read_all(
     foreign = answer(words.foreign)
     problems = [*words.problems, *foreign.problems]
     given, unclear = words.given, words.unclear
+    words.misspelt.update(*map(_named_in, foreign.problems))  # which the flag was to say in its own way
     path, file = given.pop("config", None), {}
     if path is not None:
         try:

@@ -1,0 +1,108 @@
+"""111 command lines of Megatron-LM's own functional tests (d98e8a64), as they stand there: which start, and why not.
+
+megatron_command_lines.jsonl holds each with its verdict: `refused` lists what is missing here, nothing where it starts.
+Sizes are as they are; the names of files are replaced, and the plan is made (--dry-run) for the smallest world.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_published_lines import byte_level_vocabulary, preprocessed
+
+from megalite import cli
+from megalite.config import ConfigError
+from megalite.config_check import check
+from megalite.megatron import known_flags
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train.run import pretrain
+
+ROOT = Path(__file__).resolve().parents[1]
+LINES = [json.loads(line) for line in (ROOT / "tests/megatron_command_lines.jsonl").read_text().splitlines()]
+_DATA = {
+    "--vocab-file": "$VOCAB",
+    "--merge-file": "$MERGES",
+    "--tokenizer-model": "$SENTENCEPIECE",
+    "--data-path": "$DATA",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("files")
+    found = byte_level_vocabulary(folder)
+    found["$DATA"] = preprocessed(folder, found)
+    Path(found["$DATA"] + ".json").unlink()  # lines with other tokenizers read it, too
+    text = folder / "text.txt"
+    text.write_text("\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "spm"), vocab_size=400, minloglevel=2
+    )
+    return {**found, "$SENTENCEPIECE": str(folder / "spm.model"), "$ELSE": str(folder / "else")}
+
+
+def words_of(line: dict, places: dict[str, str]) -> list[str]:
+    """The line with files that exist in place of its own."""
+    found: list[str] = []
+    for word in line["argv"]:
+        if found and found[-1] in _DATA:
+            word = places[_DATA[found[-1]]]
+        found.append(re.sub(r"\$\{?[A-Z_]+\}?", places["$ELSE"], word) if "$" in word else word)
+    return found
+
+
+def world_of(words: list[str]) -> int:
+    """Of two data-parallel ranks."""
+
+    def size(flag: str) -> int:
+        return int(words[len(words) - words[::-1].index(flag)]) if flag in words else 1
+
+    shards = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+    return 2 * size(shards[0]) * size(shards[1]) * size(shards[2])
+
+
+@pytest.mark.parametrize("line", LINES, ids=[line["name"] for line in LINES])
+def test_a_line_of_megatrons_starts_or_is_refused_for_what_is_missing(
+    line: dict, places: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of(line, places)
+    world = world_of(words)
+    try:
+        found = cli.read_all([*words, "--dry-run"], PRESETS, lambda config: check(config, world))
+    except ConfigError as error:
+        assert [_feature(problem) for problem in error.problems] == line["refused"], error.problems
+        return
+    assert line["refused"] == []
+    assert pretrain(found.config, Ranks(world=world, local_world=world)) == 0, capsys.readouterr().err
+    assert f"= {world} rank" in capsys.readouterr().out
+    assert all("yet" not in note for note in found.notes)
+
+
+def _feature(problem: str) -> str:
+    """What is missing, in a word: the feature of the first flag that a problem names, or its option."""
+    flag = known_flags().get(problem.partition(":")[0].partition(",")[0])
+    return flag.feature if flag is not None and flag.feature else problem.partition("=")[0]
+
+
+def test_what_starts_is_what_is_claimed() -> None:
+    gpt = [line for line in LINES if line["family"] == "gpt"]
+    missing = {feature for line in LINES for feature in line["refused"]}
+    assert len(gpt) == 79 and sum(not line["refused"] for line in gpt) >= 0.7 * len(gpt)
+    assert missing <= {
+        "context_parallel_size",
+        "experts",
+        "FP8 and FP4",
+        "multi-latent attention",
+        "multi-token prediction",
+        "FSDP",
+        "experimental attention",
+        "hybrid models",
+        "distillation",
+        "elastic models",
+    }, missing
