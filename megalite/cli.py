@@ -155,7 +155,7 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
         if preset and preset not in presets:
             problems.append(f"preset={preset!r} is unknown; use one of {', '.join(sorted(presets))}")
         configs.build(file)  # a wrong type in the file is an error even where a flag wins over it
-        values = {**presets.get(preset, {}), **file, **given}
+        values = configs.over_preset(presets.get(preset, {}), {**file, **given})
         made = configs.build(values)
         notes += without_effect(made)
         problems += [p for p in check(made) if p.partition("=")[0].partition(" ")[0] not in wrong]

@@ -42,7 +42,7 @@ no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-i
 tp-comm-overlap use-nccl-ub openai-gelu moe-permute-fusion moe-grouped-gemm
 
 of no effect on the result
-num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1
+num-workers=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1
 use-persistent-ckpt-worker spec=2 no-weight-decay-cond-type=1 ddp-num-buckets=1
 microbatch-group-size-per-virtual-pipeline-stage=1 check-weight-hash-across-dp-replicas-interval=1 rerun-mode=1
 exit-signal=1 use-tp-pp-dp-mapping num-distributed-optimizer-instances=1 vocab-extra-ids=1
@@ -105,7 +105,7 @@ step-batch-size-schedule=1 iterations-to-skip=-1 decoupled-lr=1 decoupled-min-lr
 end-weight-decay=1 weight-decay-incr-style=1 recompute-modules=-1
 
 this part of the data path is not supported (yet); use --data-path
-full-validation padded-vocab-size=1 skip-train
+full-validation skip-train
 
 this part of checkpoints is not supported (yet); leave it away
 ckpt-convert-format=1 ckpt-convert-save=1 non-persistent-save-interval=1 non-persistent-ckpt-type=1 replication

@@ -42,7 +42,7 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("xy\nz")
     got = run_tool(
         *("--input", tmp_path / "*.jsonl", tmp_path / "a.txt", "--output-prefix", tmp_path / "out/my"),
-        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--append-eod", "--workers", "2"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "501", "--append-eod", "--workers", "2"),
         "--keep-sequential-samples",
     )
     assert got.returncode == 0, got.stderr
@@ -50,7 +50,7 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
     data = IndexedDataset(tmp_path / "out/my_text_document")
     want = [[*map(ord, text), 500] for text in ("abc", "d", "xy\nz")]  # the empty document is left out
     assert [data.document(i).tolist() for i in range(len(data))] == want
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=500)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=501)
     assert read_info(tmp_path / "out/my_text_document") == {
         "version": 1,
         "documents": 3,
@@ -63,7 +63,7 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
         "source_bytes": 74,
         "sources": ["b.jsonl", "a.txt"],
         "tokenizer": {
-            "name": "NullTokenizer(500)",
+            "name": "NullTokenizer(501)",
             "fingerprint": tokenizer.fingerprint,
             "vocab_size": 501,
             "eod": 500,
@@ -207,13 +207,17 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     arguments = {"tokenizer_type": "SentencePieceTokenizer"}
     [prefix] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "o"), tokenizer_model=models[1], **arguments)
     check_tokenizer(prefix, build_tokenizer("Llama2Tokenizer", models[1]))  # the same model under another name
-    with pytest.raises(DataError, match="made with a vocabulary of 310.*m300.model has 300"):
+    with pytest.raises(
+        DataError, match=rf"made with {models[1]} \(vocabulary 310\), but this run has {models[0]} \(300\): give"
+    ):
         check_tokenizer(prefix, build_tokenizer("SentencePieceTokenizer", models[0]))
     [small] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "s"), tokenizer_model=models[0], **arguments)
-    with pytest.raises(DataError, match="made with tokenizer m300.model .*this run has m310.model"):
+    with pytest.raises(DataError, match=rf"made with {models[0]} \(fingerprint \w+\), but this run has {models[1]}"):
         check_tokenizer(small, build_tokenizer("SentencePieceTokenizer", models[1]))
     check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=320))  # stands for any, if it is large enough
-    with pytest.raises(DataError, match="made with a vocabulary of 310"):
+    with pytest.raises(
+        DataError, match=r"m310.model \(vocabulary 310\), but this run has NullTokenizer\(300\) \(300\)"
+    ):
         check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=300))
     Path(prefix + ".json").write_text('{"tokenizer": {"fingerprint": 5}}')
     with pytest.raises(DataError, match="o_text_document.json: damaged"):
