@@ -47,7 +47,7 @@ def _open(path: Path | str) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise DataError(missing(str(path)[:-4], error.strerror)) from error
+        raise DataError(missing(str(path)[:-4])) from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
 

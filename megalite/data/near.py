@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from pathlib import Path
 
 MOST = 5  # that a message names
 
 
-def missing(prefix: str, reason: str) -> str:
-    """What is wrong with `prefix`, whose pair could not be opened because of `reason`, and what to give instead."""
+def missing(prefix: str) -> str:
+    """What is wrong with `prefix`, of which a file is not there, and what to give instead."""
+    reason = os.strerror(errno.ENOENT)
     stem = prefix.removesuffix(".bin").removesuffix(".idx")
     if stem != prefix and _is_pair(stem):
         return f"{prefix}: the prefix of a pair is given without suffix; give {stem}"

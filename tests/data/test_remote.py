@@ -386,7 +386,7 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
     near = build_blend([str(tmp_path / "a")], 30, 1, "train")
     assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
     assert stored(cache) and read_info(url) == read_info(tmp_path / "a")
-    with pytest.raises(DataError, match="made with a vocabulary of 6001"):
+    with pytest.raises(DataError, match=r"vocabulary 6001\), but this run has NullTokenizer\(51\)"):
         small = build_tokenizer("NullTokenizer", vocab_size=51)
         build_blend([url], 30, 1, "train", data_cache_path=cache, tokenizer=small)
     (tmp_path / "a.json").unlink()
