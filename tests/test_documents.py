@@ -145,8 +145,8 @@ def test_readmes_way_from_text_to_a_published_model(
         out, err = capfd.readouterr()
         assert code == 0, f"{command.place}\n{out}\n{err}"
         said.append(out)
-    assert "vocabulary 8,600" in said[2] and "step     4/4" in said[2]  # its plan: the tokenizer's vocabulary, not the preset's
-    assert said[3].startswith("Once")
+    assert "8,600" in said[2] and "saved iter_0000004" in said[2]  # its plan: the tokenizer's vocabulary, not the preset's
+    assert said[3].startswith("[step 4] Once")
     assert all("all bits equal" in one for one in said[4:6]), said[4:6]
     for folder in ("models/mine", "models/Qwen3-8B-mine"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
@@ -168,7 +168,7 @@ def test_readmes_own_text_at_its_sizes(
         code = start(script, words, monkeypatch)
         out, err = capfd.readouterr()
         assert code == 0, f"{command.place}\n{out}\n{err}"
-    assert out.startswith("Once")
+    assert out.startswith("[step 2] Once")
 
 
 NAMED = [path for path in DOCUMENTS if path.name not in GENERATED | HISTORY]
