@@ -158,7 +158,9 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
         values = configs.over_preset(presets.get(preset, {}), {**file, **given})
         made = configs.build(values)
         notes += without_effect(made)
-        problems += [p for p in check(made) if p.partition("=")[0].partition(" ")[0] not in wrong]
+        lost = " is not set; give " if preset and preset not in presets else None  # the preset would have set it
+        found = [p for p in check(made) if lost is None or lost not in p]
+        problems += [p for p in found if p.partition("=")[0].partition(" ")[0] not in wrong]
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -162,6 +162,13 @@ def test_a_presets_vocabulary_is_for_runs_without_a_tokenizer(tokenizer: str, si
     assert cli.read([*flags.split(), *tokenizer.split()], PRESETS)[0].data.vocab_size == size
 
 
+def test_an_unknown_preset_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as error:
+        cli.read("--preset gpt9 --micro-batch-size 1 --train-iters 1 --mock-data --vocab-size 9".split(), PRESETS)
+    (problem,) = error.value.problems
+    assert problem.startswith("preset='gpt9' is unknown; use one of gpt2, ")
+
+
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_a_preset_to_try_out_has_a_rate_which_a_flag_changes(name: str) -> None:
     flags = f"--preset {name} --mock-data --micro-batch-size 1 --train-iters 1"

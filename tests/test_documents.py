@@ -145,7 +145,9 @@ def test_readmes_way_from_text_to_a_published_model(
         out, err = capfd.readouterr()
         assert code == 0, f"{command.place}\n{out}\n{err}"
         said.append(out)
-    assert "8,600" in said[2] and "saved iter_0000004" in said[2]  # its plan: the tokenizer's vocabulary, not the preset's
+    assert (
+        "8,600" in said[2] and "saved iter_0000004" in said[2]
+    )  # its plan: the tokenizer's vocabulary, not the preset's
     assert said[3].startswith("[step 4] Once")
     assert all("all bits equal" in one for one in said[4:6]), said[4:6]
     for folder in ("models/mine", "models/Qwen3-8B-mine"):

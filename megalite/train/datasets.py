@@ -102,6 +102,8 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
                 continue
             prefixes, weights = parse_data_path(some)
             named.append(NamedSet(name, dataset, bytes_per_token(prefixes, weights)))
+    if data.fim_data and (found["valid"] or found["test"]):
+        notes.append("fim_data rearranges the training data alone; Megatron-LM rearranges validation and test too")
     return Sources(vocab_size, eod, train, tokenizer, ledger, found["valid"], found["test"], notes, ignored)
 
 
