@@ -5,7 +5,7 @@
     GPT2BPETokenizer       vocab.json + merges.txt; eod is <|endoftext|>
     TikTokenizer           ranks for tiktoken, in its own format or as Megatron-LM's JSON list (tiktoken_files.py)
     ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; needs no file and no training
-    NullTokenizer          --vocab-size ids, the last one eod (as in Megatron-LM); for data that is ids already
+    NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
 
 The fingerprint is a sha256 over kind, model files and eod: equal exactly when equal text gives equal ids. The
 libraries are imported when a tokenizer of their kind is built; no code of a model directory is ever run.
@@ -94,11 +94,20 @@ class NullTokenizer(Tokenizer):
         self._identify(f"NullTokenizer({vocab_size})", "null")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [[ord(character) % self.eod for character in text] for text in texts]
+        return [self._ids(text) for text in texts]
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
-        return characters % self.eod, _lengths(texts)
+    def _ids(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise DataError(
+                f"{self.name} reads ids, as in '17 4 25', not {text[:40]!r}; give the tokenizer of your text"
+            ) from None
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise DataError(
+                f"{self.name} has ids 0 to {self.vocab_size - 1}, not {min(ids)} to {max(ids)}; raise --vocab-size"
+            )
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in ids)

@@ -90,7 +90,7 @@ def test_text_comes_back_exactly(directory: Path, kind: str) -> None:
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("kind", [*REAL, "NullTokenizer"])
+@pytest.mark.parametrize("kind", REAL)
 def test_flat_ids_are_those_of_the_lists(directory: Path, kind: str) -> None:
     tokenizer = make(directory, kind)
 
@@ -207,9 +207,15 @@ def test_gpt2_files_give_the_ids_of_transformers(directory: Path) -> None:
 def test_null_tokenizer_is_megatrons() -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
-    assert tokenizer.encode("Az~") == [65, 23, 27]
-    assert tokenizer.encode_flat(["Az", "", "\ud800"])[0].tolist() == [65, 23, 0xD800 % 99]
-    assert tokenizer.decode([65, 100]) == "65 100"
+    assert tokenizer.encode("17 4\n 99") == [17, 4, 99] and tokenizer.decode([17, 4, 99]) == "17 4 99"
+    ids, lengths = tokenizer.encode_flat(["1 2", "", "3"])
+    assert (ids.tolist(), lengths.tolist()) == ([1, 2, 3], [2, 0, 1])
+    for text, reason in (
+        ("one 2", "reads ids, as in '17 4 25', not 'one 2'"),
+        ("1 100", "has ids 0 to 99, not 1 to 100"),
+    ):
+        with pytest.raises(DataError, match=rf"NullTokenizer\(100\) {reason}"):
+            tokenizer.encode(text)
 
 
 def test_fingerprint_tells_tokenizers_apart_and_is_stable(directory: Path, tmp_path: Path) -> None:
