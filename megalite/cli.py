@@ -11,7 +11,6 @@ the exit code is 2, before torch is imported.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -197,20 +196,16 @@ def read_all(
     preset = str(given.pop("preset", "") or file.get("preset", ""))
     file.pop("preset", None)
     if preset and preset not in presets:
-        near = difflib.get_close_matches(preset.lower(), presets, n=1)
-        names = f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(presets))}"
-        problems.append(f"preset={preset!r} is unknown; {names}")
-        words.misspelt.update(configs.REQUIRED)  # which the preset was to say
+        problems.append(f"preset={preset!r} is unknown; use one of {', '.join(sorted(presets))}")
+        words.misspelt.update(*presets.values())  # which the preset was to say
     unclear |= words.misspelt - {**file, **given}.keys()
-    from_preset = dict(presets.get(preset, {}))
-    if any(name in {**file, **given} for name in ("tokenizer_type", "tokenizer_model", "vocab_file")):
-        from_preset.pop("vocab_size", None)  # of the published model's tokenizer, which this run does not have
+    values: dict[str, Any] = {}
     for source in (file, _typed(given)):  # a wrong type in the file is an error even where a flag wins over it
         made, wrong = configs.convert_all(source)
         problems += wrong.values()
         unclear |= set(wrong)
-        from_preset.update(made)
-    made = configs.build(from_preset)
+        values.update(made)
+    made = configs.build(configs.over_preset(presets.get(preset, {}), values))
     problems += check(made, unclear=unclear)
     problems += [line for line in also(made) if not concerns(line, unclear)]
     if problems:

@@ -11,14 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from megalite.pattern import read_pattern
 
+_NONE: Mapping[str, str] = MappingProxyType({})
 
-def opt(default: Any, help: str, *, choices: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> Any:
-    """A field of the configuration. `flags`: other spellings; "--x=VALUE" sets the field to VALUE."""
-    metadata = {"help": help, "choices": choices, "flags": flags}
+
+def opt(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    flags: tuple[str, ...] = (),
+    refused: Mapping[str, str] = _NONE,
+) -> Any:
+    """A field of the configuration. `flags`: other spellings; "--x=VALUE" sets the field to VALUE. `refused`: values of
+    Megatron-LM's that are none of the choices, and why."""
+    metadata = {"help": help, "choices": choices, "flags": flags, "refused": refused}
     return field(default=default, metadata=metadata)
 
 
@@ -218,6 +229,15 @@ class DataConfig:
     multiple_validation_sets: bool = opt(False, "each prefix of --valid-data-path is a set with a loss of its own")
     validation_set_names: tuple[str, ...] | None = opt(None, "their names; default: the last part of each prefix")
     split: str | None = opt(None, "parts of the documents for training, validation, test; default 969, 30, 1")
+    dataloader_type: str = opt(
+        "single",
+        "order of samples: shuffled within each epoch",
+        choices=("single",),
+        refused={
+            "cyclic": "it shuffles again what is shuffled in every epoch; leave it away",
+            "external": "it takes a loader of your own; give --data-path",
+        },
+    )
     data_cache_path: str | None = opt(None, "directory of index caches")
     mmap_bin_files: bool = opt(True, "map token files; off: read them, where maps are slow or files may shrink")
     mock_data: bool = opt(False, "generated tokens instead of files")
@@ -239,10 +259,11 @@ class DataConfig:
     fim_middle_token: str = opt("<fim_middle>", "special token of the tokenizer")
     fim_suffix_token: str = opt("<fim_suffix>", "special token of the tokenizer")
     fim_pad_token: str = opt("<fim_pad>", "special token of the tokenizer, for samples that became shorter")
+    fim_eod_token: str | None = opt(None, "token that ends a document; default: the tokenizer's own")
     fim_cut_tokens: bool = opt(False, "cut documents between tokens instead of characters: faster, a little worse")
     tokenizer_type: str | None = opt(
         None,
-        "kind of tokenizer",
+        "kind of tokenizer; with --vocab-file and --merge-file GPT2BPETokenizer",
         choices=(
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
@@ -253,12 +274,21 @@ class DataConfig:
             "ByteTokenizer",
             "NullTokenizer",
         ),
+        refused={
+            **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), "BERT's; use HuggingFaceTokenizer"),
+            "MultimodalTokenizer": "images are not supported; use the tokenizer of its text",
+            "NullMultimodalTokenizer": "images are not supported; use NullTokenizer",
+            "SFTTokenizer": "conversations are not supported; use HuggingFaceTokenizer on plain text",
+        },
     )
     tokenizer_model: str | None = opt(None, "tokenizer file")
     tiktoken_pattern: str | None = opt(None, "how TikTokenizer splits text: v1, v2, gpt2, cl100k, o200k")
     vocab_file: str | None = opt(None, "GPT-2 vocab.json")
     merge_file: str | None = opt(None, "GPT-2 merges.txt")
     vocab_size: int | None = opt(None, "true vocabulary, at least the tokenizer's; default: the tokenizer's")
+    padded_vocab_size: int | None = opt(
+        None, "rows of the embedding, instead of the vocabulary rounded up by --make-vocab-size-divisible-by"
+    )
 
 
 @dataclass(frozen=True)
@@ -372,9 +402,31 @@ def convert_all(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     return made, wrong
 
 
+def over_preset(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Option names to values: `given`, and of `preset` what is not given. A preset's vocabulary is for runs without a
+    tokenizer.
+
+    >>> over_preset({"num_layers": 8, "vocab_size": 8192}, {"tokenizer_type": "ByteTokenizer"})
+    {'num_layers': 8, 'tokenizer_type': 'ByteTokenizer'}
+    """
+    own = {**given, **_implied(given)}.get("tokenizer_type") not in (None, "NullTokenizer")
+    return {name: value for name, value in preset.items() if name != "vocab_size" or not own} | dict(given)
+
+
+def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What options say of others: GPT-2's two files are its tokenizer, as in Megatron-LM, and rows that are given are
+    the multiple to round up to."""
+    more: dict[str, Any] = {}
+    if values.get("tokenizer_type") is None and values.get("vocab_file") and values.get("merge_file"):
+        more["tokenizer_type"] = "GPT2BPETokenizer"
+    if values.get("padded_vocab_size"):
+        more["make_vocab_size_divisible_by"] = values["padded_vocab_size"]
+    return more
+
+
 def build(values: Mapping[str, Any]) -> Config:
     """A Config from option names to values; unknown names raise KeyError, wrong types ConfigError."""
-    made, wrong = convert_all(values)
+    made, wrong = convert_all({**values, **_implied(values)})
     if wrong:
         raise ConfigError(list(wrong.values()))
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
@@ -415,7 +467,9 @@ def convert(f: Field[Any], value: Any) -> Any:
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if kind == "str" and isinstance(value, str):
-        choices = f.metadata["choices"]
+        choices, refused = f.metadata["choices"], f.metadata["refused"]
+        if value in refused:
+            raise ValueError(f"{f.name}={value} is not supported: {refused[value]}")
         if choices and value not in choices:
             raise ValueError(f"{f.name}={value!r} is not one of {', '.join(choices)}; use one of them")
         return value

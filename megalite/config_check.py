@@ -23,7 +23,7 @@ from megalite.config import (
     TrainConfig,
     options,
 )
-from megalite.pattern import read_pattern
+from megalite.pattern import read_pattern, read_split
 
 LONGEST_TIMEOUT = 1_000_000
 MOST_MICROBATCHES = 100_000  # of one rank and step
@@ -61,6 +61,7 @@ _POSITIVE = frozenset(
         "keep_last",
         "log_interval",
         "vocab_size",
+        "padded_vocab_size",
         "loss_scale",
         "min_loss_scale",
         "loss_scale_window",
@@ -92,7 +93,11 @@ def check(
         *_checkpoint(c),
         *_graph(config),
         *_machine(config),
-        *_data(config.data, complete or (c.load is None and c.pretrained_checkpoint is None)),
+        *_data(
+            config.data,
+            config.parallel.tensor_model_parallel_size,
+            complete or (c.load is None and c.pretrained_checkpoint is None),
+        ),
         *(_world(config, world_size) if world_size is not None else ()),
     ]
     return [*wrong.values(), *(line for line in found if not concerns(line, unclear))]
@@ -334,8 +339,13 @@ def _machine(config: Config) -> Iterator[str]:
             yield f"{name}={getattr(p, name):g} is longer than any collective; use at most {LONGEST_TIMEOUT}"
 
 
-def _data(d: DataConfig, complete: bool) -> Iterator[str]:
+def _data(d: DataConfig, tp: int, complete: bool) -> Iterator[str]:
     """`complete`: nothing is still to come, a vocabulary from a checkpoint."""
+    if d.split is not None:
+        try:
+            read_split(d.split)
+        except ValueError as error:
+            yield f"split={d.split!r} {error}"
     if d.mock_data and d.data_path:
         yield "mock_data and data_path exclude each other; give one"
     per_split = ("train_data_path", "valid_data_path", "test_data_path")
@@ -369,6 +379,11 @@ def _data(d: DataConfig, complete: bool) -> Iterator[str]:
         yield "tokenizer_type=NullTokenizer needs --vocab-size"
     if d.tokenizer_type == "GPT2BPETokenizer" and not (d.vocab_file and d.merge_file):
         yield "tokenizer_type=GPT2BPETokenizer needs --vocab-file and --merge-file"
+    if (d.padded_vocab_size or tp) % tp:
+        yield f"tensor_model_parallel_size={tp} does not divide padded_vocab_size={d.padded_vocab_size}; change one"
+    for one, other in (("vocab_file", "merge_file"), ("merge_file", "vocab_file")):
+        if d.tokenizer_type is None and getattr(d, one) and not getattr(d, other):
+            yield f"{one}={getattr(d, one)} is half of GPT-2's tokenizer; give --{other.replace('_', '-')} too"
     no_file = (None, "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
     if d.tokenizer_type not in no_file and not d.tokenizer_model:
         yield f"tokenizer_type={d.tokenizer_type} needs --tokenizer-model"
@@ -417,7 +432,7 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
 def without_effect(config: Config) -> list[str]:
     """Options that do nothing, or less than expected, beside the others; Megatron-LM takes them in silence, so they are
     no error."""
-    c, t = config.checkpoint, config.train
+    c, d, t = config.checkpoint, config.data, config.train
     notes, window = [], config.model.window_size
     if window is not None and len(window) == 2 and 0 < config.model.seq_length <= window[0] + 1:
         notes.append(f"window_size={_numbers(window)} has no effect on sequences of {config.model.seq_length} tokens")
@@ -425,6 +440,9 @@ def without_effect(config: Config) -> list[str]:
         notes.append(f"save_interval={c.save_interval} has no effect without --save")
     if c.save is not None and c.save_interval is None and c.save_interval_mins is None:
         notes.append(f"save={c.save} without --save-interval saves only when the run ends or stops; a crash loses all")
+    for name in ("vocab_file", "merge_file"):
+        if getattr(d, name) is not None and d.tokenizer_type not in (None, "GPT2BPETokenizer"):
+            notes.append(f"{name}={getattr(d, name)} has no effect with --tokenizer-type {d.tokenizer_type}")
     if t.recompute_num_layers is not None and t.recompute_granularity != "full":
         notes.append(
             f"recompute_num_layers={t.recompute_num_layers} has no effect without --recompute-granularity full"

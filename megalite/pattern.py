@@ -1,4 +1,4 @@
-"""One bit for each layer, as Megatron-LM's options spell it.
+"""Small languages of Megatron-LM's options: one bit for each layer, and the parts of a split.
 
     "4"                every 4th layer is 0, the others 1
     "[1,1,0]*4+[1]"    a list; + joins lists, * repeats one, parentheses group
@@ -9,6 +9,7 @@ There the text is run as Python; here it is read as a tree of these few things, 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -32,6 +33,22 @@ def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
     if len(bits) != layers:
         raise ValueError(f"has {len(bits)} numbers for {layers} layers; give one for each")
     return tuple(bits)
+
+
+def read_split(text: str) -> list[float]:
+    """Three numbers >= 0, the later 0 where they are not given. Quotes are no part of it: Megatron-LM's scripts pass
+    '99,1,0' with them. Raises ValueError as `read_pattern` does.
+
+    >>> read_split("'99,1,0'"), read_split("3, 1")
+    ([99.0, 1.0, 0.0], [3.0, 1.0, 0.0])
+    """
+    try:
+        parts = [float(part) for part in re.split(r"[,/\s'\"]+", text) if part]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
+        raise ValueError("is not up to three numbers >= 0, comma-separated; use for example 969,30,1")
+    return parts + [0.0] * (3 - len(parts))
 
 
 def write_pattern(bits: Sequence[bool]) -> str:

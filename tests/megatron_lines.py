@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _RUN = """--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine
  --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --seed 42
- --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --eval-interval 1000 --eval-iters 1 --log-interval 1
+ --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --eval-interval 1000 --eval-iters 1 --log-interval 1
  --distributed-backend gloo --use-mcore-models --transformer-impl local"""
 _GPT = (
     f"""{_RUN} --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"""
@@ -63,6 +63,6 @@ LINES: dict[str, tuple[int, str]] = {
     "qwen3 8b": (
         2,
         f"""{_ROPE} --group-query-attention --num-query-groups 2 --qk-layernorm --kv-channels 32 --rotary-base 1000000
- --pipeline-model-parallel-size 2 --accumulate-allreduce-grads-in-fp32 --no-create-attention-mask-in-dataloader --dataloader-type cyclic""",
+ --pipeline-model-parallel-size 2 --accumulate-allreduce-grads-in-fp32 --no-create-attention-mask-in-dataloader --dataloader-type single""",
     ),
 }

@@ -86,6 +86,17 @@ BAD: list[tuple[str, str]] = [
     ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
     ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model"),
     ("--tokenizer-type GPT2BPETokenizer", "needs --vocab-file"),
+    ("--vocab-file v.json", "vocab_file=v.json is half of GPT-2's tokenizer; give --merge-file too"),
+    ("--merge-file m.txt", "merge_file=m.txt is half of GPT-2's tokenizer; give --vocab-file too"),
+    ("--tokenizer-type BertWordPieceCase", "tokenizer_type=BertWordPieceCase is not supported: BERT's; use"),
+    ("--tokenizer-type MultimodalTokenizer", "images are not supported"),
+    ("--tokenizer-type NullMultimodalTokenizer", "use NullTokenizer"),
+    ("--tokenizer-type SFTTokenizer", "conversations are not supported"),
+    ("--dataloader-type cyclic", "dataloader_type=cyclic is not supported: it shuffles again"),
+    ("--dataloader-type external", "dataloader_type=external is not supported: it takes a loader of your own"),
+    ("--padded-vocab-size 0", "padded_vocab_size=0 is too small"),
+    ("--padded-vocab-size 90 --tensor-model-parallel-size 4", "does not divide padded_vocab_size=90"),
+    ("--split a,b", "split='a,b' is not up to three numbers"),
     ("--tokenizer-type Magic", "tokenizer_type='Magic' is not one of"),
     ("--micro-batch-size 0", "micro_batch_size=0"),
     ("--log-interval 0", "log_interval=0"),
@@ -120,6 +131,56 @@ def test_a_bad_configuration_is_refused_with_value_rule_and_remedy(flags: str, m
         cli.read([*GOOD.split(), *flags.split()], PRESETS)
     assert any(message in problem for problem in error.value.problems), error.value.problems
     assert all("\n" not in problem for problem in error.value.problems)
+
+
+def test_gpt2s_two_files_are_the_default_tokenizer() -> None:
+    both = "--vocab-file v.json --merge-file m.txt"
+    config, notes = cli.read([*GOOD.split(), *both.split()], PRESETS)
+    assert config.data.tokenizer_type == "GPT2BPETokenizer" and notes == []
+    assert build(parse_toml(to_toml(config), "x")) == config
+    config, notes = cli.read([*GOOD.split(), *both.split(), "--tokenizer-type", "NullTokenizer"], PRESETS)
+    assert config.data.tokenizer_type == "NullTokenizer"
+    assert notes == [
+        f"{x} has no effect with --tokenizer-type NullTokenizer" for x in ("vocab_file=v.json", "merge_file=m.txt")
+    ]
+
+
+@pytest.mark.parametrize(
+    "tokenizer,size",
+    [
+        ("", 8192),
+        ("--tokenizer-type NullTokenizer", 8192),
+        ("--tokenizer-type NullTokenizer --vocab-size 99", 99),
+        ("--tokenizer-type ByteTokenizer", None),
+        ("--vocab-file v.json --merge-file m.txt", None),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model x.model", None),
+        ("--tokenizer-type ByteTokenizer --vocab-size 300", 300),
+    ],
+)
+def test_a_presets_vocabulary_is_for_runs_without_a_tokenizer(tokenizer: str, size: int | None) -> None:
+    flags = "--preset tiny --mock-data --micro-batch-size 1 --train-iters 1"
+    assert cli.read([*flags.split(), *tokenizer.split()], PRESETS)[0].data.vocab_size == size
+
+
+def test_an_unknown_preset_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as error:
+        cli.read("--preset gpt9 --micro-batch-size 1 --train-iters 1 --mock-data --vocab-size 9".split(), PRESETS)
+    (problem,) = error.value.problems
+    assert problem.startswith("preset='gpt9' is unknown; use one of gpt2, ")
+
+
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_a_preset_to_try_out_has_a_rate_which_a_flag_changes(name: str) -> None:
+    flags = f"--preset {name} --mock-data --micro-batch-size 1 --train-iters 1"
+    assert cli.read(flags.split(), PRESETS)[0].optim.lr == PRESETS[name]["lr"]
+    assert cli.read([*flags.split(), "--lr", "7e-5"], PRESETS)[0].optim.lr == 7e-5
+
+
+def test_rows_of_the_embedding_can_be_given() -> None:
+    for tp in ("1", "2"):
+        flags = ["--padded-vocab-size", "160", "--tensor-model-parallel-size", tp]
+        model = cli.read([*GOOD.split(), *flags], PRESETS)[0].model
+        assert padded_vocab_size(97, model.make_vocab_size_divisible_by, int(tp)) == 160
 
 
 def test_a_flag_without_its_value_is_one_problem() -> None:
@@ -226,10 +287,10 @@ def test_the_padded_vocabulary_does_not_depend_on_usual_tp() -> None:
 
 
 def test_documents_and_examples_are_up_to_date() -> None:
-    made = subprocess.run(
-        [sys.executable, "tools/document_flags.py"], capture_output=True, text=True, cwd=ROOT, timeout=30, check=True
-    )
-    assert made.stdout == (ROOT / "docs/flags.md").read_text(), "python tools/document_flags.py > docs/flags.md"
+    for page, flags in (("docs/flags.md", []), ("docs/megatron.md", ["--megatron"])):
+        words = [sys.executable, "tools/document_flags.py", *flags]
+        made = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
+        assert made.stdout == (ROOT / page).read_text(), f"python tools/document_flags.py {' '.join(flags)} > {page}"
     worlds = {"llama2_70b_64gpu.toml": 64}
     found = sorted((ROOT / "examples").glob("*.toml"))
     assert len(found) >= 3

@@ -29,7 +29,7 @@ BF16 = 0.02  # relative bound on loss and gradient norm; measured 5e-4 and 6e-3
 
 COMMON = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
  --micro-batch-size 2 --global-batch-size 16 --train-iters 3 --lr 0.01 --lr-decay-style constant --seed 7 --mock-data
- --tokenizer-type NullTokenizer --vocab-size 93 --make-vocab-size-divisible-by 8 --clip-grad 0.5 --weight-decay 0.1
+ --tokenizer-type NullTokenizer --vocab-size 94 --make-vocab-size-divisible-by 8 --clip-grad 0.5 --weight-decay 0.1
  --eval-iters 0 --log-interval 1 --init-method-std 0.2 --adam-eps 1e-3"""
 GPT = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = """--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMSNorm --position-embedding-type rope

@@ -35,9 +35,9 @@ from megalite.train.step import train_step
 STEPS, BATCH, LR, SEED = 4, 4, 0.01, 7
 COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 20
  --micro-batch-size 2 --global-batch-size {BATCH} --lr {LR} --lr-decay-style constant --seed {SEED}
- --mock-data --tokenizer-type NullTokenizer --vocab-size 20 --make-vocab-size-divisible-by 8 --init-method-std 0.2
+ --mock-data --tokenizer-type NullTokenizer --vocab-size 21 --make-vocab-size-divisible-by 8 --init-method-std 0.2
  --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --adam-eps 1e-3"""
-EOD = 20  # NullTokenizer adds it to its vocabulary
+EOD = 20  # NullTokenizer's last id
 
 GPT = Model(layers=2, width=32, heads=4, head_size=8, groups=4, ffn=128, vocab_size=21, padded=24, positions=20)
 LLAMA_FLAGS = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear

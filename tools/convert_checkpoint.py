@@ -190,8 +190,8 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
         print(f"vocabulary {vocab_size} of {rows} rows, as its {'tokenizer' if tokenizer else 'tensors'} have it")
     if vocab_size > rows:
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
-    kept = vocab_size if tokenizer.get("tokenizer_type") != "NullTokenizer" else vocab_size - 1
-    state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, {**tokenizer, "vocab_size": kept})
+    tokenizer["vocab_size"] = vocab_size
+    state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, tokenizer)
     written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), vocab_size, state)
     print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size}")
     return not check or report(theirs.tensors, Ours(open_checkpoint(written), False), vocab_size)

@@ -97,7 +97,12 @@ def megatron_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-if __name__ == "__main__":
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron", action="store_true", help="docs/megatron.md instead of docs/flags.md")
     sys.stdout.write(megatron_page() if parser.parse_args().megatron else flags_page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -50,6 +50,7 @@ class Fim:
     fragment_rate  share of fragments that are rearranged, in documents that `rate` chose; needed with `split`
     no_prefix      a text: what begins with it stays as it is
     characters     cut between characters, not tokens
+    unknown        the id of sentinels that the tokenizer has not; these alone may be alike
     """
 
     rate: float
@@ -63,6 +64,7 @@ class Fim:
     fragment_rate: float | None = None
     no_prefix: str | None = None
     characters: bool = True
+    unknown: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rate", "spm_rate", "fragment_rate"):
@@ -80,7 +82,7 @@ class Fim:
         for name, token in marks.items():
             if token < 0:
                 raise DataError(f"fim_{name}_token: id {token} is no token; use a tokenizer that has one")
-            if token in seen:
+            if token in seen and token != self.unknown:
                 raise DataError(f"fim_{name}_token and fim_{seen[token]}_token are both id {token}; they must differ")
             seen[token] = name
 

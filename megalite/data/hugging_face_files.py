@@ -13,7 +13,8 @@ from typing import Any
 from megalite.data.indexed import DataError
 from megalite.data.tokenizer import Tokenizer, read
 
-USUAL_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
+GPT2_EOD = "<|endoftext|>"
+USUAL_EOD = (GPT2_EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -38,6 +39,14 @@ class HuggingFaceTokenizer(Tokenizer):
         import gigatoken
 
         return gigatoken.Tokenizer.from_json(self._model.to_str())
+
+
+class Gpt2Tokenizer(HuggingFaceTokenizer):
+    """`unknown`: its end of document stands for every special token that it has not, as in Megatron-LM."""
+
+    @property
+    def unknown(self) -> int:
+        return self.eod
 
 
 def tokenizer_beside(folder: Path) -> dict[str, Any]:
@@ -66,8 +75,13 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
     content = read(file)
     try:
         model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise DataError(
+            f"tokenizer_model={file} is not a tokenizer.json, for it is no text; "
+            "if it is a SentencePiece model, give --tokenizer-type SentencePieceTokenizer"
+        ) from None
     except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{file}: not a tokenizer.json: {error}") from error
+        raise DataError(f"tokenizer_model={file} is not a tokenizer.json: {error}") from error
     named = _eos_token(file.parent)
     candidates = (named,) if named else USUAL_EOD
     found = [i for i in (model.token_to_id(token) for token in candidates) if i is not None]
@@ -78,7 +92,7 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
         )
     model.no_padding()
     model.no_truncation()
-    return HuggingFaceTokenizer(f"{file.parent.name}/{file.name}", "huggingface", model, found[0], [content])
+    return HuggingFaceTokenizer(str(file), "huggingface", model, found[0], [content])
 
 
 def _eos_token(directory: Path) -> str | None:
@@ -97,7 +111,8 @@ def _eos_token(directory: Path) -> str | None:
 
 
 def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
-    """GPT-2's byte-level BPE from vocab.json and merges.txt; eod is <|endoftext|>."""
+    """GPT-2's byte-level BPE from vocab.json and merges.txt; eod is <|endoftext|>, also where a text writes it out, as
+    transformers and so Megatron-LM read it."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -108,7 +123,8 @@ def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
         raise DataError(f"{vocab}, {merges}: not a GPT-2 vocabulary and merges: {error}") from error
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     model.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    eod = model.token_to_id("<|endoftext|>")
+    eod = model.token_to_id(GPT2_EOD)
     if eod is None:
-        raise DataError(f"{vocab}: has no <|endoftext|>")
-    return HuggingFaceTokenizer(vocab.name, "gpt2-bpe", model, eod, contents)
+        raise DataError(f"{vocab}: has no {GPT2_EOD}; add it, or give a tokenizer.json as HuggingFaceTokenizer")
+    model.add_special_tokens([GPT2_EOD])
+    return Gpt2Tokenizer(str(vocab), "gpt2-bpe special", model, eod, contents)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.check import Layout, damage
+from megalite.data.near import missing
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document entries
@@ -45,10 +46,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def _open(path: Path | str) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise DataError(missing(str(path)[:-4])) from error
     except OSError as error:
-        stem = str(path).removesuffix(".bin").removesuffix(".idx")
-        hint = f"; the prefix is given without suffix: {stem}" if stem.endswith((".bin", ".idx")) else ""
-        raise DataError(f"{path}: {error.strerror}{hint}") from error
+        raise DataError(f"{path}: {error.strerror}") from error
 
 
 def _map(file: int, path: Path | str) -> NDArray[np.uint8]:

@@ -71,14 +71,18 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     if info is None:
         return
     made_by = info["tokenizer"]
-    if made_by["vocab_size"] > tokenizer.vocab_size:
-        raise DataError(
-            f"{prefix}: made with a vocabulary of {made_by['vocab_size']} ({made_by.get('name')}), but "
-            f"{tokenizer.name} has {tokenizer.vocab_size}: give the tokenizer that made the data"
-        )
-    if tokenizer.is_null or made_by["fingerprint"] == tokenizer.fingerprint:
+    small = made_by["vocab_size"] > tokenizer.vocab_size
+    if not small and (tokenizer.is_null or made_by["fingerprint"] == tokenizer.fingerprint):
         return
+    theirs, ours = (
+        (made_by["vocab_size"], tokenizer.vocab_size)
+        if small
+        else (
+            made_by["fingerprint"][:12],
+            tokenizer.fingerprint[:12],
+        )
+    )
     raise DataError(
-        f"{prefix}: made with tokenizer {made_by.get('name')} {made_by['fingerprint'][:12]}, but this run has "
-        f"{tokenizer.name} {tokenizer.fingerprint[:12]}: give the tokenizer that made the data, or preprocess it again"
+        f"{prefix}: made with {made_by.get('name')} ({'vocabulary' if small else 'fingerprint'} {theirs}), but this "
+        f"run has {tokenizer.name} ({ours}): give the tokenizer that made the data, or preprocess it again"
     )

@@ -8,7 +8,6 @@ is arithmetic (stream.py), and a binary search in `starts` finds the document th
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from megalite.data.indexed import DataError
 from megalite.data.permutation import permutation
+from megalite.pattern import read_split
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,10 @@ def split_parts(split: str) -> list[tuple[float, float] | None]:
     >>> split_parts("3, 1")
     [(0.0, 0.75), (0.75, 1.0), None]
     """
-    texts = [part for part in re.split(r"[,/\s]+", split.strip()) if part]
     try:
-        parts = [float(text) for text in texts]
-    except ValueError:
-        parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
-        raise DataError(f"split={split!r} is not up to three numbers >= 0, comma-separated; use for example 969,30,1")
-    parts += [0.0] * (3 - len(parts))
+        parts = read_split(split)
+    except ValueError as error:
+        raise DataError(f"split={split!r} {error}") from None
     borders = [sum(parts[:k]) / sum(parts) for k in range(4)]
     return [(a, b) if a < b else None for a, b in zip(borders, borders[1:], strict=False)]
 

@@ -5,7 +5,7 @@
     GPT2BPETokenizer       vocab.json + merges.txt; eod is <|endoftext|>
     TikTokenizer           ranks for tiktoken, in its own format or as Megatron-LM's JSON list (tiktoken_files.py)
     ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; needs no file and no training
-    NullTokenizer          --vocab-size ids, and one more as eod (as in Megatron-LM); for data that is ids already
+    NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
 
 The fingerprint is a sha256 over kind, model files and eod: equal exactly when equal text gives equal ids. The
 libraries are imported when a tokenizer of their kind is built; no code of a model directory is ever run.
@@ -66,6 +66,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    @property
+    def unknown(self) -> int | None:
+        """The id that stands for special tokens which it has not; None: nothing does."""
+        return None
+
     def token_id(self, token: str) -> int | None:
         """The id of a (special) token by its name; None where there is no such token."""
         return None
@@ -85,15 +90,24 @@ class NullTokenizer(Tokenizer):
     is_null = True
 
     def __init__(self, vocab_size: int):
-        self.vocab_size, self.eod = vocab_size + 1, vocab_size
+        self.vocab_size, self.eod = vocab_size, vocab_size - 1
         self._identify(f"NullTokenizer({vocab_size})", "null")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [[ord(character) % self.eod for character in text] for text in texts]
+        return [self._ids(text) for text in texts]
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
-        return characters % self.eod, _lengths(texts)
+    def _ids(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise DataError(
+                f"{self.name} reads ids, as in '17 4 25', not {text[:40]!r}; give the tokenizer of your text"
+            ) from None
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise DataError(
+                f"{self.name} has ids 0 to {self.vocab_size - 1}, not {min(ids)} to {max(ids)}; raise --vocab-size"
+            )
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in ids)
@@ -124,13 +138,14 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError) as error:
-            raise DataError(f"tokenizer_model={path} is not a SentencePiece model: {error}") from error
+            other = "; it may be a HuggingFaceTokenizer" if content.lstrip().startswith(b"{") else ""
+            raise DataError(f"tokenizer_model={path} is not a SentencePiece model{other}: {error}") from error
         self.vocab_size, self.eod = int(self._model.get_piece_size()), int(self._model.eos_id())
         if self.eod < 0:
             raise DataError(f"tokenizer_model={path} has no end-of-sentence piece; train it with an eos_id")
         special = [i for i in range(self.vocab_size) if self._model.is_control(i) or self._model.is_unknown(i)]
         self.literal = tuple(self._model.id_to_piece(i) for i in special)
-        self._identify(path.name, "sentencepiece", content)
+        self._identify(str(path), "sentencepiece", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._model.encode(list(texts), num_threads=1)
@@ -170,8 +185,8 @@ def build_tokenizer(
         return value
 
     if tokenizer_type == "NullTokenizer":
-        if need("vocab_size", vocab_size) < 1:
-            raise DataError(f"vocab_size={vocab_size} is not positive")
+        if need("vocab_size", vocab_size) < 2:
+            raise DataError(f"vocab_size={vocab_size} has no id beside the end of document; give 2 or more")
         return NullTokenizer(int(vocab_size or 0))
     if tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()

@@ -54,8 +54,8 @@ _LLAMA3: dict[str, Any] = {"rotary_base": 500000.0}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "tiny": _llama(8, 256, 8, 4, 704, 8192, 256),
-        "small": _llama(12, 768, 12, 4, 2048, 8192, 1024),
+        "tiny": _llama(8, 256, 8, 4, 704, 8192, 256, lr=1e-3),
+        "small": _llama(12, 768, 12, 4, 2048, 8192, 1024, lr=1e-3),
         "gpt2": _gpt(12, 768, 12, 1024),
         "gpt2-medium": _gpt(24, 1024, 16, 1024),
         "gpt2-large": _gpt(36, 1280, 20, 1024),

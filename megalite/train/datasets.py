@@ -83,11 +83,11 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
     train: Dataset
     ledger = Ledger(blend(lists["train"], "train", parts["train"]), seed)
     train, ignored = ledger, None
+    notes: list[str] = []
     if data.fim_data and tokenizer is not None:
-        fim = _fim(data, tokenizer)
-        train, ignored = FimDataset(ledger, fim, seed, tokenizer), fim.pad
+        fim = _fim(data, tokenizer, notes)
+        train, ignored = FimDataset(ledger, fim, seed, tokenizer), None if fim.pad == tokenizer.eod else fim.pad
     found: dict[str, list[NamedSet]] = {"valid": [], "test": []}
-    notes = []
     for split, named in found.items():
         paths, part = lists[split], parts[split]
         if not eval_samples or not paths or part is None:
@@ -96,24 +96,27 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
             try:
                 dataset = blend(some, split, part)
             except DataError as error:
-                if data.split is not None or part == (0.0, 1.0):
+                if part == (0.0, 1.0):
                     raise
-                notes.append(f"no {split} set: {error}")  # nobody asked for one: it is the default split's
+                notes.append(f"no {split} set: {error}")  # as in Megatron-LM: a small set is split nevertheless
                 continue
             prefixes, weights = parse_data_path(some)
             named.append(NamedSet(name, dataset, bytes_per_token(prefixes, weights)))
+    if data.fim_data and (found["valid"] or found["test"]):
+        notes.append("fim_data rearranges the training data alone; Megatron-LM rearranges validation and test too")
     return Sources(vocab_size, eod, train, tokenizer, ledger, found["valid"], found["test"], notes, ignored)
 
 
-def _fim(data: DataConfig, tokenizer: Tokenizer) -> Fim:
+def _fim(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> Fim:
     def id_of(name: str) -> int:
         found = tokenizer.token_id(getattr(data, name))
-        if found is None:
-            raise DataError(
-                f"{name}={getattr(data, name)!r} is no token of {tokenizer.name}; name one that it has, or train a "
-                "tokenizer with it"
-            )
-        return found
+        if found is not None:
+            return found
+        lacks = f"{name}={getattr(data, name)!r} is no token of {tokenizer.name}"
+        if tokenizer.unknown is None:
+            raise DataError(f"{lacks}; name one that it has, or train a tokenizer with it")
+        notes.append(f"{lacks}: its unknown token, id {tokenizer.unknown}, stands for it, as in Megatron-LM")
+        return tokenizer.unknown
 
     return Fim(
         rate=data.fim_rate,
@@ -122,7 +125,8 @@ def _fim(data: DataConfig, tokenizer: Tokenizer) -> Fim:
         middle=id_of("fim_middle_token"),
         suffix=id_of("fim_suffix_token"),
         pad=id_of("fim_pad_token"),
-        eod=tokenizer.eod,
+        eod=tokenizer.eod if data.fim_eod_token is None else id_of("fim_eod_token"),
+        unknown=tokenizer.unknown,
         split=None if data.fim_split_sample is None else id_of("fim_split_sample"),
         fragment_rate=data.fim_fragment_rate,
         no_prefix=data.fim_no_prefix,
@@ -132,11 +136,15 @@ def _fim(data: DataConfig, tokenizer: Tokenizer) -> Fim:
 
 def _vocab_size(data: DataConfig, tokenizer: Tokenizer | None) -> int:
     given = data.vocab_size or 0
-    if tokenizer is None or tokenizer.is_null:
-        return given if tokenizer is None else tokenizer.vocab_size
-    if 0 < given < tokenizer.vocab_size:
-        raise DataError(f"vocab_size={given} is below the {tokenizer.vocab_size} of {tokenizer.name}; leave it out")
-    return max(given, tokenizer.vocab_size)
+    found = 0 if tokenizer is None else tokenizer.vocab_size
+    if 0 < given < found:
+        raise DataError(f"vocab_size={given} is below the {found} of {tokenizer and tokenizer.name}; leave it out")
+    size, rows = max(given, found), data.padded_vocab_size
+    if rows is not None and rows < size:
+        raise DataError(
+            f"padded_vocab_size={rows} is below the vocabulary of {size}; give at least that, or leave it out"
+        )
+    return size
 
 
 def _named(data: DataConfig, paths: Paths) -> dict[str, list[str]]:

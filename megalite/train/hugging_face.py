@@ -84,9 +84,7 @@ def _contradictions(config: Config, theirs: HuggingFaceModel) -> list[str]:
 def _tokenizer(data: DataConfig, theirs: HuggingFaceModel) -> tuple[dict[str, Any], list[str]]:
     """(options of the vocabulary, contradictions). A tokenizer may have fewer tokens than the model has rows."""
     rows, given = theirs.vocab_size, data.vocab_size
-    if data.tokenizer_type == "NullTokenizer":
-        given = None if given is None else given + 1
-    elif data.tokenizer_type is not None and given is None:
+    if data.tokenizer_type is not None and given is None:
         tokenizer = open_tokenizer(data)
         given = None if tokenizer is None or tokenizer.vocab_size <= rows else tokenizer.vocab_size
     if given is not None and given != rows:

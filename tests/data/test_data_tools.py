@@ -47,7 +47,7 @@ def write(
     return str(prefix)
 
 
-NULL = build_tokenizer("NullTokenizer", vocab_size=500)
+NULL = build_tokenizer("NullTokenizer", vocab_size=501)
 
 
 # ---- merge_datasets.py
@@ -98,7 +98,7 @@ def test_merged_documents_are_those_of_the_inputs(
 def test_what_must_not_be_merged_is_refused(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [[1]], NULL)
     b = write(tmp_path / "b", [[1]], build_tokenizer("NullTokenizer", vocab_size=400))
-    with pytest.raises(DataError, match=r"b was made with tokenizer NullTokenizer\(400\).*a with NullTokenizer\(500\)"):
+    with pytest.raises(DataError, match=r"b was made with tokenizer NullTokenizer\(400\).*a with NullTokenizer\(501\)"):
         merge([a, b], str(tmp_path / "out"))
     with pytest.raises(DataError, match="wide holds int32 tokens, but .*a uint16"):
         merge([a, write(tmp_path / "wide", [[1]], NULL, np.int32)], str(tmp_path / "out"))
@@ -157,7 +157,7 @@ def test_summary_counts_lengths_and_draws(tmp_path: Path) -> None:
     assert got.returncode == 0, got.stderr
     lines = got.stdout.splitlines()
     assert lines[0] == f"{prefix}: 8 documents, 124 tokens (uint16)"
-    assert lines[1].startswith("made by NullTokenizer(500), vocabulary 501, end of document 500, fingerprint ")
+    assert lines[1].startswith("made by NullTokenizer(501), vocabulary 501, end of document 500, fingerprint ")
     assert "mean 15.5" in got.stdout and "0%: 0  1%: 0  5%: 0  25%: 2  50%: 3  75%: 8  95%: 100" in got.stdout
     rows = {words[0]: (int(words[1]), len(words[2])) for words in map(str.split, lines[5:]) if len(words) == 3}
     assert rows == {"0": (1, 17), "1": (1, 17), "2..3": (3, 50), "4..7": (1, 17), "8..15": (1, 17), "64..127": (1, 17)}
@@ -182,7 +182,7 @@ def test_a_document_is_decoded_by_the_tokenizer_that_made_it(tmp_path: Path) -> 
     assert got.returncode == 3 and got.stderr == "inspect_data.py: document=2 is outside 0..1\n"
     arguments = ["--document", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
     got = run_tool("inspect_data.py", prefix, *arguments)
-    assert got.returncode == 3 and "made with a vocabulary of 257 (ByteTokenizer)" in got.stderr
+    assert got.returncode == 3 and "made with ByteTokenizer (vocabulary 257), but" in got.stderr
 
 
 def test_verify_reports_a_sound_pair(tmp_path: Path) -> None:

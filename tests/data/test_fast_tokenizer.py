@@ -138,7 +138,7 @@ def test_a_difference_refuses_it_and_names_the_text(
     assert isinstance(accelerate(reference), FastTokenizer)  # the built-in texts do not hold that word
     with caplog.at_level(logging.WARNING):
         assert accelerate(reference, ["fine", f"x{word}"]) is reference
-    assert f"other ids than bpe/tokenizer.json from the text {f'x{word}'!r}" in caplog.text
+    assert f"other ids than {directory}/bpe/tokenizer.json from the text {f'x{word}'!r}" in caplog.text
 
 
 def test_a_difference_on_the_way_ends_the_run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_a_difference_on_the_way_ends_the_run(directory: Path, monkeypatch: pyte
     fast = FastTokenizer(reference, other_engine(directory))
     fast.encode_flat([word] * 7)  # not checked: these were compared before the run
     fast.encode_flat([word] * 3 + ["fine"] + [word] * 9)  # document 10 is, and is the same
-    with pytest.raises(DataError, match="gigatoken makes other ids than bpe/tokenizer.json from the text"):
+    with pytest.raises(DataError, match="gigatoken makes other ids than .*bpe/tokenizer.json from the text"):
         fast.encode_flat([word])
 
 

@@ -428,13 +428,40 @@ def test_bin_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
         IndexedDataset(prefix)
 
 
-def test_missing_files_are_named_with_a_hint(tmp_path: Path) -> None:
-    write(tmp_path / "a")
-    with pytest.raises(DataError, match="No such file.*prefix is given without suffix"):
-        IndexedDataset(tmp_path / "a.bin")
-    (tmp_path / "a.bin").unlink()
-    with pytest.raises(DataError, match="a.bin: No such file"):
-        IndexedDataset(tmp_path / "a")
+def test_a_wrong_prefix_names_the_pairs_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/mine_text_document", "data/mine_title_document", "other_text_document", "many/a", "many/half"):
+        Path(name).parent.mkdir(exist_ok=True)
+        write(Path(name))
+    for letter in "bcdefg":
+        write(Path("many", letter))
+    Path("many/half.bin").unlink()
+    Path("text.jsonl").write_text("{}")
+    Path("empty").mkdir()
+    no = "No such file or directory"
+    makes = "tools/preprocess_data.py makes"
+    said = {
+        "data/mine": f"data/mine.idx: {no}; did you mean data/mine_text_document, data/mine_title_document?",
+        "data/mnie_text_document": f"data/mnie_text_document.idx: {no}; did you mean data/mine_text_document, "
+        "data/mine_title_document?",
+        "data/x": f"data/x.idx: {no}; in data there is data/mine_text_document, data/mine_title_document",
+        "many/zzzz": f"many/zzzz.idx: {no}; in many there is many/a, many/b, many/c, many/d, many/e and 2 more",
+        "empty/a": f"empty/a.idx: {no}; {makes} such files",
+        "data/mine_text_document.bin": "data/mine_text_document.bin: the prefix of a pair is given without suffix; "
+        "give data/mine_text_document",
+        "data/mine_text_document.idx": "data/mine_text_document.idx: the prefix of a pair is given without suffix; "
+        "give data/mine_text_document",
+        "data": "data: is a directory; give a prefix in it: data/mine_text_document, data/mine_title_document",
+        "empty": f"empty: is a directory without token files; {makes} them",
+        "text.jsonl": f"text.jsonl: is a file, not the prefix of a .bin/.idx pair; {makes} one of text",
+        "many/half": f"many/half.bin: {no}, but many/half.idx is there; a pair needs both, write it again",
+        "nowhere/a": f"nowhere/a.idx: {no}; there is no directory nowhere",
+        "other": f"other.idx: {no}; did you mean other_text_document?",
+    }
+    for prefix, message in said.items():
+        with pytest.raises(DataError) as error:
+            IndexedDataset(prefix)
+        assert str(error.value) == message
 
 
 def test_dataset_without_documents(tmp_path: Path) -> None:

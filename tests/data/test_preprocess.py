@@ -24,7 +24,7 @@ from megalite.data.tokenizer import build_tokenizer
 from tools import python_corpus, train_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
-NULL = {"tokenizer_type": "NullTokenizer", "vocab_size": 500}
+BYTES = {"tokenizer_type": "ByteTokenizer"}
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -42,15 +42,15 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("xy\nz")
     got = run_tool(
         *("--input", tmp_path / "*.jsonl", tmp_path / "a.txt", "--output-prefix", tmp_path / "out/my"),
-        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--append-eod", "--workers", "2"),
+        *("--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "2"),
         "--keep-sequential-samples",
     )
     assert got.returncode == 0, got.stderr
     assert "3 documents, 11 tokens (uint16)" in got.stdout
     data = IndexedDataset(tmp_path / "out/my_text_document")
-    want = [[*map(ord, text), 500] for text in ("abc", "d", "xy\nz")]  # the empty document is left out
+    want = [[*map(ord, text), 256] for text in ("abc", "d", "xy\nz")]  # the empty document is left out
     assert [data.document(i).tolist() for i in range(len(data))] == want
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=500)
+    tokenizer = build_tokenizer("ByteTokenizer")
     assert read_info(tmp_path / "out/my_text_document") == {
         "version": 1,
         "documents": 3,
@@ -63,10 +63,10 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
         "source_bytes": 74,
         "sources": ["b.jsonl", "a.txt"],
         "tokenizer": {
-            "name": "NullTokenizer(500)",
+            "name": "ByteTokenizer",
             "fingerprint": tokenizer.fingerprint,
-            "vocab_size": 501,
-            "eod": 500,
+            "vocab_size": 257,
+            "eod": 256,
         },
     }
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
@@ -77,7 +77,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytes
     write_jsonl(tmp_path / "a.jsonl", [f"document {i} " * (i % 17) for i in range(900)])
     made = {}
     for workers in (1, 3):
-        [prefix] = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / f"w{workers}"), workers=workers, **NULL)
+        [prefix] = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / f"w{workers}"), workers=workers, **BYTES)
         made[workers] = [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx", ".json")]
     assert made[1] == made[3]
     assert len(IndexedDataset(prefix)) == 900 - 53
@@ -85,7 +85,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytes
 
 def test_each_key_gets_its_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"title": "ab", "text": "c"}\n{"title": "d", "text": ""}\n')
-    prefixes = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), keys=("text", "title"), **NULL)
+    prefixes = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), keys=("text", "title"), **BYTES)
     assert [Path(p).name for p in prefixes] == ["o_text_document", "o_title_document"]
     assert [len(IndexedDataset(p)) for p in prefixes] == [1, 2]
 
@@ -115,7 +115,7 @@ def test_bad_line_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> Non
     line, reason = BAD_LINES[name]
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "fine"}\r\n\n' + line + b'\n{"text": "fine"}\n')
     with pytest.raises(DataError, match=reason) as caught:
-        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **NULL)
+        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **BYTES)
     assert f"{tmp_path / 'in.jsonl'}:3: " in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -130,7 +130,7 @@ def test_bad_line_in_a_worker_ends_the_tool(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["abc"] * 50)
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write("17\n")
-    output = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "NullTokenizer", "--vocab-size", "500")
+    output = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer")
     got = run_tool("--input", tmp_path / "a.jsonl", *output, "--workers", "2")
     assert got.returncode == 3
     [line] = got.stderr.splitlines()
@@ -148,7 +148,7 @@ def test_worker_that_dies_is_an_error_and_not_a_hang(tmp_path: Path, monkeypatch
     monkeypatch.setattr(worker_module, "_work", _die)
     write_jsonl(tmp_path / "a.jsonl", ["abc"] * 50)
     with pytest.raises(DataError, match="a worker process ended with code -9; -9 means that memory ran out"):
-        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), workers=2, **NULL)
+        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), workers=2, **BYTES)
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -156,7 +156,7 @@ def test_killed_run_leaves_nothing_that_looks_complete_and_can_be_repeated(tmp_p
     write_jsonl(tmp_path / "a.jsonl", ["some text, again and again " * 20] * 40_000)
     prefix = tmp_path / "o"
     command = [sys.executable, str(TOOL), "--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(prefix)]
-    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--workers", "1"]
+    command += ["--tokenizer-type", "ByteTokenizer", "--workers", "1"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     partial = Path(f"{prefix}_text_document.bin.partial")
     deadline = time.monotonic() + 30
@@ -172,7 +172,7 @@ def test_killed_run_leaves_nothing_that_looks_complete_and_can_be_repeated(tmp_p
 
 def test_full_disk_is_an_error_and_the_earlier_pair_stays(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["first"])
-    arguments = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "NullTokenizer", "--vocab-size", "500")
+    arguments = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer")
     assert run_tool("--input", tmp_path / "a.jsonl", *arguments, "--workers", "1").returncode == 0
     write_jsonl(tmp_path / "a.jsonl", ["x" * 1000] * 200)
 
@@ -189,13 +189,13 @@ def test_full_disk_is_an_error_and_the_earlier_pair_stays(tmp_path: Path) -> Non
 def test_input_without_text_or_of_unknown_kind_is_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["", ""])
     with pytest.raises(DataError, match="holds no text"):
-        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), **NULL)
+        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), **BYTES)
     (tmp_path / "a.pdf").touch()
     with pytest.raises(DataError, match="a.pdf is not a .jsonl"):
         expand([str(tmp_path / "a.pdf")])
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     with pytest.raises(DataError, match="a.txt:1: .*can't decode byte 0xff in position 2"):
-        preprocess([str(tmp_path / "a.txt")], str(tmp_path / "o"), **NULL)
+        preprocess([str(tmp_path / "a.txt")], str(tmp_path / "o"), **BYTES)
 
 
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -207,13 +207,17 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     arguments = {"tokenizer_type": "SentencePieceTokenizer"}
     [prefix] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "o"), tokenizer_model=models[1], **arguments)
     check_tokenizer(prefix, build_tokenizer("Llama2Tokenizer", models[1]))  # the same model under another name
-    with pytest.raises(DataError, match="made with a vocabulary of 310.*m300.model has 300"):
+    with pytest.raises(
+        DataError, match=rf"made with {models[1]} \(vocabulary 310\), but this run has {models[0]} \(300\): give"
+    ):
         check_tokenizer(prefix, build_tokenizer("SentencePieceTokenizer", models[0]))
     [small] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "s"), tokenizer_model=models[0], **arguments)
-    with pytest.raises(DataError, match="made with tokenizer m300.model .*this run has m310.model"):
+    with pytest.raises(DataError, match=rf"made with {models[0]} \(fingerprint \w+\), but this run has {models[1]}"):
         check_tokenizer(small, build_tokenizer("SentencePieceTokenizer", models[1]))
     check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=320))  # stands for any, if it is large enough
-    with pytest.raises(DataError, match="made with a vocabulary of 310"):
+    with pytest.raises(
+        DataError, match=r"m310.model \(vocabulary 310\), but this run has NullTokenizer\(300\) \(300\)"
+    ):
         check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=300))
     Path(prefix + ".json").write_text('{"tokenizer": {"fingerprint": 5}}')
     with pytest.raises(DataError, match="o_text_document.json: damaged"):

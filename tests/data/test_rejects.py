@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from data.test_preprocess import BAD_LINES, NULL, run_tool, write_jsonl
+from data.test_preprocess import BAD_LINES, BYTES, run_tool, write_jsonl
 
 from megalite.data import text_input
 from megalite.data.indexed import DataError, IndexedDataset
@@ -43,7 +43,7 @@ def test_every_kind_of_bad_line_is_left_out_counted_and_shown(tmp_path: Path, wo
     lines = [line for name in REASONS for line in (BAD_LINES[name][0], b'{"text": "fine"}', b"", b'{"text": ""}')]
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
     source = [str(tmp_path / "in.jsonl")]
-    [prefix] = preprocess(source, str(tmp_path / "o"), workers=workers, max_bad_fraction=0.5, **NULL)
+    [prefix] = preprocess(source, str(tmp_path / "o"), workers=workers, max_bad_fraction=0.5, **BYTES)
     assert len(IndexedDataset(prefix)) == len(REASONS)
     info = read_info(prefix)
     assert info and (info["records"], info["empty"]) == (3 * len(REASONS), len(REASONS))
@@ -63,7 +63,7 @@ def test_samples_are_bounded_and_counts_are_not(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)
     path = tmp_path / "a.jsonl"
     path.write_bytes((b"[" + b"x" * 999 + b'\n{"text": "y"}\n{"text": 5}\n') * 150)
-    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.7, **NULL)
+    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.7, **BYTES)
     raw = (tmp_path / "o.rejects.jsonl").read_bytes()
     rows = [json.loads(line)["reason"] for line in raw.splitlines()]
     assert {reason: rows.count(reason) for reason in rows} == {"not-json": 100, "not-a-string": 100}
@@ -75,7 +75,7 @@ def test_samples_are_bounded_and_counts_are_not(tmp_path: Path, monkeypatch: pyt
 def test_too_many_bad_lines_fail_at_the_end_and_can_be_let_pass(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 90 + b"17\n" * 10)
     arguments = ("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--workers", 1)
-    arguments += ("--tokenizer-type", "NullTokenizer", "--vocab-size", "500")
+    arguments += ("--tokenizer-type", "ByteTokenizer")
     got = run_tool(*arguments, "--max-bad-fraction", "0.09")
     assert got.returncode == 3
     assert "10 of 100 lines are bad (10 not-an-object), more than max_bad_fraction=0.09" in got.stderr
@@ -91,7 +91,7 @@ def test_hopeless_input_is_stopped_early(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 5000)
     path = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 20_000)
     with pytest.raises(DataError, match="lines are bad .* key-missing") as caught:
-        preprocess([str(path)], str(tmp_path / "o"), keys=("content",), max_bad_fraction=0.01, **NULL)
+        preprocess([str(path)], str(tmp_path / "o"), keys=("content",), max_bad_fraction=0.01, **BYTES)
     assert int(str(caught.value).split(" of ")[1].split()[0]) < 4000
 
 
@@ -117,10 +117,10 @@ def test_judgement(tmp_path: Path, bad: int, records: int, share: float, fails: 
 def test_rejects_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n17\n')
-    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, **NULL)
+    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, **BYTES)
     assert (tmp_path / "o.rejects.jsonl").exists()
     path.write_bytes(b'{"text": "x"}\n')
-    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, **NULL)
+    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, **BYTES)
     assert sorted(p.suffix for p in tmp_path.glob("o*")) == [".bin", ".idx", ".json"]
 
 
@@ -128,14 +128,14 @@ def test_rejects_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
 def test_fraction_outside_its_range(tmp_path: Path, fraction: float) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     with pytest.raises(DataError, match="max_bad_fraction=.* is not a fraction"):
-        preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=fraction, **NULL)
+        preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=fraction, **BYTES)
 
 
 def test_standard_input_and_mixed_files_and_progress(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("b")
     tool = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
     command = [sys.executable, str(tool), "--input", "-", str(tmp_path / "b.txt"), "--output-prefix", tmp_path / "o"]
-    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--workers", "2", "--log-interval", "1"]
+    command += ["--tokenizer-type", "ByteTokenizer", "--workers", "2", "--log-interval", "1"]
     got = subprocess.run(
         [*map(str, command), "--partitions", "4"],
         input='{"text": "a"}\n{"text": "c"}',

@@ -377,7 +377,7 @@ def test_processes_that_read_at_once_fetch_each_block_once(tmp_path: Path) -> No
 
 
 def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=6000)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=6001)
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_many(np.arange(5000), np.full(50, 100))
         writer.finish(make_info(tokenizer, 50, 5000, []))
@@ -386,8 +386,8 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
     near = build_blend([str(tmp_path / "a")], 30, 1, "train")
     assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
     assert stored(cache) and read_info(url) == read_info(tmp_path / "a")
-    with pytest.raises(DataError, match="made with a vocabulary of 6001"):
-        small = build_tokenizer("NullTokenizer", vocab_size=50)
+    with pytest.raises(DataError, match=r"vocabulary 6001\), but this run has NullTokenizer\(51\)"):
+        small = build_tokenizer("NullTokenizer", vocab_size=51)
         build_blend([url], 30, 1, "train", data_cache_path=cache, tokenizer=small)
     (tmp_path / "a.json").unlink()
     assert read_info(url) is None

@@ -25,8 +25,8 @@ from megalite.data.indexed import DataError, IndexedDataset
 from megalite.data.preprocess import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
-NULL = {"tokenizer_type": "NullTokenizer", "vocab_size": 500}
-SETTINGS: dict[str, Any] = {"append_eod": True, "max_bad_fraction": 0.5, **NULL}
+BYTES = {"tokenizer_type": "ByteTokenizer"}
+SETTINGS: dict[str, Any] = {"append_eod": True, "max_bad_fraction": 0.5, **BYTES}
 FILES = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt"]
 
 
@@ -181,7 +181,7 @@ def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: 
     )
     prefix = tmp_path / "o"
     command = [sys.executable, "-c", code, "--input", *inputs(corpus), "--output-prefix", str(prefix), "--append-eod"]
-    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--workers", str(workers)]
+    command += ["--tokenizer-type", "ByteTokenizer", "--workers", str(workers)]
     command += ["--max-bad-fraction", "0.5"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     entries, deadline = Path(f"{prefix}.journal"), time.monotonic() + 60
@@ -248,7 +248,7 @@ def test_what_differs_is_refused_and_nothing_is_lost(corpus: Path, want: dict[st
     stopped(corpus, prefix)
     before = contents(prefix)
     others: list[tuple[dict[str, Any], str]] = [
-        ({"vocab_size": 501}, "the interrupted run had tokenizer"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 501}, "the interrupted run had tokenizer"),
         ({"append_eod": False}, "the interrupted run had append_eod true, this one has false"),
         ({"resume": False}, "an interrupted run was kept here: --resume goes on with it, --overwrite begins anew"),
     ]
@@ -266,7 +266,7 @@ def test_changed_input_is_not_complete_already(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "a.jsonl"
     for text in ("first", "other"):  # as many bytes
         write_lines(path, [text])
-        [prefix] = preprocess([str(path)], str(tmp_path / "o"), resume=True, **NULL)
+        [prefix] = preprocess([str(path)], str(tmp_path / "o"), resume=True, **BYTES)
         assert bytes(IndexedDataset(prefix).document(0).astype("u1")).decode() == text
         assert "nothing to resume, beginning anew" in capsys.readouterr().err
         os.utime(prefix + ".idx", (1, 1))
@@ -308,8 +308,8 @@ def test_bad_line_late_in_the_run_can_be_passed_by_resuming(tmp_path: Path) -> N
         file.write("[]\n")
     source, prefix = [str(tmp_path / "a.jsonl")], str(tmp_path / "o")
     with pytest.raises(DataError, match=r"a.jsonl:2001: is not a JSON object but list; .*--resume goes on from there"):
-        preprocess(source, prefix, **NULL)
-    [pair] = preprocess(source, prefix, resume=True, max_bad_fraction=0.01, **NULL)
+        preprocess(source, prefix, **BYTES)
+    [pair] = preprocess(source, prefix, resume=True, max_bad_fraction=0.01, **BYTES)
     assert len(IndexedDataset(pair)) == 2000
     [row] = Path(prefix + ".rejects.jsonl").read_text().splitlines()
     assert json.loads(row)["line"] == 2001
@@ -333,7 +333,7 @@ def test_standard_input_is_fed_again(tmp_path: Path) -> None:
                 os._exit(0)
             os.close(there)
             os.dup2(here, 0)
-            work(lambda: preprocess(["-"], str(prefix), **options, **NULL))
+            work(lambda: preprocess(["-"], str(prefix), **options, **BYTES))
 
         return in_child(run)
 

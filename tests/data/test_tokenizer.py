@@ -90,7 +90,7 @@ def test_text_comes_back_exactly(directory: Path, kind: str) -> None:
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("kind", [*REAL, "NullTokenizer"])
+@pytest.mark.parametrize("kind", REAL)
 def test_flat_ids_are_those_of_the_lists(directory: Path, kind: str) -> None:
     tokenizer = make(directory, kind)
 
@@ -194,12 +194,28 @@ def test_gpt2_files_and_tokenizer_json_give_the_same_ids(directory: Path) -> Non
     assert a.eod == b.eod and a.vocab_size == b.vocab_size == 350
 
 
+def test_gpt2_files_give_the_ids_of_transformers(directory: Path) -> None:
+    from transformers import GPT2Tokenizer
+
+    mine = make(directory, "GPT2BPETokenizer")
+    theirs = GPT2Tokenizer(str(directory / "vocab.json"), str(directory / "merges.txt"))
+    texts = [*TEXTS, *NASTY, "a<|endoftext|>b", "e\u0301\u200d\U0001f469\u200d\U0001f4bb \u00a0\u3000x\ufeff\u0085 ﬁ ﷽"]
+    assert [mine.encode(text) for text in texts] == [theirs(text).input_ids for text in texts]
+    assert (mine.eod, mine.vocab_size, mine.unknown) == (theirs.eos_token_id, len(theirs), theirs.unk_token_id)
+
+
 def test_null_tokenizer_is_megatrons() -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
-    assert tokenizer.encode("Az~") == [65, 22, 26]
-    assert tokenizer.encode_flat(["Az", "", "\ud800"])[0].tolist() == [65, 22, 0xD800 % 100]
-    assert tokenizer.decode([65, 100]) == "65 100"
+    assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
+    assert tokenizer.encode("17 4\n 99") == [17, 4, 99] and tokenizer.decode([17, 4, 99]) == "17 4 99"
+    ids, lengths = tokenizer.encode_flat(["1 2", "", "3"])
+    assert (ids.tolist(), lengths.tolist()) == ([1, 2, 3], [2, 0, 1])
+    for text, reason in (
+        ("one 2", "reads ids, as in '17 4 25', not 'one 2'"),
+        ("1 100", "has ids 0 to 99, not 1 to 100"),
+    ):
+        with pytest.raises(DataError, match=rf"NullTokenizer\(100\) {reason}"):
+            tokenizer.encode(text)
 
 
 def test_fingerprint_tells_tokenizers_apart_and_is_stable(directory: Path, tmp_path: Path) -> None:
@@ -232,15 +248,20 @@ def test_end_of_document_is_what_the_configuration_names(directory: Path, tmp_pa
 BAD = [
     (("SentencePieceTokenizer",), "needs --tokenizer-model"),
     (("SentencePieceTokenizer", "missing.model"), "missing.model: No such file"),
-    (("SentencePieceTokenizer", "garbage"), "is not a SentencePiece model"),
+    (("SentencePieceTokenizer", "garbage"), "is not a SentencePiece model: "),
+    (("SentencePieceTokenizer", "tokenizer.json"), "is not a SentencePiece model; it may be a HuggingFaceTokenizer"),
     (("HuggingFaceTokenizer",), "needs --tokenizer-model"),
     (("HuggingFaceTokenizer", "org/name"), "not downloaded|not fetched"),
-    (("HuggingFaceTokenizer", "garbage"), "not a tokenizer.json"),
+    (
+        ("HuggingFaceTokenizer", "garbage"),
+        "tokenizer_model=garbage is not a tokenizer.json, .*give --tokenizer-type Sent",
+    ),
+    (("HuggingFaceTokenizer", "tokenizer.json"), "tokenizer_model=tokenizer.json is not a tokenizer.json: "),
     (("GPT2BPETokenizer",), "needs --vocab-file"),
     (("GPT2BPETokenizer", None, "garbage"), "needs --merge-file"),
     (("GPT2BPETokenizer", None, "garbage", "garbage"), "not a GPT-2 vocabulary"),
     (("NullTokenizer",), "needs --vocab-size"),
-    (("NullTokenizer", None, None, None, 0), "vocab_size=0 is not positive"),
+    (("NullTokenizer", None, None, None, 1), "vocab_size=1 has no id beside the end of document; give 2 or more"),
     (("TikTokenizer",), "needs --tokenizer-model"),
     (("BertWordPieceCase",), "is not supported; use one of SentencePieceTokenizer"),
 ]
@@ -252,6 +273,7 @@ def test_what_cannot_be_used_is_one_clear_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("garbage").write_bytes(b"\x08\x96\x01 not a model \xff")
+    Path("tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=reason):
         build_tokenizer(*arguments)
 

@@ -101,7 +101,7 @@ def test_a_run_on_cpu_does_not_import_triton() -> None:
 
 RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 4
  --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 0.01 --lr-decay-style constant --mock-data
- --tokenizer-type NullTokenizer --vocab-size 30 --eval-iters 0 --log-interval 1 --device cpu"""
+ --tokenizer-type NullTokenizer --vocab-size 31 --eval-iters 0 --log-interval 1 --device cpu"""
 
 
 @pytest.mark.parametrize(

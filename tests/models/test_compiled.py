@@ -28,7 +28,7 @@ from megalite.train.warm_up import warm_up
 
 STEPS = 2
 COMMON = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
- --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 93
+ --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
  --make-vocab-size-divisible-by 8 --eval-iters 0 --init-method-std 0.2"""
 GPT = "--hidden-dropout 0 --attention-dropout 0"
 DROP = "--hidden-dropout 0.2 --attention-dropout 0.2"

@@ -30,7 +30,7 @@ from megalite.train.step import train_step
 
 STEPS = 3
 COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
- --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 93
+ --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
  --make-vocab-size-divisible-by 8 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0"""
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""

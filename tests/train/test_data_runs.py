@@ -16,7 +16,7 @@ from megalite.data.info import make_info
 from megalite.data.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer"]
+FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", "--vocab-size", "94"]
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -28,7 +28,7 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Two sources of 40 documents, 3000 tokens each, 4 bytes a token in the second."""
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(1)
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=93)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=94)
     for k, name in enumerate("ab"):
         with IndexedWriter(folder / name, np.uint16) as writer:
             for _ in range(40):

@@ -204,10 +204,10 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
     data = taken(folder, "--reset-position-ids").data  # needs the id that ends a document
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
     assert preflight(taken(folder), Ranks()).vocab_size == data.vocab_size == V
-    given = taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V - 1)).data
+    given = taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V)).data
     assert given.tokenizer_type == "NullTokenizer" and given.tokenizer_model is None
     with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):
-        taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V))
+        taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V + 1))
     other = copy_of(folder, tmp_path / "other")
     with_tokenizer(other, V + 7)
     assert taken(other).data.tokenizer_type is None  # more tokens than rows

@@ -23,7 +23,7 @@ from megalite.train.step import train_step
 S, STEPS = 16, 2
 COMMON = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
  --seq-length {S} --micro-batch-size 2 --global-batch-size 4 --train-iters 9 --lr 0.01 --seed 7 --mock-data
- --tokenizer-type NullTokenizer --vocab-size 93 --make-vocab-size-divisible-by 8 --eval-iters 0 --init-method-std 0.2
+ --tokenizer-type NullTokenizer --vocab-size 94 --make-vocab-size-divisible-by 8 --eval-iters 0 --init-method-std 0.2
  --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"""
 BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"
 WINDOW = " --window-size 4,0 --window-attn-skip-freq 2"

@@ -1,0 +1,239 @@
+"""Every command of the documents is read by the program it names, README's run, and what they mention exists."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import documents
+import pytest
+from documents import DOCUMENTS, GENERATED, HISTORY, ROOT, Command, commands, parsed_by, start
+
+from megalite import cli
+from megalite.config_check import check
+from megalite.config import local_processes, options
+from megalite.megatron import known_flags
+from megalite.models.families import PRESETS
+
+COMMANDS = commands()
+SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+ --micro-batch-size 2 --global-batch-size 64 --train-iters 4 --lr 1e-3 --vocab-size 100 --mock-data""".split()
+STANDS_FOR = {"FLAGS": SMALL, "...": SMALL}  # in the documents: the flags of a run
+
+
+def split_launcher(command: Command) -> tuple[str, list[str], int]:
+    """(script, its words, processes) of `python SCRIPT ...` or `torchrun ... SCRIPT ...`, which torch's parser reads."""
+    program, *words = command.words
+    world = 1
+    if program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        read = get_args_parser().parse_args(words)
+        world = int(read.nnodes.rpartition(":")[2]) * int(read.nproc_per_node)
+        words = [read.training_script, *read.training_script_args]
+    script, *words = words
+    assert (ROOT / script).is_file(), f"{script} does not exist"
+    return script, [more for word in words for more in STANDS_FOR.get(word, [word])], world
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[c.place for c in COMMANDS])
+def test_every_command_is_read_by_its_program(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if command.words[0] == "bash":
+        assert subprocess.run(["bash", "-n", command.words[1]], cwd=ROOT, timeout=30).returncode == 0
+        assert all(Path(ROOT / word).is_file() for word in command.words[1:])
+        return
+    script, words, world = split_launcher(command)
+    if script.startswith("tests/") or "--help" in words:
+        assert script != "pretrain_gpt.py" or start(script, words, monkeypatch) == 0
+        return
+    if "ArgumentParser(" not in (ROOT / script).read_text() and script != "pretrain_gpt.py":
+        assert words == []
+        return
+    if script != "pretrain_gpt.py":
+        parsed_by(script, words, monkeypatch)
+        return
+    run_toml = tmp_path / "run.toml"
+    run_toml.write_text("bf16 = true\n")
+    words = [str(run_toml) if word == "run.toml" else word for word in words]
+    config, _ = cli.read([str(ROOT / w) if w.startswith("examples/") else w for w in words], PRESETS)
+    if not config.checkpoint.use_checkpoint_args:
+        assert check(config, max(world, local_processes(config.parallel))) == []
+
+
+def test_there_are_commands_in_readme_and_docs() -> None:
+    counts = {name: sum(c.place.startswith(name + ":") for c in COMMANDS) for name in ("README.md", "checkpoints.md")}
+    assert counts["README.md"] >= 15 and counts["checkpoints.md"] >= 10
+
+
+def text(folder: Path, words: int) -> None:
+    """Documents of many different words, so that a tokenizer finds as many pieces as it is asked for."""
+    rng = random.Random(5)
+    known = ["".join(rng.choices("abcdefghijklmnoprstuvwz", k=rng.randint(4, 9))) for _ in range(words)]
+    folder.mkdir()
+    with (folder / "a.jsonl").open("w") as file:
+        for _ in range(words // 8):
+            file.write('{"text": "Once ' + " ".join(rng.choices(known, k=40)) + '"}\n')
+
+
+def random_qwen(folder: Path) -> None:
+    """A Qwen3 of a few thousand random weights, with a tokenizer of the same kind."""
+    import tokenizers
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(3)
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>"]
+    bpe.train_from_iterator(
+        ["Once upon a time"],
+        tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=special, show_progress=False),
+    )
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[0]).save_pretrained(folder)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, vocab_size=320)
+    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
+
+
+# what makes the commands of README short: flags after the given ones win
+SHORT = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2"
+SHORT = {
+    "tools/train_tokenizer.py": "--vocab-size 8600".split(),
+    "tools/preprocess_data.py": "--workers 1".split(),
+    "tools/generate.py": "--max-new-tokens 3".split(),
+    "--preset tiny": f"{SHORT} --seq-length 32 --max-position-embeddings 32 --train-iters 4".split(),
+    "pretrain_gpt.py": "--eval-iters 1 --device cpu --peak-tflops 1".split(),
+    "--bf16": "--seq-length 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 2".split(),
+}
+
+
+def blocks(*begins: str) -> list[Command]:
+    """The commands of README's blocks that begin so, in order."""
+    texts = [t for _, t in documents.fences(ROOT / "README.md")]
+    chosen = [next(t for t in texts if t.startswith(begin)) for begin in begins]
+    return [command for t in chosen for command in documents.commands_of(t, "README.md")]
+
+
+def shortened(command: Command) -> tuple[str, list[str]]:
+    script, *words = command.words[1:]
+    line = " ".join(command.words)
+    return script, words + [word for part, more in SHORT.items() if part in line for word in more]
+
+
+def test_readmes_way_from_text_to_a_published_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    text(tmp_path / "text", 12_000)
+    random_qwen(tmp_path / "models/Qwen3-8B")
+    begins = (
+        "python tools/train_tokenizer.py",
+        "python tools/convert_checkpoint.py --from-hf",
+        "python tools/preprocess_data.py",
+    )
+    said = []
+    for command in blocks(*begins):
+        script, words = shortened(command)
+        code = start(script, words, monkeypatch)
+        out, err = capfd.readouterr()
+        assert code == 0, f"{command.place}\n{out}\n{err}"
+        said.append(out)
+    assert (
+        "8,600" in said[2] and "saved iter_0000004" in said[2]
+    )  # its plan: the tokenizer's vocabulary, not the preset's
+    assert said[3].startswith("[step 4] Once")
+    assert all("all bits equal" in one for one in said[4:6]), said[4:6]
+    for folder in ("models/mine", "models/Qwen3-8B-mine"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert model.config.num_hidden_layers == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_readmes_own_text_at_its_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Everything as it stands but for fewer steps, on Python's own source."""
+    monkeypatch.chdir(tmp_path)
+    assert start("tools/python_corpus.py", ["--out", "text"], monkeypatch) == 0
+    for command in blocks("python tools/train_tokenizer.py"):
+        script, *words = command.words[1:]
+        if script == "pretrain_gpt.py":
+            words += "--train-iters 2 --eval-iters 1 --device cpu".split()
+        code = start(script, words, monkeypatch)
+        out, err = capfd.readouterr()
+        assert code == 0, f"{command.place}\n{out}\n{err}"
+    assert out.startswith("[step 2] Once")
+
+
+NAMED = [path for path in DOCUMENTS if path.name not in GENERATED | HISTORY]
+PLACEHOLDERS = {"run.toml", "FILE.toml", "report.md"}  # of the reader, and what a program writes
+
+
+def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
+    """Of the trainer, with Megatron-LM's that it answers, of the tools, of torchrun and of the test suite."""
+    from torch.distributed.run import get_args_parser
+
+    found = (
+        {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
+    )
+    found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh"}
+    for path in sorted((ROOT / "tools").glob("*.py")):
+        if "ArgumentParser(" in path.read_text():
+            with documents.stopped(patch, read=False) as here:
+                try:
+                    start(f"tools/{path.name}", [], here)
+                except documents.Parsed as parsed:
+                    found |= documents.flags_of(parsed.parser)
+    return found
+
+
+def test_every_flag_that_is_named_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = flags_there_are(monkeypatch)
+    for path in NAMED:
+        words = re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))
+        assert len(there) > 250 and [word for word in words if word not in there] == [], path.name
+
+
+def test_every_file_and_link_that_is_named_exists() -> None:
+    for path in NAMED:
+        whole = path.read_text(encoding="utf-8")
+        links = [link for link in re.findall(r"\]\(([^)#\s]+)", whole) if "://" not in link]
+        assert [link for link in links if not (path.parent / link).exists()] == [], path.name
+        named = {word for span in documents.spans(path) for word in re.findall(r"[\w./-]+\.(?:py|sh|toml|md)\b", span)}
+        places = [ROOT, ROOT / "megalite", ROOT / "docs", ROOT / "examples", ROOT / "tools"]
+        lost = [n for n in named - PLACEHOLDERS if not any((place / n).exists() for place in places)]
+        assert lost == [], path.name
+
+
+def test_every_name_of_code_exists() -> None:
+    """A word with an underscore or a capital in its middle, between backquotes, is somewhere in the code."""
+    sources = [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]
+    sources += [p for folder in ("megalite", "tools", "tests", "examples") for p in (ROOT / folder).rglob("*.py")]
+    sources = [p for p in sources if p.name not in ("test_documents.py",)]
+    words = {word for p in sources for word in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
+    for path in NAMED:
+        plain = [s for s in documents.spans(path) if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", s)]
+        names = {part for s in plain for part in s.partition("(")[0].split(".")}
+        names = {n for n in names if re.search(r"[a-z]_[a-z]|[a-z][A-Z]|^[A-Z][a-z]+[A-Z]", n)}
+        assert sorted(names - words) == [], path.name
+
+
+def test_the_checks_above_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = "```bash\npython tools/generate.py --load x \\\n  --promt y > z  # why\n```\n`tools/nothing.py` `no_such_name`\n"
+    (tmp_path / "a.md").write_text(wrong)
+    ((language, block),) = documents.fences(tmp_path / "a.md")
+    (command,) = documents.commands_of(block, "a.md")
+    assert language == "bash" and command.words == ("python", "tools/generate.py", "--load", "x", "--promt", "y")
+    with pytest.raises(AssertionError):
+        parsed_by(command.words[1], list(command.words[2:]), monkeypatch)
+    assert "--promt" not in flags_there_are(monkeypatch)
+    assert documents.spans(tmp_path / "a.md") == ["tools/nothing.py", "no_such_name"]

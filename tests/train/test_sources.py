@@ -1,0 +1,103 @@
+"""What a run reads, from the data and tokenizer flags of a Megatron-LM command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from megalite import cli
+from megalite.config import Config
+from megalite.data.indexed import DataError
+from megalite.data.preprocess import preprocess
+from megalite.models.families import PRESETS
+from megalite.train.datasets import Sources, open_sources
+
+GPT = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
+ --micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1.5e-4 --eval-iters 1""".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2's two files, and 60 documents as they make tokens of it."""
+    out = tmp_path_factory.mktemp("gpt2")
+    lines = [f"document {i} of a small corpus, ünïcode \u6f22\u5b57 {i * i}" for i in range(60)]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(lines, trainer)
+    bpe.model.save(str(out))
+    (out / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines), encoding="utf-8")
+    files = {"vocab_file": str(out / "vocab.json"), "merge_file": str(out / "merges.txt")}
+    preprocess(
+        [str(out / "text.jsonl")], str(out / "mine"), tokenizer_type="GPT2BPETokenizer", append_eod=True, **files
+    )
+    return out
+
+
+def read(folder: Path, *flags: str) -> tuple[Config, Sources]:
+    files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
+    data = ["--data-path", str(folder / "mine_text_document")]
+    config, _ = cli.read([*GPT, *files, *data, *flags], PRESETS)
+    return config, open_sources(config.data, 16, 1, 2)
+
+
+def test_the_line_of_megatrons_gpt3_script_opens_its_data(folder: Path) -> None:
+    config, sources = read(
+        folder, "--split", "949,50,1", "--data-cache-path", str(folder / "cache"), "--num-workers", "2"
+    )
+    assert config.data.tokenizer_type == "GPT2BPETokenizer"
+    assert (sources.vocab_size, sources.eod) == (300, 0)
+    assert [one.name for one in sources.valid] == [""] and sources.test == []
+    (note,) = sources.notes  # 0.06 of a document for the test: no error, as in Megatron-LM
+    assert note.startswith("no test set: ") and "0 tokens in 0 documents" in note
+
+
+@pytest.mark.parametrize("split", ["'99,1,0'", "1,0,0", "3,1", '"949, 50, 1"'])
+def test_a_split_of_a_small_set_is_no_error(folder: Path, split: str) -> None:
+    _, sources = read(folder, "--split", split)
+    assert len(sources.valid) == (1 if split == "3,1" or "50" in split else 0)
+    assert len(sources.notes) == ("99" in split) + ("50" in split)
+
+
+def test_a_split_that_leaves_no_training_is_an_error(folder: Path) -> None:
+    with pytest.raises(DataError, match="split='0,1,1' leaves nothing to train on"):
+        read(folder, "--split", "0,1,1")
+    with pytest.raises(DataError, match="the train split has 0 tokens"):
+        read(folder, "--split", "1,9999,0")
+
+
+def test_fim_with_gpt2s_files_takes_the_unknown_token(folder: Path) -> None:
+    fim = ["--fim-data", "--fim-rate", "1.0", "--fim-spm-rate", "0.5", "--split", "1,0,0"]
+    _, plain = read(folder, "--split", "1,0,0")
+    _, sources = read(folder, *fim)
+    assert [note.partition(" is no token of ")[0] for note in sources.notes] == [
+        f"fim_{name}_token='<fim_{name}>'" for name in ("prefix", "middle", "suffix", "pad")
+    ]
+    assert all("its unknown token, id 0, stands for it, as in Megatron-LM" in note for note in sources.notes)
+    assert sources.ignored_label is None  # else no document's end would be learnt
+    index = np.arange(8)
+    ours, theirs = (s.train.samples(index) for s in (sources, plain))
+    assert (ours == 0).sum() > (theirs == 0).sum() and ours.shape == theirs.shape
+    _, evaluated = read(folder, *fim[:4], "--split", "3,1,0")
+    assert evaluated.notes[-1].startswith("fim_data rearranges the training data alone; Megatron-LM")
+    with pytest.raises(DataError, match="fim_middle_token and fim_prefix_token are both id 65"):
+        read(folder, *fim, "--fim-prefix-token", "a", "--fim-middle-token", "a")
+
+
+def test_the_token_that_ends_a_document_for_fim_can_be_named(folder: Path) -> None:
+    _, sources = read(folder, "--fim-data", "--fim-eod-token", "!", "--split", "1,0,0")
+    assert sources.train.fim.eod == 1 and sources.eod == 0  # type: ignore[attr-defined]
+
+
+def test_rows_below_the_vocabulary_are_refused(folder: Path) -> None:
+    assert read(folder, "--padded-vocab-size", "304", "--split", "1,0,0")[0].model.make_vocab_size_divisible_by == 304
+    with pytest.raises(DataError, match="padded_vocab_size=299 is below the vocabulary of 300"):
+        read(folder, "--padded-vocab-size", "299")
+    with pytest.raises(DataError, match="vocab_size=200 is below the 300 of .*vocab.json; leave it out"):
+        read(folder, "--vocab-size", "200")
