@@ -29,8 +29,8 @@ accumulate-allreduce-grads-in-fp32 calculate-per-token-loss no-create-attention-
 auto-detect-ckpt-format use-dist-ckpt dist-ckpt-format=1 ckpt-fully-parallel-save ckpt-fully-parallel-load
 no-ckpt-fully-parallel-save ckpt-assume-constant-structure dist-ckpt-strictness=1 dist-ckpt-optim-fully-reshardable
 deterministic-mode no-overlap-p2p-communication account-for-embedding-in-pipeline-split
-account-for-loss-in-pipeline-split disable-gloo-process-groups use-checkpoint-opt-param-scheduler
-use-precision-aware-optimizer override-opt-param-scheduler init-model-with-meta-device verify-integrity
+account-for-loss-in-pipeline-split disable-gloo-process-groups
+use-precision-aware-optimizer init-model-with-meta-device verify-integrity
 distribute-saved-activations
 
 randomness is computed from the seed and the step, there is no state of it
@@ -43,7 +43,7 @@ tp-comm-overlap use-nccl-ub openai-gelu moe-permute-fusion moe-grouped-gemm
 
 of no effect on the result
 num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1
-use-persistent-ckpt-worker spec=2 no-weight-decay-cond-type=1 ddp-num-buckets=1
+use-persistent-ckpt-worker spec=2 ddp-num-buckets=1
 microbatch-group-size-per-virtual-pipeline-stage=1 check-weight-hash-across-dp-replicas-interval=1 rerun-mode=1
 exit-signal=1 use-tp-pp-dp-mapping num-distributed-optimizer-instances=1 vocab-extra-ids=1
 
@@ -91,7 +91,7 @@ pipeline-model-parallel-split-rank=1
 
 this precision is not supported (yet); use --bf16
 fp8-format=1 fp8-e4m3 fp8-hybrid fp8-param-gather fp8-recipe=1 fp8-amax-history-len=1 fp8-amax-compute-algo=1
-grad-reduce-in-bf16 main-grads-dtype=1
+main-grads-dtype=1
 
 this sharding is not supported (yet); the distributed optimizer (ZeRO-1) is on by default
 use-megatron-fsdp use-torch-fsdp2 use-custom-fsdp data-parallel-sharding-strategy=1 optimizer-cpu-offload
@@ -101,11 +101,10 @@ use --pipeline-model-parallel-layout instead
 decoder-first-pipeline-num-layers=1 decoder-last-pipeline-num-layers=1
 
 this part of training is not supported (yet); leave it away
-step-batch-size-schedule=1 iterations-to-skip=-1 decoupled-lr=1 decoupled-min-lr=1 start-weight-decay=1
-end-weight-decay=1 weight-decay-incr-style=1 recompute-modules=-1
+recompute-modules=-1
 
 this part of the data path is not supported (yet); use --data-path
-full-validation padded-vocab-size=1 skip-train
+full-validation padded-vocab-size=1
 
 this part of checkpoints is not supported (yet); leave it away
 ckpt-convert-format=1 ckpt-convert-save=1 non-persistent-save-interval=1 non-persistent-ckpt-type=1 replication
