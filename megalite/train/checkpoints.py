@@ -134,8 +134,6 @@ def resume(
         run.optimizer.updates = updates
         run.loss_scaler = scaler
         run.rates = rates
-        if config.checkpoint.override_opt_param_scheduler:
-            run.state.skipped_samples = 0  # as Megatron-LM does: the rates count all that was consumed
     ledger = manifest.state.get("data")
     if run.ledger is not None and ledger is not None:
         try:
@@ -160,7 +158,10 @@ def _numbers(
         updates, rates = int(state["updates"]), Rates.from_json(state["rates"]) if "rates" in state else run.rates
     except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
-    if not weights_only and not (c.override_opt_param_scheduler or c.use_checkpoint_opt_param_scheduler):
+    if c.override_opt_param_scheduler:
+        if rates.facts() != run.rates.facts():
+            progress["skipped_samples"] = 0  # as Megatron-LM does: other rates count all that was consumed
+    elif not weights_only and not c.use_checkpoint_opt_param_scheduler:
         check_rates(run.rates, rates)
     return progress, updates, scaler, rates if c.use_checkpoint_opt_param_scheduler else run.rates
 
@@ -170,13 +171,20 @@ def check_rates(here: Rates, there: Rates) -> None:
     in silence would be another training."""
     mine, theirs = here.facts(), there.facts()
     lines = [
-        f"{name}={mine.get(name)}, but {theirs.get(name)} in the checkpoint"
-        for name in (*mine, *(theirs.keys() - mine.keys()))
+        f"{name}={_short(mine.get(name))}, but {_short(theirs.get(name))} in the checkpoint"
+        for name in (*mine, *(name for name in theirs if name not in mine))
         if mine.get(name) != theirs.get(name)
     ]
-    if lines:
-        remedy = "--override-opt-param-scheduler goes on as here, --use-checkpoint-opt-param-scheduler as there"
-        raise SetupError("\n".join([*lines, f"the rates differ from the checkpoint's: {remedy}"]))
+    if not lines:
+        return
+    if mine.get("decay in samples") != theirs.get("decay in samples"):
+        lines.append("a decay is as long as the training unless --lr-decay-iters or --lr-decay-samples keeps it")
+    remedy = "--override-opt-param-scheduler goes on as here, --use-checkpoint-opt-param-scheduler as there"
+    raise SetupError("\n".join([*lines, f"the rates differ from the checkpoint's: {remedy}"]))
+
+
+def _short(value: float | str | None) -> float | str | None:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_scaler(saved: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Plan:
     log_interval: int
     eval_interval: int | None
     eval_iters: int
-    skip: frozenset[int]  # steps whose samples are not trained on
+    skip: frozenset[int] | None  # steps whose samples are not trained on
     save_interval: int | None
     save_every_s: float | None
     save_optimizer: bool
@@ -129,7 +129,7 @@ def train(
                 )
 
     while run.state.step < run.last_step:
-        if run.state.step + 1 in plan.skip:
+        if plan.skip and run.state.step + 1 in plan.skip:
             size = run.batch_sizes.at(run.state.consumed_samples)
             run.state.advance(size, tokens=size * run.seq_length, skipped=True)
             continue
