@@ -404,19 +404,20 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
             sizes += [("step_batch_size_schedule size", size) for _, size in steps]
     if t.rampup_batch_size is not None and len(t.rampup_batch_size) == 3:
         sizes += [("rampup_batch_size start", t.rampup_batch_size[0]), ("increment", t.rampup_batch_size[1])]
-    if (t.global_batch_size or 0) > MOST_MICROBATCHES * unit:
-        yield (
-            f"global_batch_size={t.global_batch_size} is more than {MOST_MICROBATCHES} micro-batches of {unit}"
-            "; raise micro_batch_size or lower it"
-        )
     for name, size in sizes:
+        if (size or 0) > MOST_MICROBATCHES * unit:
+            yield (
+                f"{name}={size} is more than {MOST_MICROBATCHES} micro-batches of {unit}"
+                "; raise micro_batch_size or lower it"
+            )
         if size is not None and size % unit:
             low, high = size // unit * unit, -(-size // unit) * unit
             yield (
                 f"{name}={size} is not a multiple of micro_batch_size {t.micro_batch_size} x data parallel "
                 f"{dp} = {unit}: use {f'{low} or ' if low else ''}{high}"
             )
-    if t.cuda_graph_impl != "none" and dp > 1 and (t.global_batch_size or 0) < 3 * unit:
+    smallest = min((size for name, size in sizes if size is not None and name != "increment"), default=unit)
+    if t.cuda_graph_impl != "none" and dp > 1 and smallest < 3 * unit:
         yield (
             f"cuda_graph_impl={t.cuda_graph_impl} replays what is between a step's first and last micro-batch; "
             f"with data parallel {dp} give --global-batch-size {3 * unit} or more, or leave it away"

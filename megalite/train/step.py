@@ -58,7 +58,7 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
         ids = f"{state.consumed_samples}..{state.consumed_samples + size - 1}"
         raise NonFiniteError(
             f"step {state.step + 1}: loss {loss_sum / max(tokens, 1):.4g}, grad norm {grad_norm:.4g} at samples {ids}; "
-            "nothing was updated: look at these samples, lower --lr (a resume then needs --override-opt-param-scheduler), "
+            "nothing was updated: look at these samples, lower --lr (and give --override-opt-param-scheduler), "
             "or skip such steps with --no-check-for-nan-in-loss-and-grad"
         )
     run.loss_scaler.update(overflow=not finite)
