@@ -72,6 +72,12 @@ class ModelConfig:
     attention_dropout: float = opt(0.1, "dropout of attention weights")
     init_method_std: float = opt(0.02, "standard deviation of initial weights")
     qk_layernorm: bool = opt(False, "norm on each query and key head")
+    no_weight_decay_cond_type: str | None = opt(
+        None,
+        "apply_wd_to_qk_layernorm: weight decay on the norms of query and key heads too",
+        choices=("apply_wd_to_qk_layernorm",),
+        flags=("--apply-wd-to-qk-layernorm=apply_wd_to_qk_layernorm",),
+    )
     window_size: tuple[int, ...] | None = opt(
         None, "LEFT,0: a query sees its own key and LEFT before it; default, and -1: all before it"
     )
@@ -131,6 +137,7 @@ class ParallelConfig:
     pipeline_schedule: str = opt("1f1b", "order of micro-batches in the pipeline", choices=("1f1b", "gpipe"))
     use_distributed_optimizer: bool = opt(True, "shard optimizer state over dp (ZeRO-1)")
     overlap_grad_reduce: bool = opt(True, "reduce gradients during the last backward")
+    grad_reduce_in_bf16: bool = opt(False, "round gradients to bf16 for their sum over dp; each rank adds up in fp32")
     overlap_param_gather: bool = opt(True, "gather weights during the next forward")
     ddp_bucket_size: int | None = opt(None, "elements per gradient bucket; default 40 million")
     distributed_backend: str | None = opt(None, "default: nccl on cuda, gloo on cpu", choices=("nccl", "gloo"))
@@ -147,10 +154,17 @@ class TrainConfig:
     rampup_batch_size: tuple[int, ...] | None = opt(
         None, "START INCREMENT SAMPLES: grow the batch over SAMPLES samples"
     )
+    step_batch_size_schedule: str | None = opt(
+        None, "TOKENS:SIZE ...: the global batch from so many tokens on, as '0:768 250B:1536' (K, M, B, T)"
+    )
     train_iters: int | None = opt(None, "steps")
     train_samples: int | None = opt(None, "samples, instead of --train-iters")
+    iterations_to_skip: tuple[int, ...] | None = opt(None, "steps, from 1, whose samples are not trained on")
+    skip_train: bool = opt(False, "evaluate what --load brings on the validation and the test set, and stop")
     seed: int = opt(1234, "of weights, dropout and data order")
-    eval_iters: int = opt(100, "steps per evaluation")
+    eval_iters: int = opt(100, "steps per evaluation; 0 or -1: no evaluation")
+    eval_global_batch_size: int | None = opt(None, "samples per step of an evaluation; default: as --global-batch-size")
+    eval_micro_batch_size: int | None = opt(None, "samples per micro-batch there; default: as --micro-batch-size")
     eval_interval: int | None = opt(None, "steps between evaluations; default: only at the end")
     exit_interval: int | None = opt(None, "save and stop at a step divisible by this")
     exit_duration_in_mins: float | None = opt(None, "save and stop after this many minutes")
@@ -183,6 +197,8 @@ class OptimConfig:
     optimizer_impl: str = opt("auto", "whose AdamW; apex needs its CUDA extension", choices=("auto", "torch", "apex"))
     lr: float | None = opt(None, "peak learning rate")
     min_lr: float = opt(0.0, "learning rate at the end of decay")
+    decoupled_lr: float | None = opt(None, "peak learning rate of the word embedding and the head")
+    decoupled_min_lr: float | None = opt(None, "theirs at the end of decay; default: --min-lr")
     lr_decay_style: str = opt(
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
@@ -198,6 +214,11 @@ class OptimConfig:
     lr_wsd_decay_iters: int | None = opt(None, "steps of WSD's last phase")
     lr_wsd_decay_samples: int | None = opt(None, "samples of WSD's last phase")
     weight_decay: float = opt(0.01, "decoupled decay; not on norms and biases")
+    start_weight_decay: float | None = opt(None, "weight decay at the begin, with --weight-decay-incr-style")
+    end_weight_decay: float | None = opt(None, "weight decay at the end of training, with the same")
+    weight_decay_incr_style: str = opt(
+        "constant", "how weight decay grows from its start to its end", choices=("constant", "linear", "cosine")
+    )
     clip_grad: float = opt(1.0, "largest gradient norm; 0: no clipping")
     adam_beta1: float = opt(0.9, "decay of the first moment")
     adam_beta2: float = opt(0.999, "decay of the second moment")
@@ -317,6 +338,8 @@ class CheckpointConfig:
     )
     no_load_optim: bool = opt(False, "load weights, step and data position, not the optimizer's state")
     finetune: bool = opt(False, "load weights only, and start at step 0")
+    override_opt_param_scheduler: bool = opt(False, "rates and weight decay as here, whatever the checkpoint had")
+    use_checkpoint_opt_param_scheduler: bool = opt(False, "rates and weight decay as in the checkpoint")
     pretrained_checkpoint: str | None = opt(
         None, "directory, also of Hugging Face, to take weights from when --load holds no checkpoint"
     )

@@ -5,6 +5,7 @@ A contradiction is one line: `name=value breaks rule; remedy`. Pure, as config.p
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -23,7 +24,7 @@ from megalite.config import (
     TrainConfig,
     options,
 )
-from megalite.pattern import read_pattern, read_split
+from megalite.pattern import read_batch_schedule, read_pattern, read_split
 
 LONGEST_TIMEOUT = 1_000_000
 MOST_MICROBATCHES = 100_000  # of one rank and step
@@ -52,6 +53,10 @@ _POSITIVE = frozenset(
         "global_batch_size",
         "train_iters",
         "train_samples",
+        "eval_global_batch_size",
+        "eval_micro_batch_size",
+        "lr_decay_iters",
+        "lr_decay_samples",
         "eval_interval",
         "exit_interval",
         "recompute_num_layers",
@@ -89,7 +94,7 @@ def check(
         *_length_and_rate(config.train, config.optim),
         *_optimizer(config.optim),
         *_precision(config.precision),
-        *_training(config.train),
+        *_training(config.train, config.model.seq_length),
         *_checkpoint(c),
         *_graph(config),
         *_machine(config),
@@ -126,13 +131,14 @@ def _ranges(config: Config) -> Iterator[tuple[str, str]]:
         if isinstance(value, float) and not math.isfinite(value):
             yield f.name, f"{f.name}={value} is not finite; give a number"
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
-            yield f.name, f"{f.name}={value} is negative; give 0 or more"
+            if f.name != "eval_iters" or value != -1:  # Megatron-LM's lines say so where nothing is to be evaluated
+                yield f.name, f"{f.name}={value} is negative; give 0 or more"
         elif value == 0 and f.name in REQUIRED:
             if section != "model" or not config.checkpoint.use_checkpoint_args:
                 yield f.name, f"{f.name}=0 is not set; give {'--' + f.name.replace('_', '-')} or a --preset"
         elif value == 0 and f.name in _POSITIVE:
             yield f.name, f"{f.name}=0 is too small; give 1 or more"
-    if config.optim.lr is None:
+    if config.optim.lr is None and not config.train.skip_train:
         yield "lr", "lr is not set; give --lr"
 
 
@@ -231,6 +237,8 @@ def _length_and_rate(t: TrainConfig, o: OptimConfig) -> Iterator[str]:
         yield "train_iters and train_samples exclude each other; give one"
     if t.train_iters is None and t.train_samples is None:
         yield "train_iters is not set; give --train-iters or --train-samples"
+    if t.skip_train:
+        return
     assert o.lr is not None
     by_samples = t.train_samples is not None
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -253,6 +261,10 @@ def _length_and_rate(t: TrainConfig, o: OptimConfig) -> Iterator[str]:
         yield f"lr_warmup_{unit}={warm_up} is not below lr_decay_{unit}={decay}; shorten the warm-up"
     if o.min_lr > o.lr:
         yield f"min_lr={o.min_lr} is above lr={o.lr}; lower it"
+    decoupled_min = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+    if o.decoupled_lr is not None and decoupled_min > o.decoupled_lr:
+        name = "min_lr" if o.decoupled_min_lr is None else "decoupled_min_lr"
+        yield f"{name}={decoupled_min} is above decoupled_lr={o.decoupled_lr}; give a lower --decoupled-min-lr"
     if o.lr_decay_style == "WSD" and not (o.lr_wsd_decay_samples if by_samples else o.lr_wsd_decay_iters):
         yield f"lr_decay_style=WSD needs --lr-wsd-decay-{'samples' if by_samples else 'iters'}"
     wsd = getattr(o, f"lr_wsd_decay_{unit}") or 0
@@ -261,6 +273,15 @@ def _length_and_rate(t: TrainConfig, o: OptimConfig) -> Iterator[str]:
 
 
 def _optimizer(o: OptimConfig) -> Iterator[str]:
+    start, end, style = o.start_weight_decay, o.end_weight_decay, o.weight_decay_incr_style
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if style == "constant" and getattr(o, name) is not None:
+            yield f"{name}={getattr(o, name)} has no effect on a constant one; add --weight-decay-incr-style linear"
+        elif style != "constant" and getattr(o, name) is None:
+            yield f"weight_decay_incr_style={style} needs --start-weight-decay and --end-weight-decay"
+            break
+    if start is not None and end is not None and end < start:
+        yield f"end_weight_decay={end} is below start_weight_decay={start}; weight decay only grows"
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(o, name) >= 1:
             yield f"{name}={getattr(o, name)} is not below 1; use 0.9 to 0.999"
@@ -276,7 +297,18 @@ def _precision(p: PrecisionConfig) -> Iterator[str]:
         yield "bf16 and fp16 exclude each other; give one"
 
 
-def _training(t: TrainConfig) -> Iterator[str]:
+def _training(t: TrainConfig, seq_length: int) -> Iterator[str]:
+    if t.iterations_to_skip is not None and min(t.iterations_to_skip, default=1) < 1:
+        yield f"iterations_to_skip={_numbers(t.iterations_to_skip)}: steps count from 1; leave others away"
+    if t.step_batch_size_schedule is not None:
+        given = f"step_batch_size_schedule={t.step_batch_size_schedule!r}"
+        for name in ("global_batch_size", "rampup_batch_size"):
+            if getattr(t, name) is not None:
+                yield f"{given} and {name} exclude each other; give one"
+        try:
+            read_batch_schedule(t.step_batch_size_schedule, seq_length)
+        except ValueError as error:
+            yield f"{given} {error}"
     if t.recompute_granularity == "full" and t.recompute_method is None:
         yield "recompute_granularity=full needs --recompute-method uniform or block"
     if t.recompute_granularity != "full" and t.recompute_method is not None:
@@ -307,6 +339,8 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
         yield "use_checkpoint_args needs --load or --pretrained-checkpoint"
     if c.finetune and c.no_load_optim:
         yield "no_load_optim has no effect with --finetune, which loads weights only; leave it away"
+    if c.override_opt_param_scheduler and c.use_checkpoint_opt_param_scheduler:
+        yield "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler exclude each other; give one"
     if c.exit_on_missing_checkpoint and c.load is None:
         yield "exit_on_missing_checkpoint has no effect; add --load"
 
@@ -407,22 +441,34 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
         )
         dp = 1  # what does not divide by the micro-batch is wrong with any
     unit = t.micro_batch_size * dp
+    micro = t.eval_micro_batch_size or t.micro_batch_size
+    evaluated = t.eval_global_batch_size or t.global_batch_size or unit  # as setup.eval_batch_size
+    if (t.eval_global_batch_size or t.eval_micro_batch_size) and evaluated % (micro * dp):
+        yield (
+            f"eval_global_batch_size={evaluated} is not a multiple of eval_micro_batch_size {micro} x data parallel "
+            f"{dp} = {micro * dp}; change one"
+        )
     sizes = [("global_batch_size", t.global_batch_size)]
+    if t.step_batch_size_schedule is not None:
+        with contextlib.suppress(ValueError):  # told already
+            steps = read_batch_schedule(t.step_batch_size_schedule, config.model.seq_length)
+            sizes += [("step_batch_size_schedule size", size) for _, size in steps]
     if t.rampup_batch_size is not None and len(t.rampup_batch_size) == 3:
         sizes += [("rampup_batch_size start", t.rampup_batch_size[0]), ("increment", t.rampup_batch_size[1])]
-    if (t.global_batch_size or 0) > MOST_MICROBATCHES * unit:
-        yield (
-            f"global_batch_size={t.global_batch_size} is more than {MOST_MICROBATCHES} micro-batches of {unit}"
-            "; raise micro_batch_size or lower it"
-        )
     for name, size in sizes:
+        if (size or 0) > MOST_MICROBATCHES * unit:
+            yield (
+                f"{name}={size} is more than {MOST_MICROBATCHES} micro-batches of {unit}"
+                "; raise micro_batch_size or lower it"
+            )
         if size is not None and size % unit:
             low, high = size // unit * unit, -(-size // unit) * unit
             yield (
                 f"{name}={size} is not a multiple of micro_batch_size {t.micro_batch_size} x data parallel "
                 f"{dp} = {unit}: use {f'{low} or ' if low else ''}{high}"
             )
-    if t.cuda_graph_impl != "none" and dp > 1 and (t.global_batch_size or 0) < 3 * unit:
+    smallest = min((size for name, size in sizes if size is not None and name != "increment"), default=unit)
+    if t.cuda_graph_impl != "none" and dp > 1 and smallest < 3 * unit:
         yield (
             f"cuda_graph_impl={t.cuda_graph_impl} replays what is between a step's first and last micro-batch; "
             f"with data parallel {dp} give --global-batch-size {3 * unit} or more, or leave it away"
@@ -432,8 +478,19 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
 def without_effect(config: Config) -> list[str]:
     """Options that do nothing, or less than expected, beside the others; Megatron-LM takes them in silence, so they are
     no error."""
-    c, d, t = config.checkpoint, config.data, config.train
+    c, d, o, t = config.checkpoint, config.data, config.optim, config.train
     notes, window = [], config.model.window_size
+    if o.decoupled_min_lr is not None and o.decoupled_lr is None:
+        notes.append(f"decoupled_min_lr={o.decoupled_min_lr} has no effect without --decoupled-lr")
+    if config.model.no_weight_decay_cond_type is not None and not config.model.qk_layernorm:
+        notes.append(f"no_weight_decay_cond_type={config.model.no_weight_decay_cond_type} needs --qk-layernorm")
+    if config.parallel.grad_reduce_in_bf16 and not config.precision.bf16:
+        notes.append("grad_reduce_in_bf16 has no effect without --bf16")
+    if t.step_batch_size_schedule is not None and t.train_iters is not None:
+        notes.append(
+            "step_batch_size_schedule with train_iters: an iteration of warm-up and decay counts micro_batch_size x "
+            "data parallel samples, as in Megatron-LM; --train-samples and --lr-*-samples say what you mean"
+        )
     if window is not None and len(window) == 2 and 0 < config.model.seq_length <= window[0] + 1:
         notes.append(f"window_size={_numbers(window)} has no effect on sequences of {config.model.seq_length} tokens")
     if c.save_interval is not None and c.save is None:

@@ -1,14 +1,16 @@
-"""Small languages of Megatron-LM's options: one bit for each layer, and the parts of a split.
+"""Options of Megatron-LM that are small languages: a bit for each layer, the parts of a split, sizes of batches.
 
     "4"                every 4th layer is 0, the others 1
     "[1,1,0]*4+[1]"    a list; + joins lists, * repeats one, parentheses group
+    "0:768 250B:1536"  768 samples per step, and 1536 from 250 billion tokens on
 
-There the text is run as Python; here it is read as a tree of these few things, and nothing is run.
+There the lists are run as Python; here they are read as a tree of these few things, and nothing is run.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -68,6 +70,39 @@ def write_pattern(bits: Sequence[bool]) -> str:
         count = len(list(run))
         parts.append(f"[{int(bit)}]*{count}" if count > 2 else f"[{','.join(str(int(bit)) * count)}]")
     return "+".join(parts)
+
+
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def read_batch_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
+    """(samples, global batch size) of each step, from "TOKENS:SIZE TOKENS:SIZE ...". Raises ValueError: what is wrong,
+    and what to give instead."""
+    steps = []
+    for entry in text.replace(",", " ").split():
+        try:
+            tokens, size = map(_count, entry.split(":"))
+        except ValueError:
+            raise ValueError(f"has {entry!r}; write TOKENS:SIZE, as 0:768 250B:1536") from None
+        steps.append((tokens // seq_length, size))
+    steps.sort(key=lambda step: step[0])
+    if not steps or steps[0][0] != 0:
+        raise ValueError("does not begin at 0 tokens; write 0:SIZE first")
+    begins = [begin for begin, _ in steps]
+    if len(set(begins)) < len(begins):
+        raise ValueError(f"has two sizes within one sample of {seq_length} tokens; leave one away")
+    if min(size for _, size in steps) < 1:
+        raise ValueError("has a batch without samples; give sizes of 1 or more")
+    return tuple(steps)
+
+
+def _count(text: str) -> int:
+    """A number from 0, with one of SUFFIXES. Raises ValueError."""
+    unit = SUFFIXES.get(text[-1:].upper(), 1)
+    number = float(text[:-1] if unit > 1 else text) * unit
+    if not 0 <= number < math.inf:
+        raise ValueError
+    return int(number)
 
 
 def _list(node: ast.expr) -> list[bool]:

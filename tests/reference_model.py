@@ -71,10 +71,15 @@ class Documents:
 
 @dataclass(frozen=True)
 class Training:
-    """`rates`: the learning rate of each step. momentum None: AdamW, else SGD. clip 0: none."""
+    """`rates`: the learning rate of each step; `vocabulary_rates`: that of embedding and head, where it is another.
+    `decays`: the weight decay of each step, in place of `weight_decay`; `qk_norms_decay`: norms of query and key too.
+    momentum None: AdamW, else SGD. clip 0: none."""
 
     rates: tuple[float, ...]
+    vocabulary_rates: tuple[float, ...] | None = None
     weight_decay: float = 0.01
+    decays: tuple[float, ...] | None = None
+    qk_norms_decay: bool = False
     clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -237,19 +242,22 @@ def train(
 ) -> Trained:
     """One step per batch [B, S + 1], with its `drops` if any; `initial` stays as it is."""
     w = {name: value.clone().requires_grad_() for name, value in initial.items()}
-    groups = [
-        {"params": [v for n, v in w.items() if is_matrix(n)], "weight_decay": training.weight_decay},
-        {"params": [v for n, v in w.items() if not is_matrix(n)], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [value], "name": name} for name, value in w.items()]
+    decays = training.decays or (training.weight_decay,) * len(batches)
     if training.momentum is None:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=training.betas, eps=training.eps)
     else:
         optimizer = torch.optim.SGD(groups, momentum=training.momentum)
     losses, grad_norms = [], []
     drops = drops or [no_drop] * len(batches)
-    for tokens, rate, drop in zip(batches, training.rates, drops, strict=True):
+    vocabulary_rates = training.vocabulary_rates or training.rates
+    facts = zip(batches, training.rates, vocabulary_rates, decays, drops, strict=True)
+    for tokens, rate, vocabulary_rate, decay, drop in facts:
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            name = group["name"]
+            decays_here = is_matrix(name) or (training.qk_norms_decay and (".q_norm." in name or ".k_norm." in name))
+            group["lr"] = vocabulary_rate if name in ("embedding.word", "head") else rate
+            group["weight_decay"] = decay if decays_here else 0.0
         optimizer.zero_grad()
         loss = loss_of(w, tokens, m, documents, drop)
         loss.backward()

@@ -12,8 +12,8 @@ import pytest
 from documents import DOCUMENTS, GENERATED, HISTORY, ROOT, Command, commands, parsed_by, start
 
 from megalite import cli
-from megalite.config_check import check
 from megalite.config import local_processes, options
+from megalite.config_check import check
 from megalite.megatron import known_flags
 from megalite.models.families import PRESETS
 

@@ -44,6 +44,8 @@ NEOX = (
 ZLOSS = " --z-loss-coeff 0.1"
 WINDOW = " --window-size 4,0 --window-attn-skip-freq 3"
 DROP = GPT.replace("dropout 0", "dropout 0.2")
+RATES = """ --decoupled-lr 0.03 --start-weight-decay 0.1 --end-weight-decay 1 --weight-decay-incr-style cosine
+ --apply-wd-to-qk-layernorm"""
 BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # generated data has ends of documents too
 
 
@@ -106,6 +108,8 @@ ROWS = [
     row("llama recompute block tp2 pp2", 4, LLAMA, tp=2, pp=2, extra=f"{FULL} block --recompute-num-layers 1"),
     row("llama micro-batch 1 dp2", 2, LLAMA, extra="--micro-batch-size 1"),
     row("qwen tp2 pp2 one group", 4, QWEN, tp=2, pp=2),
+    row("qwen rates tp2 pp2", 4, QWEN + RATES, tp=2, pp=2),
+    row("gpt rates pp2 dp2 tied", 4, GPT + RATES, pp=2),
     row("llama z-loss tp2 pp2", 4, LLAMA + ZLOSS, tp=2, pp=2),
     row("neox tp2 pp2", 4, NEOX, tp=2, pp=2),
     row("gpt documents tp2 pp2 vpp2", 4, GPT + BORDERS, tp=2, pp=2, vpp=2),

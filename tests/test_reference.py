@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,16 +72,16 @@ class Row:
 
 
 def update(name: str, flags: str, rate: Callable[[int], float] = lambda step: LR, **facts: Any) -> Row:
-    """A row about the update; `rate` is that of step 1 .. STEPS."""
-    rates = tuple(rate(step) for step in range(1, STEPS + 1))
+    """A row about the update; `rate` is that after `step` steps, 0 .. STEPS - 1."""
+    rates = tuple(map(rate, range(STEPS)))
     return Row(name, flags, GPT, replace(PLAIN, rates=rates, **facts))
 
 
 def wsd(style: str, height: Callable[[float], float]) -> Row:
-    """One step of warm-up, one at the peak, and the first two of three steps of decay."""
-    flags = f"""--lr-decay-style WSD --lr-wsd-decay-style {style} --lr-wsd-decay-iters 3 --lr-decay-iters 5
+    """One step of warm-up, at rate 0, one at the peak, and the first two of three steps of decay."""
+    flags = f"""--lr-decay-style WSD --lr-wsd-decay-style {style} --lr-wsd-decay-iters 3 --lr-decay-iters 4
      --lr-warmup-iters 1 --min-lr 1e-3"""
-    return update(f"WSD {style}", flags, lambda step: LR if step <= 2 else 1e-3 + 9e-3 * height((step - 2) / 3))
+    return update(f"WSD {style}", flags, lambda step: LR * step if step <= 1 else 1e-3 + 9e-3 * height((step - 1) / 3))
 
 
 ROWS = [
@@ -144,13 +144,13 @@ ROWS = [
     update("sgd", "--optimizer sgd --sgd-momentum 0.8 --weight-decay 0.3", momentum=0.8, weight_decay=0.3),
     update(
         "linear",
-        "--lr-decay-style linear --min-lr 1e-3 --lr-decay-iters 3",
-        lambda step: LR - 9e-3 * step / 3 if step <= 3 else 1e-3,
+        "--lr-decay-style linear --min-lr 1e-3 --lr-decay-iters 2",
+        lambda step: LR - 9e-3 * step / 2 if step <= 2 else 1e-3,
     ),
     update(
         "linear, by samples",
         f"--train-samples {STEPS * BATCH} --lr-decay-style linear --lr-decay-samples 24 --lr-warmup-samples 6",
-        lambda step: LR * BATCH / 6 if step == 1 else LR * (1 - (step * BATCH - 6) / 18),
+        lambda step: LR * step * BATCH / 6 if step <= 1 else LR * (1 - (step * BATCH - 6) / 18),
     ),
     update(
         "linear, by a fraction of the steps",
@@ -167,6 +167,29 @@ ROWS = [
         "--lr-decay-style inverse-square-root --lr-warmup-iters 2",
         lambda step: LR * step / 2 if step <= 2 else LR * math.sqrt(2 / step),
     ),
+    Row(
+        "growing weight decay",
+        "--start-weight-decay 1 --end-weight-decay 5 --weight-decay-incr-style linear",
+        GPT,
+        replace(PLAIN, decays=tuple(1 + 4 * step / STEPS for step in range(STEPS))),
+    ),
+    Row(
+        "a rate of embedding and head",
+        f"{LLAMA_FLAGS} --decoupled-lr 0.03 --decoupled-min-lr 0.02 --lr-decay-style linear",
+        LLAMA,
+        replace(
+            PLAIN,
+            rates=tuple(LR * (1 - step / STEPS) for step in range(STEPS)),
+            vocabulary_rates=tuple(0.03 - 0.01 * step / STEPS for step in range(STEPS)),
+        ),
+    ),
+    Row("a rate of the tied embedding", "--decoupled-lr 0.03", GPT, replace(PLAIN, vocabulary_rates=(0.03,) * STEPS)),
+    Row(
+        "norms of query and key decay",
+        f"{QWEN_FLAGS} --weight-decay 5 --apply-wd-to-qk-layernorm",
+        QWEN,
+        replace(PLAIN, weight_decay=5.0, qk_norms_decay=True),
+    ),
     wsd("linear", lambda r: 1 - r),
     wsd("exponential", lambda r: 2 * 0.5**r - 1),
     wsd("cosine", lambda r: (1 + math.cos(math.pi * r)) / 2),
@@ -182,7 +205,7 @@ class Outcome:
     initial: Weights
     batches: list[Tensor]
     trained: Trained
-    rates: list[float] = field(default_factory=list)
+    logged: list[float]
 
 
 def build(flags: str) -> Run:
@@ -245,7 +268,7 @@ def test_a_run_is_what_it_is_defined_as(row: Row) -> None:
     assert {name: tuple(w.shape) for name, w in got.initial.items()} == reference.shapes(row.model)
     np.testing.assert_allclose(got.trained.losses, want.losses, rtol=1e-10)
     np.testing.assert_allclose(got.trained.grad_norms, want.grad_norms, rtol=1e-10)
-    np.testing.assert_allclose(got.rates, row.training.rates, rtol=1e-12)
+    np.testing.assert_allclose(got.logged[:-1], row.training.rates[1:], rtol=1e-12)  # the log tells the next one
     far = {n: float((got.trained.weights[n] - w).abs().max() / w.abs().max()) for n, w in want.weights.items()}
     worst = max(far, key=far.__getitem__)
     assert far[worst] <= 1e-9, f"{worst} differs by {far[worst]:.1e}"
@@ -281,6 +304,10 @@ OTHERWISE: list[tuple[str, str, Any]] = [
     ("adam eps", "training.eps", 1e-3),
     *[("sgd", "training.momentum", momentum) for momentum in (0.9, None)],
     ("sgd", "training.weight_decay", 0.0),
+    ("growing weight decay", "training.decays", (1.0,) * STEPS),
+    ("a rate of embedding and head", "training.vocabulary_rates", None),
+    ("a rate of the tied embedding", "training.vocabulary_rates", None),
+    ("norms of query and key decay", "training.qk_norms_decay", False),
     *[(row.name, "training.rates", PLAIN.rates) for row in ROWS if row.training.rates != PLAIN.rates],
 ]
 

@@ -88,7 +88,7 @@ class Block(nn.Module):
             out_std=out_std,
             bias=model.add_bias_linear,
             qkv_bias=model.add_qkv_bias,
-            qk_norm=norm[1:] if model.qk_layernorm else None,
+            qk_norm=(*norm[1:], model.no_weight_decay_cond_type is not None) if model.qk_layernorm else None,
             window=model.windows[layer],
             dropout_p=model.attention_dropout,
             layer=layer,

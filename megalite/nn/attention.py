@@ -48,8 +48,8 @@ def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
 
 class Attention(nn.Module):
-    """`qk_norm`: kind, eps and one_plus (nn/norm.py) of a norm on each head of q and k, or None. `window`: how many
-    keys a query sees, itself included; None: all before it. `recompute_core`: selective recompute."""
+    """`qk_norm`: kind, eps, one_plus and decay (nn/norm.py) of a norm on each head of q and k, or None. `window`: how
+    many keys a query sees, itself included; None: all before it. `recompute_core`: selective recompute."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         out_std: float,
         bias: bool,
         qkv_bias: bool,
-        qk_norm: tuple[str, float, bool] | None,
+        qk_norm: tuple[str, float, bool, bool] | None,
         window: int | None,
         dropout_p: float,
         layer: int,

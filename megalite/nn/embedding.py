@@ -26,7 +26,8 @@ def vocabulary_spec(name: str, padded: int, vocab_size: int, hidden_size: int, s
     """The word embedding, or the head, [V, D] with `padded` rows of which `vocab_size` mean something; a tied head at
     the other end of the pipeline has the very spec of the embedding."""
     shape = (padded, hidden_size)
-    return ParamSpec(name, shape, shards=((0, "tp"),), init=Normal(std), tied=tied, rows=vocab_size)
+    shards = ((0, "tp"),)
+    return ParamSpec(name, shape, shards=shards, init=Normal(std), vocabulary=True, tied=tied, rows=vocab_size)
 
 
 class _Lookup(Function):

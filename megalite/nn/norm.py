@@ -33,15 +33,17 @@ def add_and_normalise(
 class Norm(nn.Module):
     """`kind` is "LayerNorm" or "RMSNorm"; `one_plus` stores the weight as its difference from 1."""
 
-    def __init__(self, make: Maker, name: str, size: int, kind: str, eps: float, one_plus: bool = False):
+    def __init__(
+        self, make: Maker, name: str, size: int, kind: str, eps: float, one_plus: bool = False, decay: bool = False
+    ):
         super().__init__()
         self.eps, self.one_plus = eps, one_plus
         self.normalise, self.add_and_normalise = normalise, add_and_normalise  # or compiled (models/compiled.py)
         init = Constant(0.0 if one_plus else 1.0)
-        self.weight = make(ParamSpec(f"{name}.weight", (size,), grad="partial", init=init, decay=False))
+        self.weight = make(ParamSpec(f"{name}.weight", (size,), grad="partial", init=init, decay=decay))
         self.bias = None
         if kind == "LayerNorm":
-            self.bias = make(ParamSpec(f"{name}.bias", (size,), grad="partial", init=Constant(0.0), decay=False))
+            self.bias = make(ParamSpec(f"{name}.bias", (size,), grad="partial", init=Constant(0.0), decay=decay))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; with a residual, their sum and its norm."""

@@ -79,6 +79,9 @@ class ParamBuffer:
 
     shard    True: ZeRO-1, gradients are reduce-scattered and each dp rank owns its part of each bucket;
              False: gradients are all-reduced and each rank owns everything
+    reduce_in_bf16  the sum over dp moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as
+             they are
+    decoupled  embedding and head have a learning rate of their own
     """
 
     def __init__(
@@ -90,8 +93,10 @@ class ParamBuffer:
         shard: bool = True,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
+        reduce_in_bf16: bool = False,
+        decoupled: bool = False,
     ):
-        self.mesh, self.sharded = mesh, shard
+        self.mesh, self.sharded, self.reduce_in_bf16 = mesh, shard, reduce_in_bf16
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         parameters: list[tuple[int, nn.Parameter]] = []
         seen: set[int] = set()
@@ -106,10 +111,12 @@ class ParamBuffer:
         dtype = dtypes.pop()
         entries = [Entry(p.spec, p.numel(), chunk) for chunk, p in parameters]  # type: ignore[attr-defined]
         size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-        self.layout: Layout = lay_out(entries, bucket_size=size, dp=mesh.dp.size, tp=mesh.tp.size)
+        dp, tp = mesh.dp.size, mesh.tp.size
+        self.layout: Layout = lay_out(entries, bucket_size=size, dp=dp, tp=tp, decoupled=decoupled)
         self.weights = torch.zeros(self.layout.size, dtype=dtype, device=mesh.device)
         self._waiting: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
         self._reducing: dict[int, Any] = {}
+        self._rounded: dict[int, Tensor] = {}  # what is owned of buckets on their way in bf16
         self._begun: set[int] = set()  # entries whose gradient is of this step; all else is left from the last
         self.sinks: dict[str, Sink] = {}
         self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
@@ -193,9 +200,12 @@ class ParamBuffer:
         self._reducing[b] = None
         if dp.group is None:
             return
-        whole = self.grads[bucket.start : bucket.stop]
+        whole, owned = self.grads[bucket.start : bucket.stop], self.owned_grad(bucket)
+        if self.reduce_in_bf16:
+            mine, whole = self.owned_range(bucket), whole.bfloat16()
+            owned = self._rounded[b] = whole[mine.start - bucket.start : mine.stop - bucket.start]
         if self.sharded:
-            self._reducing[b] = start_reduce_scatter_into(self.owned_grad(bucket), whole, dp)
+            self._reducing[b] = start_reduce_scatter_into(owned, whole, dp)
         else:
             self._reducing[b] = dist.all_reduce(whole, group=dp.group, async_op=True)
 
@@ -208,6 +218,9 @@ class ParamBuffer:
         for work in self._reducing.values():
             if work is not None:
                 work.wait()
+        for b, rounded in self._rounded.items():
+            self.owned_grad(self.layout.buckets[b]).copy_(rounded)
+        self._rounded.clear()
         for bucket in self.layout.buckets:
             if bucket.kind.partial:
                 all_reduce_(self.owned_grad(bucket), self.mesh.tp)

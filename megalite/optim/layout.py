@@ -5,8 +5,8 @@
 
 Parameters are laid in reverse order of use, the order in which their gradients arrive, and cut into buckets of about
 `bucket_size` elements that never span model chunks. What is reduced, counted or decayed differently gets buckets of
-its own (partial gradients, tied ends, no decay), so that each of these is one collective or one update of a whole
-bucket, and no code below asks what a parameter is. Padding: slots start at multiples of `ALIGN`.
+its own (partial gradients, tied ends, no decay, a rate of its own), so that each of these is one collective or one
+update of a whole bucket, and no code below asks what a parameter is. Padding: slots start at multiples of `ALIGN`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Kind:
-    """What all parameters of a bucket have in common. `replicas`: model-parallel ranks that hold each element."""
+    """What all parameters of a bucket have in common. `replicas`: model-parallel ranks that hold each element.
+    `decoupled`: the learning rate is that of embedding and head."""
 
     partial: bool
     tied: bool
     decay: bool
+    decoupled: bool
     replicas: int
 
 
@@ -83,8 +85,9 @@ class Layout:
         return "\n".join(lines)
 
 
-def lay_out(entries: Sequence[Entry], *, bucket_size: int, dp: int, tp: int = 1) -> Layout:
+def lay_out(entries: Sequence[Entry], *, bucket_size: int, dp: int, tp: int = 1, decoupled: bool = False) -> Layout:
     """Lay the entries (in order of use) into buckets of at least `bucket_size` elements (the last of a kind: less).
+    `decoupled`: embedding and head have a learning rate of their own.
 
     Buckets of a chunk are in the order in which backward fills them: that of their last members.
     """
@@ -99,7 +102,8 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, dp: int, tp: int = 1)
             if entry.chunk != chunk:
                 continue
             spec = entry.spec
-            kind = Kind(spec.grad == "partial" and tp > 1, spec.tied, spec.decay, spec.replicas({"tp": tp}))
+            apart = spec.vocabulary and decoupled
+            kind = Kind(spec.grad == "partial" and tp > 1, spec.tied, spec.decay, apart, spec.replicas({"tp": tp}))
             members = open_slots.setdefault(kind, [])
             members.append(index)
             if sum(entries[i].numel for i in members) >= bucket_size:

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the samples consumed: the curves of Megatron-LM.
+"""Learning rate and weight decay as pure functions of the samples consumed: the curves of Megatron-LM.
 
     warm-up    init + (peak - init) * n / warm_up                        n <= warm_up
     linear     min + (peak - min) * (1 - r)            r = (n - warm_up) / (decay - warm_up)
@@ -6,15 +6,18 @@
     inverse-square-root   peak * sqrt(warm_up / n), at least min
     WSD        peak until decay - wsd, then to min by wsd_style          arXiv:2404.06395
 
-Samples are the one unit, because a batch may grow: iterations count as iterations x global batch size. `n` includes
-the batch of the step that uses the rate, so the first step is not spent at rate 0 (Megatron-LM logs this value too,
-but its update uses the one before). Samples of steps that updated nothing (fp16 overflow) do not count.
+Samples are the one unit, because a batch may grow: iterations count as iterations x global batch size. `n` is what was
+consumed before the step, as in Megatron-LM, which reads its scheduler and then moves it on: without warm-up the first
+update is at the peak, with one at `init`. The rate in the log is the one after the move, that of the next update.
+Samples of steps that updated nothing (fp16 overflow, --iterations-to-skip) do not count.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,62 @@ class LrSchedule:
             "minus_sqrt": 1.0 - math.sqrt(r),
         }
         return heights[self.wsd_style]
+
+
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """From `start` to `end` over `samples` samples, by `style`; `end` beyond them.
+
+    >>> decay = WeightDecaySchedule(start=0.0, end=0.1, style="cosine", samples=100)
+    >>> [round(decay.at(n), 3) for n in (0, 50, 100, 101)]
+    [0.0, 0.05, 0.1, 0.1]
+    """
+
+    start: float
+    end: float
+    style: str
+    samples: float
+
+    def at(self, n: float) -> float:
+        if self.style == "constant" or n > self.samples:
+            return self.end
+        ratio = n / self.samples
+        height = ratio if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * (1.0 - ratio)))
+        return self.start + (self.end - self.start) * height
+
+
+@dataclass(frozen=True)
+class Rates:
+    """All that a run follows; `decoupled`: the rate of word embedding and head, where it is another."""
+
+    lr: LrSchedule
+    weight_decay: WeightDecaySchedule
+    decoupled: LrSchedule | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Rates:
+        """Raises KeyError, TypeError."""
+        decoupled = saved["decoupled"]
+        return cls(
+            LrSchedule(**saved["lr"]),
+            WeightDecaySchedule(**saved["weight_decay"]),
+            None if decoupled is None else LrSchedule(**decoupled),
+        )
+
+    def facts(self) -> dict[str, float | str]:
+        """What a resume must not change unasked: what Megatron-LM compares, without that which has no effect."""
+        lr, decay, apart = self.lr, self.weight_decay, self.decoupled
+        facts: dict[str, float | str] = {"lr": lr.peak, "warm-up in samples": lr.warm_up, "lr_decay_style": lr.style}
+        if lr.style != "constant":
+            facts |= {"min_lr": lr.minimum, "decay in samples": lr.decay}
+        if decay.style == "constant":
+            facts["weight_decay"] = decay.end
+        else:
+            facts |= {"start_weight_decay": decay.start, "end_weight_decay": decay.end}
+            facts |= {"weight_decay_incr_style": decay.style, "growth of weight decay in samples": decay.samples}
+        if apart is not None:
+            facts |= {"decoupled_lr": apart.peak, "decoupled_min_lr": apart.minimum}
+        return facts

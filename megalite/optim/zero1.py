@@ -75,14 +75,16 @@ class Zero1:
             total += sum_of_squares(buffer.owned_grad(bucket)) / copies
         return total
 
-    def step(self, *, lr: float, weight_decay: float, scale: float) -> None:
-        """Update by scale * gradient; then `buffer.gather()` spreads the weights. The gradients are used up."""
+    def step(self, *, lr: float, weight_decay: float, scale: float, decoupled_lr: float = 0.0) -> None:
+        """Update by scale * gradient; then `buffer.gather()` spreads the weights. The gradients are used up.
+        `decoupled_lr`: of the buckets that are laid out so."""
         self.updates += 1
         for bucket, main, state in zip(self.buffer.layout.buckets, self.main, self.state, strict=True):
             decay = weight_decay if bucket.kind.decay else 0.0
             grad = self.buffer.owned_grad(bucket)
             copy = None if self.same else self.buffer.owned_weight(bucket)
-            self.rule.update_(main, grad, state, lr=lr, weight_decay=decay, step=self.updates, scale=scale, copy=copy)
+            rate = decoupled_lr if bucket.kind.decoupled else lr
+            self.rule.update_(main, grad, state, lr=rate, weight_decay=decay, step=self.updates, scale=scale, copy=copy)
 
     def pieces(self) -> list[Owned]:
         """Everything a checkpoint needs of this rank, as views that loading may write: names are

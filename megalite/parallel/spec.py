@@ -64,6 +64,7 @@ class ParamSpec:
             (norms under sequence parallelism, row-parallel biases, replicated key/value projections)
     init    how the whole tensor is drawn; bits do not depend on the layout (see parallel/rng.py)
     decay   whether weight decay applies
+    vocabulary  whether it is the word embedding or the head, which may have a learning rate of their own
     tied    a second copy of this parameter lives at the other end of the pipeline; both copies carry the flag,
             and only when the pipeline has more than one rank
     block_dim  the dim along which initial values are drawn in blocks; default: the sharded one, or 0
@@ -77,6 +78,7 @@ class ParamSpec:
     grad: Literal["whole", "partial"] = "whole"
     init: Init = field(default_factory=lambda: Normal(0.02))
     decay: bool = True
+    vocabulary: bool = False
     tied: bool = False
     block_dim: int | None = None
     rows: int | None = None

@@ -1,60 +1,82 @@
-"""The global batch size as a pure function of the samples consumed: constant, or growing in equal steps."""
+"""The global batch size as a pure function of the samples consumed: constant, in equal steps, or in any steps."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """`ramp` = (start, increment, samples): from `start` by `increment` up to `final` over `samples` samples.
+    """`steps`: (samples, size), each size from that many consumed samples on; the first at 0, increasing. That all
+    sizes are multiples of micro-batch size x dp is checked with the configuration. `last_whole`: a last batch that
+    only partly fits into --train-samples is trained on, as Megatron-LM does with --step-batch-size-schedule.
 
-    Every size lasts equally long: with k increments, size number i starts at i * samples / k consumed samples. That all
-    sizes are multiples of micro-batch size x dp is checked with the configuration: start, increment and final are.
-
-    >>> sizes = BatchSizes(32, ramp=(8, 8, 300))
+    >>> sizes = BatchSizes.ramp(32, 8, 8, 300)
     >>> [sizes.at(n) for n in (0, 99, 100, 200, 299, 300)]
     [8, 8, 16, 24, 24, 32]
     """
 
-    final: int
-    ramp: tuple[int, int, int] | None = None
+    steps: tuple[tuple[int, int], ...]
+    last_whole: bool = False
 
-    def __post_init__(self) -> None:
-        if self.ramp is None:
-            return
-        start, increment, samples = self.ramp
-        if start < 1 or increment < 1 or samples < 0 or start > self.final or (self.final - start) % increment:
+    @classmethod
+    def constant(cls, size: int) -> BatchSizes:
+        return cls(((0, size),))
+
+    @classmethod
+    def ramp(cls, final: int, start: int, increment: int, samples: int) -> BatchSizes:
+        """From `start` by `increment` up to `final` over `samples` samples; every size lasts equally long."""
+        if start < 1 or increment < 1 or samples < 0 or start > final or (final - start) % increment:
             raise ValueError(
-                f"rampup_batch_size={start} {increment} {samples} does not lead to global_batch_size={self.final}; "
-                f"start at 1 to {self.final} and give an increment that divides the difference"
+                f"rampup_batch_size={start} {increment} {samples} does not lead to global_batch_size={final}; "
+                f"start at 1 to {final} and give an increment that divides the difference"
             )
+        count = (final - start) // increment
+        begins = {0: start}  # of sizes that begin at the same sample, the last
+        for i in range(1, count + 1):
+            begin = -(-i * samples // count)
+            if samples and int(begin / (samples / count)) < i:  # Megatron-LM divides so, and rounding loses a sample
+                begin += 1
+            begins[begin] = start + i * increment
+        return cls(tuple(begins.items()))
+
+    @property
+    def final(self) -> int:
+        return self.steps[-1][1]
 
     def at(self, consumed: int) -> int:
         """Size of the step that starts when `consumed` samples are consumed."""
-        if self.ramp is None:
-            return self.final
-        start, increment, samples = self.ramp
-        if consumed >= samples:
-            return self.final
-        increments = (self.final - start) // increment
-        return start + increment * (consumed * increments // samples)
+        return next(size for begin, size in reversed(self.steps) if begin <= consumed)
 
     def consumed_at(self, step: int) -> int:
         """Samples consumed after `step` steps."""
         consumed = 0
-        for done in range(step):
-            size = self.at(consumed)
-            if size == self.final:
-                return consumed + (step - done) * size
-            consumed += size
+        for consumed, size, count in self._runs():
+            if step <= count:
+                return consumed + int(step) * size
+            step -= int(count)
         return consumed
 
     def steps_for(self, samples: int) -> int:
-        """Whole steps that `samples` samples are enough for."""
-        consumed, steps = 0, 0
-        while (size := self.at(consumed)) != self.final:
-            if consumed + size > samples:
-                return steps
-            consumed, steps = consumed + size, steps + 1
-        return steps + (samples - consumed) // self.final
+        """Whole steps that `samples` samples are enough for; with `last_whole`, the one that passes them too."""
+        steps = 0
+        for consumed, size, count in self._runs():
+            left = samples - consumed
+            fitting = -(-left // size) if self.last_whole else left // size
+            if fitting < count:
+                return steps + max(fitting, 0)
+            steps += int(count)
+        return steps
+
+    def _runs(self) -> Iterator[tuple[int, int, float]]:
+        """(consumed at its begin, size, number of steps) of each size that is used; the last one has no end."""
+        consumed = 0
+        for (_, size), (end, _) in zip(self.steps, (*self.steps[1:], (math.inf, 0)), strict=True):
+            if end == math.inf:
+                yield consumed, size, math.inf
+            elif end > consumed:
+                count = -(-(int(end) - consumed) // size)
+                yield consumed, size, count
+                consumed += count * size

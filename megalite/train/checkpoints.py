@@ -13,18 +13,20 @@ from megalite.checkpoint.convert import ANY_RUN
 from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver
-from megalite.config import Config, ConfigError, ModelConfig, build
+from megalite.config import CheckpointConfig, Config, ConfigError, ModelConfig, build
 from megalite.config_check import check
 from megalite.config_toml import parse_toml
 from megalite.data.indexed import DataError
 from megalite.data.tokenizer import Tokenizer
 from megalite.optim.loss_scale import LossScaler
+from megalite.optim.lr import Rates
 from megalite.parallel.spec import Piece
 from megalite.train.setup import SetupError
 from megalite.train.state import Run
 
 # of the model's options, those that a run may change on the way: what is stored fits, and means the same
 FREE = {
+    "no_weight_decay_cond_type",
     "seq_length",
     "max_position_embeddings",
     "make_vocab_size_divisible_by",
@@ -80,6 +82,7 @@ def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, la
     state: dict[str, Any] = {
         "progress": run.state.to_json(),
         "updates": run.optimizer.updates,
+        "rates": run.rates.to_json(),
         "loss_scaler": run.loss_scaler.to_json(),
         "config": config_toml,
         "vocab_size": run.vocab_size,
@@ -97,10 +100,10 @@ def resume(
     worth telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
     weights_only = start.weights_only or start.afresh
     notes: list[str] = []
-    numbers: list[tuple[dict[str, int], int, LossScaler]] = []  # of the last one looked at
+    numbers: list[tuple[dict[str, int], int, LossScaler, Rates]] = []  # of the last one looked at
 
     def wanted(folder: Location, manifest: Manifest) -> reader.Wanted:
-        numbers[:] = [_numbers(run, folder, manifest)]
+        numbers[:] = [_numbers(run, folder, manifest, weights_only, config.checkpoint)]
         problems = model_differences(config, manifest, folder, run.vocab_size)
         problems += tokenizer_differences(run.tokenizer, manifest)
         notes.clear()  # those of a damaged one
@@ -119,7 +122,7 @@ def resume(
     if found is None:
         return None
     folder, manifest = found
-    progress, updates, scaler = numbers[0]
+    progress, updates, scaler, rates = numbers[0]
     run.optimizer.after_load(main_loaded=not weights_only)
     if start.afresh:
         return folder, [*notes, "only the weights are loaded: step, optimizer and data begin afresh"]
@@ -130,6 +133,7 @@ def resume(
     else:
         run.optimizer.updates = updates
         run.loss_scaler = scaler
+        run.rates = rates
     ledger = manifest.state.get("data")
     if run.ledger is not None and ledger is not None:
         try:
@@ -141,16 +145,46 @@ def resume(
     return folder, notes
 
 
-def _numbers(run: Run, folder: Location, manifest: Manifest) -> tuple[dict[str, int], int, LossScaler]:
-    """(progress, updates, loss scaler) to go on with. Raises CheckpointError, before anything changes."""
-    scaler = replace(run.loss_scaler)
+def _numbers(
+    run: Run, folder: Location, manifest: Manifest, weights_only: bool, c: CheckpointConfig
+) -> tuple[dict[str, int], int, LossScaler, Rates]:
+    """(progress, updates, loss scaler, rates) to go on with. Raises CheckpointError, before anything changes;
+    SetupError where the options ask for other rates."""
+    scaler, state = replace(run.loss_scaler), manifest.state
     try:
-        _check_scaler(manifest.state["loss_scaler"])
-        progress = {name: int(manifest.state["progress"][name]) for name in run.state.to_json()}
-        scaler.from_json(manifest.state["loss_scaler"])
-        return progress, int(manifest.state["updates"]), scaler
+        _check_scaler(state["loss_scaler"])
+        progress = {name: int(state["progress"][name]) for name in run.state.to_json()}
+        scaler.from_json(state["loss_scaler"])
+        updates, rates = int(state["updates"]), Rates.from_json(state["rates"]) if "rates" in state else run.rates
     except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
+    if c.override_opt_param_scheduler:
+        if rates.facts() != run.rates.facts():
+            progress["skipped_samples"] = 0  # as Megatron-LM does: other rates count all that was consumed
+    elif not weights_only and not c.use_checkpoint_opt_param_scheduler:
+        check_rates(run.rates, rates)
+    return progress, updates, scaler, rates if c.use_checkpoint_opt_param_scheduler else run.rates
+
+
+def check_rates(here: Rates, there: Rates) -> None:
+    """Raises SetupError with every fact of learning rate and weight decay that the checkpoint has otherwise: going on
+    in silence would be another training."""
+    mine, theirs = here.facts(), there.facts()
+    lines = [
+        f"{name}={_short(mine.get(name))}, but {_short(theirs.get(name))} in the checkpoint"
+        for name in (*mine, *(name for name in theirs if name not in mine))
+        if mine.get(name) != theirs.get(name)
+    ]
+    if not lines:
+        return
+    if mine.get("decay in samples") != theirs.get("decay in samples"):
+        lines.append("a decay is as long as the training unless --lr-decay-iters or --lr-decay-samples keeps it")
+    remedy = "--override-opt-param-scheduler goes on as here, --use-checkpoint-opt-param-scheduler as there"
+    raise SetupError("\n".join([*lines, f"the rates differ from the checkpoint's: {remedy}"]))
+
+
+def _short(value: float | str | None) -> float | str | None:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_scaler(saved: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ class Plan:
     log_interval: int
     eval_interval: int | None
     eval_iters: int
+    skip: frozenset[int] | None  # steps whose samples are not trained on
     save_interval: int | None
     save_every_s: float | None
     save_optimizer: bool
@@ -59,7 +60,7 @@ class StopSignal:
 
 def evaluate(run: Run, data: Prefetcher[HostBatch], iters: int) -> float:
     """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective."""
-    mesh, size = run.mesh, run.batch_sizes.final
+    mesh, size = run.mesh, run.eval_batch_size
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for i in range(iters):
         hosts, _ = data.get(i * size, size)
@@ -128,6 +129,10 @@ def train(
                 )
 
     while run.state.step < run.last_step:
+        if plan.skip and run.state.step + 1 in plan.skip:
+            size = run.batch_sizes.at(run.state.consumed_samples)
+            run.state.advance(size, tokens=size * run.seq_length, skipped=True)
+            continue
         late = plan.exit_after_s is not None and time.monotonic() - begin > plan.exit_after_s
         timing = run.state.step + 1 == plan.profile_step
         if timing:

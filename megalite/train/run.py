@@ -38,6 +38,7 @@ from megalite.train.setup import (
     SetupError,
     batch_sizes,
     build_run,
+    eval_batch_size,
     layers_of_stages,
     memory_bytes,
     params_dtype,
@@ -136,14 +137,16 @@ def preflight(config: Config, ranks: Ranks) -> Sources:
         raise SetupError("\n".join(problems))
     m, p, t = config.model, config.parallel, config.train
     assert m.seq_length
+    dp = ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
     try:
-        sizes = batch_sizes(config, ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
+        sizes = batch_sizes(config, dp)
     except ValueError as error:
         raise SetupError(str(error)) from None
     check_export(config)
     if run_length(config, sizes).steps < 1:
         raise SetupError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
-    sources = open_sources(config.data, m.seq_length, t.seed, t.eval_iters * sizes.final)
+    evaluated = max(t.eval_iters, 0) * eval_batch_size(config, dp)
+    sources = open_sources(config.data, m.seq_length, t.seed, evaluated)
     try:
         layers_of_stages(config, sources.vocab_size)
     except ValueError as error:
@@ -160,11 +163,15 @@ def _pretrain(
         stop.install()
     report: Reporter | None = None
     outcome, reason = Exit.CRASH, ""
+    if config.train.skip_train:
+        config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
         loaded, notes = hugging_face.start(run, config) or start_run(run, config)
+        if config.train.skip_train:
+            run.last_step = run.state.step
         saved = already_saved(run, saver, loaded)
         notes += begin_branch(run, config, saver, saved)
         if ranks.rank == 0:
@@ -226,7 +233,8 @@ def plan_of(config: Config) -> Plan:
     return Plan(
         log_interval=config.log.log_interval,
         eval_interval=t.eval_interval,
-        eval_iters=t.eval_iters,
+        eval_iters=max(t.eval_iters, 0),
+        skip=frozenset(t.iterations_to_skip or ()),
         save_interval=c.save_interval,
         save_every_s=None if c.save_interval_mins is None else 60 * c.save_interval_mins,
         save_optimizer=not c.no_save_optim,
@@ -280,6 +288,7 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None, de
     total = num_parameters(replace(m), sources.vocab_size)
     memory = memory_of(config, world, sources.vocab_size) / 2**30
     counts = [len(r) for r in layers]
+    sizes_text = f"{sizes.final}" if len(sizes.steps) == 1 else f"{sizes.at(0)} to {sizes.final}"
     rows = {
         "mesh": f"pp {pp} x dp {dp} x cp 1 x tp {tp} = {world} rank{'s' * (world > 1)}",
         "parameters": f"{total:,} (vocabulary {sources.vocab_size:,}, padded to {padded:,})",
@@ -287,7 +296,7 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None, de
         "schedule": f"{p.pipeline_schedule}, {len(layers) // pp} chunk{'s' * (len(layers) > pp)} per rank",
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
         "weights and optimizer": f"about {memory:.2f} GiB per rank, without activations",
-        "steps": f"{length.steps:,} of {sizes.final} x {m.seq_length} tokens: {length.samples * m.seq_length:,} tokens",
+        "steps": f"{length.steps:,} of {sizes_text} x {m.seq_length} tokens: {length.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(length.samples),
     }
     if device_type is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from megalite.nn.parameter import Maker
 from megalite.optim.adamw import AdamW, ApexAdamW
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.loss_scale import LossScaler
-from megalite.optim.lr import LrSchedule
+from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
 from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Rule, Zero1
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.pattern import read_batch_schedule
 from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs, on_stream
 from megalite.pipeline.partition import parse_layout, partition
 from megalite.pipeline.runtime import Pipeline
@@ -53,16 +54,27 @@ def params_dtype(config: Config) -> torch.dtype:
     return torch.float16 if config.precision.fp16 else torch.float32
 
 
-def batch_sizes(config: Config, dp: int) -> BatchSizes:
+def global_batch_size(config: Config, dp: int) -> int:
+    """What an iteration counts in samples, for rates and evaluations; with --step-batch-size-schedule as in
+    Megatron-LM, which has no other number for it."""
     t = config.train
-    assert t.micro_batch_size
-    final = t.global_batch_size or t.micro_batch_size * dp
-    ramp = (
-        None
-        if t.rampup_batch_size is None
-        else (t.rampup_batch_size[0], t.rampup_batch_size[1], t.rampup_batch_size[2])
-    )
-    return BatchSizes(final, ramp)
+    return t.global_batch_size or t.micro_batch_size * dp
+
+
+def eval_batch_size(config: Config, dp: int) -> int:
+    return config.train.eval_global_batch_size or global_batch_size(config, dp)
+
+
+def batch_sizes(config: Config, dp: int) -> BatchSizes:
+    """Raises ValueError where a ramp does not lead to the global batch size."""
+    t = config.train
+    if t.step_batch_size_schedule is not None:
+        return BatchSizes(read_batch_schedule(t.step_batch_size_schedule, config.model.seq_length), last_whole=True)
+    final = global_batch_size(config, dp)
+    if t.rampup_batch_size is None:
+        return BatchSizes.constant(final)
+    start, increment, samples = t.rampup_batch_size
+    return BatchSizes.ramp(final, start, increment, samples)
 
 
 def run_length(config: Config, sizes: BatchSizes) -> Length:
@@ -102,20 +114,20 @@ def layers_of_stages(config: Config, padded_vocab: int) -> list[range]:
     return partition(m.num_layers, stages, head_cost=head)
 
 
-def schedule(config: Config, sizes: BatchSizes, length: Length) -> LrSchedule:
-    """Everything in samples; iterations count as iterations x global batch size."""
-    o = config.optim
-    assert o.lr is not None
+def rates(config: Config, batch: int, length: Length) -> Rates:
+    """Everything in samples; iterations count as iterations x `batch`, the global batch size."""
+    o, t = config.optim, config.train
 
     def samples(iters: int | None, count: int | None) -> float:
-        return float(count) if count else float((iters or 0) * sizes.final)
+        return float(count) if count else float((iters or 0) * batch)
 
-    decay = samples(o.lr_decay_iters, o.lr_decay_samples) or float(length.samples)
+    whole = float(t.train_samples or (length.samples if t.rampup_batch_size else (t.train_iters or 0) * batch))
+    decay = samples(o.lr_decay_iters, o.lr_decay_samples) or whole
     warm_up = samples(o.lr_warmup_iters, o.lr_warmup_samples)
     if o.lr_warmup_fraction is not None:
         warm_up = o.lr_warmup_fraction * decay
-    return LrSchedule(
-        peak=o.lr,
+    lr = LrSchedule(
+        peak=o.lr or 0.0,  # not given: an evaluation alone
         minimum=o.min_lr,
         style=o.lr_decay_style,
         warm_up=warm_up,
@@ -124,10 +136,19 @@ def schedule(config: Config, sizes: BatchSizes, length: Length) -> LrSchedule:
         wsd=samples(o.lr_wsd_decay_iters, o.lr_wsd_decay_samples),
         wsd_style=o.lr_wsd_decay_style,
     )
+    apart = None
+    if o.decoupled_lr is not None:
+        apart = replace(lr, peak=o.decoupled_lr, minimum=o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr)
+    start, end = o.weight_decay, o.weight_decay
+    if o.start_weight_decay is not None and o.end_weight_decay is not None:
+        start, end = o.start_weight_decay, o.end_weight_decay
+    return Rates(lr, WeightDecaySchedule(start, end, o.weight_decay_incr_style, whole), apart)
 
 
 def update_rule(config: Config) -> Rule:
     o = config.optim
+    if config.train.skip_train:
+        return SGD(momentum=0.0)  # keeps nothing
     moments = {name: getattr(o, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
     if o.optimizer == "sgd":
         return SGD(o.sgd_momentum)
@@ -195,7 +216,8 @@ def build_run(
     dp = ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
     sizes = batch_sizes(config, dp)
     length = run_length(config, sizes)
-    sources = sources or open_sources(config.data, m.seq_length, t.seed, t.eval_iters * sizes.final)
+    per_iteration, evaluated = global_batch_size(config, dp), eval_batch_size(config, dp)
+    sources = sources or open_sources(config.data, m.seq_length, t.seed, max(t.eval_iters, 0) * evaluated)
     mesh = build_mesh(
         tp=p.tensor_model_parallel_size,
         pp=p.pipeline_model_parallel_size,
@@ -217,6 +239,8 @@ def build_run(
             shard=p.use_distributed_optimizer,
             overlap_grad_reduce=p.overlap_grad_reduce,
             overlap_param_gather=p.overlap_param_gather,
+            reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
+            decoupled=config.optim.decoupled_lr is not None,
         )
     options: dict[str, Any] = dict(
         schedule=p.pipeline_schedule, width=m.hidden_size, dtype=dtype, on_last_backward=buffer.on_last_backward
@@ -230,11 +254,11 @@ def build_run(
     d = config.data
     reads = mesh.pp.is_first or mesh.pp.is_last or d.reset_position_ids or d.reset_attention_mask
 
-    def batches(dataset: Dataset, ignored_label: int | None) -> Batches:
+    def batches(dataset: Dataset, ignored_label: int | None, micro_batch_size: int) -> Batches:
         return Batches(
             dataset if reads else Unread(m.seq_length),
             m.seq_length,
-            t.micro_batch_size,
+            micro_batch_size,
             mesh.dp.rank,
             mesh.dp.size,
             sources.vocab_size,
@@ -245,7 +269,10 @@ def build_run(
         )
 
     def loader(
-        dataset: Dataset, size_at: Callable[[int], int], ignored_label: int | None = None
+        dataset: Dataset,
+        size_at: Callable[[int], int],
+        ignored_label: int | None = None,
+        micro_batch_size: int = t.micro_batch_size,
     ) -> Prefetcher[HostBatch]:
         prepare = functools.partial(
             host_batch,
@@ -253,12 +280,13 @@ def build_run(
             positions=d.reset_position_ids,
             documents=d.reset_attention_mask,
         )
-        return Prefetcher(batches(dataset, ignored_label), prepare, size_at)
+        return Prefetcher(batches(dataset, ignored_label, micro_batch_size), prepare, size_at)
 
     def evaluation(sets: list[NamedSet]) -> list[EvaluationSet]:
-        end = t.eval_iters * sizes.final
+        end, micro = t.eval_iters * evaluated, t.eval_micro_batch_size or t.micro_batch_size
+        size_at = lambda n: evaluated if n < end else 0  # noqa: E731
         return [
-            EvaluationSet(one.name, loader(one.dataset, lambda n: sizes.final if n < end else 0), one.bytes_per_token)
+            EvaluationSet(one.name, loader(one.dataset, size_at, micro_batch_size=micro), one.bytes_per_token)
             for one in sets
         ]
 
@@ -270,10 +298,10 @@ def build_run(
         pipeline=pipeline,
         buffer=buffer,
         optimizer=Zero1(buffer, update_rule(config)),
-        schedule=schedule(config, sizes, length),
-        weight_decay=config.optim.weight_decay,
+        rates=rates(config, per_iteration, length),
         loss_scaler=loss_scaler(config),
         batch_sizes=sizes,
+        eval_batch_size=evaluated,
         last_step=length.steps,
         data=loader(sources.train, sizes.at, sources.ignored_label),
         valid=evaluation(sources.valid),

@@ -26,7 +26,7 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
         # symbolic links may differ between machines
         here = c.save is not None and as_first_says(run.mesh, _same(c.load, c.save))
         local = c.save_local if here else None  # it may hold newer ones that are not uploaded yet
-        start = Start(c.ckpt_step, c.no_load_optim, c.finetune)
+        start = Start(c.ckpt_step, c.no_load_optim or config.train.skip_train, c.finetune)
         again = here and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, local)
         if again:
             bare = c.no_save_optim and (c.no_load_optim or c.finetune)  # there is no more to load
@@ -91,11 +91,12 @@ def _training(config: Config) -> str:
     begin = CheckpointConfig(
         load=None if here else c.load, ckpt_step=c.ckpt_step, finetune=c.finetune, no_load_optim=c.no_load_optim
     )
+    evaluation = {"eval_interval": None, "eval_iters": 0, "eval_global_batch_size": None, "eval_micro_batch_size": None}
     stops = {"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False}
     how = {f.name: f.default for f in fields(TrainConfig) if f.name.startswith(("recompute", "compile", "cuda_graph"))}
     if config.train.global_batch_size is not None:
         how["micro_batch_size"] = 0  # of which the batch is made
-    train = replace(config.train, eval_interval=None, eval_iters=0, **stops, **how)
+    train = replace(config.train, **evaluation, **stops, **how)
     return to_toml(replace(config, checkpoint=begin, train=train, log=LogConfig(), parallel=ParallelConfig()))
 
 

@@ -10,7 +10,7 @@ from megalite.data.ledger import Ledger
 from megalite.data.tokenizer import Tokenizer
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.loss_scale import LossScaler
-from megalite.optim.lr import LrSchedule
+from megalite.optim.lr import Rates
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
@@ -42,7 +42,8 @@ class State:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step tells; the same on every rank but for the times. Seconds; loss in nats per token."""
+    """What one step tells; the same on every rank but for the times. Seconds; loss in nats per token. `lr`: of the
+    next update."""
 
     loss: float
     grad_norm: float
@@ -72,10 +73,10 @@ class Run:
     pipeline: Pipeline
     buffer: ParamBuffer
     optimizer: Zero1
-    schedule: LrSchedule
-    weight_decay: float
+    rates: Rates
     loss_scaler: LossScaler
     batch_sizes: BatchSizes
+    eval_batch_size: int
     last_step: int
     data: Prefetcher[HostBatch]
     seq_length: int

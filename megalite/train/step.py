@@ -46,25 +46,27 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
     unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
     grad_norm = norm_sq**0.5 * unscale
     finite = bool(torch.isfinite(torch.tensor([norm_sq, loss_sum])).all())
-    lr = run.schedule.at(state.consumed_samples - state.skipped_samples + size)
+    n = state.consumed_samples - state.skipped_samples
     if finite:
         clip = min(1.0, run.max_norm / (grad_norm + 1e-6)) if run.max_norm > 0 else 1.0
         run.before_update()
-        run.optimizer.step(lr=lr, weight_decay=run.weight_decay, scale=clip * unscale)
+        lr, decay = run.rates.lr, run.rates.weight_decay
+        now = dict(lr=lr.at(n), decoupled_lr=(run.rates.decoupled or lr).at(n), weight_decay=decay.at(n))
+        run.optimizer.step(scale=clip * unscale, **now)
         run.buffer.gather()
     elif run.check_finite and not run.loss_scaler.dynamic:
         ids = f"{state.consumed_samples}..{state.consumed_samples + size - 1}"
         raise NonFiniteError(
             f"step {state.step + 1}: loss {loss_sum / max(tokens, 1):.4g}, grad norm {grad_norm:.4g} at samples {ids}; "
-            "nothing was updated: look at these samples, lower --lr, or skip such steps "
-            "with --no-check-for-nan-in-loss-and-grad"
+            "nothing was updated: look at these samples, lower --lr (and give --override-opt-param-scheduler), "
+            "or skip such steps with --no-check-for-nan-in-loss-and-grad"
         )
     run.loss_scaler.update(overflow=not finite)
     state.advance(size, tokens=size * run.seq_length, skipped=not finite)
     return StepResult(
         loss=loss_sum / tokens if tokens else 0.0,
         grad_norm=grad_norm,
-        lr=lr,
+        lr=run.rates.lr.at(state.consumed_samples - state.skipped_samples),  # of the next update, as Megatron-LM logs
         batch_size=size,
         skipped=not finite,
         stop=stop > 0,

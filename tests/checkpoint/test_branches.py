@@ -386,7 +386,7 @@ SHAPE = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
     "--vocab-size 21 --micro-batch-size 1 --global-batch-size 2 --mock-data --eval-iters 0 --save-interval 2"
 ).split()
-BACK = "--lr 0.02 --train-iters 8 --keep-last 3 --ckpt-step 4"
+BACK = "--lr 0.02 --train-iters 8 --keep-last 3 --ckpt-step 4 --override-opt-param-scheduler"
 
 
 def flags_of(folder: Path, words: str) -> list[str]:
@@ -440,7 +440,7 @@ def test_a_rollback_that_is_restarted_goes_on(run: Path) -> None:
     code, said = alone(Path(f"{run}/"), f"{other} --wandb-exp-name second {how}")
     assert code == 0 and "at step 6" in said and "note: this same training has saved that" in said, said
     assert storage.steps_in(run) == [4, 6, 8] and "abandoned" not in said
-    code, said = alone(run, "--lr 0.02 --train-iters 9 --keep-last 3")
+    code, said = alone(run, "--lr 0.02 --train-iters 9 --keep-last 3 --override-opt-param-scheduler")
     assert code == 0 and "at step 8" in said and storage.steps_in(run) == [6, 8, 9]
 
 

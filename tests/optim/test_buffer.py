@@ -111,6 +111,50 @@ def test_ranks_may_get_gradients_for_different_parameters(shard: bool) -> None:
     assert run_ranks(2, _different_parameters, shard) == [want, want]
 
 
+def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, Tensor, list[int]]:
+    """The gradients, this rank's own sum of three, and how many bytes each all-reduce over gloo moved."""
+    limit = datetime.timedelta(seconds=20)
+    mesh = build_mesh(tp=1, pp=1, device=torch.device("cpu"), timeout=limit, shared_memory=shared)
+    assert (mesh.dp.shared is not None) == shared
+    model, moved = Scale("a", dtype=torch.bfloat16), []
+    buffer = ParamBuffer([model], mesh, shard=shard, reduce_in_bf16=reduce_in_bf16)
+    real = buffer_module.dist.all_reduce
+
+    def spy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        moved.append(x.numel() * x.element_size())
+        return real(x, *args, **kwargs)
+
+    buffer_module.dist.all_reduce = spy
+    inputs = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(mesh.dp.rank)).bfloat16()
+    for i in range(3):
+        if i == 2:
+            buffer.on_last_backward(0)
+        model(inputs[i]).sum().backward()
+    buffer.finish()
+    buffer_module.dist.all_reduce = real
+    return buffer.owned_grad(buffer.layout.buckets[0]).clone(), inputs.float().sum(0), [n for n in moved if n > 64]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared memory"])
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_sum_in_bf16_moves_half_the_bytes_and_rounds_no_more(shard: bool, shared: bool) -> None:
+    if shared and not shard:
+        return  # all-reduces never go through shared memory
+    exact = run_ranks(2, _in_bf16, False, shard, shared)
+    rounded = run_ranks(2, _in_bf16, True, shard, shared)
+    own = [total for _, total, _ in rounded]
+    join = torch.cat if shard else (lambda parts: parts[0])
+    got, want = (join([grads for grads, _, _ in ranks])[:SIZE] for ranks in (rounded, exact))
+    assert torch.equal(want, own[0] + own[1])
+    assert got.dtype == torch.float32 and not torch.equal(got, want)
+    # each rank's sum is rounded once, and their sum once more: half a unit in the last of 8 bits each
+    assert ((got - want).abs() <= 2**-8 * (own[0].abs() + own[1].abs() + want.abs())).all()
+    if not shard:
+        assert torch.equal(rounded[0][0], rounded[1][0])
+    bytes_moved = [[moved for _, _, moved in ranks] for ranks in (exact, rounded)]
+    assert shared or bytes_moved == [[[4 * SIZE]] * 2, [[2 * SIZE]] * 2]
+
+
 def _early(overlap: bool) -> tuple[list[int], int]:
     """Reductions begun after each of: first backward, last backward, finish."""
     mesh, seen, counts = _mesh(), [], []

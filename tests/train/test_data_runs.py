@@ -56,7 +56,9 @@ def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_p
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["tokens"] == 368 + 464
     assert shown.stdout.splitlines()[-1] == f"samples 40 to 64: 8 tokens each, 0.7500 {b}, 0.2500 {a}"
-    seed = run("pretrain_gpt.py", *FLAGS, *save, "--train-iters", "9", *changed, "--seed", "5")
+    seed = run(
+        "pretrain_gpt.py", *FLAGS, *save, *steps, *changed, "--seed", "5", "--train-iters", "9", "--lr-decay-iters", "8"
+    )
     assert seed.returncode == 3 and "data so far came in the order of seed 1234" in seed.stderr
 
 
@@ -128,7 +130,9 @@ def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], t
     assert loss_rows(tmp_path / "four") == pytest.approx(loss_rows(tmp_path / "one"), rel=1e-4)
     rows = [run("tools/ledger.py", tmp_path / name).stdout.splitlines()[2:4] for name in ("one", "four")]
     assert rows[0] == rows[1] and len(rows[0]) == 2
-    switched = run("pretrain_gpt.py", *[f for f in four if f not in PACKED], "--train-iters", "8")
+    switched = run(
+        "pretrain_gpt.py", *[f for f in four if f not in PACKED], "--train-iters", "8", "--lr-decay-iters", "6"
+    )
     assert switched.returncode == 3 and "packing of documents was switched" in switched.stderr
 
 

@@ -1,0 +1,302 @@
+"""Side by side with Megatron-LM: rates, weight decay, sizes of batches, and what is counted in samples.
+
+Twice: against a scheduler that is moved on step by step, stated here anew, and against numbers that Megatron-LM's own
+classes gave (at d98e8a64 of August 2026; the ramp, which is gone there, at the commit before its removal).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite import cli
+from megalite.config import Config, ConfigError
+from megalite.config_check import check, without_effect
+from megalite.models.families import PRESETS
+from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
+from megalite.pattern import read_batch_schedule
+from megalite.train.batch_size import BatchSizes
+from megalite.train.setup import batch_sizes, eval_batch_size, global_batch_size, rates, run_length
+
+MODEL = """--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --micro-batch-size 4 --mock-data
+ --vocab-size 20"""
+
+
+def parse(flags: str) -> Config:
+    return cli.read(f"{MODEL} {flags}".split(), PRESETS)[0]
+
+
+def parse_schedule(text: str, flags: str) -> Config:
+    words = f"{MODEL} --lr 1e-3 {flags}".split()
+    return cli.read([*words, "--step-batch-size-schedule", text], PRESETS)[0]
+
+
+def rates_of(config: Config, dp: int = 1) -> Rates:
+    return rates(config, global_batch_size(config, dp), run_length(config, batch_sizes(config, dp)))
+
+
+class Scheduler:
+    """Holds a rate and a weight decay that an update may read; then it is told how many samples the update took."""
+
+    def __init__(self, lr: LrSchedule, decay: WeightDecaySchedule):
+        self.lr, self.decay, self.seen = lr, decay, 0
+
+    def rate(self) -> float:
+        s, seen = self.lr, self.seen
+        if seen <= s.warm_up and s.warm_up > 0:
+            part = seen / s.warm_up
+            return (1 - part) * s.warm_up_init + part * s.peak
+        if s.style == "constant":
+            return s.peak
+        if seen > s.decay:
+            return s.minimum
+        if s.style == "inverse-square-root":
+            return max(s.minimum, s.peak / math.sqrt(max(seen, 1) / max(s.warm_up, 1)))
+        begin = s.decay - s.wsd if s.style == "WSD" else s.warm_up
+        done = 0.0 if seen <= begin else (seen - begin) / (s.decay - begin)
+        left = {
+            "linear": 1 - done,
+            "cosine": math.cos(done * math.pi / 2) ** 2,
+            "exponential": 2 ** (1 - done) - 1,
+            "minus_sqrt": 1 - done**0.5,
+        }[s.wsd_style if s.style == "WSD" else s.style]
+        return left * s.peak + (1 - left) * s.minimum
+
+    def weight_decay(self) -> float:
+        d = self.decay
+        done = 1.0 if d.style == "constant" else min(self.seen / d.samples, 1.0)
+        grown = math.sin(done * math.pi / 2) ** 2 if d.style == "cosine" else done
+        return (1 - grown) * d.start + grown * d.end
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(["constant", "linear", "cosine", "inverse-square-root", "WSD"]),
+    st.sampled_from(["exponential", "linear", "cosine", "minus_sqrt"]),
+    st.sampled_from(["constant", "linear", "cosine"]),
+    st.tuples(st.integers(0, 40) | st.floats(0, 40), st.integers(41, 200), st.integers(0, 40), st.integers(1, 200)),
+    st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=20, max_size=40),
+)
+def test_every_curve_is_what_a_scheduler_holds_before_it_is_moved_on(
+    style: str,
+    wsd_style: str,
+    growth: str,
+    samples: tuple[float, int, int, int],
+    steps: list[tuple[int, bool]],
+) -> None:
+    """Steps of any size; one that updates nothing moves nothing on."""
+    warm_up, decay, wsd, grown = samples
+    wsd = min(wsd, int(decay - warm_up))
+    lr = LrSchedule(3e-4, 3e-5, style, warm_up, decay, 1e-5, wsd, wsd_style)
+    wd = WeightDecaySchedule(0.1 if growth == "constant" else 0.01, 0.1, growth, grown)
+    scheduler, consumed, skipped = Scheduler(lr, wd), 0, 0
+    for size, updates in steps:
+        n = consumed - skipped
+        assert lr.at(n) == pytest.approx(scheduler.rate(), rel=1e-11)
+        assert wd.at(n) == pytest.approx(scheduler.weight_decay(), rel=1e-11)
+        consumed += size
+        if updates:
+            scheduler.seen += size
+        else:
+            skipped += size
+
+
+RUN = "--global-batch-size 8 --train-iters 20 --lr 3e-4 --min-lr 3e-5 --weight-decay 0.1"
+SAMPLES = "--global-batch-size 8 --train-samples 160 --lr 3e-4 --min-lr 3e-5 --weight-decay 0.1"
+WARM = "--lr-warmup-iters 4"
+AT = (0, 1, 4, 7, 13, 17, 20, 23)  # updates, from 0; the run is 20 long, and may be resumed beyond
+COSINE = (0.0003, 0.0002772483976608436, 0.00013866280652782267, 5.275160233915637e-05, 3e-05, 3e-05)
+# flags, steps that update nothing, rate of the updates AT, rate that the log shows at steps 1, 5, 20
+FIGURES = [
+    (
+        f"{RUN}",
+        (),
+        (0.0003, 0.0002865, 0.000246, 0.0002055, 0.0001245, 7.05e-05, 3e-05, 3e-05),
+        (0.0002865, 0.0002325, 3e-05),
+    ),
+    (
+        f"{RUN} --lr-decay-style cosine {WARM} --lr-warmup-init 1e-5",
+        (),
+        (1e-05, 8.25e-05, *COSINE),
+        (8.25e-05, 0.0002974060128544361, 3e-05),
+    ),
+    (
+        f"{SAMPLES} --lr-decay-style cosine --lr-warmup-samples 32 --lr-warmup-init 1e-5",
+        (),
+        (1e-05, 8.25e-05, *COSINE),
+        (8.25e-05, 0.0002974060128544361, 3e-05),
+    ),
+    (
+        f"{RUN} --lr-decay-style inverse-square-root --lr-warmup-fraction 0.15",
+        (),
+        (
+            *(0.0, 0.0001, 0.0002598076211353315, 0.0001963961012123931, 0.0001441153384245784),
+            *(0.00012602520756252084, 0.00011618950038622247, 3e-05),
+        ),
+        (0.0001, 0.00023237900077244494, 0.00011618950038622247),
+    ),
+    (
+        f"{RUN} --lr-decay-style constant {WARM}",
+        (1, 2),
+        (0.0, 7.5e-05, 0.00015, 0.0003, 0.0003, 0.0003, 0.0003, 0.0003),
+        (7.5e-05, 0.000225, 0.0003),
+    ),
+    (
+        f"{RUN} --lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-warmup-iters 2",
+        (),
+        (0.0, 0.00015, 0.0003, 0.0003, 0.00025518218333052243, 0.00011014667975577258, 3e-05, 3e-05),
+        (0.00015, 0.0003, 3e-05),
+    ),
+    (
+        f"{RUN} --lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-wsd-decay-style minus_sqrt",
+        (),
+        (0.0003, 0.0003, 0.0003, 0.0003, 0.00020454058453981606, 8.654625793863437e-05, 3e-05, 3e-05),
+        (0.0003, 0.0003, 3e-05),
+    ),
+    (
+        f"{RUN} --lr-decay-style cosine {WARM}",
+        (0, 5),
+        (
+            *(0.0, 0.0, 0.000225, 0.0002974060128544361, 0.0001913371934721773, 8.999801854235373e-05),
+            *(4.027626311097629e-05, 3e-05),
+        ),
+        (0.0, 0.0003, 4.027626311097629e-05),
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "skipped", "updates", "logged"), FIGURES, ids=[f[0][-60:] for f in FIGURES])
+def test_figures_of_learning_rates(
+    flags: str, skipped: tuple[int, ...], updates: tuple[float, ...], logged: tuple[float, ...]
+) -> None:
+    lr = rates_of(parse(flags)).lr
+    before = lambda step: 8 * (step - sum(s < step for s in skipped))  # noqa: E731
+    assert [lr.at(before(step)) for step in AT] == pytest.approx(updates, rel=1e-12)
+    assert [lr.at(before(step)) for step in (1, 5, 20)] == pytest.approx(logged, rel=1e-12)
+
+
+def test_figures_of_weight_decay() -> None:
+    flags = f"{RUN.replace('20', '24')} --end-weight-decay 0.1"
+    linear = rates_of(parse(f"{flags} --start-weight-decay 0.01 --weight-decay-incr-style linear")).weight_decay
+    want = (0.01, 0.01375, 0.025, 0.03625, 0.05875, 0.07375, 0.085, 0.09625)
+    assert [linear.at(8 * step) for step in AT] == pytest.approx(want, rel=1e-12)
+    cosine = rates_of(parse(f"{flags} --start-weight-decay 0 --weight-decay-incr-style cosine")).weight_decay
+    want = (0.0, 0.0038060233744356634, 0.010332332985438248, 0.04347369038899741, 0.0691341716182545)
+    assert [cosine.at(8 * step) for step in (0, 3, 5, 11, 15)] == pytest.approx(want, rel=1e-12)
+    assert rates_of(parse(RUN)).weight_decay.at(5) == linear.at(8 * 25) == cosine.at(10**9) == 0.1
+
+
+def test_figures_of_a_rate_of_embedding_and_head() -> None:
+    apart = rates_of(parse(f"{RUN} --lr-decay-style cosine {WARM} --decoupled-lr 5e-4")).decoupled
+    want = (0.0, 0.000125, 0.0005, 0.00046039535889109815, 0.00021915377432620988, 6.960464110890184e-05, 3e-05, 3e-05)
+    assert apart is not None
+    assert [apart.at(8 * step) for step in AT] == pytest.approx(want, rel=1e-12)
+    own = rates_of(parse(f"{RUN} --decoupled-lr 5e-4 --decoupled-min-lr 1e-4")).decoupled
+    assert own is not None and own.at(160) == own.at(161) == 1e-4
+
+
+def walk(sizes: BatchSizes, steps: int) -> list[int]:
+    consumed, result = 0, []
+    for _ in range(steps):
+        result.append(sizes.at(consumed))
+        consumed += result[-1]
+    assert sizes.consumed_at(steps) == consumed
+    return result
+
+
+def runs(*pairs: tuple[int, int]) -> list[int]:
+    return [size for size, count in pairs for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("final", "ramp", "want"),
+    [
+        (32, (8, 8, 100), runs((8, 5), (16, 2), (24, 2), (32, 15))),
+        (64, (16, 16, 477), runs((16, 10), (32, 5), (48, 4), (64, 5))),
+        (12, (4, 2, 50), runs((4, 4), (6, 2), (8, 2), (10, 1), (12, 15))),
+    ],
+)
+def test_figures_of_ramps(final: int, ramp: tuple[int, int, int], want: list[int]) -> None:
+    assert walk(BatchSizes.ramp(final, *ramp), 24) == want
+
+
+def test_a_ramp_that_megatron_rounds() -> None:
+    """30 of 54 increments over 477 samples begin at sample 265; 265 / (477 / 54) is 29.999999999999996."""
+    sizes = BatchSizes.ramp(55, 1, 1, 477)
+    assert [sizes.at(n) for n in (264, 265, 266, 477, 478)] == [30, 30, 31, 54, 55]
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 60), st.integers(1, 5000), st.data())
+def test_a_ramp_divides_the_samples_by_the_increments(
+    start: int, increment: int, count: int, samples: int, data: st.DataObject
+) -> None:
+    sizes = BatchSizes.ramp(start + count * increment, start, increment, samples)
+    n = data.draw(st.integers(0, 2 * samples))
+    passed = count if n > samples else math.floor(n / (samples / count))
+    assert sizes.at(n) == start + passed * increment
+
+
+def test_figures_of_step_schedules() -> None:
+    text = "0:4 1.5K:8 4k:16"
+    config = parse_schedule(text, "--train-samples 1001")
+    sizes = batch_sizes(config, 1)
+    assert sizes.steps == ((0, 4), (93, 8), (250, 16))
+    assert walk(sizes, 36) == runs((4, 24), (8, 12))
+    assert run_length(config, sizes).steps == 91 and run_length(config, sizes).samples == 1008
+    assert [sizes.steps_for(n) for n in (100, 1001, 19_531_250)] == [25, 91, 1_220_732]
+    published = read_batch_schedule("0:384 200B:768 400B:1152", 4096)
+    assert published == ((0, 384), (48_828_125, 768), (97_656_250, 1152))
+    assert BatchSizes(published, last_whole=True).steps_for(19_531_250) == 50_863
+
+
+def test_iterations_count_micro_batch_size_x_data_parallel_beside_a_step_schedule() -> None:
+    """There is no other global batch size there; who counts so is told."""
+    config = parse_schedule("0:8 1K:16", "--train-iters 100 --lr-warmup-iters 10")
+    lr = rates_of(config, dp=2).lr
+    assert (lr.warm_up, lr.decay) == (10 * 4 * 2, 100 * 4 * 2)
+    assert eval_batch_size(config, 2) == 8
+    assert any("--train-samples" in note for note in without_effect(config))
+    by_samples = parse_schedule("0:8 1K:16", "--train-samples 900 --lr-warmup-samples 50")
+    assert (rates_of(by_samples).lr.warm_up, rates_of(by_samples).lr.decay) == (50, 900)
+    assert without_effect(by_samples) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "problem"),
+    [
+        ("16:8", "", "begin at 0"),
+        ("0:8 1K", "", "'1K'; write TOKENS:SIZE"),
+        ("0:8 xK:4", "", "'xK:4'; write"),
+        ("0:8 infB:4", "", "'infB:4'; write"),
+        ("", "", "begin at 0"),
+        ("0:8 17:12 20:4", "", "two sizes within one sample of 16 tokens"),
+        ("0:0", "", "a batch without samples"),
+        ("0:8", "--global-batch-size 8", "and global_batch_size exclude each other"),
+        ("0:8", "--global-batch-size 8 --rampup-batch-size 4 4 9", "and rampup_batch_size exclude each other"),
+    ],
+)
+def test_a_step_schedule_that_is_none(text: str, flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_schedule(text, f"--train-samples 100 {flags}")
+    assert any(problem in line for line in error.value.problems), error.value.problems
+
+
+def test_every_size_of_a_step_schedule_is_made_of_micro_batches() -> None:
+    config = parse_schedule("0:8 1K:10", "--train-samples 100")
+    want = "step_batch_size_schedule size=10 is not a multiple of micro_batch_size 4 x data parallel 1 = 4: use 8 or 12"
+    assert check(config, 1) == [want]
+
+
+def test_samples_to_iterations() -> None:
+    """A constant batch, and one behind its ramp, drop a last batch that is not full."""
+    for samples, steps in ((300, 9), (319, 9), (320, 10)):
+        config = parse(f"--lr 1e-3 --global-batch-size 32 --train-samples {samples}")
+        assert run_length(config, batch_sizes(config, 1)).steps == steps
+        assert rates_of(config).lr.decay == samples
+    for ramp, final, samples, steps in (("8 8 100", 32, 300, 14), ("8 8 100", 32, 1000, 36), ("4 2 50", 12, 300, 29)):
+        flags = f"--lr 1e-3 --global-batch-size {final} --train-samples {samples} --rampup-batch-size {ramp}"
+        config = parse(flags.replace("--rampup", "--micro-batch-size 2 --rampup"))
+        assert run_length(config, batch_sizes(config, 1)).steps == steps

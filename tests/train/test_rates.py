@@ -1,0 +1,264 @@
+"""Rates in a run: what a resume may change, what an update follows, steps that are skipped, and evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from train_cases import SMALL
+
+from megalite import cli
+from megalite.checkpoint import manifest as manifests
+from megalite.config import Config, ConfigError
+from megalite.config_toml import to_toml
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train.checkpoints import open_saver, save
+from megalite.train.loop import StopSignal, evaluate, train
+from megalite.train.run import plan_of, pretrain
+from megalite.train.run_dir import Exit
+from megalite.train.setup import SetupError, build_run
+from megalite.train.start import start_run
+from megalite.train.state import Run
+from megalite.train.step import train_step
+
+CPU = torch.device("cpu")
+
+
+def built(*flags: str) -> tuple[Run, Config]:
+    config = cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)[0]
+    return build_run(config, Ranks(), CPU), config
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    run.buffer.wait_gather()
+    return {e.piece.name: e.piece.data.clone() for e in run.optimizer.pieces() if e.piece.name.startswith("model/")}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of step 2 of 6, of which one updated nothing, and the weights at the end."""
+    folder = tmp_path_factory.mktemp("saved")
+    run, config = built("--save", str(folder))
+    saver = open_saver(run, config)
+    assert saver is not None
+    run.state.advance(8, tokens=128, skipped=True)
+    train_step(run)
+    save(run, saver, to_toml(config))
+    saver.close()
+    while run.state.step < 6:
+        train_step(run)
+    run.close()
+    return folder, weights(run)
+
+
+def resumed(folder: Path, *flags: str) -> Run:
+    run, config = built("--load", str(folder), *flags)
+    try:
+        start_run(run, config)
+    finally:
+        run.close()
+    return run
+
+
+OTHER = [
+    ("--lr 0.02", ["lr=0.02, but 0.01 in"]),
+    ("--min-lr 1e-4", ["min_lr=0.0001, but 0 in"]),
+    ("--lr-warmup-iters 3", ["warm-up in samples=24, but 0 in"]),
+    ("--lr-decay-iters 9", ["decay in samples=72, but 48 in"]),
+    ("--train-iters 9", ["decay in samples=72, but 48 in"]),  # it decays over the whole run
+    ("--lr-decay-style cosine", ["lr_decay_style=cosine, but linear in"]),
+    ("--weight-decay 0.3", ["weight_decay=0.3, but 0.01 in"]),
+    (
+        "--start-weight-decay 0 --end-weight-decay 0.01 --weight-decay-incr-style linear --lr 0.02",
+        ["start_weight_decay=0, but None in", "weight_decay_incr_style=linear, but None in", "lr=0.02, but 0.01 in"],
+    ),
+    ("--decoupled-lr 0.1", ["decoupled_lr=0.1, but None in"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "lines"), OTHER, ids=[flags for flags, _ in OTHER])
+def test_a_resume_with_other_rates_is_refused(saved: tuple[Path, dict], flags: str, lines: list[str]) -> None:
+    with pytest.raises(SetupError) as error:
+        resumed(saved[0], *flags.split())
+    for line in lines:
+        assert f"{line} the checkpoint" in str(error.value)
+    assert "--override-opt-param-scheduler goes on as here" in str(error.value)
+
+
+def test_a_longer_run_goes_on_where_its_decay_stays(saved: tuple[Path, dict]) -> None:
+    run = resumed(saved[0], "--train-iters", "9", "--lr-decay-iters", "6")
+    assert run.last_step == 9 and run.state.step == 2 and run.rates.lr.decay == 48
+
+
+def test_rates_of_the_flags_or_of_the_checkpoint(saved: tuple[Path, dict]) -> None:
+    flags = ("--lr", "0.02", "--train-iters", "9", "--weight-decay", "0.3", "--lr-decay-style", "cosine")
+    flags += ("--decoupled-lr", "0.1")
+    here = resumed(saved[0], *flags, "--override-opt-param-scheduler")
+    assert (here.rates.lr.peak, here.rates.lr.style, here.rates.lr.decay) == (0.02, "cosine", 72)
+    assert here.rates.weight_decay.at(0) == 0.3 and here.rates.decoupled is not None
+    # as there, the count of samples begins anew with all that were consumed
+    assert (here.state.consumed_samples, here.state.skipped_samples) == (16, 0)
+    there = resumed(saved[0], *flags[:-2], "--use-checkpoint-opt-param-scheduler")
+    assert there.rates == resumed(saved[0]).rates and there.state.skipped_samples == 8
+    with pytest.raises(ConfigError, match="exclude each other"):
+        built("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler")
+
+
+def test_with_the_rates_of_the_checkpoint_other_flags_change_nothing(saved: tuple[Path, dict]) -> None:
+    run, config = built("--load", str(saved[0]), "--lr", "0.5", "--use-checkpoint-opt-param-scheduler")
+    start_run(run, config)
+    while run.state.step < 6:
+        train_step(run)
+    run.close()
+    assert same(weights(run), saved[1])
+
+
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
+def test_where_the_optimizer_is_not_loaded_its_rates_are_free(saved: tuple[Path, dict], flag: str) -> None:
+    assert resumed(saved[0], flag, "--lr", "0.5").rates.lr.peak == 0.5
+
+
+def test_a_checkpoint_that_tells_no_rates_goes_on(saved: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of before 2026-11-22: their state has no rates."""
+    real = manifests.load
+
+    def older(folder: Path) -> manifests.Manifest:
+        found = real(folder)
+        return replace(found, state={name: value for name, value in found.state.items() if name != "rates"})
+
+    monkeypatch.setattr(manifests, "load", older)
+    assert resumed(saved[0], "--lr", "0.5").rates.lr.peak == 0.5
+
+
+def test_a_damaged_schedule_is_a_damaged_checkpoint() -> None:
+    run, _ = built()
+    run.close()
+    rates = run.rates.to_json()
+    assert type(run.rates).from_json(json.loads(json.dumps(rates))) == run.rates
+    for broken in ({}, rates | {"lr": {"peak": 1.0}}, rates | {"weight_decay": None}):
+        with pytest.raises((KeyError, TypeError)):
+            type(run.rates).from_json(broken)
+
+
+def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
+    run, _ = built("--train-iters", "1", "--lr", "1e-5", "--weight-decay", "0", "--adam-eps", "1e-30")
+    before = weights(run)
+    assert train_step(run).lr == 0.0  # what the next update would have
+    moved = max(float((after - before[name]).abs().max()) for name, after in weights(run).items())
+    run.close()
+    assert moved == pytest.approx(1e-5, rel=1e-2)  # the first step of Adam is as long as the rate
+
+
+def test_iterations_to_skip_read_their_samples_and_update_nothing(tmp_path: Path) -> None:
+    run, config = built("--iterations-to-skip", "1", "3", "--train-iters", "4", "--run-dir", str(tmp_path))
+    twin, _ = built("--train-iters", "4")
+    train(run, plan_of(config), to_toml(config), tmp_path, None, StopSignal())
+    for step in (1, 2, 3, 4):
+        if step in (1, 3):
+            twin.state.advance(8, tokens=128, skipped=True)
+        else:
+            assert twin.rates.lr.at(twin.state.consumed_samples - twin.state.skipped_samples) == (
+                pytest.approx(0.01 * (1 - (step // 2 - 1) / 4))
+            )
+            train_step(twin)
+    run.close()
+    twin.close()
+    assert run.state == twin.state and run.state.skipped_samples == 16 and run.optimizer.updates == 2
+    assert same(weights(run), weights(twin))
+    with pytest.raises(ConfigError, match="iterations_to_skip=0,3: steps count from 1"):
+        built("--iterations-to-skip", "0", "3")
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
+    """Without optimizer state, rates and a learning rate; nothing is saved."""
+    save_to, flags = tmp_path / "saved", [*SMALL, "--train-iters", "3", "--eval-iters", "2"]
+    config = cli.read([*flags, "--save", str(save_to)], PRESETS)[0]
+    assert pretrain(config, Ranks()) is Exit.DONE
+    made = sorted(save_to.glob("iter_*"))
+    trained = [row for row in rows(save_to) if any("valid" in name or "test" in name for name in row)]
+    words = [word for i, word in enumerate(flags) if "--lr" not in flags[max(i - 1, 0) : i + 1]]
+    words += ["--load", str(save_to), "--save", str(save_to), "--run-dir", str(tmp_path / "logs"), "--skip-train"]
+    assert pretrain(cli.read(words, PRESETS)[0], Ranks()) is Exit.DONE
+    assert sorted(save_to.glob("iter_*")) == made
+    told = rows(tmp_path / "logs")
+    assert told and told == trained
+
+
+def test_evaluations_have_a_batch_of_their_own() -> None:
+    run, _ = built("--eval-iters", "2")
+    whole = evaluate(run, run.valid[0].data, 2)  # 2 x 8 samples
+    run.close()
+    run, config = built("--eval-iters", "4", "--eval-global-batch-size", "4", "--eval-micro-batch-size", "1")
+    shapes, real = [], run.pipeline.evaluate
+    run.pipeline.evaluate = lambda batches: (shapes.extend(b.tokens_SB.shape for b in batches), real(batches))[1]  # type: ignore[method-assign]
+    assert evaluate(run, run.valid[0].data, 4) == pytest.approx(whole, rel=1e-6)
+    run.close()
+    assert shapes == [(16, 1)] * 16 and run.batch_sizes.final == 8
+    assert plan_of(config).eval_iters == 4
+
+
+def test_no_evaluation() -> None:
+    for count in ("0", "-1"):
+        run, config = built("--eval-iters", count)
+        run.close()
+        assert plan_of(config).eval_iters == 0
+    with pytest.raises(ConfigError, match="eval_iters=-2 is negative"):
+        built("--eval-iters", "-2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--start-weight-decay 0.1", "has no effect on a constant one; add --weight-decay-incr-style linear"),
+        ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
+        (
+            "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
+            "end_weight_decay=0.1 is below start_weight_decay=0.2; weight decay only grows",
+        ),
+        ("--decoupled-lr 1e-4 --min-lr 1e-3", "min_lr=0.001 is above decoupled_lr=0.0001"),
+        ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "decoupled_min_lr=0.001 is above decoupled_lr=0.0001"),
+        ("--lr-decay-iters 0", "lr_decay_iters=0 is too small"),
+    ],
+)
+def test_rates_that_contradict_themselves(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem.replace("(", "\\(")):
+        built(*flags.split())
+
+
+def test_an_evaluation_batch_is_made_of_its_micro_batches() -> None:
+    with pytest.raises(SetupError, match="eval_global_batch_size=6 is not a multiple of eval_micro_batch_size 4"):
+        built("--eval-global-batch-size", "6", "--eval-micro-batch-size", "4")
+
+
+def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
+    import torch.distributed as dist
+
+    config = cli.read([*SMALL, "--train-iters", "6", "--bf16", *extra.split()], PRESETS)[0]
+    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
+    losses = [train_step(run).loss for _ in range(3)]
+    run.buffer.wait_gather()
+    run.close()
+    return losses, {"weights": run.buffer.weights.view(torch.uint8).numpy().tobytes()}
+
+
+@pytest.mark.parametrize("zero", ["", "--no-use-distributed-optimizer"])
+def test_gradients_reduced_in_bf16_leave_all_ranks_alike(zero: str) -> None:
+    one, two = run_ranks(2, _bf16_ranks, f"--grad-reduce-in-bf16 {zero}")
+    plain, _ = run_ranks(2, _bf16_ranks, zero)
+    assert one == two and one[1] != plain[1]
+    assert one[0] == pytest.approx(plain[0], rel=2e-3)
+    assert math.isfinite(one[0][-1])
