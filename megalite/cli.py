@@ -156,7 +156,7 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
             problems.append(f"preset={preset!r} is unknown; use one of {', '.join(sorted(presets))}")
         configs.build(file)  # a wrong type in the file is an error even where a flag wins over it
         values = {**presets.get(preset, {}), **file, **given}
-        made = configs.build(values)
+        made = configs.build(configs.completed(values))
         notes += without_effect(made)
         problems += [p for p in check(made) if p.partition("=")[0].partition(" ")[0] not in wrong]
     except ConfigError as error:

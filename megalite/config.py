@@ -44,15 +44,32 @@ class ModelConfig:
         choices=("gelu", "gelu_erf", "swiglu", "squared_relu"),
         flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
     )
+    bias_gelu_fusion: bool = opt(True, "Megatron-LM's fused gelu, the tanh form; off: the exact one, if none is named")
+    openai_gelu: bool = opt(False, "the tanh form of gelu, where no activation is named")
     parallel_residual: bool = opt(False, "attention and feed-forward side by side on the same input, as in GPT-NeoX")
     position_embedding_type: str = opt(
         "learned_absolute",
         "positions",
-        choices=("learned_absolute", "rope", "none"),
-        flags=("--use-rotary-position-embeddings=rope", "--no-position-embedding=none"),
+        choices=("learned_absolute", "rope", "yarn", "none"),
+        flags=("--use-rotary-position-embeddings=rope",),
+    )
+    add_position_embedding: bool = opt(
+        True, "off: no learned positions, beside rotary ones", flags=("--no-position-embedding=false",)
     )
     rotary_base: float = opt(10000.0, "base of the rotary wavelengths")
     rotary_percent: float = opt(1.0, "part of each head that rotates")
+    rotary_interleaved: bool = opt(False, "channels 2i and 2i + 1 turn as a pair, instead of i and i + half")
+    rotary_seq_len_interpolation_factor: float = opt(1.0, "rope: positions are divided by this")
+    no_rope_freq: str | None = opt(
+        None, "N: every N-th layer has no rotary positions; or a list of a number per layer, 1 without, as [0,0,0,1]*8"
+    )
+    rotary_scaling_factor: float = opt(1.0, "yarn: stretch of the context")
+    yarn_original_max_position_embeddings: int = opt(4096, "yarn: tokens that the model was trained on before")
+    yarn_beta_fast: float = opt(32.0, "yarn: channels with more turns in that length keep their wavelength")
+    yarn_beta_slow: float = opt(1.0, "yarn: channels with fewer are stretched by the whole factor")
+    yarn_correction_range_round_to_int: bool = opt(True, "yarn: the border between them is of whole channels")
+    mscale: float = opt(1.0, "yarn: queries and keys grow by the quotient of 1 + 0.1 log(factor) times this")
+    mscale_all_dim: float = opt(0.0, "yarn: and 1 + 0.1 log(factor) times this")
     use_rope_scaling: bool = opt(False, "Llama-3 scaling of rotary wavelengths")
     rope_scaling_factor: float = opt(8.0, "stretch of the longest wavelengths with --use-rope-scaling")
     untie_embeddings_and_output_weights: bool = opt(False, "the head has weights of its own")
@@ -60,6 +77,7 @@ class ModelConfig:
     hidden_dropout: float = opt(0.1, "dropout after embedding, attention and feed-forward")
     attention_dropout: float = opt(0.1, "dropout of attention weights")
     init_method_std: float = opt(0.02, "standard deviation of initial weights")
+    embedding_init_method_std: float | None = opt(None, "that of embeddings; default init_method_std")
     qk_layernorm: bool = opt(False, "norm on each query and key head")
     window_size: tuple[int, ...] | None = opt(
         None, "LEFT,0: a query sees its own key and LEFT before it; default: all before it"
@@ -91,6 +109,15 @@ class ModelConfig:
     def positions(self) -> int:
         assert self.seq_length
         return self.max_position_embeddings or self.seq_length
+
+    @property
+    def rotary(self) -> tuple[bool, ...]:
+        """Of each layer: whether it has rotary positions."""
+        some, pattern = self.position_embedding_type in ("rope", "yarn"), self.no_rope_freq
+        if pattern is None or not some:
+            return (some,) * self.num_layers
+        bits = read_pattern(pattern, self.num_layers)
+        return bits if pattern.strip().isdigit() else tuple(not bit for bit in bits)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -141,9 +168,12 @@ class TrainConfig:
     exit_signal_handler: bool = opt(False, "save and stop on SIGTERM")
     recompute_granularity: str | None = opt(
         None,
-        "activations to recompute in backward; selective: attention core",
+        "activations to recompute in backward; selective: see --recompute-modules",
         choices=("selective", "full"),
         flags=("--recompute-activations=selective",),
+    )
+    recompute_modules: tuple[str, ...] = opt(
+        ("core_attn",), "with selective: core_attn (scores and softmax), layernorm, mlp; one or more"
     )
     recompute_method: str | None = opt(
         None, "with full: every group of layers, or the first", choices=("uniform", "block")
@@ -360,6 +390,29 @@ def build(values: Mapping[str, Any]) -> Config:
     if problems:
         raise ConfigError(problems)
     return Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
+
+
+def gelu_form(*, add_bias_linear: bool = True, bias_gelu_fusion: bool = True, openai_gelu: bool = False) -> str:
+    """What gelu means in Megatron-LM: its kernel for bias and gelu has the tanh form, without it gelu is exact.
+
+    >>> gelu_form(), gelu_form(add_bias_linear=False), gelu_form(bias_gelu_fusion=False)
+    ('gelu', 'gelu_erf', 'gelu_erf')
+    """
+    return "gelu" if openai_gelu or (add_bias_linear and bias_gelu_fusion) else "gelu_erf"
+
+
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a command line or file gives them, with what Megatron-LM makes of those that are left out: the form of
+    gelu, and one group with --group-query-attention. What a checkpoint stores is complete and does not come here."""
+    values = dict(values)
+    if values.get("use_checkpoint_args"):
+        return values
+    if "activation" not in values:
+        names = ("add_bias_linear", "bias_gelu_fusion", "openai_gelu")
+        values["activation"] = gelu_form(**{name: values[name] for name in names if name in values})
+    if values.get("group_query_attention"):
+        values.setdefault("num_query_groups", 1)
+    return values
 
 
 class ConfigError(ValueError):

@@ -37,9 +37,9 @@ randomness is computed from the seed and the step, there is no state of it
 no-load-rng no-save-rng
 
 a choice of kernels, made by megalite itself
-no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-rope-fusion
+no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
 no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl=1 no-persist-layer-norm
-tp-comm-overlap use-nccl-ub openai-gelu moe-permute-fusion moe-grouped-gemm
+tp-comm-overlap use-nccl-ub moe-permute-fusion moe-grouped-gemm
 
 of no effect on the result
 num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1
@@ -85,7 +85,6 @@ expert-model-parallel-size=1 expert-tensor-parallel-size=1
 
 this architecture is not supported (yet); leave it away
 multi-latent-attention q-lora-rank=1 kv-lora-rank=1 qk-head-dim=1 qk-pos-emb-head-dim=1 v-head-dim=1 mtp-num-layers=1
-rotary-interleaved rotary-seq-len-interpolation-factor=1
 apply-query-key-layer-scaling hybrid-attention-ratio=1 encoder-tensor-model-parallel-size=1
 pipeline-model-parallel-split-rank=1
 
@@ -102,7 +101,7 @@ decoder-first-pipeline-num-layers=1 decoder-last-pipeline-num-layers=1
 
 this part of training is not supported (yet); leave it away
 step-batch-size-schedule=1 iterations-to-skip=-1 decoupled-lr=1 decoupled-min-lr=1 start-weight-decay=1
-end-weight-decay=1 weight-decay-incr-style=1 recompute-modules=-1
+end-weight-decay=1 weight-decay-incr-style=1
 
 this part of the data path is not supported (yet); use --data-path
 full-validation padded-vocab-size=1 skip-train
