@@ -30,7 +30,7 @@ class ModelConfig:
     num_attention_heads: int = opt(0, "query heads H")
     kv_channels: int | None = opt(None, "head size K; default D / H")
     group_query_attention: bool = opt(False, "share key/value heads in --num-query-groups groups")
-    num_query_groups: int | None = opt(None, "key/value heads G with --group-query-attention; default H")
+    num_query_groups: int | None = opt(None, "key/value heads G with --group-query-attention; default 1")
     seq_length: int = opt(0, "tokens per sequence", flags=("--encoder-seq-length",))
     max_position_embeddings: int | None = opt(None, "longest sequence that positions are made for; default seq_length")
     normalization: str = opt("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
@@ -96,7 +96,7 @@ class ModelConfig:
         assert self.num_attention_heads
         if not self.group_query_attention:
             return self.num_attention_heads
-        return self.num_query_groups or self.num_attention_heads
+        return self.num_query_groups or self.num_attention_heads  # not given: stored before `completed`
 
     @property
     def ffn_size(self) -> int:
