@@ -58,9 +58,7 @@ def differences(config: Config) -> dict[str, dict[str, Any]]:
     """Section -> option -> value, for what differs from the defaults, and from what `completed` would put in place."""
     result: dict[str, dict[str, Any]] = {}
     m = config.model
-    plain = gelu_form(
-        add_bias_linear=m.add_bias_linear, bias_gelu_fusion=m.bias_gelu_fusion, openai_gelu=m.openai_gelu
-    )
+    plain = gelu_form(add_bias_linear=m.add_bias_linear, bias_gelu_fusion=m.bias_gelu_fusion, openai_gelu=m.openai_gelu)
     for section, f in options():
         value = getattr(getattr(config, section), f.name)
         if value != f.default or (f.name == "activation" and value != plain):

@@ -43,7 +43,10 @@ BAD: list[tuple[str, str]] = [
     ("--position-embedding-type rope --no-rope-freq [1,0]", "no_rope_freq=[1,0] has 2 numbers for 4 layers"),
     ("--position-embedding-type yarn --kv-channels 15", "odd number"),
     ("--position-embedding-type yarn --rotary-percent 0.5", "rotary_percent=0.5 with position_embedding_type=yarn"),
-    ("--position-embedding-type yarn --rotary-interleaved", "rotary_interleaved=True with position_embedding_type=yarn"),
+    (
+        "--position-embedding-type yarn --rotary-interleaved",
+        "rotary_interleaved=True with position_embedding_type=yarn",
+    ),
     ("--position-embedding-type yarn --use-rope-scaling", "use_rope_scaling=True with position_embedding_type=yarn"),
     (
         "--position-embedding-type yarn --rotary-seq-len-interpolation-factor 2",
