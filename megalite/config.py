@@ -24,7 +24,7 @@ def opt(default: Any, help: str, *, choices: tuple[str, ...] = (), flags: tuple[
 
 @dataclass(frozen=True)
 class ModelConfig:
-    num_layers: int = opt(0, "transformer layers")
+    num_layers: int = opt(0, "transformer layers", flags=("--encoder-num-layers",))
     hidden_size: int = opt(0, "model width D")
     ffn_hidden_size: int | None = opt(None, "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu")
     num_attention_heads: int = opt(0, "query heads H")
