@@ -156,6 +156,8 @@ def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         to = _TYPES.get(base_type(fields[name]))
         try:
+            if isinstance(value, list) and value[0][:1] == "[" and value[-1][-1:] == "]":  # a list as YAML has it
+                value = [word for word in " ".join(value)[1:-1].replace(",", " ").split()]
             if isinstance(value, list) and to is not None:  # 4 5, or as Megatron-LM's tuples 4,5 or (4,5)
                 value = [to(v) for word in value for v in word.strip("()").split(",")]
             elif isinstance(value, str) and to is not None:
@@ -205,7 +207,7 @@ def read_all(
         problems += wrong.values()
         unclear |= set(wrong)
         values.update(made)
-    made = configs.build(configs.over_preset(presets.get(preset, {}), values))
+    made = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
     problems += check(made, unclear=unclear)
     problems += [line for line in also(made) if not concerns(line, unclear)]
     if problems:

@@ -35,13 +35,13 @@ def opt(
 
 @dataclass(frozen=True)
 class ModelConfig:
-    num_layers: int = opt(0, "transformer layers")
+    num_layers: int = opt(0, "transformer layers", flags=("--encoder-num-layers",))
     hidden_size: int = opt(0, "model width D")
     ffn_hidden_size: int | None = opt(None, "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu")
     num_attention_heads: int = opt(0, "query heads H")
     kv_channels: int | None = opt(None, "head size K; default D / H")
     group_query_attention: bool = opt(False, "share key/value heads in --num-query-groups groups")
-    num_query_groups: int | None = opt(None, "key/value heads G with --group-query-attention; default H")
+    num_query_groups: int | None = opt(None, "key/value heads G with --group-query-attention; default 1")
     seq_length: int = opt(0, "tokens per sequence", flags=("--encoder-seq-length",))
     max_position_embeddings: int | None = opt(None, "longest sequence that positions are made for; default seq_length")
     normalization: str = opt("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
@@ -55,15 +55,32 @@ class ModelConfig:
         choices=("gelu", "gelu_erf", "swiglu", "squared_relu"),
         flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
     )
+    bias_gelu_fusion: bool = opt(True, "Megatron-LM's fused gelu, the tanh form; off: the exact one, if none is named")
+    openai_gelu: bool = opt(False, "the tanh form of gelu, where no activation is named")
     parallel_residual: bool = opt(False, "attention and feed-forward side by side on the same input, as in GPT-NeoX")
     position_embedding_type: str = opt(
         "learned_absolute",
         "positions",
-        choices=("learned_absolute", "rope", "none"),
-        flags=("--use-rotary-position-embeddings=rope", "--no-position-embedding=none"),
+        choices=("learned_absolute", "rope", "yarn", "none"),
+        flags=("--use-rotary-position-embeddings=rope",),
+    )
+    add_position_embedding: bool = opt(
+        True, "off: no learned positions, beside rotary ones", flags=("--no-position-embedding=false",)
     )
     rotary_base: float = opt(10000.0, "base of the rotary wavelengths")
     rotary_percent: float = opt(1.0, "part of each head that rotates")
+    rotary_interleaved: bool = opt(False, "channels 2i and 2i + 1 turn as a pair, instead of i and i + half")
+    rotary_seq_len_interpolation_factor: float = opt(1.0, "rope: positions are divided by this")
+    no_rope_freq: str | None = opt(
+        None, "N: every N-th layer has no rotary positions; or a list of a number per layer, 1 without, as [0,0,0,1]*8"
+    )
+    rotary_scaling_factor: float = opt(1.0, "yarn: stretch of the context")
+    yarn_original_max_position_embeddings: int = opt(4096, "yarn: tokens that the model was trained on before")
+    yarn_beta_fast: float = opt(32.0, "yarn: channels with more turns in that length keep their wavelength")
+    yarn_beta_slow: float = opt(1.0, "yarn: channels with fewer are stretched by the whole factor")
+    yarn_correction_range_round_to_int: bool = opt(True, "yarn: the border between them is of whole channels")
+    mscale: float = opt(1.0, "yarn: queries and keys grow by the quotient of 1 + 0.1 log(factor) times this")
+    mscale_all_dim: float = opt(0.0, "yarn: and 1 + 0.1 log(factor) times this")
     use_rope_scaling: bool = opt(False, "Llama-3 scaling of rotary wavelengths")
     rope_scaling_factor: float = opt(8.0, "stretch of the longest wavelengths with --use-rope-scaling")
     untie_embeddings_and_output_weights: bool = opt(False, "the head has weights of its own")
@@ -71,6 +88,7 @@ class ModelConfig:
     hidden_dropout: float = opt(0.1, "dropout after embedding, attention and feed-forward")
     attention_dropout: float = opt(0.1, "dropout of attention weights")
     init_method_std: float = opt(0.02, "standard deviation of initial weights")
+    embedding_init_method_std: float | None = opt(None, "that of embeddings; default init_method_std")
     qk_layernorm: bool = opt(False, "norm on each query and key head")
     no_weight_decay_cond_type: str | None = opt(
         None,
@@ -95,7 +113,7 @@ class ModelConfig:
         assert self.num_attention_heads
         if not self.group_query_attention:
             return self.num_attention_heads
-        return self.num_query_groups or self.num_attention_heads
+        return self.num_query_groups or self.num_attention_heads  # not given: stored before `completed`
 
     @property
     def ffn_size(self) -> int:
@@ -108,6 +126,15 @@ class ModelConfig:
     def positions(self) -> int:
         assert self.seq_length
         return self.max_position_embeddings or self.seq_length
+
+    @property
+    def rotary(self) -> tuple[bool, ...]:
+        """Of each layer: whether it has rotary positions."""
+        some, pattern = self.position_embedding_type in ("rope", "yarn"), self.no_rope_freq
+        if pattern is None or not some:
+            return (some,) * self.num_layers
+        bits = read_pattern(pattern, self.num_layers)
+        return bits if pattern.strip().isdigit() else tuple(not bit for bit in bits)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -171,9 +198,12 @@ class TrainConfig:
     exit_signal_handler: bool = opt(False, "save and stop on SIGTERM")
     recompute_granularity: str | None = opt(
         None,
-        "activations to recompute in backward; selective: attention core",
+        "activations to recompute in backward; selective: see --recompute-modules",
         choices=("selective", "full"),
         flags=("--recompute-activations=selective",),
+    )
+    recompute_modules: tuple[str, ...] = opt(
+        ("core_attn",), "with selective: core_attn (scores and softmax), layernorm, mlp; one or more"
     )
     recompute_method: str | None = opt(
         None, "with full: every group of layers, or the first", choices=("uniform", "block")
@@ -457,6 +487,29 @@ def build(values: Mapping[str, Any]) -> Config:
         if f.name in made:
             sections[section][f.name] = made[f.name]
     return Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
+
+
+def gelu_form(*, add_bias_linear: bool = True, bias_gelu_fusion: bool = True, openai_gelu: bool = False) -> str:
+    """What gelu means in Megatron-LM: its kernel for bias and gelu has the tanh form, without it gelu is exact.
+
+    >>> gelu_form(), gelu_form(add_bias_linear=False), gelu_form(bias_gelu_fusion=False)
+    ('gelu', 'gelu_erf', 'gelu_erf')
+    """
+    return "gelu" if openai_gelu or (add_bias_linear and bias_gelu_fusion) else "gelu_erf"
+
+
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a command line or file gives them, with what Megatron-LM makes of those that are left out: the form of
+    gelu, and one group with --group-query-attention. What a checkpoint stores is complete and does not come here."""
+    values = dict(values)
+    if values.get("use_checkpoint_args"):
+        return values
+    if "activation" not in values:
+        names = ("add_bias_linear", "bias_gelu_fusion", "openai_gelu")
+        values["activation"] = gelu_form(**{name: values[name] for name in names if name in values})
+    if values.get("group_query_attention"):
+        values.setdefault("num_query_groups", 1)
+    return values
 
 
 class ConfigError(ValueError):

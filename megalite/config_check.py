@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megalite.config import (
@@ -26,7 +26,16 @@ from megalite.config import (
 )
 from megalite.pattern import read_batch_schedule, read_pattern, read_split
 
+RECOMPUTED = ("core_attn", "layernorm", "mlp")
+_OF_EXPERTS = ("moe", "moe_act", "shared_experts", "mla_up_proj")  # parts that a dense model does not have
 LONGEST_TIMEOUT = 1_000_000
+# what Megatron-LM leaves out in silence, or refuses, with yarn
+_NOT_YARN = {
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": 1.0,
+    "use_rope_scaling": False,
+}
 MOST_MICROBATCHES = 100_000  # of one rank and step
 _POSITIVE = frozenset(
     [
@@ -73,6 +82,10 @@ _POSITIVE = frozenset(
         "hysteresis",
         "rotary_base",
         "rope_scaling_factor",
+        "rotary_seq_len_interpolation_factor",
+        "rotary_scaling_factor",
+        "yarn_original_max_position_embeddings",
+        "yarn_beta_slow",
         "peak_tflops",
     ]
 )
@@ -146,12 +159,10 @@ def _model(m: ModelConfig, tp: int) -> Iterator[str]:
     heads = m.num_attention_heads
     if m.kv_channels is None and m.hidden_size % heads:
         yield f"hidden_size={m.hidden_size} is not a multiple of num_attention_heads={heads}; or set --kv-channels"
-    elif m.position_embedding_type == "rope" and int(m.head_size * m.rotary_percent) % 2:
+    elif m.position_embedding_type in ("rope", "yarn") and int(m.head_size * m.rotary_percent) % 2:
         yield f"rotary_percent={m.rotary_percent} rotates an odd number of {m.head_size} channels; make it even"
     if heads % tp:
         yield f"tensor_model_parallel_size={tp} does not divide num_attention_heads={heads}: use {_divisors(heads)}"
-    if m.num_query_groups is not None and not m.group_query_attention:
-        yield f"num_query_groups={m.num_query_groups} has no effect; add --group-query-attention"
     if heads % m.groups:
         yield f"num_query_groups={m.groups} does not divide num_attention_heads={heads}: use {_divisors(heads)}"
     elif m.groups % tp and tp % m.groups:
@@ -170,6 +181,27 @@ def _model(m: ModelConfig, tp: int) -> Iterator[str]:
             yield f"{name}={getattr(m, name)} drops everything; use less than 1"
     if not 0 < m.rotary_percent <= 1:
         yield f"rotary_percent={m.rotary_percent} is not in (0, 1]; use 1.0"
+    yield from _positions(m)
+
+
+def _positions(m: ModelConfig) -> Iterator[str]:
+    kind, pattern = m.position_embedding_type, m.no_rope_freq
+    if kind == "learned_absolute" and not m.add_position_embedding:
+        yield "add_position_embedding=False with position_embedding_type=learned_absolute; use none, or rope"
+    if pattern is not None:
+        try:
+            read_pattern(pattern, m.num_layers)
+        except ValueError as error:
+            yield f"no_rope_freq={pattern} {error}"
+    if kind != "yarn":
+        return
+    for name, plain in _NOT_YARN.items():
+        if getattr(m, name) != plain:
+            yield f"{name}={getattr(m, name)} with position_embedding_type=yarn, which does not know it; leave it away"
+    if m.yarn_beta_fast <= m.yarn_beta_slow:
+        yield f"yarn_beta_fast={m.yarn_beta_fast:g} is not above yarn_beta_slow={m.yarn_beta_slow:g}; raise it"
+    if m.rotary_base == 1:
+        yield "rotary_base=1.0 turns all channels alike; use 10000"
 
 
 def _numbers(values: tuple[int, ...]) -> str:
@@ -313,6 +345,9 @@ def _training(t: TrainConfig, seq_length: int) -> Iterator[str]:
         yield "recompute_granularity=full needs --recompute-method uniform or block"
     if t.recompute_granularity != "full" and t.recompute_method is not None:
         yield f"recompute_method={t.recompute_method} has no effect; add --recompute-granularity full"
+    for module in t.recompute_modules:
+        if module not in RECOMPUTED and module not in _OF_EXPERTS:
+            yield f"recompute_modules={module} is no part of a dense block; use {', '.join(RECOMPUTED)}"
     if t.rampup_batch_size is not None and len(t.rampup_batch_size) != 3:
         yield f"rampup_batch_size={t.rampup_batch_size} is not three numbers; give START INCREMENT SAMPLES"
     elif t.rampup_batch_size is not None and t.global_batch_size is not None:
@@ -478,12 +513,12 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
 def without_effect(config: Config) -> list[str]:
     """Options that do nothing, or less than expected, beside the others; Megatron-LM takes them in silence, so they are
     no error."""
-    c, d, o, t = config.checkpoint, config.data, config.optim, config.train
-    notes, window = [], config.model.window_size
+    c, d, m, o, t = config.checkpoint, config.data, config.model, config.optim, config.train
+    notes, window = [], m.window_size
     if o.decoupled_min_lr is not None and o.decoupled_lr is None:
         notes.append(f"decoupled_min_lr={o.decoupled_min_lr} has no effect without --decoupled-lr")
-    if config.model.no_weight_decay_cond_type is not None and not config.model.qk_layernorm:
-        notes.append(f"no_weight_decay_cond_type={config.model.no_weight_decay_cond_type} needs --qk-layernorm")
+    if m.no_weight_decay_cond_type is not None and not m.qk_layernorm:
+        notes.append(f"no_weight_decay_cond_type={m.no_weight_decay_cond_type} needs --qk-layernorm")
     if config.parallel.grad_reduce_in_bf16 and not config.precision.bf16:
         notes.append("grad_reduce_in_bf16 has no effect without --bf16")
     if t.step_batch_size_schedule is not None and t.train_iters is not None:
@@ -491,6 +526,17 @@ def without_effect(config: Config) -> list[str]:
             "step_batch_size_schedule with train_iters: an iteration of warm-up and decay counts micro_batch_size x "
             "data parallel samples, as in Megatron-LM; --train-samples and --lr-*-samples say what you mean"
         )
+    if m.num_query_groups is not None and not m.group_query_attention:
+        notes.append(f"num_query_groups={m.num_query_groups} has no effect without --group-query-attention")
+    if m.no_rope_freq is not None and m.position_embedding_type not in ("rope", "yarn"):
+        notes.append(f"no_rope_freq={m.no_rope_freq} has no effect without --position-embedding-type rope")
+    yarn = (f for f in fields(ModelConfig) if f.name.startswith(("yarn_", "mscale", "rotary_scaling_factor")))
+    if m.position_embedding_type != "yarn":
+        given = [f"{f.name}={getattr(m, f.name)}" for f in yarn if getattr(m, f.name) != f.default]
+        notes += [f"{text} has no effect without --position-embedding-type yarn" for text in given]
+    if t.recompute_modules != ("core_attn",) and t.recompute_granularity != "selective":
+        modules = " ".join(t.recompute_modules)
+        notes.append(f"recompute_modules={modules} has no effect without --recompute-granularity selective")
     if window is not None and len(window) == 2 and 0 < config.model.seq_length <= window[0] + 1:
         notes.append(f"window_size={_numbers(window)} has no effect on sequences of {config.model.seq_length} tokens")
     if c.save_interval is not None and c.save is None:

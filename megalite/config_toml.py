@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from megalite.config import SECTIONS, Config, ConfigError, options
+from megalite.config import SECTIONS, Config, ConfigError, gelu_form, options
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -55,11 +55,13 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
 
 
 def differences(config: Config) -> dict[str, dict[str, Any]]:
-    """Section -> option -> value, for what differs from the defaults."""
+    """Section -> option -> value, for what differs from the defaults, and from what `completed` would put in place."""
     result: dict[str, dict[str, Any]] = {}
+    m = config.model
+    plain = gelu_form(add_bias_linear=m.add_bias_linear, bias_gelu_fusion=m.bias_gelu_fusion, openai_gelu=m.openai_gelu)
     for section, f in options():
         value = getattr(getattr(config, section), f.name)
-        if value != f.default:
+        if value != f.default or (f.name == "activation" and value != plain):
             result.setdefault(section, {})[f.name] = value
     return result
 

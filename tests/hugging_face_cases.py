@@ -26,10 +26,28 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 12,
+    "beta_fast": 1.5,
+    "beta_slow": 0.1,
+}
+MAGNITUDES = {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": S}
 # name -> (class of the configuration, its values); the name begins with the model type
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**SHAPE, "num_key_value_heads": 2, "rope_parameters": SCALED}),
+    "llama yarn": (
+        "LlamaConfig",
+        {**SHAPE, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {**YARN, "mscale": 0.8}},
+    ),
+    "llama yarn of both magnitudes": ("LlamaConfig", {**SHAPE, "rope_parameters": {**YARN, **MAGNITUDES}}),
+    "llama linear": (
+        "LlamaConfig",
+        {**SHAPE, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    ),
     "llama tied biases": (
         "LlamaConfig",
         {**SHAPE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},

@@ -25,13 +25,49 @@ Drop = Callable[[str, int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """arXiv:2309.00071: `factor` s, `length` L; alpha is `slow`, beta is `fast`. `rounded`: the two ends of the ramp are
+    whole channels, as in the authors' program. `more` and `less`: m in the quotient of 0.1 m ln s + 1."""
+
+    factor: float
+    length: int
+    fast: float = 32.0
+    slow: float = 1.0
+    rounded: bool = True
+    more: float = 1.0
+    less: float = 0.0
+
+    def speed(self, j: int, R: int, base: float) -> float:
+        ends = [R / 2 * math.log(self.length / (turns * 2 * math.pi), base) for turns in (self.fast, self.slow)]
+        if self.rounded:
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        first, last = max(ends[0], 0), min(ends[1], R - 1)
+        if first == last:
+            last += 0.001
+        kept = 1 - min(max((j - first) / (last - first), 0.0), 1.0)  # gamma of sec. 3.2
+        return base ** (-2 * j / R) * ((1 - kept) / self.factor + kept)
+
+    @property
+    def magnitude(self) -> float:
+        if self.factor <= 1:
+            return 1.0
+        return (0.1 * self.more * math.log(self.factor) + 1) / (0.1 * self.less * math.log(self.factor) + 1)
+
+
+@dataclass(frozen=True)
 class Rotary:
     """arXiv:2104.09864: channel pair j of R = fraction * K turns by position * base^(-2j/R). `factor`: the stretch of
-    Llama 3.1 (arXiv:2407.21783) for a model that was trained on 8192 positions; None: no stretch."""
+    Llama 3.1 (arXiv:2407.21783) for a model that was trained on 8192 positions; None: no stretch. `yarn` takes its
+    place. `interpolation`: of positions (arXiv:2306.15595). `neighbours`: a pair is 2j and 2j + 1, else j and j + R/2.
+    `without`: layers that have no rotary positions."""
 
     base: float = 10000.0
     fraction: float = 1.0
     factor: float | None = None
+    yarn: Yarn | None = None
+    interpolation: float = 1.0
+    neighbours: bool = False
+    without: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,9 +185,13 @@ def rotate(x_BSHK: Tensor, positions_BS: Tensor, rotary: Rotary) -> Tensor:
             turns = 8192 * speed / (2 * math.pi)  # within the context of the first training; 4 and more: kept
             kept = min(max((turns - 1) / (4 - 1), 0.0), 1.0)
             speed *= kept + (1 - kept) / rotary.factor
-        speeds.append(speed)
-    angles = positions_BS[..., None].double() * torch.tensor(speeds, dtype=torch.float64)
-    turned = torch.complex(x_BSHK[..., : R // 2], x_BSHK[..., R // 2 : R]) * torch.exp(1j * angles)[:, :, None]
+        speeds.append(speed if rotary.yarn is None else rotary.yarn.speed(j, R, rotary.base))
+    angles = positions_BS[..., None].double() / rotary.interpolation * torch.tensor(speeds, dtype=torch.float64)
+    turn = torch.exp(1j * angles)[:, :, None] * (1 if rotary.yarn is None else rotary.yarn.magnitude)
+    if rotary.neighbours:
+        turned = torch.complex(x_BSHK[..., 0:R:2], x_BSHK[..., 1:R:2]) * turn
+        return torch.cat([torch.view_as_real(turned).flatten(-2), x_BSHK[..., R:]], -1)
+    turned = torch.complex(x_BSHK[..., : R // 2], x_BSHK[..., R // 2 : R]) * turn
     return torch.cat([turned.real, turned.imag, x_BSHK[..., R:]], -1)
 
 
@@ -165,7 +205,9 @@ def activate(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
         return gate * torch.sigmoid(gate) * value
     if m.activation == "squared_relu":  # arXiv:2109.08668
         return torch.where(u > 0, u * u, torch.zeros_like(u))
-    # arXiv:1606.08415, the form with tanh
+    if m.activation == "gelu_erf":  # arXiv:1606.08415: x times the normal distribution's
+        return u * torch.special.ndtr(u)
+    # and its form with tanh
     return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
 
 
@@ -180,7 +222,7 @@ def attend(
     q, k, v = (t.unflatten(-1, (-1, m.head_size)) for t in (q, k, v))
     if m.qk_norm:
         q, k = normalise(w, f"{name}.q_norm", q, m), normalise(w, f"{name}.k_norm", k, m)
-    if m.rotary is not None:
+    if m.rotary is not None and layer not in m.rotary.without:
         q, k = rotate(q, positions_BS, m.rotary), rotate(k, positions_BS, m.rotary)
     group_of = [h * m.groups // m.heads for h in range(m.heads)]  # consecutive heads share a group
     scores_BHST = torch.einsum("bshk,bthk->bhst", q, k[:, :, group_of]) / math.sqrt(m.head_size)

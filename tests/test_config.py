@@ -27,7 +27,6 @@ BAD: list[tuple[str, str]] = [
     ("--tensor-model-parallel-size 3", "use 1, 2 or 4"),
     ("--tensor-model-parallel-size 0", "tensor_model_parallel_size=0"),
     ("--group-query-attention --num-query-groups 3", "num_query_groups=3 does not divide"),
-    ("--num-query-groups 2", "add --group-query-attention"),
     ("--ffn-hidden-size 129 --tensor-model-parallel-size 2", "ffn_hidden_size=129"),
     ("--seq-length 31 --tensor-model-parallel-size 2", "seq_length=31"),
     ("--max-position-embeddings 16", "max_position_embeddings=16 is below"),
@@ -37,6 +36,27 @@ BAD: list[tuple[str, str]] = [
     ("--rotary-percent 0", "rotary_percent=0.0"),
     ("--rotary-percent 1.5", "rotary_percent=1.5"),
     ("--position-embedding-type rope --rotary-percent 0.2", "odd number"),
+    ("--no-position-embedding", "position_embedding_type=learned_absolute; use none, or rope"),
+    ("--position-embedding-type mrope", "position_embedding_type='mrope' is not one of"),
+    ("--position-embedding-type relative", "position_embedding_type='relative' is not one of"),
+    ("--position-embedding-type rope --no-rope-freq 0", "no_rope_freq=0 is below 1"),
+    ("--position-embedding-type rope --no-rope-freq [1,0]", "no_rope_freq=[1,0] has 2 numbers for 4 layers"),
+    ("--position-embedding-type yarn --kv-channels 15", "odd number"),
+    ("--position-embedding-type yarn --rotary-percent 0.5", "rotary_percent=0.5 with position_embedding_type=yarn"),
+    (
+        "--position-embedding-type yarn --rotary-interleaved",
+        "rotary_interleaved=True with position_embedding_type=yarn",
+    ),
+    ("--position-embedding-type yarn --use-rope-scaling", "use_rope_scaling=True with position_embedding_type=yarn"),
+    (
+        "--position-embedding-type yarn --rotary-seq-len-interpolation-factor 2",
+        "rotary_seq_len_interpolation_factor=2.0 with position_embedding_type=yarn",
+    ),
+    ("--position-embedding-type yarn --yarn-beta-slow 40", "yarn_beta_fast=32 is not above yarn_beta_slow=40"),
+    ("--position-embedding-type yarn --rotary-base 1", "rotary_base=1.0 turns all channels alike"),
+    ("--rotary-seq-len-interpolation-factor 0", "rotary_seq_len_interpolation_factor=0"),
+    ("--recompute-activations --recompute-modules moe_act", "recompute_modules=moe_act is no part of a dense block"),
+    ("--recompute-activations --recompute-modules mlp mla_up_proj", "use core_attn, layernorm, mlp"),
     ("--context-parallel-size 2", "context_parallel_size=2"),
     ("--pipeline-model-parallel-size 8", "is above num_layers=4"),
     ("--num-virtual-stages-per-pipeline-rank 2", "virtual pipeline stages need"),
@@ -194,6 +214,71 @@ def test_a_save_without_an_interval_is_told_to_be_only_at_the_end() -> None:
     _, notes = cli.read([*GOOD.split(), "--save", "x"], PRESETS)
     assert notes == ["save=x without --save-interval saves only when the run ends or stops; a crash loses all"]
     assert cli.read([*GOOD.split(), "--save", "x", "--save-interval-mins", "9"], PRESETS)[1] == []
+
+
+NO_EFFECT = {
+    "--num-query-groups 2": ["num_query_groups=2 has no effect without --group-query-attention"],
+    "--no-rope-freq 2": ["no_rope_freq=2 has no effect without --position-embedding-type rope"],
+    "--position-embedding-type rope --mscale 0.7 --yarn-beta-fast 8": [
+        "yarn_beta_fast=8.0 has no effect without --position-embedding-type yarn",
+        "mscale=0.7 has no effect without --position-embedding-type yarn",
+    ],
+    "--recompute-modules mlp": ["recompute_modules=mlp has no effect without --recompute-granularity selective"],
+    "--recompute-activations --recompute-modules moe shared_experts mlp": [],  # of experts that a dense model has not
+    # values that mean nothing out of the ordinary
+    "--mscale 1.0 --mscale-all-dim 0 --rotary-scaling-factor 1.0 --rotary-seq-len-interpolation-factor 1": [],
+    "--position-embedding-type rope --no-position-embedding": [],
+    "--position-embedding-type none --no-position-embedding": [],
+}
+
+
+@pytest.mark.parametrize("flags", NO_EFFECT)
+def test_what_megatron_takes_in_silence_is_a_note(flags: str) -> None:
+    assert cli.read([*GOOD.split(), *flags.split()], PRESETS)[1] == NO_EFFECT[flags]
+
+
+# what a line leaves open -> what Megatron-LM makes of it
+MEANS: dict[str, dict[str, object]] = {
+    "": {"activation": "gelu"},
+    "--disable-bias-linear": {"activation": "gelu_erf"},
+    "--no-bias-gelu-fusion": {"activation": "gelu_erf"},
+    "--add-qkv-bias --disable-bias-linear": {"activation": "gelu_erf"},
+    "--no-bias-gelu-fusion --openai-gelu": {"activation": "gelu"},
+    "--swiglu --disable-bias-linear": {"activation": "swiglu"},
+    "--disable-bias-linear --openai-gelu --swiglu --no-bias-gelu-fusion": {"activation": "swiglu"},
+    "--squared-relu --disable-bias-linear": {"activation": "squared_relu"},
+    "--activation gelu --disable-bias-linear": {"activation": "gelu"},
+    "--activation gelu_erf": {"activation": "gelu_erf"},
+    "--preset gpt2 --disable-bias-linear": {"activation": "gelu_erf"},
+    "--preset tiny": {"activation": "swiglu", "groups": 4},
+    "--preset tiny --num-query-groups 2": {"groups": 2},
+    "--group-query-attention": {"groups": 1},
+    "--group-query-attention --num-query-groups 2": {"groups": 2},
+    "--num-query-groups 2": {"groups": 4},
+    "--use-rotary-position-embeddings --no-position-embedding": {"rotary": (True,) * 4},
+    "--no-position-embedding --position-embedding-type rope": {"rotary": (True,) * 4},
+    "--position-embedding-type rope --no-rope-freq 2": {"rotary": (True, False) * 2},
+    "--position-embedding-type rope --no-rope-freq ([0]*3+[1]*1)*1": {"rotary": (True, True, True, False)},
+    "--position-embedding-type none --no-rope-freq 2": {"rotary": (False,) * 4},
+}
+
+
+@pytest.mark.parametrize("flags", MEANS)
+def test_what_a_line_leaves_open_is_what_megatron_makes_of_it(flags: str, tmp_path: Path) -> None:
+    """And the run's own TOML file says it again."""
+    config, _ = cli.read([*GOOD.split(), *flags.split()], PRESETS)
+    assert {name: getattr(config.model, name) for name in MEANS[flags]} == MEANS[flags]
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(config))
+    assert cli.read(["--config", str(path)], PRESETS)[0] == config
+    assert build(parse_toml(to_toml(config), "x")) == config
+
+
+def test_what_an_older_checkpoint_stores_keeps_its_meaning() -> None:
+    """Before `completed`, gelu was the tanh form and there were as many groups as heads, unless it said otherwise."""
+    stored = "num_layers = 1\nhidden_size = 64\nnum_attention_heads = 4\nadd_bias_linear = false\n"
+    model = build(parse_toml(stored + "group_query_attention = true", "x")).model
+    assert (model.activation, model.groups) == ("gelu", 4)
 
 
 def test_all_problems_come_at_once_and_before_torch() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import collections
 import os
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.autograd.graph import saved_tensors_hooks
 
 from megalite import cli
 from megalite.kernels.attention import forced
 from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch
+from megalite.nn import recompute
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
@@ -145,8 +149,16 @@ def _saved_per_layer(flags: str, s: int, b: int) -> float:
                 kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
+        class Inner(saved_tensors_hooks):  # of hooks inside hooks autograd calls the inner ones alone
+            def __init__(self, keep: Callable[[Any], Any], restore: Callable[[Any], Any]):
+                def keep_and_count(t: torch.Tensor) -> Any:
+                    left = keep(t)
+                    return left if left is None else pack(left)
+
+                super().__init__(keep_and_count, restore)
+
         tokens = torch.zeros(s, b, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with mock.patch.object(recompute, "saved_tensors_hooks", Inner), saved_tensors_hooks(pack, lambda t: t):
             loss = stage(None, Batch(tokens, tokens, None, torch.arange(b), 1))
         loss.backward()
         return sum(kept.values())
@@ -168,6 +180,23 @@ def test_saved_activations_per_layer(style: str, recompute: str) -> None:
     per_layer = _saved_per_layer(flags, s, b)
     bound = {"none": 34, "selective": 34, "full": 2.1}[recompute]
     assert 0 < per_layer <= bound * s * b * h, per_layer / (s * b * h)
+
+
+@pytest.mark.parametrize("style,width", [(GPT, 4 * 128), (LLAMA, 2 * 340)], ids=["gpt", "llama"])
+def test_what_a_part_that_is_recomputed_does_not_save(style: str, width: int) -> None:
+    """bf16: two outputs of norms; what goes into the activation, `width` wide; of a norm that is recomputed with the
+    feed-forward block also its statistics, 4 bytes per token: torch's mean and deviation in bf16, or ours in fp32."""
+    s, b, h = 64, 2, 128
+    flags = f"""--hidden-size {h} --num-attention-heads 2 --seq-length {s} --max-position-embeddings {s} --bf16
+     --attention-dropout 0 --hidden-dropout 0 {style}"""
+    all_of_it = _saved_per_layer(flags, s, b)
+    for modules, fewer in (
+        ("layernorm", 2 * (2 * s * b * h)),
+        ("mlp", 2 * s * b * width),
+        ("layernorm mlp", 2 * (2 * s * b * h) + 2 * s * b * width + 4 * s * b),
+    ):
+        more = f" --recompute-granularity selective --recompute-modules {modules}"
+        assert all_of_it - _saved_per_layer(flags + more, s, b) == fewer, modules
 
 
 @pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])

@@ -36,6 +36,9 @@ LLAMA = """--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMS
  --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
  --ffn-hidden-size 48"""
 QWEN = LLAMA.replace("--num-query-groups 2", "--num-query-groups 1") + " --add-qkv-bias --qk-layernorm"
+BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # generated data has ends of documents too
+YARN = LLAMA.replace("type rope", "type yarn") + " --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8"
+PAIRS = LLAMA + BORDERS + " --rotary-interleaved --rotary-percent 0.5 --no-rope-freq [0,1,0,0]"
 NEOX = (
     GPT
     + """ --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual
@@ -76,6 +79,7 @@ def row(name: str, world: int, model: str, *, tp: int = 1, pp: int = 1, vpp: int
 
 NOZERO = "--no-use-distributed-optimizer"
 FULL = "--recompute-granularity full --recompute-method"
+PARTS = "--recompute-granularity selective --recompute-modules "
 ROWS = [
     row("gpt tp2", 2, GPT, tp=2),
     row("gpt pp2 tied", 2, GPT, pp=2),
@@ -91,6 +95,14 @@ ROWS = [
     row("gpt dropout pp2 dp2 vpp2", 4, DROP, pp=2, vpp=2),
     row("gpt dropout tp2 recompute full", 2, DROP, tp=2, extra=f"{FULL} uniform --recompute-num-layers 2"),
     row("gpt selective recompute", 1, GPT, extra="--recompute-granularity selective"),
+    row("gpt core recompute tp2", 2, DROP, tp=2, extra=PARTS + "core_attn"),
+    row("gpt norms recompute pp2 vpp2", 2, DROP, pp=2, vpp=2, extra=PARTS + "layernorm"),
+    row("gpt feed-forward recompute tp2", 2, GPT, tp=2, extra=PARTS + "mlp"),
+    row("neox all parts recompute dp2", 2, NEOX, extra=PARTS + "core_attn layernorm mlp"),
+    row("llama norms recompute tp2 pp2", 4, LLAMA, tp=2, pp=2, extra=PARTS + "layernorm core_attn"),
+    row("qwen norms and feed-forward recompute tp2 dp2", 4, QWEN, tp=2, extra=PARTS + "layernorm mlp"),
+    row("yarn tp2 pp2", 4, YARN, tp=2, pp=2),
+    row("interleaved, some layers without, tp2 pp2 vpp2", 4, PAIRS, tp=2, pp=2, vpp=2),
     row("gpt sgd tp2 dp2", 4, GPT, tp=2, extra="--optimizer sgd"),
     row("llama tp2", 2, LLAMA, tp=2),
     row("llama tp4 groups 2 replicated", 4, LLAMA, tp=4, extra="--global-batch-size 4"),

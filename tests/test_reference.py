@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import reference_model as reference
 import torch
-from reference_model import Documents, Model, Rotary, Trained, Training, Weights, is_matrix
+from reference_model import Documents, Model, Rotary, Trained, Training, Weights, Yarn, is_matrix
 from torch import Tensor
 
 from megalite import cli
@@ -55,6 +55,9 @@ LLAMA = replace(
 )
 QWEN_FLAGS = f"{LLAMA_FLAGS} --add-qkv-bias --qk-layernorm"
 QWEN = replace(LLAMA, bias="qkv", qk_norm=True)
+YARN_FLAGS = f"""{LLAMA_FLAGS.replace("type rope", "type yarn")} --rotary-base 100 --rotary-scaling-factor 4
+ --yarn-original-max-position-embeddings 10 --yarn-beta-fast 1 --yarn-beta-slow 0.08"""
+YARN = Yarn(factor=4.0, length=10, fast=1.0, slow=0.08)
 BORDERS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 PLAIN = Training(rates=(LR,) * STEPS, eps=1e-3)
 
@@ -97,7 +100,7 @@ ROWS = [
     Row("gpt swiglu with biases", "--swiglu --ffn-hidden-size 24", replace(GPT, activation="swiglu", ffn=24)),
     Row(
         "gpt no positions RMSNorm",
-        "--no-position-embedding --normalization RMSNorm",
+        "--position-embedding-type none --normalization RMSNorm",
         replace(GPT, learned_positions=False, norm="RMSNorm"),
     ),
     Row("gpt q/k norm", "--qk-layernorm", replace(GPT, qk_norm=True)),
@@ -114,6 +117,34 @@ ROWS = [
         "rotary scaling by 32",
         f"{LLAMA_FLAGS} --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32",
         replace(LLAMA, rotary=Rotary(500000.0, factor=32.0)),
+    ),
+    Row("no bias: exact gelu", "--disable-bias-linear", replace(GPT, bias="none", activation="gelu_erf")),
+    Row("no fusion: exact gelu", "--no-bias-gelu-fusion", replace(GPT, activation="gelu_erf")),
+    Row("openai gelu", "--disable-bias-linear --openai-gelu", replace(GPT, bias="none")),
+    Row("named gelu", "--disable-bias-linear --activation gelu", replace(GPT, bias="none")),
+    Row(
+        "interpolated positions",
+        f"{LLAMA_FLAGS} --rotary-seq-len-interpolation-factor 4",
+        replace(LLAMA, rotary=Rotary(interpolation=4.0)),
+    ),
+    Row(
+        "interleaved",
+        f"{LLAMA_FLAGS} --rotary-interleaved --rotary-percent 0.5",
+        replace(LLAMA, rotary=Rotary(fraction=0.5, neighbours=True)),
+    ),
+    Row("every second layer without", f"{LLAMA_FLAGS} --no-rope-freq 2", replace(LLAMA, rotary=Rotary(without=(1,)))),
+    Row("the first layer without", f"{LLAMA_FLAGS} --no-rope-freq [1,0]", replace(LLAMA, rotary=Rotary(without=(0,)))),
+    # channels make 1.6, 0.5, 0.16 and 0.05 turns in 10 tokens: kept, between, between and stretched; ends 0.4 and 2.6
+    Row(
+        "yarn",
+        f"{YARN_FLAGS} --no-yarn-correction-range-round-to-int",
+        replace(LLAMA, rotary=Rotary(100.0, yarn=replace(YARN, rounded=False))),
+    ),
+    Row("yarn, whole channels", YARN_FLAGS, replace(LLAMA, rotary=Rotary(100.0, yarn=YARN))),
+    Row(
+        "yarn with both magnitudes",
+        f"{YARN_FLAGS} --mscale 0.7 --mscale-all-dim 0.4",
+        replace(LLAMA, rotary=Rotary(100.0, yarn=replace(YARN, more=0.7, less=0.4))),
     ),
     Row("norm weights less one", "--apply-layernorm-1p --qk-layernorm", replace(GPT, one_plus=True, qk_norm=True)),
     Row("RMSNorm weights less one", f"{QWEN_FLAGS} --apply-layernorm-1p", replace(QWEN, one_plus=True)),
@@ -281,6 +312,18 @@ OTHERWISE: list[tuple[str, str, Any]] = [
     ("llama", "model.rotary", None),
     *[("qwen", "model.qk_norm", False), ("qwen", "model.bias", "none"), ("gpt q/k norm", "model.qk_norm", False)],
     ("gpt squared relu untied", "model.activation", "gelu"),
+    ("no bias: exact gelu", "model.activation", "gelu"),
+    ("no fusion: exact gelu", "model.activation", "gelu"),
+    ("openai gelu", "model.activation", "gelu_erf"),
+    ("named gelu", "model.activation", "gelu_erf"),
+    ("interpolated positions", "model.rotary.interpolation", 1.0),
+    ("interleaved", "model.rotary.neighbours", False),
+    ("every second layer without", "model.rotary.without", ()),
+    ("the first layer without", "model.rotary.without", (1,)),
+    *[("yarn", f"model.rotary.yarn.{name}", value) for name, value in (("factor", 2.0), ("length", 20), ("slow", 0.2))],
+    *[("yarn", "model.rotary.yarn.fast", 1.5), ("yarn, whole channels", "model.rotary.yarn.rounded", False)],
+    ("yarn with both magnitudes", "model.rotary.yarn.more", 1.0),
+    ("yarn with both magnitudes", "model.rotary.yarn.less", 0.0),
     ("rotary base", "model.rotary", Rotary()),
     ("rotary percent", "model.rotary", Rotary()),
     ("rotary scaling", "model.rotary", Rotary(500000.0)),
@@ -312,11 +355,10 @@ OTHERWISE: list[tuple[str, str, Any]] = [
 ]
 
 
-def otherwise(row: Row, fact: str, value: Any) -> Row:
-    part, _, name = fact.partition(".")
-    if not name:
-        return replace(row, **{part: value})
-    return replace(row, **{part: replace(getattr(row, part), **{name: value})})
+def otherwise(of: Any, fact: str, value: Any) -> Any:
+    """A row, or a part of it, with another value at a path like model.rotary.base."""
+    name, _, rest = fact.partition(".")
+    return replace(of, **{name: otherwise(getattr(of, name), rest, value) if rest else value})
 
 
 @pytest.mark.parametrize("name,fact,value", OTHERWISE, ids=str)

@@ -40,7 +40,7 @@ def layer_bytes(config: Config, size: int) -> int:
     assert m.hidden_size and m.num_attention_heads
     D, q, kv = m.hidden_size, m.num_attention_heads * m.head_size, m.groups * m.head_size
     up = m.ffn_size * (2 if m.activation == "swiglu" else 1)
-    keys = 3 * kv if m.position_embedding_type == "rope" or m.qk_layernorm else 2 * kv
+    keys = 3 * kv if any(m.rotary) or m.qk_layernorm else 2 * kv
     stats = 2 * (1 if m.normalization == "RMSNorm" else 2) + m.num_attention_heads
     return (4 * D + 2 * q + keys + up) * size + stats * STAT_BYTES
 

@@ -14,12 +14,26 @@ from megalite.checkpoint.hugging_face_forms import FORMS, LLAMA_LIKE, TRAINING
 from megalite.checkpoint.hugging_face_windows import read_window, window_misfits, write_window
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.config import ModelConfig
-from megalite.kernels.rope import RopeScaling
+from megalite.kernels.rope import RopeScaling, Yarn
+from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]
 _LLAMA3: Mapping[str, Any] = MappingProxyType(
     {"low_freq_factor": "low_factor", "high_freq_factor": "high_factor"}
     | {"original_max_position_embeddings": "original_length"}
+)
+
+# key of rope_scaling -> (option, value where the key is missing; None: it must be there)
+_YARN: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "factor": ("rotary_scaling_factor", None),
+        "original_max_position_embeddings": ("yarn_original_max_position_embeddings", None),
+        "beta_fast": ("yarn_beta_fast", 32.0),
+        "beta_slow": ("yarn_beta_slow", 1.0),
+        "truncate": ("yarn_correction_range_round_to_int", True),
+        "mscale": ("mscale", 1.0),
+        "mscale_all_dim": ("mscale_all_dim", 0.0),
+    }
 )
 
 
@@ -97,12 +111,38 @@ def _read_rope(config: Json, options: Json, family: str) -> list[str]:
         return [f"partial_rotary_factor={part!r} is not 1"]
     if kind == "default":
         return []
-    if kind != "llama3" or family == "gpt_neox":
-        return [f"rope scaling of type {kind!r} is not default" + (" or llama3" if family != "gpt_neox" else "")]
+    if family == "gpt_neox" or kind not in ("linear", "llama3", "yarn"):
+        others = "" if family == "gpt_neox" else ", linear, llama3 or yarn"
+        return [f"rope scaling of type {kind!r} is not default{others}"]
+    if kind == "linear":
+        options["rotary_seq_len_interpolation_factor"] = rope.get("factor")
+        return []
+    if kind == "yarn":
+        return _read_yarn({"original_max_position_embeddings": config.get("max_position_embeddings"), **rope}, options)
     options |= {"use_rope_scaling": True, "rope_scaling_factor": rope.get("factor")}
     known = RopeScaling()
     pairs = [(key, rope.get(key), getattr(known, name)) for key, name in _LLAMA3.items()]
     return [f"rope scaling with {key}={value!r} is not {want}" for key, value, want in pairs if value != want]
+
+
+def _read_yarn(rope: Json, options: Json) -> list[str]:
+    """There, without attention_factor, mscale counts only beside mscale_all_dim."""
+    options["position_embedding_type"] = "yarn"
+    for key, (option, default) in _YARN.items():
+        value = rope.get(key)
+        options[option] = default if value is None else value
+    missing = [f"rope scaling without {key}" for key, (option, _) in _YARN.items() if options[option] is None]
+    magnitude = rope.get("attention_factor")
+    if magnitude is None and not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        options |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    if missing or magnitude is None:
+        return missing
+    try:
+        own = Yarn(options["rotary_scaling_factor"], mscale=options["mscale"], mscale_all_dim=options["mscale_all_dim"])
+        same = abs(magnitude - own.magnitude) <= 1e-6
+    except TypeError:
+        return [f"rope scaling with {rope!r} is not numbers"]
+    return [] if same else [f"rope scaling with attention_factor={magnitude!r} is not {own.magnitude:.6g}"]
 
 
 def _read_positions(options: Json, seq_length: int | None) -> list[str]:
@@ -116,11 +156,14 @@ def _read_positions(options: Json, seq_length: int | None) -> list[str]:
 def misfits(model: ModelConfig, family: str) -> list[str]:
     """Why `family` cannot express `model`; empty where it can."""
     form = FORMS[family]
-    implied = {"add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}  # all biases are those too
+    implied: Json = {"add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}  # all biases are those too
+    if family in LLAMA_LIKE and model.position_embedding_type == "yarn":
+        implied["position_embedding_type"] = "rope"
     have = {option: implied.get(option, getattr(model, option)) for option in form.fixed if option not in TRAINING}
     lines = [
         f"{option}={value} is not {form.fixed[option]}" for option, value in have.items() if value != form.fixed[option]
     ]
+    lines += _rotary_misfits(model, family)
     if model.activation not in form.activations.values():
         lines.append(f"activation={model.activation} is not {' or '.join(sorted(set(form.activations.values())))}")
     usual_heads = model.head_size * model.num_attention_heads == model.hidden_size
@@ -131,6 +174,20 @@ def misfits(model: ModelConfig, family: str) -> list[str]:
     if family == "llama" and model.hidden_size % model.num_attention_heads:
         lines.append(f"hidden_size={model.hidden_size} is not a multiple of {model.num_attention_heads} heads")
     return lines + window_misfits(model, family)
+
+
+def _rotary_misfits(model: ModelConfig, family: str) -> list[str]:
+    if model.position_embedding_type not in ("rope", "yarn"):
+        return []
+    lines = []
+    if not all(model.rotary):
+        lines.append(f"no_rope_freq={model.no_rope_freq}: every layer has rotary positions there")
+    if model.rotary_interleaved:
+        lines.append("rotary_interleaved=True: a pair is channels i and i + half there")
+    stretched = model.rotary_seq_len_interpolation_factor
+    if stretched != 1 and (family not in LLAMA_LIKE or model.use_rope_scaling):
+        lines.append(f"rotary_seq_len_interpolation_factor={stretched:g} has no key there")
+    return lines
 
 
 def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> str:
@@ -169,6 +226,13 @@ def write_config(model: ModelConfig, family: str, vocab_size: int, dtype: str, t
 
 
 def _write_scaling(model: ModelConfig) -> Json | None:
+    if model.position_embedding_type == "yarn":
+        values = {key: getattr(model, option) for key, (option, _) in _YARN.items()}
+        scaling = rope_scaling(model)
+        assert isinstance(scaling, Yarn)
+        return {"rope_type": "yarn", **values, "attention_factor": scaling.magnitude}
+    if model.rotary_seq_len_interpolation_factor != 1:
+        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
     if not model.use_rope_scaling:
         return None
     known = RopeScaling()

@@ -1,7 +1,7 @@
 """Megatron-LM's `args`, as a checkpoint of it holds them, <-> options of the model.
 
-The names are the same, with few exceptions: the activation is several flags there, and gelu is the tanh form where it
-is fused with the bias (the default) or `openai_gelu` is set. Names and meanings as in Megatron-LM at d98e8a64.
+The names are the same, with few exceptions: the activation is several flags there. Names and meanings as in Megatron-LM
+at d98e8a64.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.checkpoint.manifest import CheckpointError
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, gelu_form
 from megalite.pattern import read_pattern, write_pattern
 
 # option -> its value where a checkpoint, being older than the flag, has no such argument; ...: it must have it
@@ -30,20 +30,27 @@ _SAME: Mapping[str, Any] = {
     "add_qkv_bias": False,
     "position_embedding_type": "learned_absolute",
     "rotary_percent": 1.0,
+    "rotary_interleaved": False,
     "use_rope_scaling": False,
     "rope_scaling_factor": 8.0,
+    "rotary_scaling_factor": 1.0,
+    "yarn_original_max_position_embeddings": None,
+    "yarn_beta_fast": None,
+    "yarn_beta_slow": None,
+    "yarn_correction_range_round_to_int": None,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
     "untie_embeddings_and_output_weights": False,
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
     "init_method_std": 0.02,
+    "embedding_init_method_std": None,
     "qk_layernorm": False,
 }
 # argument -> values that mean nothing out of the ordinary
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
-    "rotary_interleaved": (None, False),
-    "rotary_seq_len_interpolation_factor": (None, 1),
     "mtp_num_layers": (None, 0),
     "context_parallel_size": (None, 1),
     "apply_residual_connection_post_layernorm": (None, False),
@@ -69,10 +76,11 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
         options["num_query_groups"] = getattr(args, "num_query_groups", None)
     options["norm_epsilon"] = getattr(args, "norm_epsilon", getattr(args, "layernorm_epsilon", 1e-5))
     options["rotary_base"] = float(getattr(args, "rotary_base", 10000.0))
+    options["rotary_seq_len_interpolation_factor"] = float(_given(args, "rotary_seq_len_interpolation_factor", 1.0))
     options["activation"] = _activation(args)
-    window, wrong = _read_window(args)
-    options |= window
-    problems += wrong
+    for more, wrong in (_read_window(args), _read_layers_without_rope(args)):
+        options |= more
+        problems += wrong
     for name, usual in _ONLY.items():
         if getattr(args, name, None) not in usual:
             problems.append(f"{name}={getattr(args, name)!r}")
@@ -96,24 +104,43 @@ def _read_window(args: Namespace) -> tuple[dict[str, Any], list[str]]:
         return window, []
     if type(pattern) is int and pattern > 0:
         return (window | {"window_attn_skip_freq": str(pattern)} if pattern > 1 else {}), []
-    if (
-        not isinstance(pattern, (list, tuple))
-        or len(pattern) != getattr(args, "num_layers", None)
-        or not set(pattern) <= {0, 1}
-    ):
+    bits = _bits(args, pattern)
+    if bits is None:
         return {}, [f"window_attn_skip_freq={pattern!r}"]
-    bits = [bool(bit) for bit in pattern]
     if all(bits):
         return window, []
     return (window | {"window_attn_skip_freq": write_pattern(bits)} if any(bits) else {}), []
+
+
+def _read_layers_without_rope(args: Namespace) -> tuple[dict[str, Any], list[str]]:
+    pattern = getattr(args, "no_rope_freq", None)
+    if pattern is None or pattern == 0 or (type(pattern) is int and pattern > 0):
+        return ({"no_rope_freq": str(pattern)} if pattern else {}), []
+    bits = _bits(args, pattern)
+    if bits is None:
+        return {}, [f"no_rope_freq={pattern!r}"]
+    return ({"no_rope_freq": f"[{','.join(str(int(bit)) for bit in bits)}]"} if any(bits) else {}), []
+
+
+def _bits(args: Namespace, pattern: Any) -> list[bool] | None:
+    """A list of 0 and 1, one per layer; None: it is none."""
+    layers = getattr(args, "num_layers", None)
+    if not isinstance(pattern, (list, tuple)) or len(pattern) != layers or not set(pattern) <= {0, 1}:
+        return None
+    return [bool(bit) for bit in pattern]
+
+
+def _given(args: Namespace, name: str, default: Any) -> Any:
+    value = getattr(args, name, None)
+    return default if value is None else value
 
 
 def _activation(args: Namespace) -> str:
     for name in ("swiglu", "squared_relu"):
         if getattr(args, name, False):
             return name
-    tanh = getattr(args, "openai_gelu", False) or getattr(args, "bias_gelu_fusion", True)
-    return "gelu" if tanh else "gelu_erf"
+    flags = {"add_bias_linear": True, "bias_gelu_fusion": True, "openai_gelu": False}
+    return gelu_form(**{name: _given(args, name, default) for name, default in flags.items()})
 
 
 def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, dtype: str) -> Namespace:
@@ -123,11 +150,16 @@ def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, 
     if model.apply_layernorm_1p and model.qk_layernorm:
         raise CheckpointError("apply_layernorm_1p with qk_layernorm means another thing in Megatron-LM")
     values = {name: getattr(model, name) for name in _SAME}
+    if model.position_embedding_type != "yarn":
+        values |= {name: None for name in _SAME if name.startswith("yarn_")}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size, "num_query_groups": model.groups}
     values |= {"norm_epsilon": model.norm_epsilon, "rotary_base": int(model.rotary_base)}
     values |= {"max_position_embeddings": model.positions, "add_position_embedding": True}
     values |= {name: model.activation == name for name in ("swiglu", "squared_relu")}
-    values |= {"window_size": model.window_size, "window_attn_skip_freq": _pattern(model)}
+    values |= {"window_size": model.window_size}
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        values[name] = _pattern(getattr(model, name), model.num_layers)
+    values["rotary_seq_len_interpolation_factor"] = _factor(model.rotary_seq_len_interpolation_factor)
     values |= {"openai_gelu": False, "bias_gelu_fusion": model.activation == "gelu" and model.add_bias_linear}
     if model.activation == "gelu" and not model.add_bias_linear:
         values["openai_gelu"] = True
@@ -142,8 +174,12 @@ def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, 
     return Namespace(**values)
 
 
-def _pattern(model: ModelConfig) -> int | list[int] | None:
-    text = model.window_attn_skip_freq
+def _pattern(text: str | None, layers: int) -> int | list[int] | None:
     if text is None or text.strip().isdigit():
         return None if text is None else int(text)
-    return [int(bit) for bit in read_pattern(text, model.num_layers)]
+    return [int(bit) for bit in read_pattern(text, layers)]
+
+
+def _factor(value: float) -> int | float | None:
+    """A whole number is one there; 1 is not written."""
+    return None if value == 1 else int(value) if value == int(value) else value

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.blocked_attention import Drop, blocked_attention
+from megalite.kernels.blocked_attention import Drop, blocked_attention, in_range
 from megalite.kernels.blocked_attention import supports as blocked_supports
 from megalite.kernels.dispatch import KernelError, choice, runs_triton, use_triton
 from megalite.kernels.dropout import keep_mask
@@ -62,6 +62,7 @@ def attention_reference(
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     length = torch.arange(q.shape[2], device=q.device)
+    q, k = in_range(q, k)
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     hidden = length[None, :] > length[:, None]
     if window is not None:
@@ -70,13 +71,13 @@ def attention_reference(
         hidden = hidden | (length < documents.first_BS.unsqueeze(-1)).unsqueeze(1)
     scores = scores.masked_fill(hidden, float("-inf"))
     if dropout_p == 0.0:
-        return (scores.softmax(-1).to(q.dtype) @ v).permute(2, 0, 1, 3)
+        return (scores.softmax(-1).to(v.dtype) @ v).permute(2, 0, 1, 3)
     assert dropout_key is not None and sample_ids_B is not None
     heads = torch.arange(head_offset, head_offset + q.shape[1], device=q.device)
     keep = keep_mask(
         dropout_key, dropout_p, sample_ids_B.view(-1, 1, 1, 1), heads.view(-1, 1, 1), length.view(-1, 1), length
     )
-    weights = (scores.softmax(-1) * keep / (1 - dropout_p)).to(q.dtype)
+    weights = (scores.softmax(-1) * keep / (1 - dropout_p)).to(v.dtype)
     return (weights @ v).permute(2, 0, 1, 3)
 
 

@@ -61,6 +61,11 @@ def supports(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
 
 
+def in_range(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In fp32 what is in fp16, for scores may be above its 65504; a CPU multiplies fp16 no faster."""
+    return tuple(x.float() if x.dtype == torch.float16 else x for x in tensors)
+
+
 def _by_group(x_SBHK: Tensor, groups: int) -> Tensor:
     """[B * G, H / G, S, K]"""
     s, b, h, k = x_SBHK.shape
@@ -136,7 +141,8 @@ class _BlockedAttention(Function):
     ) -> Tensor:
         ctx.save_for_backward(q_SBHK, k_SBGK, v_SBGK)
         ctx.given = (q_SBHK.shape[1], scale, window, drop)
-        groups = k_SBGK.shape[2]
+        groups, dtype = k_SBGK.shape[2], q_SBHK.dtype
+        q_SBHK, k_SBGK, v_SBGK = in_range(q_SBHK, k_SBGK, v_SBGK)
         q_NPSK = _by_group(q_SBHK, groups)
         k_NSK, v_NSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
         o_NPSK = torch.empty_like(q_NPSK)
@@ -147,11 +153,12 @@ class _BlockedAttention(Function):
             target, v = o_NPSK[some, :, here], v_NSK[some, keys]
             o = p @ v if drop is None else blocks.scaled(p, v, 1 / blocks.kept)
             target.copy_(o.view(target.shape))
-        return _by_position(o_NPSK, q_SBHK.shape[1])
+        return _by_position(o_NPSK, q_SBHK.shape[1]).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, do_SBHK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_SBHK, k_SBGK, v_SBGK = ctx.saved_tensors
+        dtype = do_SBHK.dtype
+        q_SBHK, k_SBGK, v_SBGK, do_SBHK = in_range(*ctx.saved_tensors, do_SBHK)
         groups, batch = k_SBGK.shape[2], q_SBHK.shape[1]
         q_NPSK, do_NPSK = _by_group(q_SBHK, groups), _by_group(do_SBHK, groups)
         k_NSK, v_NSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
@@ -173,8 +180,8 @@ class _BlockedAttention(Function):
             dk_NSK[some, keys].add_(blocks.scaled(ds.mT, q, scale))
         if blocks.drop is not None:
             dv_NSK.div_(blocks.kept)
-        dk, dv = (_by_position(x.to(p.dtype).unsqueeze(1), batch) for x in (dk_NSK, dv_NSK))
-        return _by_position(dq_NPSK, batch), dk, dv, None, None, None
+        grads = (dq_NPSK, dk_NSK.unsqueeze(1), dv_NSK.unsqueeze(1))
+        return *(_by_position(x.to(dtype), batch) for x in grads), None, None, None
 
 
 def blocked_attention(

@@ -4,7 +4,8 @@
 
 Partial rotary turns the first R channels. Llama-3 scaling stretches wavelengths beyond
 original_length / low_factor by `factor`, leaves those below original_length / high_factor, and blends between
-(arXiv:2407.21783, sec. 3.2; the released model's constants).
+(arXiv:2407.21783, sec. 3.2; the released model's constants); `Yarn` is another such rule. Tables may be longer than 1:
+YaRN's magnitude is in them, and backward of a scaled rotation is the opposite one, as long.
 
 Arithmetic in the dtype of the tables. Bytes for N elements of e bytes, forward and backward each: 2 N e and the tables.
 """
@@ -39,28 +40,78 @@ class RopeScaling:
     original_length: int = 8192
 
 
+@dataclass(frozen=True)
+class Yarn:
+    """arXiv:2309.00071, sec. 3.2 to 3.4. A channel that makes more than `beta_fast` turns in `original_length` tokens
+    keeps its wavelength, one with fewer than `beta_slow` is stretched by `factor`, and between them the share is linear
+    in the channel's number, of which the ends are rounded outwards with `whole`. Queries and keys grow by
+    (1 + 0.1 mscale log factor) / (1 + 0.1 mscale_all_dim log factor)."""
+
+    factor: float = 1.0
+    original_length: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    whole: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @property
+    def magnitude(self) -> float:
+        log = math.log(max(self.factor, 1.0))
+        return (1 + 0.1 * self.mscale * log) / (1 + 0.1 * self.mscale_all_dim * log)
+
+
+Scaling = RopeScaling | Yarn | None
+
+
+def _stretched(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    wavelength = 2 * math.pi / inverse
+    low = scaling.original_length / scaling.low_factor
+    high = scaling.original_length / scaling.high_factor
+    blend = (scaling.original_length / wavelength - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
+    blended = (1 - blend) * inverse / scaling.factor + blend * inverse
+    return torch.where(wavelength > low, inverse / scaling.factor, torch.where(wavelength < high, inverse, blended))
+
+
+def _yarn(inverse: Tensor, rotary_dim: int, base: float, yarn: Yarn) -> Tensor:
+    def channel(turns: float) -> float:  # which makes so many turns in the original length
+        return rotary_dim * math.log(yarn.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    low, high = channel(yarn.beta_fast), channel(yarn.beta_slow)
+    if yarn.whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    at = torch.arange(len(inverse), dtype=inverse.dtype)
+    ramp = ((at - low) / ((high - low) or 0.001)).clamp(0, 1)
+    return inverse * (1 - ramp + ramp / yarn.factor)
+
+
 def rope_tables(
     seq_length: int,
     rotary_dim: int,
     base: float,
-    scaling: RopeScaling | None = None,
+    scaling: Scaling = None,
     *,
+    interpolation: float = 1.0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [S, rotary_dim / 2]; angles are computed in fp64."""
-    inverse = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-    if scaling is not None:
-        wavelength = 2 * math.pi / inverse
-        low = scaling.original_length / scaling.low_factor
-        high = scaling.original_length / scaling.high_factor
-        blend = (scaling.original_length / wavelength - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
-        blended = (1 - blend) * inverse / scaling.factor + blend * inverse
-        inverse = torch.where(
-            wavelength > low, inverse / scaling.factor, torch.where(wavelength < high, inverse, blended)
-        )
-    angles = torch.outer(torch.arange(seq_length, dtype=torch.float64), inverse)
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    """cos and sin, each [S, rotary_dim / 2]; angles are computed in fp64. `interpolation`: positions are divided by it
+    (arXiv:2306.15595)."""
+    inverse, magnitude = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim), 1.0
+    if isinstance(scaling, RopeScaling):
+        inverse = _stretched(inverse, scaling)
+    elif scaling is not None:
+        inverse, magnitude = _yarn(inverse, rotary_dim, base, scaling), scaling.magnitude
+    angles = torch.outer(torch.arange(seq_length, dtype=torch.float64) / interpolation, inverse)
+    return (angles.cos() * magnitude).to(device, dtype), (angles.sin() * magnitude).to(device, dtype)
+
+
+def pairs_to_halves(x_SBHK: Tensor, rotary_dim: int) -> Tensor:
+    """Channels 2i and 2i + 1 of the first `rotary_dim` to the places i and i + half: what turns as a pair in the
+    interleaved convention does so in that of halves. Scores stay the same where queries and keys both go through."""
+    turned = x_SBHK[..., :rotary_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((turned, x_SBHK[..., rotary_dim:]), -1)
 
 
 def rotate_reference(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.kernels.attention import Documents
 from megalite.kernels.dropout import dropout_add, fold
-from megalite.kernels.rope import RopeScaling, rope_tables
+from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
 from megalite.nn.attention import Attention, Coordinates
 from megalite.nn.cache import KeyValueCache
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, vocabulary_spec
@@ -30,7 +30,7 @@ from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker
-from megalite.nn.recompute import recompute
+from megalite.nn.recompute import recompute, without_keeping
 from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import ParamSpec
 
@@ -59,19 +59,42 @@ class Batch:
 
 @dataclass(frozen=True)
 class Recompute:
-    """granularity None | "selective" (attention core) | "full"; full: "uniform" groups of `num_layers` layers, or
-    "block": the first `num_layers` layers of each stage."""
+    """granularity None | "selective" (`modules` of core_attn, layernorm, mlp) | "full"; full: "uniform" groups of
+    `num_layers` layers, or "block": the first `num_layers` layers of each stage."""
 
     granularity: str | None = None
     method: str = "uniform"
     num_layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Of each block."""
+        return self.modules if self.granularity == "selective" else ()
+
+
+def rope_scaling(model: ModelConfig) -> Scaling:
+    """How the model's rotary wavelengths are stretched."""
+    if model.position_embedding_type == "yarn":
+        return Yarn(
+            model.rotary_scaling_factor,
+            model.yarn_original_max_position_embeddings,
+            model.yarn_beta_fast,
+            model.yarn_beta_slow,
+            model.yarn_correction_range_round_to_int,
+            model.mscale,
+            model.mscale_all_dim,
+        )
+    return RopeScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
 
 
 class Block(nn.Module):
-    def __init__(self, make: Maker, model: ModelConfig, layer: int, seed: int, recompute_core: bool):
+    def __init__(self, make: Maker, model: ModelConfig, layer: int, seed: int, again: tuple[str, ...] = ()):
+        """`again`: the parts that are computed again in backward (Recompute.parts)."""
         super().__init__()
         self.layer, self.seed, self.dropout_p = layer, seed, model.hidden_dropout
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
+        self.norms_again, self.mlp_again = "layernorm" in again, "mlp" in again
         self.dropout_add: Callable[..., Tensor] = dropout_add  # or compiled (models/compiled.py)
         std = model.init_method_std
         out_std = std / math.sqrt(2.0 * model.num_layers)
@@ -90,10 +113,12 @@ class Block(nn.Module):
             qkv_bias=model.add_qkv_bias,
             qk_norm=(*norm[1:], model.no_weight_decay_cond_type is not None) if model.qk_layernorm else None,
             window=model.windows[layer],
+            rotary=model.rotary[layer],
+            interleaved=model.rotary_interleaved,
             dropout_p=model.attention_dropout,
             layer=layer,
             seed=seed,
-            recompute_core=recompute_core,
+            recompute_core="core_attn" in again,
         )
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
         self.mlp = MLP(
@@ -108,6 +133,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
+        if self.training and (self.norms_again or self.mlp_again):
+            return self._forward_again(x_sBD, where)
         a_sBD = self.attention(self.attention_norm(x_sBD), where)
         if self.parallel or self._drops():
             h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
@@ -115,6 +142,20 @@ class Block(nn.Module):
         else:
             h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)
         return self._add(self.mlp(n_sBD), h_sBD, SITE_HIDDEN_2, where)
+
+    def _forward_again(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
+        """The same, where norms or the feed-forward block leave nothing behind but their inputs."""
+        keeping = without_keeping if self.norms_again else lambda make, use: use(make())
+        a_sBD = keeping(lambda: self.attention_norm(x_sBD), lambda n_sBD: self.attention(n_sBD, where))
+        h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
+        m_sBD = x_sBD if self.parallel else h_sBD
+        if self.mlp_again and self.norms_again:
+            y_sBD = recompute(lambda m_sBD: self.mlp(self.mlp_norm(m_sBD)), m_sBD)
+        elif self.mlp_again:
+            y_sBD = recompute(self.mlp, self.mlp_norm(m_sBD))
+        else:
+            y_sBD = without_keeping(lambda: self.mlp_norm(m_sBD), self.mlp)
+        return self._add(y_sBD, h_sBD, SITE_HIDDEN_2, where)
 
     def _drops(self) -> bool:
         return bool(self.dropout_p and self.training)
@@ -184,31 +225,30 @@ class Stage(nn.Module):
         self.recompute = recompute or Recompute()
         mesh = make.mesh
         tied = not model.untie_embeddings_and_output_weights
-        sizes = (padded_vocab_size, vocab_size, model.hidden_size, model.init_method_std)
-        word = vocabulary_spec("embedding.word", *sizes, tied=tied and mesh.pp.size > 1)
+        sizes, std = (padded_vocab_size, vocab_size, model.hidden_size), model.init_method_std
+        word_std = std if model.embedding_init_method_std is None else model.embedding_init_method_std
+        word = vocabulary_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
         self.embedding = None
         if first:
             positions = model.positions if model.position_embedding_type == "learned_absolute" else None
             self.embedding = Embedding(
                 make, word, positions=positions, dropout_p=model.hidden_dropout, seed=dropout_seed
             )
-        selective = self.recompute.granularity == "selective"
-        self.blocks = nn.ModuleList(Block(make, model, layer, dropout_seed, selective) for layer in layers)
+        again = self.recompute.parts
+        self.blocks = nn.ModuleList(Block(make, model, layer, dropout_seed, again) for layer in layers)
         self.head = None
         if last:
-            spec = word if tied else vocabulary_spec("head", *sizes, tied=False)
+            spec = word if tied else vocabulary_spec("head", *sizes, std, tied=False)
             shared = self.embedding.word if tied and self.embedding is not None else None
             self.head = Head(make, model, spec, shared, vocab_size, z_loss)
         self.rope: tuple[Tensor, Tensor] | None = None
-        if model.position_embedding_type == "rope" and not make.meta:
-            scaling = None
-            if model.use_rope_scaling:
-                scaling = RopeScaling(factor=model.rope_scaling_factor)
+        if any(model.rotary) and not make.meta:
             self.rope = rope_tables(
                 model.positions,
                 int(model.head_size * model.rotary_percent),
                 model.rotary_base,
-                scaling,
+                rope_scaling(model),
+                interpolation=model.rotary_seq_len_interpolation_factor,
                 device=mesh.device,
                 dtype=torch.float64 if make.dtype == torch.float64 else torch.float32,
             )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalite.kernels.attention import Documents, attention
 from megalite.kernels.dropout import fold
-from megalite.kernels.rope import apply_rope
+from megalite.kernels.rope import apply_rope, pairs_to_halves
 from megalite.nn.cache import KeyValueCache
 from megalite.nn.embedding import SITE_ATTENTION
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
@@ -49,7 +49,8 @@ def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
 class Attention(nn.Module):
     """`qk_norm`: kind, eps, one_plus and decay (nn/norm.py) of a norm on each head of q and k, or None. `window`: how
-    many keys a query sees, itself included; None: all before it. `recompute_core`: selective recompute."""
+    many keys a query sees, itself included; None: all before it. `rotary`: whether positions turn q and k;
+    `interleaved`: neighbouring channels as a pair. `recompute_core`: scores and softmax again in backward."""
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class Attention(nn.Module):
         qkv_bias: bool,
         qk_norm: tuple[str, float, bool, bool] | None,
         window: int | None,
+        rotary: bool,
+        interleaved: bool,
         dropout_p: float,
         layer: int,
         seed: int,
@@ -75,6 +78,7 @@ class Attention(nn.Module):
         tp = make.mesh.tp
         self.tp, self.layer, self.seed, self.dropout_p = tp, layer, seed, dropout_p
         self.head_size, self.window, self.recompute_core = head_size, window, recompute_core
+        self.rotary, self.interleaved = rotary, interleaved
         self.rotate = rotate  # or compiled (models/compiled.py)
         D, H, G, K = hidden_size, heads, groups, head_size
         self.replicated = tp.size > G
@@ -111,7 +115,10 @@ class Attention(nn.Module):
         k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
         if self.q_norm is not None and self.k_norm is not None:
             q_SBhK, k_SBgK = self.q_norm(q_SBhK), self.k_norm(k_SBgK)
-        if where.rope is not None:
+        if where.rope is not None and self.rotary:
+            if self.interleaved:
+                size = 2 * where.rope[0].shape[-1]
+                q_SBhK, k_SBgK = pairs_to_halves(q_SBhK, size), pairs_to_halves(k_SBgK, size)
             q_SBhK, k_SBgK = self.rotate(q_SBhK, k_SBgK, *where.rope)
         dropout_p = self.dropout_p if self.training else 0.0
 

@@ -8,9 +8,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 
 def recompute(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn(*args)`, of which only the arguments stay in memory until backward."""
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def without_keeping(make: Callable[[], Tensor], use: Callable[[Tensor], Tensor]) -> Tensor:
+    """`use(make())`, where of make's result nothing stays until backward, which makes it again; `use` runs once, so
+    this costs as much as `make`. What `make` needs stays, and it has to give the same bits again."""
+    made = make()
+    which = (made.data_ptr(), made.shape, made.stride())
+
+    def keep(saved: Tensor) -> Tensor | None:
+        return None if (saved.data_ptr(), saved.shape, saved.stride()) == which else saved
+
+    def restore(kept: Tensor | None) -> Tensor:
+        if kept is not None:
+            return kept
+        with torch.no_grad():
+            return make()
+
+    with saved_tensors_hooks(keep, restore):
+        return use(made)

@@ -33,9 +33,12 @@ FREE = {
     "hidden_dropout",
     "attention_dropout",
     "init_method_std",
+    "embedding_init_method_std",
 }
 _EFFECTIVE = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "num_query_groups": "groups"}
-_IMPLIED = {"group_query_attention"}  # by the number of groups
+# by the number of groups, the activation, the kind of positions
+_IMPLIED = {"group_query_attention", "bias_gelu_fusion", "openai_gelu", "add_position_embedding"}
+_PATTERNS = {"window_attn_skip_freq": "windows", "no_rope_freq": "rotary"}  # 2 and [1,0]*4 are the same
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 
 
@@ -224,7 +227,7 @@ def options_that_differ(here: ModelConfig, there: ModelConfig, where: str) -> li
     for f in fields(ModelConfig):
         if f.name in FREE or f.name in _IMPLIED:
             continue
-        if f.name == "window_attn_skip_freq" and here.windows == there.windows:  # 2 and [1,0]*4 are the same
+        if f.name in _PATTERNS and getattr(here, _PATTERNS[f.name]) == getattr(there, _PATTERNS[f.name]):
             continue
         name = _EFFECTIVE.get(f.name, f.name)
         if getattr(here, name) != getattr(there, name):

@@ -175,7 +175,9 @@ def build_stages(config: Config, mesh: Mesh, vocab_size: int, dtype: torch.dtype
     padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, mesh.tp.size)
     layers = layers_of_stages(config, padded)
     make = Maker(mesh, dtype, t.seed, meta)
-    recompute = Recompute(t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1)
+    recompute = Recompute(
+        t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
+    )
     return [
         Stage(
             make,

@@ -407,7 +407,11 @@ REFUSED = {
     "model_type='mamba' is not one of": {"model_type": "mamba"},
     "model_type=None": {"model_type": None},
     "hidden_act='gelu' is not silu": {"hidden_act": "gelu"},
-    "rope scaling of type 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "rope scaling without factor": {"rope_scaling": {"rope_type": "yarn"}},
+    "with attention_factor=2.0 is not 1.06931": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 2.0}
+    },
+    "rope scaling of type 'yarn' is not default": {**NEOX, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "rope scaling of type 'dynamic'": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
     "low_freq_factor=2.0 is not 1.0": {"rope_scaling": {**SCALED, "low_freq_factor": 2.0}},
     "partial_rotary_factor=0.5": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -483,6 +487,31 @@ def test_only_families_with_windows_are_chosen_for_them() -> None:
         choose_family(build(plain).model, "llama", None)
     with pytest.raises(CheckpointError, match="window_attn_skip_freq=2: it has a window in all layers or in none"):
         choose_family(build(plain | {"window_attn_skip_freq": "2"}).model, "mistral", None)
+
+
+@pytest.mark.parametrize(
+    "options,family,line",
+    [
+        ({"no_rope_freq": "2"}, "llama", "no_rope_freq=2: every layer has rotary"),
+        ({"no_rope_freq": "1", "position_embedding_type": "yarn"}, "llama", "no_rope_freq=1: every layer has rotary"),
+        ({"rotary_interleaved": True}, "mistral", "rotary_interleaved=True: a pair is"),
+        (
+            {"rotary_seq_len_interpolation_factor": 2.0, "use_rope_scaling": True},
+            "llama",
+            "rotary_seq_len_interpolation_factor=2 has no key",
+        ),
+        ({"rotary_seq_len_interpolation_factor": 2.0}, "gpt_neox", "rotary_seq_len_interpolation_factor=2 has no key"),
+        ({"position_embedding_type": "yarn"}, "gpt_neox", "position_embedding_type=yarn is not rope"),
+        ({"position_embedding_type": "none"}, "llama", "position_embedding_type=none is not rope"),
+    ],
+)
+def test_rotary_positions_that_a_family_has_not_are_refused_at_export(
+    options: dict[str, Any], family: str, line: str
+) -> None:
+    plain = {name: value for name, value in QWEN.items() if name != "add_qkv_bias"}
+    assert choose_family(build(plain).model, "llama", None) == "llama"
+    with pytest.raises(CheckpointError, match=f"(?s)family={family} cannot.*{line}"):
+        choose_family(build(plain | options).model, family, None)
 
 
 def test_an_export_that_no_family_has_says_why() -> None:

@@ -35,6 +35,7 @@ from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
 from megalite.config import build  # noqa: E402
 from megalite.config_toml import parse_toml  # noqa: E402
 from megalite.parallel.spec import Box  # noqa: E402
+from megalite.train.checkpoints import options_that_differ  # noqa: E402
 
 L, D, H, K, F, S, V, ROWS = 4, 16, 4, 4, 24, 8, 50, 64
 
@@ -406,12 +407,57 @@ def test_activations_and_flags_that_change_the_model() -> None:
     for flags, want in (
         ({}, "gelu"),
         ({"bias_gelu_fusion": False}, "gelu_erf"),
+        ({"add_bias_linear": False}, "gelu_erf"),
         ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu"),
         ({"squared_relu": True}, "squared_relu"),
     ):
-        assert read_args(argparse.Namespace(**base, **flags), "")["activation"] == want
-    with pytest.raises(CheckpointError, match="(?s)window_size=\\(128, 128\\).*rotary_interleaved=True"):
-        read_args(argparse.Namespace(**base, rotary_interleaved=True, window_size=(128, 128)), "")
+        assert read_args(argparse.Namespace(**{**base, **flags}), "")["activation"] == want
+    with pytest.raises(CheckpointError, match="(?s)window_size=\\(128, 128\\).*softmax_type='learnable'"):
+        read_args(argparse.Namespace(**base, softmax_type="learnable", window_size=(128, 128)), "")
+
+
+ROPE = {"position_embedding_type": "rope"}
+YARN = {"position_embedding_type": "yarn"}
+
+
+@pytest.mark.parametrize(
+    "args,options",
+    [
+        (ROPE | {"rotary_interleaved": True, "rotary_percent": 0.5}, {"rotary_interleaved": True}),
+        (ROPE | {"rotary_seq_len_interpolation_factor": 4}, {"rotary_seq_len_interpolation_factor": 4.0}),
+        (ROPE | {"rotary_seq_len_interpolation_factor": None}, {"rotary_seq_len_interpolation_factor": 1.0}),
+        (ROPE | {"no_rope_freq": 2}, {"rotary": (True, False) * 2}),
+        (ROPE | {"no_rope_freq": [1, 0, 0, 1]}, {"rotary": (False, True, True, False)}),
+        (ROPE | {"no_rope_freq": None}, {"rotary": (True,) * L}),
+        (YARN | {"rotary_scaling_factor": 4.0, "yarn_beta_slow": None}, {"rotary_scaling_factor": 4.0}),
+        (
+            YARN | {"yarn_original_max_position_embeddings": 64, "yarn_beta_fast": 8.0, "mscale_all_dim": 1.0},
+            {"yarn_original_max_position_embeddings": 64, "yarn_beta_fast": 8.0, "mscale_all_dim": 1.0},
+        ),
+        (
+            YARN | {"yarn_correction_range_round_to_int": False, "mscale": 0.5, "no_rope_freq": 4},
+            {"yarn_correction_range_round_to_int": False, "mscale": 0.5, "rotary": (True,) * 3 + (False,)},
+        ),
+        ({"embedding_init_method_std": 1.0}, {"embedding_init_method_std": 1.0}),
+    ],
+)
+def test_positions_are_read_and_written_as_megatrons(args: dict[str, Any], options: dict[str, Any]) -> None:
+    model = build(read_args(argparse.Namespace(**Case().args, **args), "")).model
+    assert {name: getattr(model, name) for name in options} == options
+    written = write_args(model, padded_vocab_size=ROWS, tp=1, pp=1, dtype="float32")
+    assert {name: getattr(written, name) for name, value in args.items() if value is not None} == {
+        name: value for name, value in args.items() if value is not None
+    }
+    again = build(read_args(written, "")).model
+    assert options_that_differ(again, model, "") == []
+    assert {name: getattr(again, name) for name in options} == options
+
+
+@pytest.mark.parametrize("pattern", [[1, 0], "x", -2, [2, 0, 0, 0], True])
+def test_odd_patterns_of_rotary_layers_are_refused(pattern: Any) -> None:
+    args = argparse.Namespace(**Case().args, **ROPE, no_rope_freq=pattern)
+    with pytest.raises(CheckpointError, match="no_rope_freq="):
+        read_args(args, "")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train import loop
-from megalite.train.checkpoints import open_saver, save, with_checkpoint_args
+from megalite.train.checkpoints import open_saver, options_that_differ, save, with_checkpoint_args
 from megalite.train.generate import load_model
 from megalite.train.loop import Plan, StopSignal, train
 from megalite.train.run import pretrain
@@ -210,6 +210,37 @@ def test_every_difference_is_listed_and_nothing_is_changed(saved: tuple[Path, di
         assert text in str(error.value), str(error.value)
     assert same(weights(run), before) and run.state.step == 0
     run.close()
+
+
+ROPE = "--position-embedding-type rope"
+YARN = "--position-embedding-type yarn"
+
+
+@pytest.mark.parametrize(
+    "here,there,line",
+    [
+        ("", "--disable-bias-linear --add-qkv-bias", "activation: 'gelu' here, 'gelu_erf' in"),
+        ("", "--no-bias-gelu-fusion", "activation: 'gelu' here, 'gelu_erf' in"),
+        (ROPE, YARN, "position_embedding_type: 'rope' here, 'yarn' in"),
+        (ROPE, f"{ROPE} --rotary-interleaved", "rotary_interleaved: False here, True in"),
+        (ROPE, f"{ROPE} --rotary-seq-len-interpolation-factor 2", "rotary_seq_len_interpolation_factor: 1.0 here"),
+        (ROPE, f"{ROPE} --no-rope-freq 2", "no_rope_freq: None here, '2' in"),
+        (f"{ROPE} --no-rope-freq [0,1]*2", f"{ROPE} --no-rope-freq 2", None),
+        (YARN, f"{YARN} --rotary-scaling-factor 2", "rotary_scaling_factor: 1.0 here, 2.0 in"),
+        (YARN, f"{YARN} --yarn-original-max-position-embeddings 9", "yarn_original_max_position_embeddings: 4096 here"),
+        (YARN, f"{YARN} --yarn-beta-fast 9", "yarn_beta_fast: 32.0 here, 9.0 in"),
+        (YARN, f"{YARN} --yarn-beta-slow 2", "yarn_beta_slow: 1.0 here, 2.0 in"),
+        (YARN, f"{YARN} --no-yarn-correction-range-round-to-int", "yarn_correction_range_round_to_int: True here"),
+        (YARN, f"{YARN} --mscale 0.5", "mscale: 1.0 here, 0.5 in"),
+        (YARN, f"{YARN} --mscale-all-dim 1", "mscale_all_dim: 0.0 here, 1.0 in"),
+        (ROPE, f"{ROPE} --no-position-embedding", None),
+        ("", "--openai-gelu --no-bias-gelu-fusion", None),
+        ("", "--embedding-init-method-std 2", None),
+    ],
+)
+def test_what_changes_the_meaning_of_weights_is_a_difference(here: str, there: str, line: str | None) -> None:
+    found = options_that_differ(parse(*here.split()).model, parse(*there.split()).model, "the checkpoint")
+    assert any(text.startswith(line) for text in found) if line else found == []
 
 
 def test_what_may_change_on_the_way(saved: tuple[Path, dict]) -> None:

@@ -39,6 +39,8 @@ NEOX = f"{GPT} --position-embedding-type rope --rotary-percent 0.25 --activation
 BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"
 SELECTIVE = " --recompute-granularity selective"
 FULL = " --recompute-granularity full --recompute-method uniform"
+PARTS = f"{SELECTIVE} --recompute-modules core_attn layernorm mlp"
+PAIRS = f"{NEOX} --rotary-interleaved --no-rope-freq 3"
 MODELS = (DROP + BORDERS + FULL, LLAMA + SELECTIVE)
 
 
@@ -69,7 +71,8 @@ def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eage
 
 
 @pytest.mark.parametrize(
-    "flags", [LLAMA + BORDERS + SELECTIVE, DROP + BORDERS, QWEN, NEOX, DROP + FULL, DROP + SELECTIVE]
+    "flags",
+    [LLAMA + BORDERS + SELECTIVE, DROP + BORDERS, QWEN, NEOX, DROP + FULL, DROP + SELECTIVE, PAIRS + PARTS],
 )
 def test_compiled_functions_train_as_eager_ones_and_are_few(flags: str) -> None:
     """Layers and steps, whose numbers are coordinates of dropout, share what is compiled; warm-up has compiled it."""

@@ -17,17 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from megalite import cli
 from megalite.checkpoint import writer
 from megalite.checkpoint.hugging_face import open_model, stop_ids
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
-from megalite.models.gpt import Batch
+from megalite.models.families import PRESETS
+from megalite.models.gpt import Batch, Stage
 from megalite.nn.cache import KeyValueCache
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.train.generate import continue_texts, load_model
 from megalite.train.sample import Sampling, choose, distribution, uniform
-from megalite.train.setup import SetupError
+from megalite.train.setup import SetupError, build_stages
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = Sampling()
@@ -166,10 +168,24 @@ def test_attention_to_a_cache_is_attention(
     torch.testing.assert_close(got, want[places, samples], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2 window"])
+def stage_of_line(flags: str) -> Stage:
+    line = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size 1 --lr 1
+     --train-iters 1 --mock-data --vocab-size {V} --init-method-std 0.3"""
+    config, _ = cli.read([*line.split(), *flags.split()], PRESETS)
+    return build_stages(config, Mesh.alone(), V, torch.float64)[0].eval()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "llama yarn", "llama linear", "gpt2", "qwen2 window"),
+        "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5 --no-rope-freq 2 --qk-layernorm",
+        "--position-embedding-type yarn --rotary-scaling-factor 4 --no-rope-freq [1,0,0] --window-size 5,0",
+    ],
+)
 def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> None:
-    _, folder = models(name)
-    stage = load_model(folder, Mesh.alone(), torch.float64).stage
+    own = name.startswith("--")
+    stage = stage_of_line(name) if own else load_model(models(name)[1], Mesh.alone(), torch.float64).stage
     tokens_SB = torch.randint(0, V, (20, 3), generator=torch.Generator().manual_seed(3))
     zero = torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():

@@ -1,0 +1,85 @@
+"""What --apply-query-key-layer-scaling and --attention-softmax-in-fp32 are for in Megatron-LM holds without them.
+
+There, scores are stored in the dtype of q and k. Layer n divides them by n before that and multiplies again in the
+softmax, in fp32: the same function, with scores that fp16 can hold. Here no score has to fit into fp16.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.kernels.attention import attention, attention_reference
+from megalite.kernels.cached_attention import cached_attention
+
+S, B, H, K = 24, 2, 2, 64
+WINDOW = 9
+LARGEST = torch.finfo(torch.float16).max
+
+
+def inputs(size: float, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v; every score is near size^2 K / sqrt(K), and those of one query differ by some units."""
+    generator = torch.Generator().manual_seed(0)
+    common = size * torch.randn(K, generator=generator).sign()
+    q, k, v = (torch.randn(S, B, H, K, generator=generator) for _ in range(3))
+    return [x.to(dtype) for x in (common + q, common + k * min(1.0, 20 / size), v)]
+
+
+def hidden(path: str = "plain") -> Tensor:
+    later = torch.ones(S, S).triu(1).bool()
+    return later | torch.ones(S, S).tril(-WINDOW).bool() if path == "window" else later
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, layer: int = 1, path: str = "plain") -> Tensor:
+    """In the dtype of q, scores divided by `layer` as they are stored and multiplied by it in the softmax."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    scores = torch.matmul(q / (math.sqrt(K) * layer), k.mT) * layer
+    return (scores.masked_fill(hidden(path), -math.inf).softmax(-1) @ v).permute(2, 0, 1, 3)
+
+
+PATHS: dict[str, Callable[..., Tensor]] = {
+    "plain": attention,
+    "window": functools.partial(attention, window=WINDOW),
+    "dropout": functools.partial(attention, dropout_p=1e-12, dropout_key=3, sample_ids_B=torch.arange(B)),
+    "explicit": attention_reference,
+    "generation": lambda q, k, v, scale: cached_attention(
+        q, k, v, torch.arange(S).unsqueeze(1).expand(S, B), scale=scale
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", [2, 24, 96])
+def test_scaling_by_the_layer_is_the_same_function(layer: int) -> None:
+    doubles = [x.double() for x in inputs(3.0, torch.float32)]
+    torch.testing.assert_close(definition(*doubles, layer), definition(*doubles), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_scores_above_the_largest_number_of_fp16(dtype: torch.dtype, path: str) -> None:
+    given = [x.requires_grad_() for x in inputs(180.0, dtype)]
+    doubles = [x.detach().double() for x in given]
+    assert float((doubles[0][-1, 0, 0] @ doubles[1][-1, 0, 0]) / math.sqrt(K)) > 2 * LARGEST
+    o = PATHS[path](*given, scale=1 / math.sqrt(K))
+    o.float().square().sum().backward()
+    assert all(x.isfinite().all() for x in (o, *(x.grad for x in given)) if x is not None)
+    if dtype != torch.bfloat16 or path == "generation":  # a score of 260,000 is known to 0.016 in fp32, to 1000 in bf16
+        torch.testing.assert_close(o.double(), definition(*doubles, path=path), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_is_no_worse_than_of_a_softmax_in_fp32(dtype: torch.dtype, path: str) -> None:
+    """Scores as of a model that trains, up to 40: stored in half precision, softmax in fp32, weights in half."""
+    q, k, v = inputs(2.0, dtype)
+    want = definition(q.double(), k.double(), v.double(), path=path)
+    stored = torch.matmul(q.permute(1, 2, 0, 3), k.permute(1, 2, 3, 0)).float() / math.sqrt(K)
+    weights = stored.masked_fill(hidden(path), -math.inf).softmax(-1).to(dtype)
+    theirs = (weights @ v.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
+    got = PATHS[path](q, k, v, scale=1 / math.sqrt(K))
+    assert (got - want).square().mean() <= 1.5 * (theirs - want).square().mean()
