@@ -58,6 +58,8 @@ def simulate(rows: Sequence[Sequence[Action]], forward: float = 1.0, backward: f
         op, stage, m = action.op, action.stage, action.microbatch
         if op in (Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B):
             return 0.0  # posted, not waited for
+        if op is Op.B and Action(Op.F, stage, m) not in done:
+            return None
         before = stage - 1 if op is Op.F else stage + 1
         if not 0 <= before <= last:
             return 0.0
