@@ -112,6 +112,16 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = opt(None, "layers per chunk of the interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = opt(None, "chunks per pipeline rank of the interleaved schedule")
     pipeline_model_parallel_layout: str | None = opt(None, "layers of each stage, as in 'Et|(tt|)*2tL'")
+    decoder_first_pipeline_num_layers: int | None = opt(None, "layers of pipeline rank 0; the others share the rest")
+    decoder_last_pipeline_num_layers: int | None = opt(
+        None, "layers of the last pipeline rank; the others share the rest"
+    )
+    account_for_embedding_in_pipeline_split: bool = opt(False, "the embedding takes the place of a layer")
+    account_for_loss_in_pipeline_split: bool = opt(False, "the head and the loss take the place of a layer")
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = opt(
+        None, "micro-batches that run through a chunk before the next chunk; default pp, the remainder spread over them"
+    )
+    use_tp_pp_dp_mapping: bool = opt(False, "number the ranks in the order tp, pp, dp; default: tp, dp, pp")
     pipeline_schedule: str = opt("1f1b", "order of micro-batches in the pipeline", choices=("1f1b", "gpipe"))
     use_distributed_optimizer: bool = opt(True, "shard optimizer state over dp (ZeRO-1)")
     overlap_grad_reduce: bool = opt(True, "reduce gradients during the last backward")

@@ -28,8 +28,7 @@ sequence-parallel use-mcore-models transformer-impl=1 use-flash-attn attention-b
 accumulate-allreduce-grads-in-fp32 calculate-per-token-loss no-create-attention-mask-in-dataloader ckpt-format=1
 auto-detect-ckpt-format use-dist-ckpt dist-ckpt-format=1 ckpt-fully-parallel-save ckpt-fully-parallel-load
 no-ckpt-fully-parallel-save ckpt-assume-constant-structure dist-ckpt-strictness=1 dist-ckpt-optim-fully-reshardable
-deterministic-mode no-overlap-p2p-communication account-for-embedding-in-pipeline-split
-account-for-loss-in-pipeline-split disable-gloo-process-groups use-checkpoint-opt-param-scheduler
+deterministic-mode no-overlap-p2p-communication disable-gloo-process-groups use-checkpoint-opt-param-scheduler
 use-precision-aware-optimizer override-opt-param-scheduler init-model-with-meta-device verify-integrity
 distribute-saved-activations
 
@@ -44,8 +43,8 @@ tp-comm-overlap use-nccl-ub openai-gelu moe-permute-fusion moe-grouped-gemm
 of no effect on the result
 num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1
 use-persistent-ckpt-worker spec=2 no-weight-decay-cond-type=1 ddp-num-buckets=1
-microbatch-group-size-per-virtual-pipeline-stage=1 check-weight-hash-across-dp-replicas-interval=1 rerun-mode=1
-exit-signal=1 use-tp-pp-dp-mapping num-distributed-optimizer-instances=1 vocab-extra-ids=1
+check-weight-hash-across-dp-replicas-interval=1 rerun-mode=1
+exit-signal=1 num-distributed-optimizer-instances=1 vocab-extra-ids=1
 
 a log that megalite does not write (yet)
 log-params-norm log-num-zeros-in-grad timing-log-level=1 timing-log-option=1 log-timers-to-tensorboard
@@ -96,9 +95,6 @@ grad-reduce-in-bf16 main-grads-dtype=1
 this sharding is not supported (yet); the distributed optimizer (ZeRO-1) is on by default
 use-megatron-fsdp use-torch-fsdp2 use-custom-fsdp data-parallel-sharding-strategy=1 optimizer-cpu-offload
 optimizer-offload-fraction=1 cp-comm-type=-1
-
-use --pipeline-model-parallel-layout instead
-decoder-first-pipeline-num-layers=1 decoder-last-pipeline-num-layers=1
 
 this part of training is not supported (yet); leave it away
 step-batch-size-schedule=1 iterations-to-skip=-1 decoupled-lr=1 decoupled-min-lr=1 start-weight-decay=1

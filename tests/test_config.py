@@ -41,7 +41,7 @@ BAD: list[tuple[str, str]] = [
     ("--pipeline-model-parallel-size 8", "is above num_layers=4"),
     ("--num-virtual-stages-per-pipeline-rank 2", "virtual pipeline stages need"),
     ("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline stages need"),
-    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "does not divide num_layers=4"),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "does not divide the 2 layers"),
     (
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
         "give one",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,9 @@ from megalite.optim.zero1 import Rule, Zero1
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs, on_stream
-from megalite.pipeline.partition import parse_layout, partition
+from megalite.pipeline.partition import partition
 from megalite.pipeline.runtime import Pipeline
+from megalite.stages import given_stages
 from megalite.train.batch import HostBatch, host_batch
 from megalite.train.batch_size import BatchSizes
 from megalite.train.datasets import NamedSet, Sources, open_sources
@@ -74,32 +76,16 @@ def run_length(config: Config, sizes: BatchSizes) -> Length:
     return Length(steps, sizes.consumed_at(steps))
 
 
-def chunks_per_rank(config: Config) -> int:
-    m, p = config.model, config.parallel
-    if p.pipeline_model_parallel_layout is not None:
-        assert m.num_layers
-        stages = parse_layout(p.pipeline_model_parallel_layout, m.num_layers, p.pipeline_model_parallel_size)
-        return len(stages) // p.pipeline_model_parallel_size
-    if p.num_layers_per_virtual_pipeline_stage is not None:
-        assert m.num_layers
-        return m.num_layers // (p.pipeline_model_parallel_size * p.num_layers_per_virtual_pipeline_stage)
-    return p.num_virtual_stages_per_pipeline_rank or 1
-
-
 def layers_of_stages(config: Config, padded_vocab: int) -> list[range]:
-    """The layers of every stage: the explicit layout, or balanced with the head's cost counted in layers."""
+    """The layers of every stage: as the options say, or balanced with the head's cost counted in layers."""
     m, p = config.model, config.parallel
-    assert m.num_layers and m.seq_length
-    pp = p.pipeline_model_parallel_size
-    if p.pipeline_model_parallel_layout is not None:
-        return parse_layout(p.pipeline_model_parallel_layout, m.num_layers, pp)
-    stages = pp * chunks_per_rank(config)
-    if p.num_layers_per_virtual_pipeline_stage is not None or stages == 1:
-        return partition(m.num_layers, stages)
+    counts = given_stages(m.num_layers, p)
+    if counts is not None:
+        stops = list(itertools.accumulate(counts))
+        return [range(stop - n, stop) for stop, n in zip(stops, counts, strict=True)]
+    stages = p.pipeline_model_parallel_size * (p.num_virtual_stages_per_pipeline_rank or 1)
     head = head_flops(m, padded_vocab) / layer_flops(m, m.seq_length)
-    if m.num_layers < stages + 1:
-        head = 0.0
-    return partition(m.num_layers, stages, head_cost=head)
+    return partition(m.num_layers, stages, head_cost=head if m.num_layers > stages > 1 else 0.0)
 
 
 def schedule(config: Config, sizes: BatchSizes, length: Length) -> LrSchedule:
@@ -199,6 +185,7 @@ def build_run(
     mesh = build_mesh(
         tp=p.tensor_model_parallel_size,
         pp=p.pipeline_model_parallel_size,
+        dp_outermost=p.use_tp_pp_dp_mapping,
         device=device,
         timeout=datetime.timedelta(minutes=p.distributed_timeout_minutes),
     )
@@ -219,7 +206,11 @@ def build_run(
             overlap_param_gather=p.overlap_param_gather,
         )
     options: dict[str, Any] = dict(
-        schedule=p.pipeline_schedule, width=m.hidden_size, dtype=dtype, on_last_backward=buffer.on_last_backward
+        schedule=p.pipeline_schedule,
+        group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
+        width=m.hidden_size,
+        dtype=dtype,
+        on_last_backward=buffer.on_last_backward,
     )
     pipeline = Pipeline(stages, mesh, **options)
     if graphs is not None:

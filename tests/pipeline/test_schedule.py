@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.pipeline.partition import parse_layout, partition
+from megalite.pipeline.partition import partition
 from megalite.pipeline.schedule import SCHEDULES, Action, Op, plan, with_messages
 from megalite.pipeline.simulate import draw, in_flight, simulate
 
@@ -168,9 +168,3 @@ def test_partition_covers_all_layers_and_is_the_best(layers: int, stages: int, h
         for one, other in ((a, a + 1), (a + 1, a)):
             if costs[one] == max(costs) and len(ranges[one]) > 1:
                 assert costs[other] + 1 >= max(costs) - 1e-9
-
-
-@pytest.mark.parametrize("text", ["tt|tL", "Ett", "Et|x|L", "Et|tt|L", "Ett|tL", "Ett||ttL", "Et|(t|)*999999999L"])
-def test_a_bad_layout_says_what_to_write(text: str) -> None:
-    with pytest.raises(ValueError, match="pipeline_model_parallel_layout"):
-        parse_layout(text, 4 if text != "Ett|tL" else 3, 2 if text != "Ett|tL" else 4)
