@@ -28,6 +28,7 @@ from megalite.parallel.launch import (
 from megalite.train.run_dir import run_folder
 
 MOST_RANKS_PER_CORE = 8
+GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
 
 
 def run(ranks: Ranks, config: Config) -> None:
@@ -43,7 +44,8 @@ def main(argv: list[str]) -> int:
     try:
         ranks = read_environment(os.environ)
         problems = check(config, nproc) if ranks is None else []
-        if ranks is None and nproc > MOST_RANKS_PER_CORE * cores():
+        plans = config.train.dry_run
+        if ranks is None and nproc > MOST_RANKS_PER_CORE * cores() and not plans:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
     except LaunchError as error:
         problems = [str(error)]
@@ -53,9 +55,9 @@ def main(argv: list[str]) -> int:
         return 2
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config))
-    if ranks is None and nproc > 1 and not config.train.dry_run:
+    if ranks is None and nproc > 1 and not plans:
         return start_local(nproc, run, (config,))
-    return run(ranks or Ranks(world=nproc, local_world=nproc), config)  # type: ignore[func-returns-value]
+    return run(ranks or Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE)), config)  # type: ignore[func-returns-value]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 
 def partition(num_layers: int, num_stages: int, *, head_cost: float = 0.0) -> list[range]:
     """Contiguous ranges of layers per stage that minimise the cost of the dearest stage; a layer costs 1.
@@ -14,24 +16,19 @@ def partition(num_layers: int, num_stages: int, *, head_cost: float = 0.0) -> li
     >>> [len(layers) for layers in partition(32, 8, head_cost=2.5)]
     [4, 4, 4, 4, 4, 5, 5, 2]
     """
-    extra = [0.0] * num_stages
-    extra[-1] += head_cost
-    fewest = [0 if extra[s] > 0 and num_stages > 1 else 1 for s in range(num_stages)]
-    if num_layers < sum(fewest) or num_layers < 1:
+    others, fewest = num_stages - 1, 0 if head_cost > 0 and num_stages > 1 else 1
+    if num_layers < max(1, others + fewest):
         raise ValueError(f"num_layers={num_layers} leaves a stage of {num_stages} empty; use fewer stages")
-    # best[n] = (worst stage, sum of squares, counts) for the stages so far with n layers placed
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for s in range(num_stages):
-        after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for placed, (worst, squares, counts) in best.items():
-            for n in range(fewest[s], num_layers - placed + 1):
-                cost = n + extra[s]
-                candidate = (round(max(worst, cost), 9), round(squares + cost * cost, 9), (*counts, n))
-                if placed + n not in after or candidate < after[placed + n]:
-                    after[placed + n] = candidate
-        best = after
-    ranges, start = [], 0
-    for n in best[num_layers][2]:
-        ranges.append(range(start, start + n))
-        start += n
-    return ranges
+    if others == 0:
+        return [range(num_layers)]
+
+    def cost(last: int) -> tuple[float, float, int]:
+        """Of the others as even as they can be: worst stage, sum of squares, layers of the others."""
+        each, more = divmod(num_layers - last, others)
+        squares = (others - more) * each**2 + more * (each + 1) ** 2 + (last + head_cost) ** 2
+        return round(max(each + (more > 0), last + head_cost), 9), round(squares, 9), -last
+
+    last = min(range(fewest, num_layers - others + 1), key=cost)
+    each, more = divmod(num_layers - last, others)
+    stops = list(itertools.accumulate([each] * (others - more) + [each + 1] * more + [last]))
+    return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megalite.config import Config, OptimConfig, padded_vocab_size
+from megalite.config import Config, padded_vocab_size
 from megalite.config_check import check
 from megalite.data.batches import Batches, Prefetcher, Unread
 from megalite.data.source import Dataset
@@ -134,13 +134,19 @@ def loss_scaler(config: Config) -> LossScaler:
     return LossScaler(p.initial_loss_scale, True, p.min_loss_scale, p.loss_scale_window, p.hysteresis)
 
 
+def recompute_of(config: Config) -> tuple[str | None, str, int]:
+    """Granularity, method and number of layers."""
+    t = config.train
+    return t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1
+
+
 def build_stages(config: Config, mesh: Mesh, vocab_size: int, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
     """This rank's chunks of the model."""
     model, t = config.model, config.train
     padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, mesh.tp.size)
     layers = layers_of_stages(config, padded)
     make = Maker(mesh, dtype, t.seed, meta)
-    recompute = Recompute(t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1)
+    recompute = Recompute(*recompute_of(config))
     return [
         Stage(
             make,
@@ -276,17 +282,3 @@ def build_run(
         check_finite=t.check_for_nan_in_loss_and_grad,
         vocab_size=sources.vocab_size,
     )
-
-
-def state_bytes(optim: OptimConfig) -> int:
-    """Of the optimizer's states, per parameter."""
-    if optim.optimizer == "sgd":
-        return 4
-    return sum(2 if dtype == "bf16" else 4 for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
-
-
-def memory_bytes(parameters: int, *, dp: int, half: bool, sharded: bool, states: int = 8) -> float:
-    """Weights, gradients and optimizer of one rank: 6 + (4 + states)/dp bytes per parameter in bf16, 8 + states/dp in
-    fp32, where the weights are the main weights."""
-    share = dp if sharded else 1
-    return parameters * (6 + (4 + states) / share if half else 8 + states / share)
