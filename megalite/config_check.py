@@ -184,7 +184,7 @@ def _layout(config: Config) -> Iterator[str]:
             yield f"pipeline_model_parallel_size={pp} x {chunks} chunks is above num_layers={m.num_layers}: use fewer"
     size = p.microbatch_group_size_per_virtual_pipeline_stage
     if size is not None and size < pp:
-        yield f"microbatch_group_size_per_virtual_pipeline_stage={size} is below pipeline_model_parallel_size={pp}: raise it"
+        yield f"microbatch_group_size_per_virtual_pipeline_stage={size} is below pipeline parallel {pp}; raise it"
 
 
 def _length_and_rate(t: TrainConfig, o: OptimConfig) -> Iterator[str]:

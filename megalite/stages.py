@@ -65,14 +65,17 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
         )
     vpp = per_rank[0] // chunk if chunk is not None else chunks or 1
     if pp == 1 and vpp > 1:
-        raise ValueError(f"{vpp} virtual pipeline stages need pipeline_model_parallel_size above 1; drop them or raise it")
+        raise ValueError(
+            f"{vpp} virtual pipeline stages need pipeline_model_parallel_size above 1; drop them or raise it"
+        )
     explicit = uneven or embedding or loss or chunk is not None
     if not explicit and (vpp == 1 or places % (pp * vpp)):
         return None
     for n in per_rank:
         if n % vpp:
             raise ValueError(
-                f"num_virtual_stages_per_pipeline_rank={vpp} does not divide the {n} layers of a pipeline rank; change one"
+                f"num_virtual_stages_per_pipeline_rank={vpp} does not divide the {n} layers of a pipeline rank"
+                "; change one"
             )
     stages = [n // vpp for n in per_rank] * vpp
     stages[0] -= embedding
@@ -96,8 +99,8 @@ def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> li
 
 
 def parse_layout(text: str, num_layers: int, pp: int) -> list[int]:
-    """Layers of every stage by Megatron-LM's layout string: stages separated by |, E embedding, t layer, L loss, x*n and
-    (..)*n repeat, commas are ignored. Stages are in order of the model; their number is a multiple of pp.
+    """Layers of every stage by Megatron-LM's layout string: stages separated by |, E embedding, t layer, L loss,
+    x*n and (..)*n repeat, commas are ignored. Stages are in order of the model; their number is a multiple of pp.
 
     >>> parse_layout("Et|(tt|)*2t,L", 6, 4)
     [1, 2, 2, 1]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megalite.config import Config, padded_vocab_size
 from megalite.models.flops import layer_saved
 
+
 @dataclass(frozen=True)
 class Estimate:
     """Bytes."""

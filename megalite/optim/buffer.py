@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megalite.optim.layout import Bucket, Entry, Layout, lay_out
 from megalite.nn.parameter import spec_of
+from megalite.optim.layout import Bucket, Entry, Layout, lay_out
 from megalite.parallel.comm import all_reduce_, start_all_gather_into, start_reduce_scatter_into
 from megalite.parallel.mesh import Mesh
 

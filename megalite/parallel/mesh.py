@@ -4,9 +4,9 @@
     rank = ((dp_rank * pp + pp_rank) * cp + cp_rank) * tp + tp_rank      with dp outermost
 
 tp neighbours are adjacent ranks, so tensor parallelism stays inside a node; pipeline stages, which exchange the
-least, are farthest apart, unless dp is to be outermost. Groups come from torch's DeviceMesh; an axis of size 1 has no group at all and its
-collectives are the identity, so that one process is not a special case. A `Mesh` is passed explicitly: there is
-no module state.
+least, are farthest apart, unless dp is to be outermost. Groups come from torch's DeviceMesh; an axis of size 1 has no
+group at all and its collectives are the identity, so that one process is not a special case. A `Mesh` is passed
+explicitly: there is no module state.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ class Mesh:
         return f"rank {self.world.rank}" + (f" ({where})" if where else "")
 
 
-def rank_grid(
-    world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool = False
-) -> list[list[list[list[int]]]]:
+def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool = False) -> list[list[list[list[int]]]]:
     """grid[pp][dp][cp][tp] = global rank. `world` must be divisible by tp * pp * cp.
 
     >>> rank_grid(8, tp=2, pp=2)

@@ -6,9 +6,9 @@
     1 | F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
     2 | F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3
 
-Stage s of pp * vpp lives on rank s % pp as its chunk s // pp. With vpp > 1 micro-batches pass through the chunks group by
-group (`group_sizes`). Any number of them works, also fewer than pp and not a multiple of it. A new schedule is one more
-generator of compute lists.
+Stage s of pp * vpp lives on rank s % pp as its chunk s // pp. With vpp > 1 micro-batches pass through the chunks group
+by group (`group_sizes`). Any number of them works, also fewer than pp and not a multiple of it. A new schedule is one
+more generator of compute lists.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def group_sizes(num_microbatches: int, pp: int, size: int | None = None) -> list
     """How many micro-batches run through one chunk before the next chunk has its turn: `size` (default pp) each, the
     largest group first. A remainder is a group of its own if it has pp or more, else the others take it, evenly.
 
-    A group below pp would make the first stage wait for its micro-batches to come back from the last one. With none, the
-    bubble is (pp - 1) / (vpp m + pp - 1) for every m >= pp. torch.distributed.pipelining sizes its rounds alike.
+    A group below pp would make the first stage wait for its micro-batches to come back from the last one. With none,
+    the bubble is (pp - 1) / (vpp m + pp - 1) for every m >= pp. torch.distributed.pipelining sizes its rounds alike.
 
     >>> group_sizes(8, 4), group_sizes(11, 4), group_sizes(3, 4), group_sizes(5, 2, 3)
     ([4, 4], [6, 5], [3], [3, 2])

@@ -78,7 +78,9 @@ def simulate(
                 action = row[position[rank]]
                 if action.op in (Op.F, Op.B):
                     start = max(clock[rank], at)
-                    took = (forward if action.op is Op.F else backward) * (1.0 if costs is None else costs[action.stage])
+                    took = (forward if action.op is Op.F else backward) * (
+                        1.0 if costs is None else costs[action.stage]
+                    )
                     clock[rank] = done[action] = start + took
                     spans.append(Span(rank, action, start, clock[rank]))
                 elif action.op in (Op.SEND_F, Op.SEND_B):

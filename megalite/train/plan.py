@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megalite.config import Config, OptimConfig, padded_vocab_size
 from megalite.models.flops import head_flops, layer_flops, stage_saved
@@ -93,7 +93,8 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     names: dict[str, int] = {}
     holdings = []
     for rank in range(pp):
-        specs, elements, owned = _stage_elements(config, Mesh(*_axes(pp, dp, tp, rank)), vocab_size)
+        mesh = Mesh(pp=Axis("pp", pp, rank), dp=Axis("dp", dp), tp=Axis("tp", tp))  # sizes alone, without groups
+        specs, elements, owned = _stage_elements(config, mesh, vocab_size)
         names |= {spec.name: math.prod(spec.stored_shape) for spec, _ in specs}
         wide = main_dtype(params_dtype(config)).itemsize
         main = 0 if wide == size else wide
@@ -116,9 +117,7 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
         "pp": tuple(plane[0][0][0] for plane in grid),
     }
     total = sum(names.values())
-    return Arrangement(
-        world, tp, pp, dp, tuple(stages), microbatches, total, padded, bubble, tuple(holdings), groups
-    )
+    return Arrangement(world, tp, pp, dp, tuple(stages), microbatches, total, padded, bubble, tuple(holdings), groups)
 
 
 def runs(counts: Iterable[int]) -> str:
@@ -146,35 +145,30 @@ def groups_of(plan: Arrangement, local_world: int) -> dict[str, str]:
     if local_world % plan.tp:
         fits = max(n for n in range(1, min(plan.tp, local_world) + 1) if local_world % n == 0)
         lines["warning"] = (
-            f"tensor_model_parallel_size={plan.tp} crosses nodes of {local_world} ranks: each layer waits for the network "
-            f"four times; use {fits}, or start {plan.tp} ranks per node"
+            f"tensor_model_parallel_size={plan.tp} crosses nodes of {local_world} ranks: each layer waits for the "
+            f"network four times; use {fits}, or start {plan.tp} ranks per node"
         )
     return lines
 
 
 def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
-    """A table of GiB per pipeline rank; of more than 16 the largest, and the least and the most of all."""
+    """A table of GiB per pipeline rank; of more than MOST_ROWS the largest, and the least and the most of all."""
 
-    def row(name: str, layers: str, h: Holding, most: Holding | None = None) -> tuple[str, ...]:
-        values = []
+    def row(name: str, layers: str, some: Sequence[Holding]) -> tuple[str, ...]:
+        cells = []
         for kind in ("weights", "gradients", "optimizer", "activations", "in_flight", "total"):
-            scale = 1 if kind == "in_flight" else 2**30
-            shown = [getattr(x, kind) / scale for x in (h, most) if x is not None]
-            values.append(" - ".join(f"{v:.0f}" if scale == 1 else f"{v:.2f}" for v in shown))
-        return name, layers, *values
+            values = [getattr(holding, kind) for holding in some]
+            ends = [values[0]] if len(some) == 1 else [min(values), max(values)]
+            cells.append(" - ".join(str(v) if kind == "in_flight" else f"{v / 2**30:.2f}" for v in ends))
+        return name, layers, *cells
 
-    def counts(h: Holding) -> str:
-        return runs(map(len, h.layers))
+    def of_rank(i: int) -> tuple[str, ...]:
+        holding = plan.holdings[i]
+        return row(f"pipeline rank {i}" if plan.pp > 1 else "", runs(map(len, holding.layers)), [holding])
 
     if plan.pp <= MOST_ROWS:
-        return [row(f"pipeline rank {i}" if plan.pp > 1 else "", counts(h), h) for i, h in enumerate(plan.holdings)]
-    kinds = [f.name for f in fields(Holding)]
-    least, most = (
-        Holding(**{k: () if k == "layers" else pick(getattr(h, k) for h in plan.holdings) for k in kinds})
-        for pick in (min, max)
-    )
-    worst = plan.holdings[plan.largest]
-    return [row(f"pipeline rank {plan.largest}", counts(worst), worst), row(f"all {plan.pp}", "", least, most)]
+        return [of_rank(i) for i in range(plan.pp)]
+    return [of_rank(plan.largest), row(f"all {plan.pp}", "", plan.holdings)]
 
 
 def state_bytes(optim: OptimConfig) -> int:
@@ -182,10 +176,6 @@ def state_bytes(optim: OptimConfig) -> int:
     if optim.optimizer == "sgd":
         return 4
     return sum(2 if dtype == "bf16" else 4 for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
-
-
-def _axes(pp: int, dp: int, tp: int, pp_rank: int) -> tuple[Axis, ...]:
-    return Axis("pp", pp, pp_rank), Axis("dp", dp), Axis("cp"), Axis("tp", tp)
 
 
 def _stage_elements(config: Config, mesh: Mesh, vocab_size: int) -> tuple[list[tuple[ParamSpec, int]], int, int]:

@@ -75,7 +75,9 @@ def test_the_plans_bytes_are_those_of_the_run(world: int, flags: str) -> None:
 
 
 def preset(flags: str) -> Config:
-    return cli.parse(f"--mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --preset {flags}".split(), PRESETS)
+    return cli.parse(
+        f"--mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --preset {flags}".split(), PRESETS
+    )
 
 
 def test_the_first_rank_holds_the_embedding_and_decides() -> None:
@@ -87,7 +89,9 @@ def test_the_first_rank_holds_the_embedding_and_decides() -> None:
     held = found.holdings[found.worst]
     assert found.worst == 0 and held.parameters == 4 * layer + embedding
     assert held.state == pytest.approx(18 * held.parameters, rel=1e-4)
-    with pytest.raises(LaunchError, match=r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"):
+    with pytest.raises(
+        LaunchError, match=r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
+    ):
         check_machine(preset(f"llama3-405b {PP} 16"), "cpu", Ranks(0, 16, 0, 16), 128256)
 
 
@@ -127,6 +131,8 @@ def _peak(flags: str) -> tuple[int, int]:
         f"{PP} 2 --global-batch-size 8",
         f"{PP} 2 {VPP} 2 --global-batch-size 12",
         f"{PP} 2 --pipeline-schedule gpipe --global-batch-size 8",
+        f"{TP} 2 --global-batch-size 4",
+        f"{TP} 2 --global-batch-size 4 {GROUPS} --position-embedding-type rope",
     ],
 )
 def test_activations_in_flight_are_those_of_the_schedule(flags: str) -> None:
