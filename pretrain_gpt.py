@@ -5,6 +5,7 @@ python pretrain_gpt.py FLAGS                        one process
 python pretrain_gpt.py --nproc 4 FLAGS              four local ranks, started here
 torchrun --nproc_per_node 4 pretrain_gpt.py FLAGS   the same, started by torchrun
 srun python pretrain_gpt.py FLAGS                   the same, under SLURM
+mpirun -n 4 python pretrain_gpt.py FLAGS            the same, under Open MPI, MPICH, Intel MPI or MVAPICH
 """
 
 from __future__ import annotations

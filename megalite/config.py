@@ -104,7 +104,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    nproc: int = opt(1, "local processes to start when no launcher (torchrun, srun) did")
+    nproc: int = opt(1, "local processes to start when no launcher (torchrun, srun, mpirun) did")
     device: str = opt("auto", "where to compute; auto: cuda where there is a card", choices=("auto", "cpu", "cuda"))
     tensor_model_parallel_size: int = opt(1, "tp: ranks that share each layer")
     pipeline_model_parallel_size: int = opt(1, "pp: ranks that share the depth")
@@ -127,7 +127,7 @@ class ParallelConfig:
     overlap_grad_reduce: bool = opt(True, "reduce gradients during the last backward")
     overlap_param_gather: bool = opt(True, "gather weights during the next forward")
     ddp_bucket_size: int | None = opt(None, "elements per gradient bucket; default 40 million")
-    distributed_backend: str | None = opt(None, "default: nccl on cuda, gloo on cpu", choices=("nccl", "gloo"))
+    distributed_backend: str | None = opt(None, "default: nccl on cuda, gloo on cpu", choices=("nccl", "gloo", "mpi"))
     distributed_timeout_minutes: float = opt(10.0, "how long start-up may take, minutes")
     distributed_timeout_seconds_after_init: float | None = opt(
         None, "how long a collective may take in training, seconds; default: as at start-up"

@@ -293,6 +293,8 @@ def _graph(config: Config) -> Iterator[str]:
 
 def _machine(config: Config) -> Iterator[str]:
     p = config.parallel
+    if p.distributed_backend == "mpi":
+        yield "distributed_backend=mpi is in no torch wheel; mpirun starts ranks of nccl and gloo too: leave it away"
     if p.distributed_backend == "nccl" and p.device == "cpu":
         yield "distributed_backend=nccl does not run on device=cpu; use gloo"
     for name in ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"):

@@ -57,6 +57,7 @@ BAD: list[tuple[str, str]] = [
     ("--peak-tflops 0", "peak_tflops=0 is too small"),
     ("--distributed-timeout-minutes 1e300", "longer than any collective"),
     ("--distributed-backend nccl --device cpu", "use gloo"),
+    ("--distributed-backend mpi", "distributed_backend=mpi is in no torch wheel"),
     ("--keep-last 1", "keep_last=1 has no effect"),
     ("--exit-on-missing-checkpoint", "add --load"),
     ("--num-layers x", "num_layers='x' is not an int"),

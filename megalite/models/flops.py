@@ -9,9 +9,9 @@ FLOPs per token, forward, a multiply-add counted as 2 (recompute never counts):
 So a model with a window has fewer FLOPs, and its MFU is not raised by scores that nobody needs. Backward is twice the
 forward. Borders of documents are not counted.
 
-What a layer saves, in elements per token: x, norm(x), h, norm(h) of D (without h where the residual is parallel); q and
-o; k and v, once more k where it is normed or rotated, since v is a view of what the matmul gave; of normed q both; the
-MLP's u. No scores, no dropout masks. x and its norms are split over tp along the sequence, all else by heads and channels.
+What a layer saves, in elements per token: x, norm(x), h, norm(h) of D (without h where the residual is parallel); q
+and o; k and v, once more k where it is normed or rotated, since v is a view of what the matmul gave; of normed q both;
+the MLP's u. No scores, no dropout masks. x and its norms are split over tp along the sequence, all else by channels.
 """
 
 from __future__ import annotations
