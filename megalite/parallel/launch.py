@@ -2,8 +2,8 @@
 
 Four ways in: torchrun's variables (RANK, WORLD_SIZE, ...), mpirun's (MPI_LAUNCHERS), SLURM's (SLURM_PROCID, ...), or
 `start_local`, which starts ranks on this machine itself, from a fork server that has imported torch once (0.2 s for 8
-ranks, where 8 interpreters take 11 s on 2 cores). Local ranks meet through a file and gloo's loopback device: no port is
-opened that another machine could reach.
+ranks, where 8 interpreters take 11 s on 2 cores). Local ranks meet through a file and gloo's loopback device: no port
+is opened that another machine could reach.
 
 A rank that dies takes the others with it: the launcher ends them and returns the first failing exit code. A rank whose
 launcher is killed ends itself; the kernel alone would not (PR_SET_PDEATHSIG is about the fork server, which lives as
