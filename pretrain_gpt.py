@@ -5,6 +5,7 @@ python pretrain_gpt.py FLAGS                        one process
 python pretrain_gpt.py --nproc 4 FLAGS              four local ranks, started here
 torchrun --nproc_per_node 4 pretrain_gpt.py FLAGS   the same, started by torchrun
 srun python pretrain_gpt.py FLAGS                   the same, under SLURM
+mpirun -n 4 python pretrain_gpt.py FLAGS            the same, under Open MPI, MPICH, Intel MPI or MVAPICH
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megalite.parallel.launch import (
 from megalite.train.run_dir import run_folder
 
 MOST_RANKS_PER_CORE = 8
+GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
 
 
 def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
@@ -58,7 +60,8 @@ def main(argv: list[str]) -> int:
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config))
     if ranks is None and nproc > 1 and not config.train.dry_run:
         return start_local(nproc, run, (config, found.warnings))
-    return run(ranks or Ranks(world=nproc, local_world=nproc), config, found.warnings)  # type: ignore[func-returns-value]
+    alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
+    return run(ranks or alone, config, found.warnings)  # type: ignore[func-returns-value]
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ class ModelConfig:
         flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
     )
     bias_gelu_fusion: bool = opt(True, "Megatron-LM's fused gelu, the tanh form; off: the exact one, if none is named")
-    openai_gelu: bool = opt(False, "the tanh form of gelu, where no activation is named")
+    openai_gelu: bool = opt(
+        False, "the tanh form of gelu, where no activation is named", flags=("--use-te-activation-func=true",)
+    )
     parallel_residual: bool = opt(False, "attention and feed-forward side by side on the same input, as in GPT-NeoX")
     position_embedding_type: str = opt(
         "learned_absolute",
@@ -149,7 +151,8 @@ class ModelConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     nproc: int | None = opt(
-        None, "local processes to start when no launcher (torchrun, srun) did; default: tp x pp x dp with --dp, else 1"
+        None,
+        "local processes to start when no launcher (torchrun, srun, mpirun) did; default: tp x pp x --dp, else 1",
     )
     device: str = opt("auto", "where to compute; auto: cuda where there is a card", choices=("auto", "cpu", "cuda"))
     tensor_model_parallel_size: int = opt(1, "tp: ranks that share each layer", flags=("--tp",))
@@ -161,13 +164,23 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = opt(None, "layers per chunk of the interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = opt(None, "chunks per pipeline rank of the interleaved schedule")
     pipeline_model_parallel_layout: str | None = opt(None, "layers of each stage, as in 'Et|(tt|)*2tL'")
+    decoder_first_pipeline_num_layers: int | None = opt(None, "layers of pipeline rank 0; the others share the rest")
+    decoder_last_pipeline_num_layers: int | None = opt(
+        None, "layers of the last pipeline rank; the others share the rest"
+    )
+    account_for_embedding_in_pipeline_split: bool = opt(False, "the embedding takes the place of a layer")
+    account_for_loss_in_pipeline_split: bool = opt(False, "the head and the loss take the place of a layer")
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = opt(
+        None, "micro-batches that run through a chunk before the next chunk; default pp, the remainder spread over them"
+    )
+    use_tp_pp_dp_mapping: bool = opt(False, "number the ranks in the order tp, pp, dp; default: tp, dp, pp")
     pipeline_schedule: str = opt("1f1b", "order of micro-batches in the pipeline", choices=("1f1b", "gpipe"))
     use_distributed_optimizer: bool = opt(True, "shard optimizer state over dp (ZeRO-1)")
     overlap_grad_reduce: bool = opt(True, "reduce gradients during the last backward")
     grad_reduce_in_bf16: bool = opt(False, "round gradients to bf16 for their sum over dp; each rank adds up in fp32")
     overlap_param_gather: bool = opt(True, "gather weights during the next forward")
     ddp_bucket_size: int | None = opt(None, "elements per gradient bucket; default 40 million")
-    distributed_backend: str | None = opt(None, "default: nccl on cuda, gloo on cpu", choices=("nccl", "gloo"))
+    distributed_backend: str | None = opt(None, "default: nccl on cuda, gloo on cpu", choices=("nccl", "gloo", "mpi"))
     distributed_timeout_minutes: float = opt(10.0, "how long start-up may take, minutes")
     distributed_timeout_seconds_after_init: float | None = opt(
         None, "how long a collective may take in training, seconds; default: as at start-up"

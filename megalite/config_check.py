@@ -25,6 +25,7 @@ from megalite.config import (
     options,
 )
 from megalite.pattern import read_batch_schedule, read_pattern, read_split
+from megalite.stages import given_stages
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp")
 _OF_EXPERTS = ("moe", "moe_act", "shared_experts", "mla_up_proj")  # parts that a dense model does not have
@@ -55,6 +56,9 @@ _POSITIVE = frozenset(
         "context_parallel_size",
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "microbatch_group_size_per_virtual_pipeline_stage",
         "ddp_bucket_size",
         "distributed_timeout_minutes",
         "distributed_timeout_seconds_after_init",
@@ -239,29 +243,17 @@ def _layout(config: Config) -> Iterator[str]:
     pp = p.pipeline_model_parallel_size
     if p.context_parallel_size != 1:
         yield f"context_parallel_size={p.context_parallel_size} is not supported yet; use 1"
-    vpp = 1
-    chunk, chunks = p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank
-    if chunk is not None and chunks is not None:
-        yield (
-            f"num_layers_per_virtual_pipeline_stage={chunk} and num_virtual_stages_per_pipeline_rank={chunks}: give one"
-        )
-    if p.pipeline_model_parallel_layout is not None:
-        if chunk is not None or chunks is not None:
-            yield "pipeline_model_parallel_layout already says the virtual stages; leave the other flag away"
-    elif chunk is not None:
-        if m.num_layers % (pp * chunk):
-            yield (
-                f"num_layers_per_virtual_pipeline_stage={chunk} x pp {pp} does not divide num_layers={m.num_layers}"
-                "; change one"
-            )
-        else:
-            vpp = m.num_layers // (pp * chunk)
-    elif chunks is not None:
-        vpp = chunks
-    if pp == 1 and (chunk is not None or (chunks or 1) > 1):
-        yield "virtual pipeline stages need pipeline_model_parallel_size above 1; drop them or raise it"
-    if p.pipeline_model_parallel_layout is None and pp * vpp > m.num_layers:
-        yield f"pipeline_model_parallel_size={pp} x {vpp} chunks is above num_layers={m.num_layers}: use fewer"
+    try:
+        stages = given_stages(m.num_layers, p)
+    except ValueError as error:
+        yield str(error)
+    else:
+        chunks = p.num_virtual_stages_per_pipeline_rank or 1
+        if stages is None and pp * chunks > m.num_layers:
+            yield f"pipeline_model_parallel_size={pp} x {chunks} chunks is above num_layers={m.num_layers}: use fewer"
+    size = p.microbatch_group_size_per_virtual_pipeline_stage
+    if size is not None and size < pp:
+        yield f"microbatch_group_size_per_virtual_pipeline_stage={size} is below pipeline parallel {pp}; raise it"
 
 
 def _length_and_rate(t: TrainConfig, o: OptimConfig) -> Iterator[str]:
@@ -401,6 +393,8 @@ def _graph(config: Config) -> Iterator[str]:
 
 def _machine(config: Config) -> Iterator[str]:
     p = config.parallel
+    if p.distributed_backend == "mpi":
+        yield "distributed_backend=mpi is in no torch wheel; mpirun starts ranks of nccl and gloo too: leave it away"
     if p.distributed_backend == "nccl" and p.device == "cpu":
         yield "distributed_backend=nccl does not run on device=cpu; use gloo"
     for name in ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"):

@@ -61,7 +61,7 @@ BAD: list[tuple[str, str]] = [
     ("--pipeline-model-parallel-size 8", "is above num_layers=4"),
     ("--num-virtual-stages-per-pipeline-rank 2", "virtual pipeline stages need"),
     ("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline stages need"),
-    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "does not divide num_layers=4"),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "does not divide the 2 layers"),
     (
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
         "give one",
@@ -77,6 +77,7 @@ BAD: list[tuple[str, str]] = [
     ("--peak-tflops 0", "peak_tflops=0 is too small"),
     ("--distributed-timeout-minutes 1e300", "longer than any collective"),
     ("--distributed-backend nccl --device cpu", "use gloo"),
+    ("--distributed-backend mpi", "distributed_backend=mpi is in no torch wheel"),
     ("--keep-last 1", "keep_last=1 has no effect"),
     ("--exit-on-missing-checkpoint", "add --load"),
     ("--num-layers x", "num_layers='x' is not an int"),

@@ -17,12 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalite import cli
 from megalite.kernels.attention import forced
 from megalite.models.families import PRESETS
+from megalite.models.flops import stage_saved
 from megalite.models.gpt import Batch
 from megalite.nn import recompute
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
-from megalite.train.setup import build_run, build_stages
+from megalite.train.setup import build_run, build_stages, recompute_of
 from megalite.train.step import train_step
 
 S, B, D, L, M = 16, 2, 32, 4, 4
@@ -130,8 +131,10 @@ def test_pipeline_parallel(vpp: int) -> None:
 
 
 GPT = "--hidden-dropout 0.1"
+NEOX = "--parallel-residual --position-embedding-type rope --rotary-percent 0.5 --group-query-attention --num-query-groups 1"
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --ffn-hidden-size 340"""
+QWEN = LLAMA + " --qk-layernorm --add-qkv-bias"
 
 
 def _saved_per_layer(flags: str, s: int, b: int) -> float:
@@ -166,7 +169,7 @@ def _saved_per_layer(flags: str, s: int, b: int) -> float:
     return (saved(5) - saved(1)) / 4
 
 
-@pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("style", [GPT, LLAMA, NEOX, QWEN], ids=["gpt", "llama", "neox", "qwen"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_saved_activations_per_layer(style: str, recompute: str) -> None:
     """bf16, no recompute: at most 34 s b h bytes per layer (arXiv:2205.05198, eq. 2, without its attention scores)."""
@@ -177,7 +180,9 @@ def test_saved_activations_per_layer(style: str, recompute: str) -> None:
         flags += f" --recompute-granularity {recompute}"
     if recompute == "full":
         flags += " --recompute-method uniform"
-    per_layer = _saved_per_layer(flags, s, b)
+    per_layer, config = _saved_per_layer(flags, s, b), cli.read([*MODEL.split(), *flags.split()], PRESETS)[0]
+    one, _ = stage_saved(config.model, 1, False, recompute_of(config), 2)
+    assert one * s * b == pytest.approx(per_layer, rel=0.01)
     bound = {"none": 34, "selective": 34, "full": 2.1}[recompute]
     assert 0 < per_layer <= bound * s * b * h, per_layer / (s * b * h)
 

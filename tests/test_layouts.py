@@ -78,6 +78,10 @@ def row(name: str, world: int, model: str, *, tp: int = 1, pp: int = 1, vpp: int
 
 
 NOZERO = "--no-use-distributed-optimizer"
+COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+ENDS = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
+BARE = "--pipeline-model-parallel-layout E|ttttL"
+GROUPS = "--microbatch-group-size-per-virtual-pipeline-stage 3"
 FULL = "--recompute-granularity full --recompute-method"
 PARTS = "--recompute-granularity selective --recompute-modules "
 ROWS = [
@@ -111,6 +115,12 @@ ROWS = [
     row("llama tp2 pp2 vpp2", 4, LLAMA, tp=2, pp=2, vpp=2),
     row("llama pp3 uneven layers", 3, LLAMA, pp=3),
     row("llama pp3 dp2 uneven", 6, LLAMA, pp=3),
+    row("llama pp4 vpp2, embedding and loss count as layers", 4, LLAMA + " --num-layers 6", pp=4, vpp=2, extra=COUNTED),
+    row("gpt pp3 tied, layers of the first and last", 3, GPT, pp=3, extra=ENDS),
+    row("gpt dropout pp2 dp2 tied, no layer but the embedding's", 4, DROP, pp=2, extra=BARE),
+    row("llama pp2 vpp2, groups of 3 micro-batches", 2, LLAMA, pp=2, vpp=2, extra=GROUPS),
+    row("gpt tp2 pp2 dp2, dp outermost", 8, GPT, tp=2, pp=2, extra="--use-tp-pp-dp-mapping"),
+    row("llama pp2 dp2 vpp2 ddp, dp outermost", 4, LLAMA, pp=2, vpp=2, extra=f"{NOZERO} --use-tp-pp-dp-mapping"),
     row("llama pp4 fewer micro-batches than pp", 4, LLAMA, pp=4, extra="--micro-batch-size 8"),
     row("llama pp2 vpp2, micro-batches no multiple", 2, LLAMA, pp=2, vpp=2, extra="--global-batch-size 6"),
     row("llama dp4", 4, LLAMA),

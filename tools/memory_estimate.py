@@ -1,9 +1,7 @@
 """What one rank without model parallelism takes at its peak, counted from the shape: state and activations.
 
-    state        weights, gradients, optimizer, as the plan at start prints it (padding of the vocabulary left out)
-    activations  per layer and token, in elements: x, norm(x), q, o, h, norm(h), the MLP's u, and of keys and values
-                 k and v as the attention kernel takes them; with rotary positions also v's other half, from which k
-                 was made, since v is a view of both
+    state        weights, gradients, optimizer, as the plan at start prints it
+    activations  what the layers save (models/flops.py)
     head         one chunk of logits, and of the tokens 2 D more
     or a layer's backward, where that is more: the MLP's gradients and x's. Weight gradients take nothing: they are
     added to the buffer, which is state
@@ -16,9 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config import Config, padded_vocab_size
-from megalite.models.flops import num_parameters
-
-STAT_BYTES = 4  # of a statistic of a row: fp32
+from megalite.models.flops import layer_saved
 
 
 @dataclass(frozen=True)
@@ -34,20 +30,9 @@ class Estimate:
         return self.state + self.activations + self.transient
 
 
-def layer_bytes(config: Config, size: int) -> int:
-    """Saved by one layer for one token; `size`: bytes of an element."""
-    m = config.model
-    assert m.hidden_size and m.num_attention_heads
-    D, q, kv = m.hidden_size, m.num_attention_heads * m.head_size, m.groups * m.head_size
-    up = m.ffn_size * (2 if m.activation == "swiglu" else 1)
-    keys = 3 * kv if any(m.rotary) or m.qk_layernorm else 2 * kv
-    stats = 2 * (1 if m.normalization == "RMSNorm" else 2) + m.num_attention_heads
-    return (4 * D + 2 * q + keys + up) * size + stats * STAT_BYTES
-
-
 def estimate(config: Config, vocab_size: int) -> Estimate:
     from megalite.kernels.linear_cross_entropy import CHUNK_BYTES
-    from megalite.train.setup import memory_bytes, state_bytes
+    from megalite.train.plan import arrange
 
     m = config.model
     assert m.hidden_size and m.num_layers and m.seq_length and config.train.micro_batch_size
@@ -59,9 +44,8 @@ def estimate(config: Config, vocab_size: int) -> Estimate:
     widths = 4 if m.activation == "swiglu" else 3  # gradients of a and u, and a again
     feed = max(widths * tokens, (widths - 1) * tokens + D) * m.ffn_size
     layer = (feed + D * tokens) * size
-    parameters, states = num_parameters(m, vocab_size), state_bytes(config.optim)
     return Estimate(
-        state=memory_bytes(parameters, dp=1, half=size == 2, sharded=True, states=states),
-        activations=m.num_layers * layer_bytes(config, size) * tokens,
+        state=arrange(config, 1, vocab_size).holdings[0].state,
+        activations=m.num_layers * layer_saved(m, size) * tokens,
         transient=max(head, layer),
     )

@@ -1,4 +1,4 @@
-"""Counted from the shape alone: parameters, model FLOPs, memory per rank. Pure.
+"""Counted from the shape alone: model FLOPs, activations that are saved. Pure.
 
 FLOPs per token, forward, a multiply-add counted as 2 (recompute never counts):
 
@@ -7,37 +7,53 @@ FLOPs per token, forward, a multiply-add counted as 2 (recompute never counts):
     seen    S / 2: the causal half of S x S; in a window of W < S keys the band of it, W - W^2 / 2 S
 
 So a model with a window has fewer FLOPs, and its MFU is not raised by scores that nobody needs. Backward is twice the
-forward. Borders of documents are not counted. Parameters count the true vocabulary, as published figures do.
+forward. Borders of documents are not counted.
+
+What a layer saves, in elements per token: x, norm(x), h, norm(h) of D (without h where the residual is parallel); q
+and o; k and v, once more k where it is normed or rotated, since v is a view of what the matmul gave; of normed q both;
+the MLP's u. No scores, no dropout masks. x and its norms are split over tp along the sequence, all else by channels.
 """
 
 from __future__ import annotations
 
 from megalite.config import ModelConfig
 
+STAT_BYTES = 4  # of a statistic of a row: fp32
+How = tuple[str | None, str, int, tuple[str, ...]]  # of recompute, as models/gpt.py has it
 
-def num_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Every parameter once.
 
-    >>> from megalite.models.families import PRESETS
-    >>> from megalite.config import ModelConfig
-    >>> num_parameters(ModelConfig(**{k: v for k, v in PRESETS["gpt2"].items() if k != "vocab_size"}), 50257)
-    124439808
-    """
+def layer_saved(model: ModelConfig, size: int, tp: int = 1, again: tuple[str, ...] = ()) -> float:
+    """Bytes that one layer keeps for its backward, per token and tp rank; `size`: bytes of an element. Also the extra
+    backward of a layer that is recomputed. `again`: the parts that leave nothing behind but their inputs."""
     m = model
-    assert m.num_layers and m.hidden_size and m.num_attention_heads
-    D, K, F = m.hidden_size, m.head_size, m.ffn_size
-    q, kv = m.num_attention_heads * K, m.groups * K
-    up = 2 * F if m.activation == "swiglu" else F
-    norm = 2 * D if m.normalization == "LayerNorm" else D
-    layer = D * (q + 2 * kv) + q * D + D * up + F * D + 2 * norm
-    if m.add_bias_linear or m.add_qkv_bias:
-        layer += q + 2 * kv
-    if m.add_bias_linear:
-        layer += D + up + D
-    if m.qk_layernorm:
-        layer += 2 * K * (2 if m.normalization == "LayerNorm" else 1)
-    total = m.num_layers * layer + norm + vocab_size * D * (2 if m.untie_embeddings_and_output_weights else 1)
-    return total + (m.positions * D if m.position_embedding_type == "learned_absolute" else 0)
+    D, q, kv = m.hidden_size / tp, m.num_attention_heads * m.head_size / tp, max(m.groups / tp, 1) * m.head_size
+    up = m.ffn_size * (2 if m.activation == "swiglu" else 1) / tp
+    moved = m.qk_layernorm or any(m.rotary)  # k is not what the matmul gave, which v still holds
+    elements = (3 if m.parallel_residual else 4) * D + (3 if m.qk_layernorm else 2) * q + (3 if moved else 2) * kv + up
+    elements -= 2 * D * ("layernorm" in again) + up * ("mlp" in again)
+    heads = m.num_attention_heads / tp
+    normed = heads + max(m.groups / tp, 1) if m.qk_layernorm else 0
+    stats = (2 / tp + normed) * (1 if m.normalization == "RMSNorm" else 2) + heads
+    return elements * size + stats * STAT_BYTES
+
+
+def stage_saved(
+    model: ModelConfig, layers: int, last: bool, recompute: How, size: int, tp: int = 1
+) -> tuple[float, float]:
+    """Bytes per token and tp rank that a stage of `layers` layers keeps of a micro-batch from its forward to its
+    backward; and what its backward recomputes, once at a time. `recompute`: granularity, method, number of layers, parts."""
+    granularity, method, n, modules = recompute
+    layer, edge = layer_saved(model, size, tp), model.hidden_size / tp * size
+    head = 2 * edge if last else 0.0  # x, and its gradient, which is computed in forward
+    if granularity == "selective":
+        kept = layer_saved(model, size, tp, modules)
+        return layers * kept + head, layer - kept if layers else 0.0
+    if granularity is None or not layers:
+        return layers * layer + head, 0.0
+    if method == "uniform":
+        return -(-layers // n) * edge + head, min(n, layers) * layer
+    again = min(n, layers)
+    return again * edge + (layers - again) * layer + head, layer if again else 0.0
 
 
 def mean_keys(model: ModelConfig, seq_length: int) -> float:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megalite.nn.parameter import spec_of
 from megalite.optim.layout import Bucket, Entry, Layout, lay_out
 from megalite.parallel.comm import all_reduce_, start_all_gather_into, start_reduce_scatter_into
 from megalite.parallel.mesh import Mesh
@@ -39,6 +40,20 @@ GATHERS_AHEAD = 2
 def main_dtype(weights: torch.dtype) -> torch.dtype:
     """What gradients, main weights and states are kept in."""
     return torch.float64 if weights == torch.float64 else torch.float32
+
+
+def lay_out_chunks(
+    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, decoupled: bool = False
+) -> tuple[list[nn.Parameter], Layout]:
+    """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i."""
+    found: dict[int, tuple[int, nn.Parameter]] = {}
+    for chunk, module in enumerate(chunks):
+        for p in module.parameters():
+            found.setdefault(id(p), (chunk, p))
+    parameters = [p for _, p in found.values()]
+    entries = [Entry(spec_of(p), p.numel(), chunk) for chunk, p in found.values()]
+    size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
+    return parameters, lay_out(entries, bucket_size=size, dp=mesh.dp.size, tp=mesh.tp.size, decoupled=decoupled)
 
 
 class Sink:
@@ -98,21 +113,11 @@ class ParamBuffer:
     ):
         self.mesh, self.sharded, self.reduce_in_bf16 = mesh, shard, reduce_in_bf16
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
-        parameters: list[tuple[int, nn.Parameter]] = []
-        seen: set[int] = set()
-        for chunk, module in enumerate(chunks):
-            for p in module.parameters():
-                if id(p) not in seen:
-                    seen.add(id(p))
-                    parameters.append((chunk, p))
-        dtypes = {p.dtype for _, p in parameters}
+        parameters, self.layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled)
+        dtypes = {p.dtype for p in parameters}
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
         dtype = dtypes.pop()
-        entries = [Entry(p.spec, p.numel(), chunk) for chunk, p in parameters]  # type: ignore[attr-defined]
-        size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-        dp, tp = mesh.dp.size, mesh.tp.size
-        self.layout: Layout = lay_out(entries, bucket_size=size, dp=dp, tp=tp, decoupled=decoupled)
         self.weights = torch.zeros(self.layout.size, dtype=dtype, device=mesh.device)
         self._waiting: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
         self._reducing: dict[int, Any] = {}
@@ -125,7 +130,7 @@ class ParamBuffer:
         bucket_of: dict[int, int] = {}
         for b, bucket in enumerate(self.layout.buckets):
             for slot in bucket.slots:
-                _, p = parameters[slot.entry]
+                p = parameters[slot.entry]
                 view = self.weights[slot.start : slot.stop].view_as(p)
                 view.copy_(p.data)
                 p.data = view
@@ -134,7 +139,7 @@ class ParamBuffer:
         self.grads = torch.zeros(self.layout.size, dtype=main_dtype(dtype), device=mesh.device)
         for b, bucket in enumerate(self.layout.buckets):
             for slot in bucket.slots:
-                _, p = parameters[slot.entry]
+                p = parameters[slot.entry]
                 grad = self.grads[slot.start : slot.stop].view_as(p)
                 name = self.layout.entries[slot.entry].spec.name
                 self.sinks[name] = Sink(name, grad, (b, slot.entry), self._reducing, self._begun)

@@ -1,9 +1,9 @@
 """From a command to a process group: the only reader of rank variables.
 
-Three ways in: torchrun's variables (RANK, WORLD_SIZE, ...), SLURM's (SLURM_PROCID, ...), or `start_local`, which
-starts ranks on this machine itself, from a fork server that has imported torch once (0.2 s for 8 ranks, where 8
-interpreters take 11 s on 2 cores). Local ranks meet through a file and gloo's loopback device: no port is opened
-that another machine could reach.
+Four ways in: torchrun's variables (RANK, WORLD_SIZE, ...), mpirun's (MPI_LAUNCHERS), SLURM's (SLURM_PROCID, ...), or
+`start_local`, which starts ranks on this machine itself, from a fork server that has imported torch once (0.2 s for 8
+ranks, where 8 interpreters take 11 s on 2 cores). Local ranks meet through a file and gloo's loopback device: no port
+is opened that another machine could reach.
 
 A rank that dies takes the others with it: the launcher ends them and returns the first failing exit code. A rank whose
 launcher is killed ends itself; the kernel alone would not (PR_SET_PDEATHSIG is about the fork server, which lives as
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -34,6 +35,7 @@ from typing import Any
 INTERRUPTED = 128 + signal.SIGINT
 REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
 ORDERLY_S = 600.0
+STARTERS = "torchrun, srun, mpirun or --nproc"
 # what the fork server imports for all ranks: the third, with sympy, is needed by the first backward (1 s of each rank)
 PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.run"]
 
@@ -53,22 +55,55 @@ class Ranks:
     init_method: str | None = None
 
 
+# rank, world, local rank, local world: of Open MPI, of MVAPICH, of Hydra (MPICH, Intel MPI) and what else speaks PMI
+MPI_LAUNCHERS: tuple[tuple[str, str, str, str], ...] = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
 def read_environment(env: Mapping[str, str]) -> Ranks | None:
-    """The ranks that torchrun or SLURM announce in `env`; None where no launcher did."""
+    """The ranks that torchrun, mpirun or SLURM announce in `env`; None where no launcher did."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _checked(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", init_method=None)
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", "1") > 1:
+    slurm = "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", "1") > 1
+    for names in MPI_LAUNCHERS:
+        # mpirun in a SLURM job has SLURM start its daemons, whose variables the ranks inherit: those count the daemons.
+        # Only where srun speaks PMI itself do both say the same, and then SLURM knows the first host.
+        same = slurm and names[0] == "PMI_RANK" and _pair(env, *names[:2]) == _pair(env, "SLURM_PROCID", "SLURM_NTASKS")
+        if _number(env, names[1], "1") > 1 and not same:
+            return _checked(env, *names, init_method=_meeting_of_mpi(env, names[1], names[3]))
+    if slurm:
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
         port = env.get("MASTER_PORT") or str(20000 + _number(env, "SLURM_JOB_ID", "0") % 20000)
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+        tasks = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_STEP_TASKS_PER_NODE", "1")  # "4(x2),3"
+        env = {**env, "SLURM_NTASKS_PER_NODE": re.split(r"[(,]", tasks)[0]}
         return _checked(env, *names, init_method=f"tcp://{host}:{port}")
     return None
+
+
+def _pair(env: Mapping[str, str], *names: str) -> list[str | None]:
+    return [env.get(name) for name in names]
+
+
+def _meeting_of_mpi(env: Mapping[str, str], world: str, local_world: str) -> str:
+    """Where ranks of mpirun meet: MPI itself tells them no address."""
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(local_world) == env[world] else None)
+    if host is None:
+        raise LaunchError(
+            f"MASTER_ADDR is not set and {world}={env[world]} ranks are on several nodes ({local_world}="
+            f"{env.get(local_world)}): give every rank the host of rank 0, as mpirun -x MASTER_ADDR=HOST does"
+        )
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")  # another job on this machine has another
+    return f"tcp://{host}:{env.get('MASTER_PORT') or (20000 + zlib.crc32(job.encode()) % 20000 if job else 29500)}"
 
 
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
     text = env.get(name, default)
     if not re.fullmatch(r"[0-9]+", text):
-        raise LaunchError(f"{name}={text!r} is not a whole number: start with torchrun, srun or --nproc")
+        raise LaunchError(f"{name}={text!r} is not a whole number: start with {STARTERS}")
     return int(text)
 
 
@@ -77,7 +112,7 @@ def _checked(
 ) -> Ranks:
     for name, other in ((rank, world), (world, rank)):
         if name not in env:
-            raise LaunchError(f"{name} is not set although {other} is: start with torchrun")
+            raise LaunchError(f"{name} is not set although {other} is: start with {STARTERS}")
     ranks = Ranks(
         rank=_number(env, rank),
         world=_number(env, world),
@@ -86,7 +121,7 @@ def _checked(
         init_method=init_method,
     )
     if ranks.world < 1 or ranks.rank >= ranks.world:
-        raise LaunchError(f"{rank}={ranks.rank} is not below {world}={ranks.world}: start with torchrun")
+        raise LaunchError(f"{rank}={ranks.rank} is not below {world}={ranks.world}: start with {STARTERS}")
     if init_method is None and ranks.world > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not env.get(name):

@@ -1,11 +1,12 @@
 """The grid of ranks: (pp, dp, cp, tp), tp innermost.
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
+    rank = ((dp_rank * pp + pp_rank) * cp + cp_rank) * tp + tp_rank      with dp outermost
 
 tp neighbours are adjacent ranks, so tensor parallelism stays inside a node; pipeline stages, which exchange the
-least, are farthest apart. Groups come from torch's DeviceMesh; an axis of size 1 has no group at all and its
-collectives are the identity, so that one process is not a special case. A `Mesh` is passed explicitly: there is
-no module state.
+least, are farthest apart, unless dp is to be outermost. Groups come from torch's DeviceMesh; an axis of size 1 has no
+group at all and its collectives are the identity, so that one process is not a special case. A `Mesh` is passed
+explicitly: there is no module state.
 """
 
 from __future__ import annotations
@@ -84,15 +85,21 @@ class Mesh:
         return f"rank {self.world.rank}" + (f" ({where})" if where else "")
 
 
-def rank_grid(world: int, tp: int, pp: int, cp: int = 1) -> list[list[list[list[int]]]]:
+def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool = False) -> list[list[list[list[int]]]]:
     """grid[pp][dp][cp][tp] = global rank. `world` must be divisible by tp * pp * cp.
 
     >>> rank_grid(8, tp=2, pp=2)
     [[[[0, 1]], [[2, 3]]], [[[4, 5]], [[6, 7]]]]
+    >>> rank_grid(8, tp=2, pp=2, dp_outermost=True)
+    [[[[0, 1]], [[4, 5]]], [[[2, 3]], [[6, 7]]]]
     """
-    dp = world // (tp * pp * cp)
-    numbers = iter(range(world))
-    return [[[[next(numbers) for _ in range(tp)] for _ in range(cp)] for _ in range(dp)] for _ in range(pp)]
+    dp, unit = world // (tp * pp * cp), cp * tp
+
+    def at(p: int, d: int) -> list[list[int]]:
+        first = unit * (d * pp + p if dp_outermost else p * dp + d)
+        return [list(range(start, start + tp)) for start in range(first, first + unit, tp)]
+
+    return [[at(p, d) for d in range(dp)] for p in range(pp)]
 
 
 def build_mesh(
@@ -100,6 +107,7 @@ def build_mesh(
     tp: int,
     pp: int,
     cp: int = 1,
+    dp_outermost: bool = False,
     device: torch.device,
     timeout: datetime.timedelta | None = None,
     shared_memory: bool | None = None,
@@ -118,7 +126,7 @@ def build_mesh(
     world, rank = dist.get_world_size(), dist.get_rank()
     if world % (tp * pp * cp):
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
-    grid = torch.tensor(rank_grid(world, tp, pp, cp))
+    grid = torch.tensor(rank_grid(world, tp, pp, cp, dp_outermost=dp_outermost))
     here = [int(i) for i in (grid == rank).nonzero()[0]]
     mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "cp", "tp"))
 

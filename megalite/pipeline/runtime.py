@@ -51,6 +51,7 @@ class Flight:
 class Pipeline:
     """The chunks of one pipeline rank; chunk c is stage c * pp + pp_rank.
 
+    group_size   micro-batches that run through a chunk before the next one (schedule.group_sizes)
     width        hidden size D of the activations that travel, [S / tp, B, D] in `dtype`
     on_last_backward(chunk) is called before the last backward of each chunk
     """
@@ -63,8 +64,10 @@ class Pipeline:
         schedule: str,
         width: int,
         dtype: torch.dtype,
+        group_size: int | None = None,
         on_last_backward: Callable[[int], None] = lambda chunk: None,
     ):
+        self.group_size = group_size
         self.stages, self.mesh, self.schedule = list(stages), mesh, schedule
         self.width, self.dtype, self.on_last_backward = width, dtype, on_last_backward
         self.num_stages = mesh.pp.size * len(self.stages)
@@ -77,7 +80,7 @@ class Pipeline:
         The gradient is that of loss_weight * sum of all. `more`: another call of the same training step follows, so
         none of these backwards is a chunk's last.
         """
-        rows = plan(self.schedule, self.mesh.pp.size, len(batches), len(self.stages))
+        rows = plan(self.schedule, self.mesh.pp.size, len(batches), len(self.stages), self.group_size)
         return self._run(rows, batches, loss_weight, more)
 
     @torch.no_grad()
@@ -86,7 +89,7 @@ class Pipeline:
         for stage in self.stages:
             stage.eval()
         try:
-            rows = plan("forward", self.mesh.pp.size, len(batches), len(self.stages))
+            rows = plan("forward", self.mesh.pp.size, len(batches), len(self.stages), self.group_size)
             return self._run(rows, batches, None)[0]
         finally:
             for stage in self.stages:

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.pipeline.schedule import Action, Op
@@ -42,8 +42,11 @@ class Simulation:
         return 1.0 - busy / (self.ranks * self.end)
 
 
-def simulate(rows: Sequence[Sequence[Action]], forward: float = 1.0, backward: float = 2.0) -> Simulation:
-    """Each action as soon as its rank is free and its input has arrived; messages take no time.
+def simulate(
+    rows: Sequence[Sequence[Action]], forward: float = 1.0, backward: float = 2.0, costs: Sequence[float] | None = None
+) -> Simulation:
+    """Each action as soon as its rank is free and its input has arrived; messages take no time. `costs`: how much
+    dearer each stage is than 1.
 
     Raises ValueError when a message or an input never comes.
     """
@@ -58,6 +61,8 @@ def simulate(rows: Sequence[Sequence[Action]], forward: float = 1.0, backward: f
         op, stage, m = action.op, action.stage, action.microbatch
         if op in (Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B):
             return 0.0  # posted, not waited for
+        if op is Op.B and Action(Op.F, stage, m) not in done:
+            return None
         before = stage - 1 if op is Op.F else stage + 1
         if not 0 <= before <= last:
             return 0.0
@@ -73,7 +78,10 @@ def simulate(rows: Sequence[Sequence[Action]], forward: float = 1.0, backward: f
                 action = row[position[rank]]
                 if action.op in (Op.F, Op.B):
                     start = max(clock[rank], at)
-                    clock[rank] = done[action] = start + (forward if action.op is Op.F else backward)
+                    took = (forward if action.op is Op.F else backward) * (
+                        1.0 if costs is None else costs[action.stage]
+                    )
+                    clock[rank] = done[action] = start + took
                     spans.append(Span(rank, action, start, clock[rank]))
                 elif action.op in (Op.SEND_F, Op.SEND_B):
                     sent[action] = clock[rank]
@@ -85,11 +93,11 @@ def simulate(rows: Sequence[Sequence[Action]], forward: float = 1.0, backward: f
     return Simulation(tuple(spans), len(rows))
 
 
-def in_flight(row: Sequence[Action]) -> int:
-    """The most forwards of one rank that wait for their backward at once."""
+def in_flight(row: Sequence[Action], sizes: Mapping[int, int] | None = None) -> int:
+    """The most forwards of one rank that wait for their backward at once; each counts `sizes` of its stage, or 1."""
     alive = most = 0
     for action in row:
-        alive += (action.op is Op.F) - (action.op is Op.B)
+        alive += ((action.op is Op.F) - (action.op is Op.B)) * (1 if sizes is None else sizes[action.stage])
         most = max(most, alive)
     return most
 

@@ -21,7 +21,7 @@ from megalite.data.indexed import DataError
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton
 from megalite.models.compiled import CompileError, check_compile, describe_compile
-from megalite.models.flops import num_parameters, train_flops_per_token
+from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
@@ -33,6 +33,7 @@ from megalite.train.export import check_export, export
 from megalite.train.hardware import Peak, find_peak
 from megalite.train.loop import Plan, StopSignal, train
 from megalite.train.metrics import Reporter, Speed, missing_packages
+from megalite.train.plan import arrange, groups_of, memory_rows, runs
 from megalite.train.run_dir import Exit, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import (
     SetupError,
@@ -40,10 +41,8 @@ from megalite.train.setup import (
     build_run,
     eval_batch_size,
     layers_of_stages,
-    memory_bytes,
     params_dtype,
     run_length,
-    state_bytes,
 )
 from megalite.train.start import already_saved, begin_branch, start_run
 from megalite.train.state import Run
@@ -74,26 +73,18 @@ def check_machine(config: Config, device: str, ranks: Ranks, vocab_size: int) ->
             raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; leave it away")
     except (KernelError, CompileError, ValueError) as error:
         raise SetupError(str(error)) from None
-    needs = memory_of(config, ranks.world, vocab_size)
+    arrangement = arrange(config, ranks.world, vocab_size)
+    needs = arrangement.holdings[arrangement.worst].state
     if device == "cpu":
         there, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks.local_world, "the memory"
     else:
         there, what = torch.cuda.get_device_properties(ranks.local_rank).total_memory, "the card's memory"
     if needs > there:
+        where = f" on pipeline rank {arrangement.worst}" if arrangement.pp > 1 else ""
         raise LaunchError(
-            f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank, {what} is {there / 2**30:.1f} GiB: "
-            "use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
+            f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank{where}, {what} is {there / 2**30:.1f} "
+            "GiB: use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
         )
-
-
-def memory_of(config: Config, world: int, vocab_size: int) -> float:
-    """Bytes of one rank's weights, gradients and optimizer."""
-    p = config.parallel
-    shards = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
-    half = config.precision.bf16 or config.precision.fp16
-    parameters = num_parameters(config.model, vocab_size) // shards
-    sharded, states = p.use_distributed_optimizer, state_bytes(config.optim)
-    return memory_bytes(parameters, dp=world // shards, half=half, sharded=sharded, states=states)
 
 
 def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
@@ -105,7 +96,7 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
         sources = preflight(config, ranks)
         if config.train.dry_run:
             if ranks.rank == 0:
-                print(describe(config, sources, ranks.world, None), flush=True)
+                print(describe(config, sources, ranks, None), flush=True)
             return Exit.DONE
         device = choose_device(config.parallel.device)
         check_machine(config, device, ranks, sources.vocab_size)
@@ -263,7 +254,7 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: R
         wandb_name=log.wandb_exp_name,
         wandb_config=differences(config),
     )
-    report.say(describe(config, sources, ranks.world, peak, run.mesh.device.type))
+    report.say(describe(config, sources, ranks, peak, run.mesh.device.type))
     for note in sources.notes:
         report.say(f"note: {note}")
     if run.mesh.device.type == "cuda":
@@ -272,31 +263,25 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: R
     return report
 
 
-def describe(config: Config, sources: Sources, world: int, peak: Peak | None, device_type: str | None = None) -> str:
+def describe(config: Config, sources: Sources, ranks: Ranks, peak: Peak | None, device_type: str | None = None) -> str:
     """The plan as a table: what will run where, and how much of it there is. A dry run has no device and no peak."""
     from rich.console import Console
     from rich.table import Table
 
     m, p = config.model, config.parallel
-    assert m.seq_length
-    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    dp = world // (tp * pp)
-    sizes = batch_sizes(config, dp)
-    length = run_length(config, sizes)
-    padded = padded_vocab_size(sources.vocab_size, m.make_vocab_size_divisible_by, tp)
-    layers = layers_of_stages(config, padded)
-    total = num_parameters(replace(m), sources.vocab_size)
-    memory = memory_of(config, world, sources.vocab_size) / 2**30
-    counts = [len(r) for r in layers]
-    sizes_text = f"{sizes.final}" if len(sizes.steps) == 1 else f"{sizes.at(0)} to {sizes.final}"
+    plan = arrange(config, ranks.world, sources.vocab_size)
+    length = run_length(config, sizes := batch_sizes(config, plan.dp))
+    chunks = len(plan.stages) // plan.pp
+    batch = f"{sizes.final}" if len(sizes.steps) == 1 else f"{sizes.at(0)} to {sizes.final}"
     rows = {
-        "mesh": f"pp {pp} x dp {dp} x cp 1 x tp {tp} = {world} rank{'s' * (world > 1)}",
-        "parameters": f"{total:,} (vocabulary {sources.vocab_size:,}, padded to {padded:,})",
-        "layers per stage": " ".join(map(str, counts)),
-        "schedule": f"{p.pipeline_schedule}, {len(layers) // pp} chunk{'s' * (len(layers) > pp)} per rank",
+        "mesh": f"pp {plan.pp} x dp {plan.dp} x cp 1 x tp {plan.tp} = {plan.world} rank{'s' * (plan.world > 1)}",
+        **groups_of(plan, ranks.local_world),
+        "parameters": f"{plan.parameters:,} (vocabulary {sources.vocab_size:,}, padded to {plan.padded_vocab:,})",
+        "layers per stage": runs(map(len, plan.stages)),
+        "schedule": f"{p.pipeline_schedule}, {chunks} chunk{'s' * (chunks > 1)} per rank, {plan.microbatches:,} "
+        f"micro-batch{'es' * (plan.microbatches > 1)}; bubble {plan.bubble:.1%}",
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
-        "weights and optimizer": f"about {memory:.2f} GiB per rank, without activations",
-        "steps": f"{length.steps:,} of {sizes_text} x {m.seq_length} tokens: {length.samples * m.seq_length:,} tokens",
+        "steps": f"{length.steps:,} of {batch} x {m.seq_length} tokens: {length.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(length.samples),
     }
     if device_type is not None:
@@ -316,5 +301,12 @@ def describe(config: Config, sources: Sources, world: int, peak: Peak | None, de
     for name, value in rows.items():
         table.add_row(name, value)
     text = io.StringIO()
-    Console(file=text, width=110, color_system=None).print(table)
+    console = Console(file=text, width=110, color_system=None)
+    console.print(table)
+    memory = Table(box=None, pad_edge=False)
+    for name in ("GiB per rank", "layers", "weights", "gradients", "optimizer", "activations", "in flight", "all"):
+        memory.add_column(name, justify="left" if name == "GiB per rank" else "right")
+    for row in memory_rows(plan):
+        memory.add_row(*row)
+    console.print(memory)
     return text.getvalue().rstrip()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megalite.config import Config, OptimConfig, padded_vocab_size
+from megalite.config import Config, padded_vocab_size
 from megalite.config_check import check
 from megalite.data.batches import Batches, Prefetcher, Unread
 from megalite.data.source import Dataset
 from megalite.models.compiled import Backend, compile_blocks
-from megalite.models.flops import head_flops, layer_flops
+from megalite.models.flops import How, head_flops, layer_flops
 from megalite.models.gpt import Recompute, Stage
 from megalite.nn.parameter import Maker
 from megalite.optim.adamw import AdamW, ApexAdamW
@@ -28,8 +29,9 @@ from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.pattern import read_batch_schedule
 from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs, on_stream
-from megalite.pipeline.partition import parse_layout, partition
+from megalite.pipeline.partition import partition
 from megalite.pipeline.runtime import Pipeline
+from megalite.stages import given_stages
 from megalite.train.batch import HostBatch, host_batch
 from megalite.train.batch_size import BatchSizes
 from megalite.train.datasets import NamedSet, Sources, open_sources
@@ -86,32 +88,16 @@ def run_length(config: Config, sizes: BatchSizes) -> Length:
     return Length(steps, sizes.consumed_at(steps))
 
 
-def chunks_per_rank(config: Config) -> int:
-    m, p = config.model, config.parallel
-    if p.pipeline_model_parallel_layout is not None:
-        assert m.num_layers
-        stages = parse_layout(p.pipeline_model_parallel_layout, m.num_layers, p.pipeline_model_parallel_size)
-        return len(stages) // p.pipeline_model_parallel_size
-    if p.num_layers_per_virtual_pipeline_stage is not None:
-        assert m.num_layers
-        return m.num_layers // (p.pipeline_model_parallel_size * p.num_layers_per_virtual_pipeline_stage)
-    return p.num_virtual_stages_per_pipeline_rank or 1
-
-
 def layers_of_stages(config: Config, padded_vocab: int) -> list[range]:
-    """The layers of every stage: the explicit layout, or balanced with the head's cost counted in layers."""
+    """The layers of every stage: as the options say, or balanced with the head's cost counted in layers."""
     m, p = config.model, config.parallel
-    assert m.num_layers and m.seq_length
-    pp = p.pipeline_model_parallel_size
-    if p.pipeline_model_parallel_layout is not None:
-        return parse_layout(p.pipeline_model_parallel_layout, m.num_layers, pp)
-    stages = pp * chunks_per_rank(config)
-    if p.num_layers_per_virtual_pipeline_stage is not None or stages == 1:
-        return partition(m.num_layers, stages)
+    counts = given_stages(m.num_layers, p)
+    if counts is not None:
+        stops = list(itertools.accumulate(counts))
+        return [range(stop - n, stop) for stop, n in zip(stops, counts, strict=True)]
+    stages = p.pipeline_model_parallel_size * (p.num_virtual_stages_per_pipeline_rank or 1)
     head = head_flops(m, padded_vocab) / layer_flops(m, m.seq_length)
-    if m.num_layers < stages + 1:
-        head = 0.0
-    return partition(m.num_layers, stages, head_cost=head)
+    return partition(m.num_layers, stages, head_cost=head if m.num_layers > stages > 1 else 0.0)
 
 
 def rates(config: Config, batch: int, length: Length) -> Rates:
@@ -169,15 +155,19 @@ def loss_scaler(config: Config) -> LossScaler:
     return LossScaler(p.initial_loss_scale, True, p.min_loss_scale, p.loss_scale_window, p.hysteresis)
 
 
+def recompute_of(config: Config) -> How:
+    """Granularity, method, number of layers, parts of a block."""
+    t = config.train
+    return t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
+
+
 def build_stages(config: Config, mesh: Mesh, vocab_size: int, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
     """This rank's chunks of the model."""
     model, t = config.model, config.train
     padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, mesh.tp.size)
     layers = layers_of_stages(config, padded)
     make = Maker(mesh, dtype, t.seed, meta)
-    recompute = Recompute(
-        t.recompute_granularity, t.recompute_method or "uniform", t.recompute_num_layers or 1, t.recompute_modules
-    )
+    recompute = Recompute(*recompute_of(config))
     return [
         Stage(
             make,
@@ -223,6 +213,7 @@ def build_run(
     mesh = build_mesh(
         tp=p.tensor_model_parallel_size,
         pp=p.pipeline_model_parallel_size,
+        dp_outermost=p.use_tp_pp_dp_mapping,
         device=device,
         timeout=datetime.timedelta(minutes=p.distributed_timeout_minutes),
     )
@@ -245,7 +236,11 @@ def build_run(
             decoupled=config.optim.decoupled_lr is not None,
         )
     options: dict[str, Any] = dict(
-        schedule=p.pipeline_schedule, width=m.hidden_size, dtype=dtype, on_last_backward=buffer.on_last_backward
+        schedule=p.pipeline_schedule,
+        group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
+        width=m.hidden_size,
+        dtype=dtype,
+        on_last_backward=buffer.on_last_backward,
     )
     pipeline = Pipeline(stages, mesh, **options)
     if graphs is not None:
@@ -315,17 +310,3 @@ def build_run(
         check_finite=t.check_for_nan_in_loss_and_grad,
         vocab_size=sources.vocab_size,
     )
-
-
-def state_bytes(optim: OptimConfig) -> int:
-    """Of the optimizer's states, per parameter."""
-    if optim.optimizer == "sgd":
-        return 4
-    return sum(2 if dtype == "bf16" else 4 for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
-
-
-def memory_bytes(parameters: int, *, dp: int, half: bool, sharded: bool, states: int = 8) -> float:
-    """Weights, gradients and optimizer of one rank: 6 + (4 + states)/dp bytes per parameter in bf16, 8 + states/dp in
-    fp32, where the weights are the main weights."""
-    share = dp if sharded else 1
-    return parameters * (6 + (4 + states) / share if half else 8 + states / share)

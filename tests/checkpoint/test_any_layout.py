@@ -52,6 +52,7 @@ FP32 = [
     Layout("pp2 vpp2", 2, f"{PP} 2 {VPP} 2"),
     Layout("tp2 pp2", 4, f"{TP} 2 {PP} 2"),
     Layout("tp2 dp2", 4, f"{TP} 2"),
+    Layout("pp2 dp2, dp outermost", 4, f"{PP} 2 --use-tp-pp-dp-mapping"),
     Layout("pp2 dp2 ddp", 4, f"{PP} 2 {NOZERO}"),
 ]
 BF16 = [

@@ -13,7 +13,6 @@ from megalite import cli
 from megalite.checkpoint.name_map import specs_of
 from megalite.config import padded_vocab_size
 from megalite.models.families import PRESETS
-from megalite.models.flops import num_parameters
 
 D, H, L, S, V = 48, 6, 3, 20, 100
 LINE = f"""--num-layers {L} --hidden-size {D} --num-attention-heads {H} --seq-length {S} --max-position-embeddings {S}
@@ -100,7 +99,6 @@ def test_the_tensors_are_as_large_as_megatrons(flags: str) -> None:
             size *= side
         found[part] += size
     assert found == want
-    assert num_parameters(model, rows) == sum(want.values())
 
 
 def test_embeddings_begin_with_a_deviation_of_their_own() -> None:

@@ -109,6 +109,19 @@ def test_mesh_places_tp_innermost_and_pp_outermost() -> None:
                 assert ranks["pp"] == ranks["pp_back"] == ranks["ends"] == tuple(grid[i][d][0][t] for i in range(2))
 
 
+def _groups() -> dict[str, tuple[int, ...]]:
+    mesh = build_mesh(tp=2, pp=2, dp_outermost=True, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=20))
+    return {axis.name: axis.ranks for axis in (mesh.tp, mesh.pp, mesh.pp_back, mesh.ends, mesh.dp)}
+
+
+def test_dp_outermost_is_the_order_of_the_guides_picture() -> None:
+    """8 ranks, tp 2, pp 2, dp 2: tp pairs are neighbours, a pipeline is 2 apart, replicas are 4 apart."""
+    tp, pp, dp = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
+    for rank, got in enumerate(run_ranks(8, _groups)):
+        drawn = {name: next(g for g in all_ if rank in g) for name, all_ in (("tp", tp), ("pp", pp), ("dp", dp))}
+        assert got == {**drawn, "pp_back": drawn["pp"], "ends": drawn["pp"]}
+
+
 @pytest.mark.parametrize("shape,dim", [((300, 5), 0), ((6, 260), 1), ((2, 132, 3), 1)])
 def test_initial_weights_do_not_depend_on_the_layout(shape: tuple[int, ...], dim: int) -> None:
     spec = ParamSpec("layers.3.mlp.down", shape, shards=((dim, "tp"),), init=Normal(0.5))

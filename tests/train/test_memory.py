@@ -1,29 +1,187 @@
-"""Memory of one rank, as the plan says it, is what the parts of a run take."""
+"""What the plan says of a run is what its ranks take."""
 
 from __future__ import annotations
 
+import re
+import resource
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from train_cases import SMALL
 
 from megalite import cli
+from megalite.config import Config
 from megalite.models.families import PRESETS
-from megalite.models.flops import num_parameters
-from megalite.parallel.launch import Ranks
-from megalite.train.run import memory_of
+from megalite.models.flops import head_flops, layer_flops
+from megalite.parallel.launch import LaunchError, Ranks
+from megalite.pipeline.schedule import plan
+from megalite.pipeline.simulate import in_flight, simulate
+from megalite.train.plan import arrange
+from megalite.train.run import check_machine
 from megalite.train.setup import build_run
+from megalite.train.step import train_step
+
+TP, PP, VPP = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--num-virtual-stages-per-pipeline-rank",
+)
+GROUPS = "--group-query-attention --num-query-groups 1 --swiglu --untie-embeddings-and-output-weights"
+
+
+def config_of(flags: str) -> Config:
+    return cli.parse([*SMALL, "--train-iters", "1", *flags.split()], PRESETS)
+
+
+def _taken(flags: str) -> tuple[int, int, int, int]:
+    """Of this rank: its pipeline rank; bytes of weights, gradients, optimizer."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    run = build_run(config_of(flags), ranks, torch.device("cpu"))
+    held = [*(t for state in run.optimizer.state for t in state.values())]
+    held += [] if run.optimizer.same else run.optimizer.main
+    sizes = [sum(t.untyped_storage().nbytes() for t in ts) for ts in ([run.buffer.weights], [run.buffer.grads], held)]
+    run.close()
+    return run.mesh.pp.rank, *sizes
+
+
+@pytest.mark.parametrize(
+    "world,flags",
+    [
+        (1, ""),
+        (1, "--bf16"),
+        (1, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+        (1, "--bf16 --optimizer sgd"),
+        (1, "--optimizer sgd"),
+        (2, "--bf16"),
+        (2, "--bf16 --no-use-distributed-optimizer"),
+        (2, f"{TP} 2 --ddp-bucket-size 1000"),
+        (2, f"{PP} 2 --bf16"),
+        (4, f"{TP} 2 {GROUPS}"),
+        (4, f"{TP} 2 {PP} 2 {VPP} 2 --bf16"),
+        (4, f"{PP} 4 --account-for-embedding-in-pipeline-split --num-layers 7"),
+        (6, f"{PP} 3 --bf16 --ddp-bucket-size 2000 --global-batch-size 12"),
+    ],
+)
+def test_the_plans_bytes_are_those_of_the_run(world: int, flags: str) -> None:
+    found = arrange(config_of(flags), world, 93)
+    for rank, *sizes in run_ranks(world, _taken, flags) if world > 1 else [_taken(flags)]:
+        held = found.holdings[rank]
+        assert sizes == [held.weights, held.gradients, held.optimizer], rank
+
+
+def preset(flags: str) -> Config:
+    return cli.parse(
+        f"--mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --preset {flags}".split(), PRESETS
+    )
+
+
+def test_the_first_rank_holds_the_embedding_and_decides() -> None:
+    """llama3-8b over 8 stages: a stage has an eighth of the layers, and the first all of the embedding."""
+    found = arrange(preset(f"llama3-8b {PP} 8"), 8, 128256)
+    layer, embedding = 218_112_000, 128_256 * 4096
+    assert found.parameters == 8_030_261_248
+    assert [len(layers) for layers in found.stages] == [4, 4, 4, 4, 4, 5, 5, 2]
+    held = found.holdings[found.worst]
+    assert found.worst == 0 and held.parameters == 4 * layer + embedding
+    assert held.state == pytest.approx(18 * held.parameters, rel=1e-4)
+    with pytest.raises(
+        LaunchError, match=r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
+    ):
+        check_machine(preset(f"llama3-405b {PP} 16"), "cpu", Ranks(0, 16, 0, 16), 128256)
+
+
+def _peak(flags: str) -> tuple[int, int]:
+    """Of this rank in one step: its pipeline rank, and the most bytes that waited for their backward."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    run = build_run(config_of(flags), ranks, torch.device("cpu"))
+    held = {p.untyped_storage().data_ptr() for stage in run.pipeline.stages for p in stage.parameters()}
+    alive: dict[int, list[int]] = {}  # storage -> uses, bytes
+    now = most = 0
+
+    class Kept:
+        def __init__(self, t: torch.Tensor):
+            nonlocal now, most
+            self.t, self.key = t, t.untyped_storage().data_ptr()
+            entry = alive.setdefault(self.key, [0, 0 if self.key in held else t.untyped_storage().nbytes()])
+            now += 0 if entry[0] else entry[1]
+            entry[0] += 1
+            most = max(most, now)
+
+        def __del__(self) -> None:
+            nonlocal now
+            entry = alive[self.key]
+            entry[0] -= 1
+            if not entry[0]:
+                now -= alive.pop(self.key)[1]
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.t):
+        train_step(run)
+    run.close()
+    return run.mesh.pp.rank, most
 
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--bf16", "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "--bf16 --optimizer sgd", "--optimizer sgd"],
+    [
+        f"{PP} 2 --global-batch-size 8",
+        f"{PP} 2 {VPP} 2 --global-batch-size 12",
+        f"{PP} 2 --pipeline-schedule gpipe --global-batch-size 8",
+        f"{TP} 2 --global-batch-size 4",
+        f"{TP} 2 --global-batch-size 4 {GROUPS} --position-embedding-type rope",
+    ],
 )
-def test_the_estimate_is_what_is_taken(flags: str) -> None:
-    config = cli.parse([*SMALL, "--train-iters", "1", *flags.split()], PRESETS)
-    run = build_run(config, Ranks(), torch.device("cpu"))
-    held = [run.buffer.weights, run.buffer.grads, *(t for state in run.optimizer.state for t in state.values())]
-    held += [] if run.optimizer.same else run.optimizer.main
-    taken = sum(t.numel() * t.element_size() for t in held)
-    run.close()
-    assert num_parameters(config.model, 93) > 50_000
-    assert memory_of(config, 1, 93) == pytest.approx(taken, rel=0.1)  # padding of buckets and of the vocabulary
+def test_activations_in_flight_are_those_of_the_schedule(flags: str) -> None:
+    """Of a wide layer, so that statistics and tokens count little."""
+    flags += " --bf16 --hidden-size 128 --seq-length 32 --max-position-embeddings 32 --hidden-dropout 0"
+    flags += " --attention-dropout 0 --untie-embeddings-and-output-weights --vocab-size 16"
+    found = arrange(config_of(flags), 2, 16)
+    for rank, most in run_ranks(2, _peak, flags):
+        expected = found.holdings[rank].activations
+        assert 0.9 * most <= expected <= 1.1 * most, (rank, most / expected)
+
+
+def dry_run(*flags: str) -> tuple[str, float]:
+    """What it prints, and the seconds it took of the processor."""
+    words = [sys.executable, "pretrain_gpt.py", *flags, "--dry-run", "--mock-data", "--tokenizer-type", "NullTokenizer"]
+    words += "--train-iters 1 --lr 1 --eval-iters 0 --bf16".split()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, after.ru_utime - before.ru_utime
+
+
+def test_a_plan_of_16384_ranks_needs_no_machine() -> None:
+    flags = f"--preset llama3-405b --vocab-size 128255 --micro-batch-size 1 --global-batch-size 8192 {PP} 16 {VPP} 7"
+    text, seconds = dry_run(*flags.split(), TP, "8", "--nproc", "16384")
+    assert "pp 16 x dp 128 x cp 1 x tp 8 = 16384 ranks" in text and "warning" not in text
+    assert "tp 0 1 .. 7 (node 0), dp 0 8 .. 1016 (128 nodes), pp 0 1024 .. 15360 (16 nodes)" in text
+    assert len(re.findall(r"^pipeline rank", text, re.M)) == 16 and seconds < 10
+
+
+@pytest.mark.parametrize("nproc", [64, 1024])
+def test_tensor_parallel_ranks_on_two_nodes_are_warned_of(nproc: int) -> None:
+    flags = f"--preset llama3-8b --vocab-size 128255 --micro-batch-size 1 {PP} 4 {TP} 16 --nproc {nproc}"
+    text, _ = dry_run(*flags.split())
+    assert "tensor_model_parallel_size=16 crosses nodes of 8 ranks" in text and "use 8, or start 16" in text
+    assert "1 micro-batch; bubble 75.0%" in text
+
+
+def test_long_steps_are_extrapolated() -> None:
+    """A plan of many micro-batches takes no longer, and is what the schedule simulated in full gives."""
+    for schedule, m, vpp in (("1f1b", 50, 2), ("gpipe", 50, 2), ("1f1b", 43, 1)):
+        flags = f"{PP} 4 {VPP} {vpp} --num-layers 8 --pipeline-schedule {schedule} --global-batch-size {2 * m}"
+        found = arrange(config := config_of(flags), 4, 93)
+        rows = plan(schedule, 4, m, vpp)
+        assert [h.in_flight for h in found.holdings] == [in_flight(row) for row in rows]
+        costs = [float(len(s)) for s in found.stages]
+        costs[-1] += head_flops(config.model, found.padded_vocab) / layer_flops(config.model, config.model.seq_length)
+        assert found.bubble == pytest.approx(simulate(rows, costs=costs).bubble, abs=0.01)
+    begin = time.process_time()
+    arrange(config_of(f"{PP} 4 --num-layers 8 --global-batch-size 100000"), 4, 93)
+    assert time.process_time() - begin < 5
