@@ -28,7 +28,7 @@ from megalite.pattern import read_batch_schedule, read_pattern, read_split
 from megalite.stages import given_stages
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp")
-_OF_EXPERTS = ("moe", "moe_act", "shared_experts", "mla_up_proj")  # parts that a dense model does not have
+_OF_EXPERTS = ("moe", "shared_experts")  # Megatron-LM takes these of a dense model, which has none
 LONGEST_TIMEOUT = 1_000_000
 # what Megatron-LM leaves out in silence, or refuses, with yarn
 _NOT_YARN = {

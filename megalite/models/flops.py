@@ -41,7 +41,7 @@ def stage_saved(
     model: ModelConfig, layers: int, last: bool, recompute: How, size: int, tp: int = 1
 ) -> tuple[float, float]:
     """Bytes per token and tp rank that a stage of `layers` layers keeps of a micro-batch from its forward to its
-    backward; and what its backward recomputes, once at a time. `recompute`: granularity, method, number of layers, parts."""
+    backward; and what its backward recomputes, once at a time."""
     granularity, method, n, modules = recompute
     layer, edge = layer_saved(model, size, tp), model.hidden_size / tp * size
     head = 2 * edge if last else 0.0  # x, and its gradient, which is computed in forward
