@@ -16,8 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+STYLES = {
+    "style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    "wsd_style": ("exponential", "linear", "cosine", "minus_sqrt"),
+}
 
 
 @dataclass(frozen=True)
@@ -104,12 +109,12 @@ class Rates:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Rates:
-        """Raises KeyError, TypeError."""
-        decoupled = saved["decoupled"]
+        """Raises KeyError, TypeError, ValueError."""
+        apart = saved["decoupled"]
         return cls(
-            LrSchedule(**saved["lr"]),
-            WeightDecaySchedule(**saved["weight_decay"]),
-            None if decoupled is None else LrSchedule(**decoupled),
+            _read(LrSchedule, saved["lr"]),
+            _read(WeightDecaySchedule, saved["weight_decay"]),
+            None if apart is None else _read(LrSchedule, apart),
         )
 
     def facts(self) -> dict[str, float | str]:
@@ -126,3 +131,19 @@ class Rates:
         if apart is not None:
             facts |= {"decoupled_lr": apart.peak, "decoupled_min_lr": apart.minimum}
         return facts
+
+
+T = TypeVar("T", LrSchedule, WeightDecaySchedule)
+
+
+def _read(cls: type[T], saved: Mapping[str, Any]) -> T:
+    """From a file, where anything may be. Raises KeyError, TypeError, ValueError."""
+    values: dict[str, Any] = {f.name: saved[f.name] for f in fields(cls)}
+    for name, value in values.items():
+        if name in STYLES:
+            if value not in STYLES[name]:
+                raise ValueError(f"{name} is {str(value)[:40]!r}")
+        elif type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {str(value)[:40]!r}, not a number from 0")
+    numbers: dict[str, Any] = {name: float(value) for name, value in values.items() if name not in STYLES}
+    return cls(**{**values, **numbers})

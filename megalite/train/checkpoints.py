@@ -137,6 +137,8 @@ def resume(
         run.optimizer.updates = updates
         run.loss_scaler = scaler
         run.rates = rates
+        if "rates" not in manifest.state:
+            notes.append("the checkpoint does not tell its learning rate and weight decay: those of the options hold")
     ledger = manifest.state.get("data")
     if run.ledger is not None and ledger is not None:
         try:

@@ -24,7 +24,7 @@ from megalite.data.indexed import DataError
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.checkpoints import Start, resume
-from megalite.train.setup import build_run
+from megalite.train.setup import SetupError, build_run
 from megalite.train.state import Run
 
 WRONG: list[Any] = [
@@ -93,13 +93,16 @@ def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pyt
     good = json.loads((folder / "manifest.json").read_text())
     before, accepted, tried = facts(run), [], 0
     state = {name: value for name, value in good["state"].items() if name not in ("data", "tokenizer")}
-    assert {"progress", "updates", "loss_scaler", "config", "vocab_size"} == state.keys()
+    assert {"progress", "updates", "loss_scaler", "rates", "config", "vocab_size"} == state.keys()
     for place in places(state):
         for wrong in WRONG:
             reseal(folder, {**good, "state": put(good["state"], place, wrong)})
             tried += 1
             try:
                 resume(run, str(folder.parent), config, Start())
+            except SetupError as error:
+                assert place[0] == "rates" and "in the checkpoint" in str(error) and facts(run) == before
+                continue
             except CheckpointError as error:
                 assert "manifest.json" in str(error) or str(folder) in str(error)
                 assert facts(run) == before
@@ -109,7 +112,9 @@ def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pyt
             assert math.isfinite(run.loss_scaler.scale) and type(run.loss_scaler.clean_steps) is int
     numbers = [("scale", n) for n in (2**63, 2**200, 1e308, 0.5)]
     numbers += [(name, n) for name in ("clean_steps", "patience") for n in (2**63, 2**200)]
-    numbers += [("patience", None), ("dynamic", True)]
+    numbers += [("patience", None), ("dynamic", True), ("decoupled", None)]
+    no_effect = ("warm_up_init", "wsd", "start", "samples")  # of rates that are those of the options
+    numbers += [(name, n) for name in no_effect for n in (2**63, 2**200, 1e308, 0.5)]
     assert sorted(map(str, accepted)) == sorted(map(str, numbers)) and tried > 150
     run.close()
 

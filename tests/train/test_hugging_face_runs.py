@@ -323,6 +323,15 @@ def test_a_run_from_a_directory_to_a_directory(models, how: str, tmp_path: Path)
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]  # no temporary is left
 
 
+def test_a_run_of_one_step_exports_other_weights(models, tmp_path: Path) -> None:
+    folder = models("llama")[1]
+    flags = ["--load", str(folder), "--use-checkpoint-args", "--train-iters", "1", "--lr", "1e-3"]
+    done = program(*flags, "--run-dir", str(tmp_path / "run"), "--export-hf", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    a, b = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert not [name for name in a if torch.equal(a[name], b[name])]
+
+
 def test_an_export_that_fails_is_told_and_what_was_saved_stays(models, tmp_path: Path) -> None:
     _, folder = models("gpt2")
     (tmp_path / ".out.part").write_text("in the way")

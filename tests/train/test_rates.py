@@ -61,13 +61,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     return folder, weights(run)
 
 
-def resumed(folder: Path, *flags: str) -> Run:
+def started(folder: Path, *flags: str) -> tuple[Run, list[str]]:
     run, config = built("--load", str(folder), *flags)
     try:
-        start_run(run, config)
+        return run, start_run(run, config)[1]
     finally:
         run.close()
-    return run
+
+
+def resumed(folder: Path, *flags: str) -> Run:
+    return started(folder, *flags)[0]
 
 
 OTHER = [
@@ -137,7 +140,8 @@ def test_a_checkpoint_that_tells_no_rates_goes_on(saved: tuple[Path, dict], monk
         return replace(found, state={name: value for name, value in found.state.items() if name != "rates"})
 
     monkeypatch.setattr(manifests, "load", older)
-    assert resumed(saved[0], "--lr", "0.5").rates.lr.peak == 0.5
+    run, notes = started(saved[0], "--lr", "0.5")
+    assert run.rates.lr.peak == 0.5 and "does not tell its learning rate" in notes[0]
 
 
 def test_a_damaged_schedule_is_a_damaged_checkpoint() -> None:
@@ -145,8 +149,9 @@ def test_a_damaged_schedule_is_a_damaged_checkpoint() -> None:
     run.close()
     rates = run.rates.to_json()
     assert type(run.rates).from_json(json.loads(json.dumps(rates))) == run.rates
-    for broken in ({}, rates | {"lr": {"peak": 1.0}}, rates | {"weight_decay": None}):
-        with pytest.raises((KeyError, TypeError)):
+    style = rates | {"lr": rates["lr"] | {"style": "exponential"}}
+    for broken in ({}, rates | {"lr": {"peak": 1.0}}, rates | {"weight_decay": None}, style):
+        with pytest.raises((KeyError, TypeError, ValueError)):
             type(run.rates).from_json(broken)
 
 
@@ -209,6 +214,31 @@ def test_evaluations_have_a_batch_of_their_own() -> None:
     run.close()
     assert shapes == [(16, 1)] * 16 and run.batch_sizes.final == 8
     assert plan_of(config).eval_iters == 4
+
+
+def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
+    at = SMALL.index("--global-batch-size")
+    words = [*SMALL[:at], *SMALL[at + 2 :], "--train-samples", "20", "--step-batch-size-schedule", "0:4 128:8"]
+    run = build_run(cli.read(words, PRESETS)[0], Ranks(), CPU)
+    sizes = [train_step(run).batch_size for _ in range(run.last_step)]
+    run.close()
+    assert sizes == [4, 4, 8, 8]  # 128 tokens are 8 samples; the last batch goes beyond the 20
+    assert run.batch_sizes.at(8) == 8 and run.state.consumed_samples == 24
+    assert run.rates.lr.decay == 20 and run.eval_batch_size == 2
+
+
+def test_both_spellings_of_weight_decay_on_norms_of_query_and_key() -> None:
+    new = cli.read([*SMALL, "--train-iters", "6", "--qk-layernorm", "--apply-wd-to-qk-layernorm"], PRESETS)[0]
+    old = "--no-weight-decay-cond-type apply_wd_to_qk_layernorm".split()
+    assert cli.read([*SMALL, "--train-iters", "6", "--qk-layernorm", *old], PRESETS) == (new, [])
+
+
+def test_what_has_no_effect_is_said() -> None:
+    flags = "--decoupled-min-lr 1e-4 --apply-wd-to-qk-layernorm --grad-reduce-in-bf16".split()
+    notes = cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)[1]
+    assert [note.split("=")[0].split(" ")[0] for note in notes] == [
+        *("decoupled_min_lr", "no_weight_decay_cond_type", "grad_reduce_in_bf16")
+    ]
 
 
 def test_no_evaluation() -> None:
