@@ -13,7 +13,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import Field
+from dataclasses import Field, replace
 from typing import Any, NoReturn
 
 from megalite import config as configs
@@ -157,6 +157,8 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
         configs.build(file)  # a wrong type in the file is an error even where a flag wins over it
         values = {**presets.get(preset, {}), **file, **given}
         made = configs.build(values)
+        if configs.resolved_style(made, bool(notes)) == "megatron":  # the notes are of Megatron-LM's own flags
+            made = replace(made, log=replace(made.log, log_style="megatron"))
         notes += without_effect(made)
         problems += [p for p in check(made) if p.partition("=")[0].partition(" ")[0] not in wrong]
     except ConfigError as error:

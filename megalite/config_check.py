@@ -55,6 +55,11 @@ _POSITIVE = frozenset(
         "save_retain_interval",
         "keep_last",
         "log_interval",
+        "log_memory_interval",
+        "tensorboard_log_interval",
+        "tensorboard_queue_size",
+        "check_weight_hash_across_dp_replicas_interval",
+        "gpu_sniff_test_interval",
         "vocab_size",
         "loss_scale",
         "min_loss_scale",
@@ -84,6 +89,7 @@ def check(config: Config, world_size: int | None = None, *, complete: bool = Fal
         *_checkpoint(c),
         *_graph(config),
         *_machine(config),
+        *_operations(config),
         *_data(config.data, complete or (c.load is None and c.pretrained_checkpoint is None)),
     ]
     if world_size is not None:
@@ -308,6 +314,18 @@ def _machine(config: Config) -> Iterator[str]:
             yield f"{name}={getattr(p, name):g} is longer than any collective; use at most {LONGEST_TIMEOUT}"
 
 
+def _operations(config: Config) -> Iterator[str]:
+    o, log = config.operations, config.log
+    for name, value in (
+        ("timing_log_level", log.timing_log_level),
+        ("empty_unused_memory_level", o.empty_unused_memory_level),
+    ):
+        if value > 2:
+            yield f"{name}={value} is above 2; use 0, 1 or 2"
+    if o.profile and o.profile_step_end <= o.profile_step_start:
+        yield f"profile_step_end={o.profile_step_end} is not above profile_step_start={o.profile_step_start}; raise it"
+
+
 def _data(d: DataConfig, complete: bool) -> Iterator[str]:
     """`complete`: nothing is still to come, a vocabulary from a checkpoint."""
     if d.mock_data and d.data_path:
@@ -364,6 +382,8 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
             f"global_batch_size={t.global_batch_size} is more than {MOST_MICROBATCHES} micro-batches of {unit}"
             "; raise micro_batch_size or lower it"
         )
+    if beyond := [r for r in config.operations.profile_ranks if r >= world_size]:
+        yield f"profile_ranks={_numbers(tuple(beyond))} is not among {world_size} ranks; give 0 to {world_size - 1}"
     for name, size in sizes:
         if size is not None and size % unit:
             low, high = size // unit * unit, -(-size // unit) * unit
@@ -393,7 +413,40 @@ def without_effect(config: Config) -> list[str]:
         notes.append(
             f"recompute_num_layers={t.recompute_num_layers} has no effect without --recompute-granularity full"
         )
+    o, log = config.operations, config.log
+    if o.use_pytorch_profiler and not o.profile:
+        notes.append("use_pytorch_profiler has no effect without --profile")
+    if o.manual_gc_interval and not o.manual_gc:
+        notes.append(f"manual_gc_interval={o.manual_gc_interval} has no effect without --manual-gc")
+    if log.log_progress and c.save is None:
+        notes.append("log_progress has no effect without --save")
+    board = (name for name in ("timers", "validation_ppl", "memory", "world_size"))
+    if log.tensorboard_dir is None:
+        asked = [f"log_{name}_to_tensorboard" for name in board if getattr(log, f"log_{name}_to_tensorboard")]
+        notes += [f"{name} has no effect without --tensorboard-dir" for name in asked]
     return notes
+
+
+def protections_missing(config: Config) -> list[str]:
+    """What was asked for to guard or watch the run, and is not done: one line each, to be shown where nobody can miss
+    it."""
+    o = config.operations
+    mode, sniff = o.rerun_mode, o.gpu_sniff_test_interval
+    asked = {
+        f"rerun_mode={mode}: no step is computed a second time": mode not in (None, "disabled"),
+        "check_for_spiky_loss: no loss is compared with those before it": o.check_for_spiky_loss,
+        "check_for_large_grads: no gradient norm is compared with those before it": o.check_for_large_grads,
+        "log_straggler: nobody looks for slow ranks": o.log_straggler,
+        f"gpu_sniff_test_interval={sniff}: no device and no link is tested": sniff is not None,
+        "inprocess_restart: a rank that fails ends the run; start it again with --load": o.inprocess_restart,
+        "enable_ft_package: nobody watches for ranks that hang but the timeout of collectives": o.enable_ft_package,
+        "log_energy: no energy is measured": o.log_energy,
+        "run_workload_inspector_server: there is no profiling on demand; use --profile": (
+            o.run_workload_inspector_server
+        ),
+        "otel_enabled: no traces are sent; metrics.jsonl holds the figures": o.otel_enabled,
+    }
+    return [f"{line} (not done by megalite)" for line, holds in asked.items() if holds]
 
 
 def _divisors(n: int) -> str:

@@ -42,18 +42,10 @@ no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-i
 tp-comm-overlap use-nccl-ub openai-gelu moe-permute-fusion moe-grouped-gemm
 
 of no effect on the result
-num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 manual-gc manual-gc-interval=1 local-rank=1 local_rank=1
+num-workers=1 dataloader-type=1 num-dataset-builder-threads=1 local-rank=1 local_rank=1
 use-persistent-ckpt-worker spec=2 no-weight-decay-cond-type=1 ddp-num-buckets=1
-microbatch-group-size-per-virtual-pipeline-stage=1 check-weight-hash-across-dp-replicas-interval=1 rerun-mode=1
-exit-signal=1 use-tp-pp-dp-mapping num-distributed-optimizer-instances=1 vocab-extra-ids=1
-
-a log that megalite does not write (yet)
-log-params-norm log-num-zeros-in-grad timing-log-level=1 timing-log-option=1 log-timers-to-tensorboard
-log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-progress log-memory-interval=1
-no-barrier-with-level-1-timing tensorboard-log-interval=1 tensorboard-queue-size=1 no-log-loss-scale-to-tensorboard
-log-world-size-to-tensorboard wandb-save-dir=1 wandb-entity=1 log-straggler log-energy check-for-spiky-loss
-profile profile-step-start=1 profile-step-end=1 profile-ranks=-1 use-pytorch-profiler record-memory-history
-memory-snapshot-path=1 gpu-sniff-test-interval=1
+microbatch-group-size-per-virtual-pipeline-stage=1
+use-tp-pp-dp-mapping num-distributed-optimizer-instances=1 vocab-extra-ids=1
 
 gone from Megatron-LM
 no-async-tensor-model-parallel-allreduce no-scatter-gather-tensors-in-pipeline standalone-embedding-stage
