@@ -15,7 +15,6 @@ from typing import Any
 
 from megalite.pattern import read_pattern
 
-
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # those that the launcher passes on to its ranks
 
 
