@@ -206,7 +206,7 @@ def start_local(
 ) -> int:
     """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code.
 
-    `target` must be importable (a module-level function). The signals of `_forward_signals` are passed on to every rank.
+    `target` must be importable (a module-level function). Signals (`_forward_signals`) are passed on to every rank.
     When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL; after an orderly stop
     (75) they get ORDERLY_S, since rank 0 may still be closing its logs.
     `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.

@@ -193,7 +193,7 @@ def train(
             report.train(summarise(run, since, norm))
         if plan.memory_interval and step % plan.memory_interval == 0 and run.mesh.dp.is_first:
             line = memory_line(run.mesh, step, plan.device_memory)
-            report.say(line) if report is not None else print(line, flush=True)
+            report.say(line) if report is not None else print(line + "\n", end="", flush=True)
         tell_timers(timers.of_step, len(since))
         since.clear()
 

@@ -12,7 +12,8 @@ TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressLog:
-    """In `folder`; `flops_per_token` of the model, `world` devices, `tokens` trained before this job. Raises OSError."""
+    """In `folder`, of `world` devices; `flops_per_token`: of the model; `tokens`: trained before this job. Raises
+    OSError."""
 
     def __init__(self, folder: Path, world: int, flops_per_token: float, tokens: int):
         self.path, self.world, self.flops, self._first_tokens = folder / "progress.txt", world, flops_per_token, tokens

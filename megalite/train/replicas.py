@@ -24,7 +24,7 @@ def check_replicas(buffer: ParamBuffer, step: int) -> None:
     hashes, specs = [], []
     for slot in (slot for bucket in layout.buckets for slot in bucket.slots):
         data = buffer.weights[slot.start : slot.stop].view(torch.uint8).cpu().numpy()
-        hashes.append(xxhash.xxh64_intdigest(data) >> 1)  # 63 bits, for a signed integer
+        hashes.append(xxhash.xxh64_intdigest(memoryview(data)) >> 1)  # 63 bits, for a signed integer
         specs.append(layout.entries[slot.entry].spec)
     found = []
     for axis, compared in (

@@ -259,7 +259,10 @@ def newest_checkpoint(config: Config) -> str:
         found = [(max(steps), root) for root in (c.save_local, c.save) if root and (steps := storage.steps_in(root))]
     except Exception as error:  # of a store, which may be why the run has ended
         return f"{c.save} cannot be read: {error}"
-    return str(storage.folder_of(*max(found)[::-1])) if found else f"none in {c.save} yet"
+    if not found:
+        return f"none in {c.save} yet"
+    step, root = max(found)
+    return str(storage.folder_of(root, step))
 
 
 def _tell_parameters(config: Config, run: Run, report: Reporter | None) -> None:
@@ -267,7 +270,7 @@ def _tell_parameters(config: Config, run: Run, report: Reporter | None) -> None:
     if resolved_style(config) == "megatron" and run.mesh.dp.is_first:
         number = sum(entry.numel for entry in run.buffer.layout.entries)
         line = lines.megatron_parameters(run.mesh.tp.rank, run.mesh.pp.rank, number)
-        report.say(line) if report is not None else print(line, flush=True)
+        report.say(line) if report is not None else print(line + "\n", end="", flush=True)
     if report is not None:
         report.moment("after model, optimizer, and learning rate scheduler are built")
         report.moment("after dataloaders are built")
