@@ -23,10 +23,10 @@ from megalite.parallel.mesh import Mesh
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.checkpoints import save
 from megalite.train.lines import Interval
-from megalite.train.metrics import Reporter, complain
+from megalite.train.metrics import Reporter
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.replicas import check_replicas
-from megalite.train.run_dir import Exit, write_atomically
+from megalite.train.run_dir import Exit, complain, write_atomically
 from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.timers import Timers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.util
 import json
 import math
@@ -23,13 +24,8 @@ from megalite.data.named_sets import bits_per_byte
 from megalite.train import lines
 from megalite.train.lines import Interval, Speed, perplexity
 from megalite.train.progress import ProgressLog
+from megalite.train.run_dir import complain
 from megalite.train.state import State, StepResult
-
-
-def complain(text: str) -> None:
-    """On stderr, where that can be written."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def missing_packages(tensorboard_dir: str | None, wandb_project: str | None) -> list[str]:
@@ -291,7 +287,7 @@ class Reporter:
         self.attempt(str(self._rows.path), self._rows.write, row)
         if self._wandb is not None:
             there = {"tokens": tokens, **{k: v for k, v in finite.items() if v is not None}}
-            self.attempt("W&B", lambda: self._wandb.log(there, step=step))
+            self.attempt("W&B", functools.partial(self._wandb.log, there, step=step))
 
     def close(self) -> None:
         closing: Sequence[tuple[str, Callable[[], Any]]] = (

@@ -46,10 +46,13 @@ class Profiler:
             self.history = str(path.with_name(f"{path.stem}_{rank}{path.suffix}"))
             torch.cuda.memory._record_memory_history(max_entries=100_000)
 
+    def _cuda(self) -> Any:
+        return torch.cuda.cudart()
+
     def before(self, step: int) -> None:
         if self.on and step == self.first:
             self._running = True
-            self._torch.start() if self._torch is not None else torch.cuda.cudart().cudaProfilerStart()
+            self._torch.start() if self._torch is not None else self._cuda().cudaProfilerStart()
 
     def after(self, step: int, logged: bool) -> None:
         if logged and self.history is not None:
@@ -63,7 +66,7 @@ class Profiler:
             return
         self._running = False
         if self._torch is None:
-            torch.cuda.cudart().cudaProfilerStop()
+            self._cuda().cudaProfilerStop()
             return
         self._torch.stop()
         try:

@@ -5,6 +5,7 @@ two). A copy that differs means a broken device or a bug, and every step makes i
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 import xxhash
@@ -23,8 +24,8 @@ def check_replicas(buffer: ParamBuffer, step: int) -> None:
     buffer.wait_gather()
     hashes, specs = [], []
     for slot in (slot for bucket in layout.buckets for slot in bucket.slots):
-        data = buffer.weights[slot.start : slot.stop].view(torch.uint8).cpu().numpy()
-        hashes.append(xxhash.xxh64_intdigest(memoryview(data)) >> 1)  # 63 bits, for a signed integer
+        data: Any = buffer.weights[slot.start : slot.stop].view(torch.uint8).cpu().numpy()
+        hashes.append(xxhash.xxh64_intdigest(data) >> 1)  # 63 bits, for a signed integer
         specs.append(layout.entries[slot.entry].spec)
     found = []
     for axis, compared in (

@@ -35,11 +35,11 @@ from megalite.train.export import check_export, export
 from megalite.train.hardware import Peak, find_peak
 from megalite.train.lines import Speed
 from megalite.train.loop import Plan, StopSignal, Watch, train
-from megalite.train.metrics import Reporter, complain, missing_packages
+from megalite.train.metrics import Reporter, missing_packages
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress import ProgressLog
 from megalite.train.replicas import ReplicaError
-from megalite.train.run_dir import Exit, keep_rows_until, leave_status, run_folder, write_atomically
+from megalite.train.run_dir import Exit, complain, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import (
     SetupError,
     batch_sizes,
