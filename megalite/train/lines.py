@@ -144,6 +144,15 @@ def megatron_moment(what: str, now: datetime.datetime) -> str:
     return f"[{what}] datetime: {now:%Y-%m-%d %H:%M:%S.%f} "
 
 
+def megatron_end(reason: str, step: int, minutes: float) -> str:
+    """Why training has ended, as a moment; `reason` as the loop gives it."""
+    if reason.startswith("SIG"):
+        return f"exiting program after receiving {reason.partition(';')[0]}."
+    if reason.startswith("exit_duration"):
+        return f"exiting program after {minutes} minutes"
+    return f"exiting program at iteration {step}" if reason.startswith("exit_interval") else "after training is done"
+
+
 def megatron_sizes(world: int, sizes: Mapping[str, int]) -> str:
     """`sizes`: of the axes dp, cp, tp and pp."""
     return (

@@ -50,6 +50,7 @@ class Plan:
     board_interval: int | None = None  # steps per point of TensorBoard
     board_memory: bool = False
     memory_interval: int | None = None
+    memory_first: bool = False  # also with the first two lines, the second of which knows the optimizer's
     device_memory: bool = False
     check_weights: int | None = None
     empty_level: int = 0
@@ -164,6 +165,7 @@ def train(
     timers, profiler = watch.timers, watch.profiler
     begin, first = time.monotonic(), run.state.step + 1
     since: list[StepResult] = []
+    told = 0  # log lines
     outcome, reason = Exit.DONE, "reached the last step"
 
     clock = None if plan.save_every_s is None else SaveClock(plan.save_every_s, run.mesh, run.state.step)
@@ -181,6 +183,7 @@ def train(
 
     def log(result: StepResult, due: bool) -> None:
         """A line where it is due, a point of TensorBoard where that is; collective where something is asked for."""
+        nonlocal told
         step = run.state.step
         point = plan.board_interval is not None and step % plan.board_interval == 0
         norm = parameter_norm(run) if plan.params_norm and (due or point) else None
@@ -191,7 +194,9 @@ def train(
             return
         if report is not None:
             report.train(summarise(run, since, norm))
-        if plan.memory_interval and step % plan.memory_interval == 0 and run.mesh.dp.is_first:
+        told += 1
+        memory_due = bool(plan.memory_interval) and step % (plan.memory_interval or 1) == 0
+        if (memory_due or (plan.memory_first and told <= 2)) and run.mesh.dp.is_first:
             line = memory_line(run.mesh, step, plan.device_memory)
             report.say(line) if report is not None else print(line + "\n", end="", flush=True)
         tell_timers(timers.of_step, len(since))

@@ -20,7 +20,8 @@ class Profiler:
 
     def __init__(self, options: OperationsConfig, rank: int, device: torch.device, folder: Path):
         o = options
-        self.on = o.profile and (not o.profile_ranks or rank in o.profile_ranks)
+        chosen = not o.profile_ranks or rank in o.profile_ranks
+        self.on = o.profile and chosen
         self.first, self.last = o.profile_step_start + 1, o.profile_step_end
         self.path, self.device, self._running = folder / f"rank-{rank:03d}.json.gz", device, False
         self._torch: Any = None
@@ -36,7 +37,7 @@ class Profiler:
             self.on = False
             if rank == 0:
                 print("WARNING: profile does nothing on a CPU; add --use-pytorch-profiler", file=sys.stderr, flush=True)
-        self.history = o.memory_snapshot_path if o.record_memory_history else None
+        self.history = o.memory_snapshot_path if o.record_memory_history and chosen else None
         if self.history is not None and device.type != "cuda":
             self.history = None
             if rank == 0:

@@ -191,8 +191,7 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         begin = time.monotonic()
         outcome, reason = train(run, plan, to_toml(config), folder, report, stop, saver, saved, watch)
         if report is not None:
-            left = {"SIG": f"exiting program after receiving {reason}.", "exi": f"exiting program, {reason}"}
-            report.moment("after training is done" if outcome is Exit.DONE else left.get(reason[:3], reason))
+            report.moment(lines.megatron_end(reason, run.state.step, (time.monotonic() - begin) / 60))
         if outcome is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
             report.say(line)
     except SetupError:
@@ -255,10 +254,13 @@ def newest_checkpoint(config: Config) -> str:
     c = config.checkpoint
     if c.save is None:
         return "none, there is no --save"
+    roots = [root for root in (c.save_local, c.save) if root is not None and not is_url(root)]
+    if not roots:
+        return f"see {c.save}"  # a store that does not answer may be why the run has ended
     try:
-        found = [(max(steps), root) for root in (c.save_local, c.save) if root and (steps := storage.steps_in(root))]
-    except Exception as error:  # of a store, which may be why the run has ended
-        return f"{c.save} cannot be read: {error}"
+        found = [(max(steps), root) for root in roots if (steps := storage.steps_in(root))]
+    except OSError as error:
+        return f"{c.save} cannot be read: {error.strerror}"
     if not found:
         return f"none in {c.save} yet"
     step, root = max(found)
@@ -293,6 +295,7 @@ def plan_of(config: Config, steps: int) -> Plan:
         board_interval=log.tensorboard_log_interval if log.tensorboard_dir is not None else None,
         board_memory=log.log_memory_to_tensorboard,
         memory_interval=log.log_memory_interval,
+        memory_first=resolved_style(config) == "megatron",
         device_memory=log.log_device_memory_used,
         check_weights=o.check_weight_hash_across_dp_replicas_interval,
         empty_level=o.empty_unused_memory_level,

@@ -25,6 +25,7 @@ from megalite.train.lines import (
     megalite_line,
     megalite_validation_line,
     megatron_arguments,
+    megatron_end,
     megatron_line,
     megatron_moment,
     megatron_parameters,
@@ -92,6 +93,20 @@ def test_megatrons_other_lines() -> None:
     assert megatron_moment("after dataloaders are built", NOW) == (
         "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
     )
+    ends = (
+        "SIGUSR1",
+        "SIGTERM; nothing was saved",
+        "exit_interval=5",
+        "reached the last step",
+        "exit_duration_in_mins",
+    )
+    assert [megatron_end(reason, 5, 1.5) for reason in ends] == [
+        "exiting program after receiving SIGUSR1.",
+        "exiting program after receiving SIGTERM.",
+        "exiting program at iteration 5",
+        "after training is done",
+        "exiting program after 1.5 minutes",
+    ]
     assert megatron_parameters(1, 3, 123456) == (
         " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
     )

@@ -406,6 +406,7 @@ def test_a_run_in_megatrons_style(tmp_path: Path, capsys: pytest.CaptureFixture[
         "[after training is done] datetime: ",
         " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): ",
         "------------------------ arguments ------------------------",
+        "[Rank 0] (after 1 iterations) memory (MB) | allocated: ",
         "[Rank 0] (after 4 iterations) memory (MB) | allocated: ",
         ">>> Weight hashes match after 5 iterations...",
         "    forward-backward ......",
