@@ -265,6 +265,9 @@ class Reporter:
             "metrics": str(self._rows.path),
             "TensorBoard": self.log.tensorboard_dir or "",
         }
+        for name in ("timeline.json", "trace"):  # pictures: tools/plot.py, https://ui.perfetto.dev
+            path = self._log.path.with_name(name)
+            where[name.partition(".")[0]] = str(path) if path.exists() else ""
         shown = {**rows, **self._results, **{name: path for name, path in where.items() if path}}
         text = lines.table(shown)
         self.say("\n".join([text, *(f"WARNING: {line}" for line in self._warnings)]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from megalite.config import OperationsConfig
+from megalite.train.run_dir import complain
 
 
 class Profiler:
@@ -36,12 +36,12 @@ class Profiler:
         elif self.on and device.type != "cuda":
             self.on = False
             if rank == 0:
-                print("WARNING: profile does nothing on a CPU; add --use-pytorch-profiler", file=sys.stderr, flush=True)
+                complain("WARNING: profile does nothing on a CPU; add --use-pytorch-profiler")
         self.history = o.memory_snapshot_path if o.record_memory_history and chosen else None
         if self.history is not None and device.type != "cuda":
             self.history = None
             if rank == 0:
-                print("WARNING: record_memory_history needs CUDA; nothing is recorded", file=sys.stderr, flush=True)
+                complain("WARNING: record_memory_history needs CUDA; nothing is recorded")
         if self.history is not None:
             path = Path(self.history)
             self.history = str(path.with_name(f"{path.stem}_{rank}{path.suffix}"))
@@ -57,7 +57,11 @@ class Profiler:
 
     def after(self, step: int, logged: bool) -> None:
         if logged and self.history is not None:
-            torch.cuda.memory._dump_snapshot(self.history)
+            try:
+                torch.cuda.memory._dump_snapshot(self.history)
+            except OSError as error:
+                complain(f"WARNING: {self.history}: {error.strerror}; the memory history is not recorded any more")
+                self.history = None
         if step == self.last:
             self.stop()
 
@@ -74,7 +78,7 @@ class Profiler:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._torch.export_chrome_trace(str(self.path))
         except (OSError, RuntimeError) as error:
-            print(f"WARNING: {self.path}: {error}; the profile is lost", file=sys.stderr, flush=True)
+            complain(f"WARNING: {self.path}: {error}; the profile is lost")
 
 
 class Collector:

@@ -277,6 +277,15 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     assert everything.Scalars("forward-backward-time")[0].value == 0.5
 
 
+def test_the_queue_is_as_long_as_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import tensorboard
+
+    made: list[Any] = []
+    monkeypatch.setattr(tensorboard, "SummaryWriter", lambda *args, **options: made.append((args, options)))
+    Reporter(tmp_path, SPEED, board(tmp_path / "tb", tensorboard_queue_size=7)).close()
+    assert made == [((str(tmp_path / "tb"),), {"max_queue": 7})]
+
+
 def test_a_figure_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Reporter(tmp_path, replace(SPEED, peak_tflops=2.01e-05))
     for step in (100, 200):
@@ -363,6 +372,7 @@ def test_a_console_whose_disk_is_full_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "timeline.json").touch()
     tell_all(Reporter(tmp_path, SPEED))
     shown = capsys.readouterr()
     assert "WARNING: this is missing" in shown.err  # at once
@@ -373,6 +383,7 @@ def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, caps
         r"training loss +7\.6543 *$",
         r"validation loss +7\.5000, perplexity 1808",
         r"metrics +\S+metrics.jsonl",
+        r"timeline +\S+timeline.json",
     ):
         assert re.search(words, text, re.MULTILINE), words
 

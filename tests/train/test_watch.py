@@ -316,6 +316,20 @@ def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
     assert (tmp_path / "snapshot_3.pickle").stat().st_size > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_memory_is_given_back_to_a_card(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
+    calls: list[int] = []
+    run = build_run(read(), Ranks(), torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    train_step(run, empty_level=level)
+    assert len(calls) == level
+    line = memory_line(run.mesh, 1, True)
+    assert " | max reserved: " in line and " | total device memory used: " in line
+    run.close()
+
+
 # ---- progress.txt and memory
 
 
