@@ -17,8 +17,8 @@ from test_step import build
 from train_cases import SMALL
 
 from megalite import cli
-from megalite.config import Config, OperationsConfig, log_steps, resolved_style
-from megalite.config_check import protections_missing
+from megalite.config import Config, ConfigError, OperationsConfig, log_steps, resolved_style
+from megalite.config_check import check, protections_missing
 from megalite.models.families import PRESETS
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import Ranks
@@ -64,6 +64,34 @@ def test_the_log_interval_suits_the_length_of_the_run() -> None:
     assert [log_steps(config, n) for n in (1, 99, 100, 2500, 10**6)] == [1, 1, 2, 50, 100]
     assert log_steps(read(), 10**6) == 1  # which is given
     assert log_steps(Config(log=config.log.__class__(log_style="megatron")), 20) == 100
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--timing-log-level 3", "timing_log_level=3 is above 2; use 0, 1 or 2"),
+        ("--empty-unused-memory-level 3", "empty_unused_memory_level=3 is above 2"),
+        ("--profile --profile-step-end 10", "profile_step_end=10 is not above profile_step_start=10; raise it"),
+        ("--profile-ranks 0 5", "profile_ranks=5 is not among 4 ranks; give 0 to 3"),
+        ("--exit-signal SIGKILL", "exit_signal='SIGKILL' is not one of SIGTERM, SIGINT, SIGUSR1, SIGUSR2"),
+        ("--tensorboard-log-interval 0", "tensorboard_log_interval=0 is too small"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        raise ConfigError(check(read(*flags.split()), 4))
+    assert words in str(error.value)
+
+
+def test_what_has_no_effect_is_a_note() -> None:
+    flags = "--use-pytorch-profiler --manual-gc-interval 5 --log-progress --log-memory-to-tensorboard"
+    _, notes = cli.read([*SMALL, "--train-iters", "6", *flags.split()], PRESETS)
+    assert notes == [
+        "use_pytorch_profiler has no effect without --profile",
+        "manual_gc_interval=5 has no effect without --manual-gc",
+        "log_progress has no effect without --save",
+        "log_memory_to_tensorboard has no effect without --tensorboard-dir",
+    ]
 
 
 # ---- protections that are asked for and not there
