@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     found = cli.read_or_exit(argv, PRESETS, of_this_machine)
     config, nproc = found.config, local_processes(found.config.parallel)
     if config.parallel.device != "cpu":
-        prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config))
+        prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
     if ranks is None and nproc > 1 and not config.train.dry_run:
         return start_local(nproc, run, (config, found.warnings))
     alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))

@@ -14,7 +14,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, replace
 from typing import Any
 
 from megalite import config as configs
@@ -212,6 +212,8 @@ def read_all(
     problems += [line for line in also(made) if not concerns(line, unclear)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    if configs.resolved_style(made, words.of_megatron) == "megatron":
+        made = replace(made, log=replace(made.log, log_style="megatron"))
     return Read(made, [*foreign.notes, *without_effect(made)], foreign.warnings)
 
 
@@ -238,9 +240,7 @@ def read_or_exit(
         raise SystemExit(2) from None
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    for warning in found.warnings:
-        print(f"WARNING: {warning}", file=sys.stderr)
-    return found
+    return found  # warnings are told by the run, where its log is
 
 
 def parse(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> Config:

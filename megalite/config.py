@@ -17,6 +17,7 @@ from typing import Any
 from megalite.pattern import read_pattern
 
 _NONE: Mapping[str, str] = MappingProxyType({})
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # those that the launcher passes on to its ranks
 
 
 def opt(
@@ -208,7 +209,8 @@ class TrainConfig:
     eval_interval: int | None = opt(None, "steps between evaluations; default: only at the end")
     exit_interval: int | None = opt(None, "save and stop at a step divisible by this")
     exit_duration_in_mins: float | None = opt(None, "save and stop after this many minutes")
-    exit_signal_handler: bool = opt(False, "save and stop on SIGTERM")
+    exit_signal_handler: bool = opt(False, "save and stop on SIGTERM, SIGINT and --exit-signal")
+    exit_signal: str | None = opt(None, "save and stop on this signal", choices=EXIT_SIGNALS)
     recompute_granularity: str | None = opt(
         None,
         "activations to recompute in backward; selective: see --recompute-modules",
@@ -224,6 +226,7 @@ class TrainConfig:
     recompute_num_layers: int | None = opt(None, "uniform: layers per group; block: layers per stage")
     z_loss_coeff: float = opt(0.0, "z-loss: this times log^2 of the softmax's sum is added to the loss; PaLM: 1e-4")
     check_for_nan_in_loss_and_grad: bool = opt(True, "stop at a loss or gradient that is not finite")
+    deterministic_mode: bool = opt(False, "refuse operations that may give other bits in another run")
     compile: bool = opt(False, "torch.compile between a block's matmuls; not with MEGALITE_KERNELS=triton")
     cuda_graph_impl: str = opt(
         "none",
@@ -393,15 +396,60 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    log_interval: int = opt(100, "steps per log line")
-    log_style: str = opt("megalite", "form of the log line", choices=("megalite", "megatron"))
+    log_interval: int | None = opt(
+        None, "steps per log line; default: a fiftieth of the run, 1 to 100; 100 in Megatron's style"
+    )
+    log_style: str = opt(
+        "auto",
+        "form of the log; auto: Megatron-LM's for a command line that only it has, else megalite's",
+        choices=("auto", "megalite", "megatron"),
+    )
     log_throughput: bool = opt(False, "TFLOP/s in Megatron's log line")
+    log_params_norm: bool = opt(False, "L2 norm of all parameters, after the step")
+    log_num_zeros_in_grad: bool = opt(False, "number of gradient elements that are exactly zero")
+    log_progress: bool = opt(False, "progress.txt beside the checkpoints: starts, saves, TFLOP/s, tokens")
+    log_memory_interval: int | None = opt(None, "steps per memory line; a multiple of --log-interval")
+    log_device_memory_used: bool = opt(False, "in the memory line: what all processes hold of the card")
+    timing_log_level: int = opt(0, "timers: 0 evaluations and saves; 1 parts of a step; 2 its micro-batches")
+    timing_log_option: str = opt("minmax", "timers over ranks", choices=("max", "minmax", "all"))
+    barrier_with_level_1_timing: bool = opt(True, "ranks wait for each other at the parts that level 1 times")
     run_dir: str | None = opt(None, "directory of logs; default: --save, else runs/last")
     tensorboard_dir: str | None = opt(None, "directory of TensorBoard events")
+    tensorboard_log_interval: int = opt(1, "steps per TensorBoard point")
+    tensorboard_queue_size: int = opt(1000, "TensorBoard events held in memory")
+    log_timers_to_tensorboard: bool = opt(False, "timers in TensorBoard, the slowest rank's, seconds per step")
+    log_loss_scale_to_tensorboard: bool = opt(True, "the loss scale in TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = opt(False, "perplexity of validation sets in TensorBoard")
+    log_memory_to_tensorboard: bool = opt(False, "memory of rank 0 in TensorBoard, bytes")
+    log_world_size_to_tensorboard: bool = opt(False, "the number of ranks in TensorBoard")
     wandb_project: str | None = opt(None, "Weights & Biases project")
     wandb_exp_name: str | None = opt(None, "Weights & Biases run name")
+    wandb_entity: str | None = opt(None, "Weights & Biases user or team")
+    wandb_save_dir: str | None = opt(None, "directory of Weights & Biases' own files")
     peak_tflops: float | None = opt(None, "dense peak of one device, TFLOP/s; default: a table, measured on cpu")
     profile_pipeline: int | None = opt(None, "step whose pipeline is timed into timeline.json")
+
+
+@dataclass(frozen=True)
+class OperationsConfig:
+    """How a run is watched and stopped; nothing here changes what it trains."""
+
+    manual_gc: bool = opt(False, "Python's garbage collector runs only when told, at the same step on all ranks")
+    manual_gc_interval: int = opt(0, "steps between collections with --manual-gc; 0: at evaluations only")
+    manual_gc_eval: bool = opt(True, "collect before and after evaluations with --manual-gc")
+    empty_unused_memory_level: int = opt(0, "give CUDA memory back: 1 before each update, 2 also after it")
+    profile: bool = opt(False, "profile steps: cudaProfilerStart and Stop, for nsys; or --use-pytorch-profiler")
+    use_pytorch_profiler: bool = opt(False, "with --profile: torch's profiler, into trace/ of the run directory")
+    profile_step_start: int = opt(10, "steps before the first that is profiled")
+    profile_step_end: int = opt(12, "the last step that is profiled")
+    profile_ranks: tuple[int, ...] = opt((), "ranks that are profiled; default: all")
+    pytorch_profiler_collect_shapes: bool = opt(False, "shapes of tensors in torch's profile")
+    pytorch_profiler_collect_callstack: bool = opt(False, "call stacks in torch's profile")
+    record_memory_history: bool = opt(False, "write CUDA's memory history at each log line, for torch's viewer")
+    memory_snapshot_path: str = opt("snapshot.pickle", "file of --record-memory-history; _RANK is added")
+    check_weight_hash_across_dp_replicas_interval: int | None = opt(
+        None, "steps between checks that all copies of each weight are the same bits"
+    )
 
 
 @dataclass(frozen=True)
@@ -414,6 +462,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    operations: OperationsConfig = field(default_factory=OperationsConfig)
 
 
 SECTIONS: Mapping[str, type] = {
@@ -425,6 +474,7 @@ SECTIONS: Mapping[str, type] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "log": LogConfig,
+    "operations": OperationsConfig,
 }
 
 
@@ -445,6 +495,38 @@ def options() -> Iterator[tuple[str, Field[Any]]]:
     for section, cls in SECTIONS.items():
         for f in fields(cls):
             yield section, f
+
+
+MEGATRON_LOG = (  # what asks for something in Megatron's log or TensorBoard by its name
+    "log_throughput",
+    "log_params_norm",
+    "log_num_zeros_in_grad",
+    "log_progress",
+    "log_timers_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_memory_to_tensorboard",
+    "log_world_size_to_tensorboard",
+)
+
+
+def resolved_style(config: Config, megatron_spelling: bool = False) -> str:
+    """megalite or megatron: what `log_style` says, or, where it is auto, what suits who wrote the command line.
+    `megatron_spelling`: it holds a flag that only Megatron-LM has, as --use-mcore-models."""
+    if config.log.log_style != "auto":
+        return config.log.log_style
+    asked = megatron_spelling or any(getattr(config.log, name) for name in MEGATRON_LOG)
+    return "megatron" if asked else "megalite"
+
+
+def log_steps(config: Config, steps: int) -> int:
+    """Steps per log line of a run of `steps`.
+
+    >>> [log_steps(Config(), n) for n in (20, 1000, 500_000)]
+    [1, 20, 100]
+    """
+    if config.log.log_interval is not None:
+        return config.log.log_interval
+    return 100 if resolved_style(config) == "megatron" else max(1, min(100, steps // 50))
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:

@@ -78,6 +78,10 @@ _POSITIVE = frozenset(
         "save_retain_interval",
         "keep_last",
         "log_interval",
+        "log_memory_interval",
+        "tensorboard_log_interval",
+        "tensorboard_queue_size",
+        "check_weight_hash_across_dp_replicas_interval",
         "vocab_size",
         "padded_vocab_size",
         "loss_scale",
@@ -120,6 +124,7 @@ def check(
             config.parallel.tensor_model_parallel_size,
             complete or (c.load is None and c.pretrained_checkpoint is None),
         ),
+        *_operations(config),
         *(_world(config, world_size) if world_size is not None else ()),
     ]
     return [*wrong.values(), *(line for line in found if not concerns(line, unclear))]
@@ -402,6 +407,18 @@ def _machine(config: Config) -> Iterator[str]:
             yield f"{name}={getattr(p, name):g} is longer than any collective; use at most {LONGEST_TIMEOUT}"
 
 
+def _operations(config: Config) -> Iterator[str]:
+    o, log = config.operations, config.log
+    for name, value in (
+        ("timing_log_level", log.timing_log_level),
+        ("empty_unused_memory_level", o.empty_unused_memory_level),
+    ):
+        if value > 2:
+            yield f"{name}={value} is above 2; use 0, 1 or 2"
+    if o.profile and o.profile_step_end <= o.profile_step_start:
+        yield f"profile_step_end={o.profile_step_end} is not above profile_step_start={o.profile_step_start}; raise it"
+
+
 def _data(d: DataConfig, tp: int, complete: bool) -> Iterator[str]:
     """`complete`: nothing is still to come, a vocabulary from a checkpoint."""
     if d.split is not None:
@@ -484,6 +501,8 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
             sizes += [("step_batch_size_schedule size", size) for _, size in steps]
     if t.rampup_batch_size is not None and len(t.rampup_batch_size) == 3:
         sizes += [("rampup_batch_size start", t.rampup_batch_size[0]), ("increment", t.rampup_batch_size[1])]
+    if beyond := [r for r in config.operations.profile_ranks if r >= world_size]:
+        yield f"profile_ranks={_numbers(tuple(beyond))} is not among {world_size} ranks; give 0 to {world_size - 1}"
     for name, size in sizes:
         if (size or 0) > MOST_MICROBATCHES * unit:
             yield (
@@ -544,6 +563,17 @@ def without_effect(config: Config) -> list[str]:
         notes.append(
             f"recompute_num_layers={t.recompute_num_layers} has no effect without --recompute-granularity full"
         )
+    o, log = config.operations, config.log
+    if o.use_pytorch_profiler and not o.profile:
+        notes.append("use_pytorch_profiler has no effect without --profile")
+    if o.manual_gc_interval and not o.manual_gc:
+        notes.append(f"manual_gc_interval={o.manual_gc_interval} has no effect without --manual-gc")
+    if log.log_progress and c.save is None:
+        notes.append("log_progress has no effect without --save")
+    board = (name for name in ("timers", "validation_ppl", "memory", "world_size"))
+    if log.tensorboard_dir is None:
+        asked = [f"log_{name}_to_tensorboard" for name in board if getattr(log, f"log_{name}_to_tensorboard")]
+        notes += [f"{name} has no effect without --tensorboard-dir" for name in asked]
     return notes
 
 

@@ -11,7 +11,7 @@ factor that unscales, averages and clips.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,11 +68,28 @@ class Zero1:
 
     def local_norm_sq(self) -> Tensor:
         """This rank's share of the squared gradient norm, fp64 scalar; unscaled sums of gradients. NaN and inf stay."""
+        grads = (sum_of_squares(self.buffer.owned_grad(b)) for b in self.buffer.layout.buckets)
+        return self._once(grads)
+
+    def local_weight_norm_sq(self) -> Tensor:
+        """This rank's share of the squared norm of all parameters, fp64 scalar."""
+        return self._once(map(sum_of_squares, self.main))
+
+    def local_zeros(self) -> Tensor:
+        """This rank's share of the number of gradient elements that are 0, fp64 scalar."""
+        buffer, counts = self.buffer, []
+        for bucket in buffer.layout.buckets:
+            owned = buffer.owned_range(bucket)
+            there = sum(max(0, min(s.stop, owned.stop) - max(s.start, owned.start)) for s in bucket.slots)
+            counts.append(there - buffer.owned_grad(bucket).count_nonzero())  # the padding is 0 and no element
+        return self._once(counts)
+
+    def _once(self, of_buckets: Iterable[Tensor]) -> Tensor:
+        """The sum of a figure of each bucket, such that the sum over the world counts every element once."""
         buffer = self.buffer
         total = torch.zeros((), dtype=torch.float64, device=buffer.mesh.device)
-        for bucket in buffer.layout.buckets:
-            copies = bucket.kind.replicas * (1 if buffer.sharded else buffer.mesh.dp.size)
-            total += sum_of_squares(buffer.owned_grad(bucket)) / copies
+        for bucket, figure in zip(buffer.layout.buckets, of_buckets, strict=True):
+            total += figure / (bucket.kind.replicas * (1 if buffer.sharded else buffer.mesh.dp.size))
         return total
 
     def step(self, *, lr: float, weight_decay: float, scale: float, decoupled_lr: float = 0.0) -> None:

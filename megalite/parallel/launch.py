@@ -164,7 +164,7 @@ def cuda_environment(tp: int, folder: Path, capability: int | None) -> dict[str,
     return wanted
 
 
-def prepare_cuda(tp: int, folder: Path) -> None:
+def prepare_cuda(tp: int, folder: Path, deterministic: bool = False) -> None:
     """Set `cuda_environment` where there is a card; what the user has set stays."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -177,6 +177,8 @@ def prepare_cuda(tp: int, folder: Path) -> None:
     found = [int(line.partition(".")[0]) for line in answer.split() if re.match(r"[0-9]+\.", line)]
     for name, value in cuda_environment(tp, folder, min(found, default=None)).items():
         os.environ.setdefault(name, value)
+    if deterministic:  # without it torch refuses every matmul on a card
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextlib.contextmanager
@@ -241,7 +243,7 @@ def start_local(
 ) -> int:
     """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code.
 
-    `target` must be importable (a module-level function). SIGTERM, SIGINT and SIGUSR1 are passed on to every rank.
+    `target` must be importable (a module-level function). Signals (`_forward_signals`) are passed on to every rank.
     When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL; after an orderly stop
     (75) they get ORDERLY_S, since rank 0 may still be closing its logs.
     `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
@@ -292,7 +294,7 @@ def _forward_signals(processes: list[Any]) -> Iterator[None]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     try:
         before = {n: signal.signal(n, forward) for n in numbers}
     except ValueError:  # not the main thread: the caller has the signals

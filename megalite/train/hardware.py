@@ -6,9 +6,11 @@ peak would make a figure that looks like knowledge.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -95,25 +97,36 @@ def _holds(device_name: str, words: str) -> bool:
     return re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name, re.IGNORECASE) is not None
 
 
-def measure_cpu_peak(dtype: torch.dtype, seconds: float = 0.25, local_ranks: int = 1) -> Peak:
-    """The best rate of square matmuls on this process's threads, TFLOP/s; takes about `seconds`.
+REPETITIONS = 8  # of each size: one that the system interrupts must not be the only one
+
+
+def measure_cpu_peak(
+    dtype: torch.dtype, seconds: float = 0.25, local_ranks: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> Peak:
+    """The best rate of square matmuls on this process's threads, TFLOP/s; takes about `seconds`, and at least
+    REPETITIONS matmuls, however slow the clock says they are.
 
     The size doubles while the next one fits the time: large ones are faster where the dtype has fast units, and fp16
     has none on many CPUs, where one product of size 1024 would take seconds. `local_ranks` processes that share fewer
     cores than they have threads each get their part.
     """
-    best, size, end = 0.0, 128, time.perf_counter() + seconds
+    best, size, end = 0.0, 128, clock() + seconds
     while True:
         a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
         torch.mm(a, b)  # the first call makes the kernel
-        start = time.perf_counter()
-        torch.mm(a, b)
-        took = time.perf_counter() - start
-        best = max(best, 2 * size**3 / took)
-        if time.perf_counter() + took > end:
+        fastest, runs, now = math.inf, 0, clock()
+        bigger = False
+        while runs < REPETITIONS or (not bigger and now < end):
+            start = clock()
+            torch.mm(a, b)
+            now = clock()
+            fastest, runs = min(fastest, now - start), runs + 1
+            # the next size is 8 times the work, REPETITIONS + 1 times
+            bigger = size < 1024 and now + 8 * fastest * (REPETITIONS + 1) < end
+        best = max(best, 2 * size**3 / fastest)
+        if not bigger:
             break
-        if size < 1024 and time.perf_counter() + 16 * took < end:  # two products of 8 times the work
-            size *= 2
+        size *= 2
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     share = min(1.0, cores / (local_ranks * threads))
     where = f"{threads} thread{'s' * (threads > 1)}" + (f" on {share:.2g} of their cores" if share < 1 else "")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import resource
 import signal
 import time
@@ -20,10 +22,14 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.checkpoints import save
-from megalite.train.metrics import Interval, Reporter
-from megalite.train.run_dir import Exit, write_atomically
+from megalite.train.lines import Interval
+from megalite.train.metrics import Reporter
+from megalite.train.profiling import Collector, Profiler
+from megalite.train.replicas import check_replicas
+from megalite.train.run_dir import Exit, complain, write_atomically
 from megalite.train.state import EvaluationSet, Run, StepResult
-from megalite.train.step import train_step
+from megalite.train.step import parameter_norm, train_step
+from megalite.train.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -40,17 +46,40 @@ class Plan:
     exit_interval: int | None
     exit_after_s: float | None
     profile_step: int | None
+    params_norm: bool = False  # at logged steps
+    count_zeros: bool = False
+    board_interval: int | None = None  # steps per point of TensorBoard
+    board_memory: bool = False
+    memory_interval: int | None = None
+    memory_first: bool = False  # also with the first two lines, the second of which knows the optimizer's
+    device_memory: bool = False
+    check_weights: int | None = None
+    empty_level: int = 0
+
+
+PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
+FIRST_PROGRESS_S = 2.0
+
+
+@dataclass
+class Watch:
+    """What looks on while a run trains."""
+
+    timers: Timers = field(default_factory=Timers)
+    profiler: Profiler | None = None
+    collector: Collector = field(default_factory=Collector)
 
 
 @dataclass
 class StopSignal:
-    """Set by SIGTERM or SIGINT; read at step boundaries, where all ranks agree on it. A second SIGINT stops at once."""
+    """Set by the signals that it is installed for; read at step boundaries, where all ranks agree on it. A second
+    SIGINT stops at once."""
 
     seen: list[int] = field(default_factory=list)
 
-    def install(self) -> None:
-        signal.signal(signal.SIGTERM, self._note)
-        signal.signal(signal.SIGINT, self._note)
+    def install(self, *names: str) -> None:
+        for name in names:
+            signal.signal(signal.Signals[name], self._note)
 
     def _note(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and number in self.seen:
@@ -58,8 +87,11 @@ class StopSignal:
         self.seen.append(number)
 
 
-def evaluate(run: Run, data: Prefetcher[HostBatch], iters: int) -> float:
-    """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective."""
+def evaluate(
+    run: Run, data: Prefetcher[HostBatch], iters: int, tell: Callable[[int], None] = lambda done: None
+) -> float:
+    """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `tell`
+    is called with the number that is done."""
     mesh, size = run.mesh, run.eval_batch_size
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for i in range(iters):
@@ -68,6 +100,7 @@ def evaluate(run: Run, data: Prefetcher[HostBatch], iters: int) -> float:
         if mesh.pp.is_last and mesh.tp.is_first:
             sums[0] += loss
             sums[1:] += float(sum(host.counted_tokens for host in hosts))
+        tell(i + 1)
     loss_sum, tokens = all_reduce_(sums, mesh.world).tolist()
     return loss_sum / tokens if tokens else math.nan
 
@@ -77,10 +110,43 @@ def memory_gib(mesh: Mesh) -> tuple[float, float]:
     if mesh.device.type == "cuda":
         total = torch.cuda.get_device_properties(mesh.device).total_memory
         return torch.cuda.max_memory_allocated(mesh.device) / 2**30, total / 2**30
-    import os
-
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30, total / 2**30
+
+
+def memory_bytes_of(mesh: Mesh) -> dict[str, float]:
+    """Megatron-LM's TensorBoard tags; on CPU what the process holds and has held."""
+    if mesh.device.type != "cuda":
+        held = most = memory_gib(mesh)[0] * 2**30
+        with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+            held = float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        return {"mem-allocated-bytes": held, "mem-max-allocated-bytes": most}
+    stats = torch.cuda.memory_stats(mesh.device)
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        "mem-allocated-count": stats["allocation.all.current"],
+    }
+
+
+def memory_line(mesh: Mesh, step: int, device_memory: bool) -> str:
+    """Megatron-LM's, of this rank. On CPU the process is what there is to look at."""
+    if mesh.device.type == "cuda":
+        parts = {
+            "allocated": torch.cuda.memory_allocated(mesh.device),
+            "max allocated": torch.cuda.max_memory_allocated(mesh.device),
+            "reserved": torch.cuda.memory_reserved(mesh.device),
+            "max reserved": torch.cuda.max_memory_reserved(mesh.device),
+        }
+        if device_memory:
+            free, total = torch.cuda.mem_get_info(mesh.device)
+            parts["total device memory used"] = total - free
+    else:
+        used = memory_bytes_of(mesh)
+        parts = {"allocated": used["mem-allocated-bytes"], "max allocated": used["mem-max-allocated-bytes"]}
+    text = " | ".join(f"{name}: {number / 2**20:.2f}" for name, number in parts.items())
+    return f"[Rank {mesh.world.rank}] (after {step} iterations) memory (MB) | {text}"
 
 
 def train(
@@ -92,11 +158,15 @@ def train(
     stop: StopSignal,
     saver: Saver | None = None,
     saved: int | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Exit, str]:
     """Train to the last step. `report` is rank 0's; `saved`: a step of which there is a checkpoint already. Returns
     the outcome and its reason; the same on all ranks."""
-    begin = time.monotonic()
+    watch = watch or Watch()
+    timers, profiler = watch.timers, watch.profiler
+    begin, first = time.monotonic(), run.state.step + 1
     since: list[StepResult] = []
+    told = 0  # log lines
     outcome, reason = Exit.DONE, "reached the last step"
 
     clock = None if plan.save_every_s is None else SaveClock(plan.save_every_s, run.mesh, run.state.step)
@@ -107,19 +177,58 @@ def train(
             for line in lines:
                 report.say(line)
 
+    def tell_timers(names: Sequence[str], steps: int = 1) -> None:
+        seconds = timers.take(names, steps)
+        if report is not None and seconds:
+            report.timers(run.state.step, seconds)
+
+    def log(result: StepResult, due: bool) -> None:
+        """A line where it is due, a point of TensorBoard where that is; collective where something is asked for."""
+        nonlocal told
+        step = run.state.step
+        point = plan.board_interval is not None and step % plan.board_interval == 0
+        norm = parameter_norm(run) if plan.params_norm and (due or point) else None
+        if report is not None and point:
+            memory = memory_bytes_of(run.mesh) if plan.board_memory else {}
+            report.step(run.state, result, run.loss_scaler.scale, norm, memory)
+        if not due:
+            return
+        if report is not None:
+            report.train(summarise(run, since, norm))
+        told += 1
+        memory_due = bool(plan.memory_interval) and step % (plan.memory_interval or 1) == 0
+        if (memory_due or (plan.memory_first and told <= 2)) and run.mesh.dp.is_first:
+            line = memory_line(run.mesh, step, plan.device_memory)
+            report.say(line) if report is not None else print(line + "\n", end="", flush=True)
+        tell_timers(timers.of_step, len(since))
+        since.clear()
+
     def checkpoint(last: bool = False) -> None:
         nonlocal saved
         if saver is None or saved == run.state.step:
             return
-        save(run, saver, config_toml, optimizer=plan.save_optimizer, last=last)
+        with timers("save-checkpoint", 0):
+            save(run, saver, config_toml, optimizer=plan.save_optimizer, last=last)
         saved = run.state.step
         if clock is not None:
             clock.saved(saved)
         tell()
+        if report is not None:
+            report.saving(run.state, saver.background and not last)
+        tell_timers(("save-checkpoint",))
 
     def validate(sets: Sequence[EvaluationSet], what: str) -> None:
         for one in sets if plan.eval_iters else ():
-            loss = evaluate(run, one.data, plan.eval_iters)
+            next_line = time.monotonic() + FIRST_PROGRESS_S
+
+            def progress(done: int, name: str = one.name) -> None:
+                nonlocal next_line
+                if report is not None and done < plan.eval_iters and time.monotonic() > next_line:
+                    next_line = time.monotonic() + PROGRESS_S
+                    report.evaluating(run.state.step, name, done, plan.eval_iters)
+
+            with watch.collector.evaluation(), timers("evaluate", 0):
+                loss = evaluate(run, one.data, plan.eval_iters, progress)
             if report is not None:
                 s = run.state
                 report.validation(
@@ -127,44 +236,67 @@ def train(
                     name=one.name,
                     bytes_per_token=one.bytes_per_token,
                 )
+            tell_timers(("evaluate",))
 
-    while run.state.step < run.last_step:
-        if plan.skip and run.state.step + 1 in plan.skip:
-            size = run.batch_sizes.at(run.state.consumed_samples)
-            run.state.advance(size, tokens=size * run.seq_length, skipped=True)
-            continue
-        late = plan.exit_after_s is not None and time.monotonic() - begin > plan.exit_after_s
-        timing = run.state.step + 1 == plan.profile_step
-        if timing:
-            run.pipeline.timeline = []
-        broken = saver is not None and saver.failed
-        result = train_step(run, want_stop=late or bool(stop.seen) or broken)
-        since.append(result)
-        step = run.state.step
-        if timing:
-            _write_timeline(run, folder)
-        if report is not None and (step % plan.log_interval == 0 or step == 1):
-            report.train(summarise(run, since))
-        if step % plan.log_interval == 0 or step == 1:
-            since = []
-        if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
-            validate(run.valid, "")
-        by_clock = clock is not None and clock.due(step)
-        if by_clock or (plan.save_interval and step % plan.save_interval == 0):
-            checkpoint()
-        tell()
-        if result.stop:
-            seen = signal.Signals(stop.seen[0]).name if stop.seen else None
-            outcome, reason = Exit.REQUEUE, seen or "exit_duration_in_mins, or a signal on another rank"
-            break
-        if plan.exit_interval and step % plan.exit_interval == 0 and step < run.last_step:
-            outcome, reason = Exit.REQUEUE, f"exit_interval={plan.exit_interval}"
-            break
+    with contextlib.ExitStack() as steps:
+        steps.enter_context(watch.collector.running())
+        if profiler is not None:
+            steps.callback(profiler.stop)
+        while run.state.step < run.last_step:
+            if plan.skip and run.state.step + 1 in plan.skip:
+                size = run.batch_sizes.at(run.state.consumed_samples)
+                run.state.advance(size, tokens=size * run.seq_length, skipped=True)
+                continue
+            late = plan.exit_after_s is not None and time.monotonic() - begin > plan.exit_after_s
+            step = run.state.step + 1
+            timing = step == plan.profile_step
+            if timing or timers.level == 2:
+                run.pipeline.timeline = []
+            broken = saver is not None and saver.failed
+            if profiler is not None:
+                profiler.before(step)
+            result = train_step(
+                run,
+                want_stop=late or bool(stop.seen) or broken,
+                count_zeros=bool(plan.count_zeros),
+                timers=timers,
+                empty_level=plan.empty_level or 0,
+            )
+            since.append(result)
+            timers.add(run.pipeline.timeline or ())
+            if timing:
+                _write_timeline(run, folder)
+            run.pipeline.timeline = None
+            stopping = result.stop or bool(plan.exit_interval and step % plan.exit_interval == 0)
+            due = step % plan.log_interval == 0 or step in (first, run.last_step) or stopping
+            log(result, due)
+            if profiler is not None:
+                profiler.after(step, due)
+            if plan.check_weights and step % plan.check_weights == 0:
+                check_replicas(run.buffer, step)
+                if report is not None:
+                    report.say(f">>> Weight hashes match after {step} iterations...")
+            watch.collector.after(step)
+            if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
+                validate(run.valid, "")
+            by_clock = clock is not None and clock.due(step)
+            if by_clock or (plan.save_interval and step % plan.save_interval == 0):
+                checkpoint()
+            tell()
+            if result.stop:
+                seen = signal.Signals(stop.seen[0]).name if stop.seen else None
+                outcome, reason = Exit.REQUEUE, seen or "exit_duration_in_mins, or a signal on another rank"
+                break
+            if stopping and step < run.last_step:
+                outcome, reason = Exit.REQUEUE, f"exit_interval={plan.exit_interval}"
+                break
     run.buffer.wait_gather()
     checkpoint(last=True)
     if saver is not None:
         saver.wait()  # a save in the background that failed ends the run here, on all ranks
         tell()
+    if report is not None:
+        report.saved_all()
     if outcome is Exit.REQUEUE and saver is None:  # there is nothing that a requeued run could go on from
         return Exit.DONE, f"{reason}; nothing was saved"
     if outcome is Exit.DONE:
@@ -173,7 +305,7 @@ def train(
     return outcome, reason
 
 
-def summarise(run: Run, since: list[StepResult]) -> Interval:
+def summarise(run: Run, since: list[StepResult], params_norm: float | None = None) -> Interval:
     """The log's view of the steps since the last line."""
     n, last, used = len(since), since[-1], [r for r in since if not r.skipped]
     memory, limit = memory_gib(run.mesh)
@@ -196,6 +328,8 @@ def summarise(run: Run, since: list[StepResult]) -> Interval:
         memory_limit_gib=limit,
         reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if run.mesh.device.type == "cuda" else None,
         nan=sum(not math.isfinite(r.loss) for r in since),
+        params_norm=params_norm,
+        zeros=last.zeros,
     )
 
 
@@ -206,11 +340,16 @@ def _write_timeline(run: Run, folder: Path) -> None:
     mesh = run.mesh
     write = mesh.dp.is_first and mesh.tp.is_first
     part: Callable[[int], Path] = lambda rank: folder / f".timeline-{rank}.json"  # noqa: E731
-    if write:
-        rows = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in spans]
-        write_atomically(part(mesh.pp.rank), json.dumps(rows))
+    try:
+        if write:
+            rows = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in spans]
+            write_atomically(part(mesh.pp.rank), json.dumps(rows))
+    except OSError as error:
+        complain(f"WARNING: {part(mesh.pp.rank)}: {error.strerror}; training goes on without timeline.json")
     all_reduce_(torch.zeros((), device=mesh.device), mesh.world)  # every part is there
-    if mesh.world.is_first:
+    if not mesh.world.is_first:
+        return
+    try:
         ranks = []
         for rank in range(mesh.pp.size):
             ranks.append({"pp_rank": rank, "spans": json.loads(part(rank).read_text(encoding="utf-8"))})
@@ -218,3 +357,5 @@ def _write_timeline(run: Run, folder: Path) -> None:
         head = {"schedule": run.pipeline.schedule, "pp": mesh.pp.size, "vpp": len(run.pipeline.stages)}
         microbatches = sum(s["action"].startswith("F") for s in ranks[0]["spans"]) // len(run.pipeline.stages)
         write_atomically(folder / "timeline.json", json.dumps({**head, "microbatches": microbatches, "ranks": ranks}))
+    except OSError as error:
+        complain(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training goes on without it")

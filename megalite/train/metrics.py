@@ -1,132 +1,31 @@
-"""What a run tells: one log line per interval, metrics.jsonl, TensorBoard with Megatron-LM's tags, W&B.
+"""Where a run tells what it does: console, log.txt, metrics.jsonl, TensorBoard with Megatron-LM's tags, W&B.
 
-Only rank 0 has a `Reporter`. MFU is model FLOPs (causal, no recompute) per second over the dense peak of all devices.
-A figure that does not exist (the loss when every step was skipped, the MFU of an unknown card) is None: "n/a" in the
-line, null in metrics.jsonl, absent from TensorBoard; never 0 or -1.
+Only rank 0 has a `Reporter`. A figure that does not exist is null in metrics.jsonl and absent from TensorBoard.
+Telling never ends a run: what cannot be written, as on a full disk, is said once on stderr and counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import importlib.util
 import json
 import math
-from dataclasses import dataclass
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.config import LogConfig
 from megalite.data.named_sets import bits_per_byte
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Means and totals over the steps since the last line. Times in seconds; loss in nats per token.
-
-    `loss` is the mean over the steps that updated; `skipped` counts those that did not, `nan` those whose loss was
-    not finite. `lr`, `grad_norm`, `loss_scale`, `batch_size` are the last step's.
-    """
-
-    step: int
-    last_step: int
-    consumed_samples: int
-    consumed_tokens: int
-    batch_size: int
-    loss: float | None
-    lr: float
-    grad_norm: float
-    loss_scale: float
-    skipped: int
-    step_s: float
-    data_s: float
-    tokens_per_step: int
-    memory_gib: float
-    memory_limit_gib: float
-    reserved_gib: float | None = None  # by the CUDA allocator
-    z_loss: float | None = None  # what is added to the loss, which does not hold it
-    nan: int = 0
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What turns seconds into rates: model FLOPs per token, devices, dense peak of one device (None: unknown)."""
-
-    flops_per_token: float
-    devices: int
-    peak_tflops: float | None
-
-    def tokens_per_s(self, i: Interval) -> float:
-        """Per device."""
-        return i.tokens_per_step / i.step_s / self.devices
-
-    def tflops(self, i: Interval) -> float:
-        """Per device."""
-        return self.tokens_per_s(i) * self.flops_per_token / 1e12
-
-    def mfu(self, i: Interval) -> float | None:
-        return None if self.peak_tflops is None else self.tflops(i) / self.peak_tflops
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(850), duration(200_000)
-    ('00:14:10', '2d 07:33:20')
-    """
-    minutes, s = divmod(int(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    return f"{days}d " * (days > 0) + f"{h:02d}:{m:02d}:{s:02d}"
-
-
-def perplexity(loss: float) -> float:
-    """Capped at exp(20), as in Megatron-LM, so that a diverged run does not overflow."""
-    return math.exp(min(20.0, loss))
-
-
-def megalite_line(i: Interval, speed: Speed, now: datetime.datetime) -> str:
-    tokens, tflops, mfu = speed.tokens_per_s(i), speed.tflops(i), speed.mfu(i)
-    loss = "n/a" if i.loss is None else f"{i.loss:.4f}"
-    loss += "" if i.z_loss is None else f"  z-loss {i.z_loss:.2e}"
-    scale = f"  scale {i.loss_scale:.0f}" if i.loss_scale != 1.0 else ""
-    rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
-    share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
-    skipped = f" | skipped {i.skipped}" if i.skipped else ""
-    return (
-        f"{now:%H:%M:%S}  step {i.step:5d}/{i.last_step}  loss {loss}  lr {i.lr:.1e}  gnorm {i.grad_norm:.2f}{scale} | "
-        f"{rate} tok/s/gpu  {f'{tflops:.0f}' if tflops >= 100 else f'{tflops:.3g}'} TF/s  MFU {share} | "
-        f"{i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB | data {100 * i.data_s / i.step_s:.1f}% | "
-        f"eta {duration((i.last_step - i.step) * i.step_s)}{skipped}"
-    )
-
-
-def megatron_line(i: Interval, speed: Speed, now: datetime.datetime, throughput: bool) -> str:
-    """Field for field Megatron-LM's training log line, which users' scripts parse."""
-    parts = [
-        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {i.step:8d}/{i.last_step:8d} |",
-        f" consumed samples: {i.consumed_samples:12d} |",
-        f" elapsed time per iteration (ms): {i.step_s * 1000:.1f} |",
-        f" throughput per GPU (TFLOP/s/GPU): {speed.tflops(i):.1f} |" if throughput else "",
-        f" learning rate: {i.lr:.6E} |",
-        f" global batch size: {i.batch_size:5d} |",
-        "" if i.loss is None else f" lm loss: {i.loss:.6E} |",
-        "" if i.z_loss is None else f" z_loss: {i.z_loss:.6E} |",
-        f" loss scale: {i.loss_scale:.1f} |",
-        f" grad norm: {i.grad_norm:.3f} |",
-        f" number of skipped iterations: {i.skipped:3d} |",
-        f" number of nan iterations: {i.nan:3d} |",
-    ]
-    return "".join(parts)
-
-
-def megalite_validation_line(step: int, name: str, loss: float, bpb: float | None, now: datetime.datetime) -> str:
-    per_byte = "" if bpb is None else f"  bits per byte {bpb:.4f}"
-    return f"{now:%H:%M:%S}  step {step:5d}  {name} loss {loss:.4f}  ppl {perplexity(loss):.5g}{per_byte}"
-
-
-def megatron_validation_lines(prefix: str, loss: float, name: str = "") -> str:
-    """Megatron-LM's framed line; `prefix` as in "iteration 100" or "iteration 100 on test set"."""
-    which = f"-{name}" if name else ""
-    line = f" validation{which} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
-    return f"{'-' * len(line)}\n{line}\n{'-' * len(line)}"
+from megalite.train import lines
+from megalite.train.lines import Interval, Speed, perplexity
+from megalite.train.progress import ProgressLog
+from megalite.train.run_dir import complain
+from megalite.train.state import State, StepResult
 
 
 def missing_packages(tensorboard_dir: str | None, wandb_project: str | None) -> list[str]:
@@ -142,9 +41,33 @@ def missing_packages(tensorboard_dir: str | None, wandb_project: str | None) -> 
     ]
 
 
+class AppendedFile:
+    """Whole lines at the end of a file. Nothing is kept in memory: what could not be written would come again."""
+
+    def __init__(self, path: Path):
+        self.path, self._torn = path, False
+        self.file: Any = None
+
+    def write(self, text: str) -> None:
+        """Raises OSError, or ValueError where the file was closed."""
+        if self.file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed in close)
+        data = b"\n" * self._torn + text.encode(errors="backslashreplace") + b"\n"
+        written = self.file.write(data)
+        self._torn = written < len(data)
+        if self._torn:
+            raise OSError(None, "only a part of a line could be written")
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
 class Reporter:
     """Writes to the console, RUN_DIR/log.txt and metrics.jsonl always; to TensorBoard and W&B when asked.
 
+    `log`: what and where, its `log_style` decided. `world`: ranks. `progress`: beside the checkpoints, when asked.
     Raises RuntimeError, before training, when a package that was asked for is missing.
     """
 
@@ -152,48 +75,88 @@ class Reporter:
         self,
         folder: Path,
         speed: Speed,
+        log: LogConfig = LogConfig(),  # noqa: B008 (frozen)
         *,
-        style: str = "megalite",
-        throughput: bool = False,
-        tensorboard_dir: str | None = None,
-        wandb_project: str | None = None,
-        wandb_name: str | None = None,
+        world: int = 1,
         wandb_config: dict[str, Any] | None = None,
+        progress: ProgressLog | None = None,
     ):
-        self.speed, self.style, self.throughput = speed, style, throughput
-        self._console = True
-        self._board: Any = None
-        self._wandb: Any = None
-        missing = missing_packages(tensorboard_dir, wandb_project)
+        self.speed, self.log, self.world, self.megatron = speed, log, world, log.log_style == "megatron"
+        self._console, self._progress = True, progress
+        self._lost: Counter[str] = Counter()
+        self._warnings: list[str] = []
+        self._results: dict[str, str] = {}
+        self._too_fast = False
+        missing = missing_packages(log.tensorboard_dir, log.wandb_project)
         if missing:
             raise RuntimeError("\n".join(missing))
-        if tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
+        self._log, self._rows = AppendedFile(folder / "log.txt"), AppendedFile(folder / "metrics.jsonl")
+        self._board = None if log.tensorboard_dir is None else self.attempt("TensorBoard", self._open_board)
+        self._wandb = None if log.wandb_project is None else self.attempt("W&B", self._open_wandb, wandb_config)
 
-            self._board = SummaryWriter(tensorboard_dir)
-        if wandb_project is not None:
-            import wandb  # type: ignore[import-not-found]
+    def _open_board(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
 
-            self._wandb = wandb.init(project=wandb_project, name=wandb_name, config=wandb_config)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._log = open(folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
-        self._rows = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        return SummaryWriter(self.log.tensorboard_dir, max_queue=self.log.tensorboard_queue_size)
+
+    def _open_wandb(self, config: dict[str, Any] | None) -> Any:
+        import wandb  # type: ignore[import-not-found]
+
+        log = self.log
+        return wandb.init(
+            project=log.wandb_project,
+            name=log.wandb_exp_name,
+            entity=log.wandb_entity,
+            dir=log.wandb_save_dir,
+            config=config,
+        )
+
+    def attempt(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
+        """`call(*args)`, or None: then `what` has lost something, which is said the first time and counted."""
+        try:
+            return call(*args)
+        except Exception as error:  # TensorBoard and W&B raise what they like
+            self._lost[what] += 1
+            if self._lost[what] == 1:
+                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                complain(f"WARNING: {what}: {why}; training goes on, and what is lost there is counted")
+            return None
 
     def say(self, text: str) -> None:
         if self._console:
             try:
                 print(text, flush=True)
-            except BrokenPipeError:  # whoever read the console is gone; log.txt is still there
+            except (OSError, ValueError):  # whoever read the console is gone, or its disk is full; log.txt is there
                 self._console = False
-        self._log.write(text + "\n")
-        self._log.flush()
+                with contextlib.suppress(OSError, ValueError):  # or Python would try again at its end, and fail
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        self.attempt(str(self._log.path), self._log.write, text)
+
+    def warn(self, text: str) -> None:
+        """What nobody may miss: on stderr, in log.txt and in the summary."""
+        self._warnings.append(text)
+        complain(f"WARNING: {text}")
+        self.attempt(str(self._log.path), self._log.write, f"WARNING: {text}")
+
+    def moment(self, what: str) -> None:
+        """A point of the run that Megatron-LM's log has a line for."""
+        if self.megatron:
+            self.say(lines.megatron_moment(what, datetime.datetime.now()))
 
     def train(self, i: Interval) -> None:
         speed, now = self.speed, datetime.datetime.now()
-        if self.style == "megatron":
-            self.say(megatron_line(i, speed, now, self.throughput))
+        if speed.too_fast(i) and not self._too_fast:
+            self._too_fast = True
+            self.say(
+                f"note: MFU is n/a: {speed.tflops(i):.3g} TFLOP/s is above the peak of {speed.peak_tflops:.3g}, which "
+                "was measured while the machine was busy or given wrong; give --peak-tflops"
+            )
+        if self.megatron:
+            self.say(lines.megatron_line(i, speed, now, self.log.log_throughput))
         else:
-            self.say(megalite_line(i, speed, now))
+            self.say(lines.megalite_line(i, speed, now))
+        if i.loss is not None:
+            self._results["training loss"] = f"{i.loss:.4f}"
         row = {
             "train/loss": i.loss,
             "train/lr": i.lr,
@@ -209,23 +172,52 @@ class Reporter:
             "perf/data_s": i.data_s,
             "mem/max_allocated_gib": i.memory_gib,
         }
-        if i.reserved_gib is not None:
-            row["mem/max_reserved_gib"] = i.reserved_gib
-        if i.z_loss is not None:
-            row["train/z_loss"] = i.z_loss
-        self._row(i.step, i.consumed_tokens, row)
-        tags = {
-            "learning-rate": i.lr,
-            "batch-size": i.batch_size,
-            "lm loss": i.loss,
-            "z_loss": i.z_loss,
-            "loss-scale": i.loss_scale,
-            "grad-norm": i.grad_norm,
+        more = {
+            "mem/max_reserved_gib": i.reserved_gib,
+            "train/z_loss": i.z_loss,
+            "train/params_norm": i.params_norm,
+            "train/num_zeros": i.zeros,
         }
-        self._tags(tags, i.step, i.consumed_samples)
-        if self._board is not None:
-            self._board.add_scalar("iteration-time", i.step_s, i.step)
-            self._board.add_scalar("throughput", speed.tflops(i), i.step)
+        self._row(i.step, i.consumed_tokens, row | {k: v for k, v in more.items() if v is not None})
+        self._scalars({"iteration-time": i.step_s, "throughput": speed.tflops(i)}, i.step)
+
+    def points_at(self, step: int) -> bool:
+        """Whether TensorBoard gets this step."""
+        return self._board is not None and step % self.log.tensorboard_log_interval == 0
+
+    def step(
+        self, state: State, r: StepResult, loss_scale: float, params_norm: float | None, memory: dict[str, float]
+    ) -> None:
+        """One step's TensorBoard. `memory`: tags and bytes."""
+        tags = {
+            "learning-rate": r.lr,
+            "batch-size": r.batch_size,
+            "lm loss": None if r.skipped else r.loss,
+            "z_loss": r.z_loss or None,  # one that is on is never 0
+            "loss-scale": loss_scale if self.log.log_loss_scale_to_tensorboard else None,
+            "world-size": self.world if self.log.log_world_size_to_tensorboard else None,
+            "grad-norm": r.grad_norm,
+            "num-zeros": r.zeros,
+            "params-norm": params_norm,
+        }
+        self._scalars(tags, state.step, state.consumed_samples)
+        self._scalars(memory, state.step)
+
+    def timers(self, step: int, seconds: dict[str, list[float]]) -> None:
+        """What each rank's timers say, per step."""
+        if text := lines.megatron_timers(self.log.timing_log_option, seconds):
+            self.say(text)
+        if self.log.log_timers_to_tensorboard:
+            self._scalars({f"{name}-time": max(times) for name, times in seconds.items() if any(times)}, step)
+
+    def evaluating(self, step: int, name: str, done: int, iters: int) -> None:
+        which = f" {name}" if name else ""
+        if self.megatron:
+            self.say(f"Evaluating iter {done}/{iters}")
+        else:
+            self.say(
+                f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  evaluating{which}: {done} of {iters} batches"
+            )
 
     def validation(
         self,
@@ -242,38 +234,72 @@ class Reporter:
         sets. bytes_per_token: of the set's text, where it is known."""
         test = "test" in what
         bpb = None if bytes_per_token is None else bits_per_byte(loss, bytes_per_token)
-        if self.style == "megatron":
-            self.say(megatron_validation_lines(f"iteration {step}{what}", loss, name))
+        which = ("test" if test else "validation") + (f" {name}" if name else "")
+        if self.megatron:
+            self.say(lines.megatron_validation_lines(f"iteration {step}{what}", loss, name))
         else:
-            which = ("test" if test else "validation") + (f" {name}" if name else "")
-            self.say(megalite_validation_line(step, which, loss, bpb, datetime.datetime.now()))
+            self.say(lines.megalite_validation_line(step, which, loss, bpb, datetime.datetime.now()))
+        self._results[f"{which} loss"] = f"{loss:.4f}, perplexity {perplexity(loss):.5g}"
         key = f"val/{name or ('test' if test else 'valid')}"
         row = {f"{key}/loss": loss, f"{key}/ppl": perplexity(loss)}
         self._row(step, tokens, row if bpb is None else {**row, f"{key}/bpb": bpb})
         if not test:
             tag = f"lm loss validation{'-' + name if name else ''}"
-            self._tags({tag: loss, f"{tag} ppl": perplexity(loss)}, step, samples)
+            self._scalars({tag: loss}, step, samples)
+            if self.log.log_validation_ppl_to_tensorboard:
+                self._scalars({f"{tag} ppl": perplexity(loss)}, step, samples)
 
-    def _tags(self, tags: dict[str, float | None], step: int, samples: int) -> None:
-        if self._board is not None:
-            for tag, value in tags.items():
-                if value is not None:
-                    self._board.add_scalar(tag, value, step)
-                    self._board.add_scalar(f"{tag} vs samples", value, samples)
+    def saving(self, state: State, background: bool) -> None:
+        """A save was begun, and with it those before are complete; one that is not in the background is, too."""
+        if self._progress is not None:
+            self.attempt("progress.txt", self._progress.saving, state.step, state.consumed_tokens, background)
+
+    def saved_all(self) -> None:
+        if self._progress is not None:
+            self.attempt("progress.txt", self._progress.saved_all)
+
+    def summary(self, rows: dict[str, str]) -> None:
+        """The end of the run: `rows`, the last losses, where the files are, and what was warned of."""
+        where = {
+            "log": str(self._log.path),
+            "metrics": str(self._rows.path),
+            "TensorBoard": self.log.tensorboard_dir or "",
+        }
+        for name in ("timeline.json", "trace"):  # pictures: tools/plot.py, https://ui.perfetto.dev
+            path = self._log.path.with_name(name)
+            where[name.partition(".")[0]] = str(path) if path.exists() else ""
+        shown = {**rows, **self._results, **{name: path for name, path in where.items() if path}}
+        text = lines.table(shown)
+        self.say("\n".join([text, *(f"WARNING: {line}" for line in self._warnings)]))
+
+    def _scalars(self, tags: dict[str, Any], step: int, samples: int | None = None) -> None:
+        """`samples`: also as "TAG vs samples"."""
+        if self._board is None:
+            return
+        for tag, value in tags.items():
+            if value is not None:
+                self.attempt("TensorBoard", self._board.add_scalar, tag, value, step)
+                if samples is not None:
+                    self.attempt("TensorBoard", self._board.add_scalar, f"{tag} vs samples", value, samples)
 
     def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
         finite = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
         }  # JSON has no nan
-        self._rows.write(json.dumps({"step": step, "tokens": tokens, **finite}) + "\n")
-        self._rows.flush()
+        row = json.dumps({"step": step, "tokens": tokens, **finite})
+        self.attempt(str(self._rows.path), self._rows.write, row)
         if self._wandb is not None:
-            self._wandb.log({"tokens": tokens, **{k: v for k, v in finite.items() if v is not None}}, step=step)
+            there = {"tokens": tokens, **{k: v for k, v in finite.items() if v is not None}}
+            self.attempt("W&B", functools.partial(self._wandb.log, there, step=step))
 
     def close(self) -> None:
-        self._log.close()
-        self._rows.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        closing: Sequence[tuple[str, Callable[[], Any]]] = (
+            ("TensorBoard", self._board.close if self._board is not None else lambda: None),
+            ("W&B", self._wandb.finish if self._wandb is not None else lambda: None),
+            (str(self._log.path), self._log.close),
+            (str(self._rows.path), self._rows.close),
+        )
+        for what, call in closing:
+            self.attempt(what, call)
+        for what, times in self._lost.items():
+            complain(f"WARNING: {what}: {times} time{'s' * (times > 1)} something could not be written")

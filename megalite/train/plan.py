@@ -152,7 +152,9 @@ def groups_of(plan: Arrangement, local_world: int) -> dict[str, str]:
 
 
 def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
-    """A table of GiB per pipeline rank; of more than MOST_ROWS the largest, and the least and the most of all."""
+    """A table of GiB per pipeline rank, its head first; of more than MOST_ROWS the largest, and the least and the most
+    of all."""
+    head = ("GiB per rank", "layers", "weights", "gradients", "optimizer", "activations", "in flight", "all")
 
     def row(name: str, layers: str, some: Sequence[Holding]) -> tuple[str, ...]:
         cells = []
@@ -167,8 +169,8 @@ def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
         return row(f"pipeline rank {i}" if plan.pp > 1 else "", runs(map(len, holding.layers)), [holding])
 
     if plan.pp <= MOST_ROWS:
-        return [of_rank(i) for i in range(plan.pp)]
-    return [of_rank(plan.largest), row(f"all {plan.pp}", "", plan.holdings)]
+        return [head, *(of_rank(i) for i in range(plan.pp))]
+    return [head, of_rank(plan.largest), row(f"all {plan.pp}", "", plan.holdings)]
 
 
 def state_bytes(optim: OptimConfig) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import io
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import torch
 
+from megalite.checkpoint import storage
+from megalite.checkpoint.location import is_url
 from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
-from megalite.config import Config, padded_vocab_size
+from megalite.config import Config, log_steps, padded_vocab_size, resolved_style
 from megalite.config_check import check
 from megalite.config_toml import differences, to_toml
 from megalite.data.indexed import DataError
@@ -25,16 +28,20 @@ from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
-from megalite.train import hugging_face
+from megalite.train import hugging_face, lines
 from megalite.train.allocator import keep_freed_memory
 from megalite.train.checkpoints import open_saver
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.export import check_export, export
 from megalite.train.hardware import Peak, find_peak
-from megalite.train.loop import Plan, StopSignal, train
-from megalite.train.metrics import Reporter, Speed, missing_packages
+from megalite.train.lines import Speed
+from megalite.train.loop import Plan, StopSignal, Watch, train
+from megalite.train.metrics import Reporter, missing_packages
 from megalite.train.plan import arrange, groups_of, memory_rows, runs
-from megalite.train.run_dir import Exit, keep_rows_until, leave_status, run_folder, write_atomically
+from megalite.train.profiling import Collector, Profiler
+from megalite.train.progress import ProgressLog
+from megalite.train.replicas import ReplicaError
+from megalite.train.run_dir import Exit, complain, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import (
     SetupError,
     batch_sizes,
@@ -47,6 +54,7 @@ from megalite.train.setup import (
 from megalite.train.start import already_saved, begin_branch, start_run
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError
+from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
 
 
@@ -96,10 +104,14 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
         sources = preflight(config, ranks)
         if config.train.dry_run:
             if ranks.rank == 0:
+                for warning in warnings:
+                    complain(f"WARNING: {warning}")
                 print(describe(config, sources, ranks, None), flush=True)
             return Exit.DONE
         device = choose_device(config.parallel.device)
         check_machine(config, device, ranks, sources.vocab_size)
+        if config.train.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
         if device == "cpu":
             keep_freed_memory()
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -149,9 +161,8 @@ def _pretrain(
     config: Config, ranks: Ranks, device: torch.device, sources: Sources, folder: Path, warnings: Sequence[str]
 ) -> int:
     run = build_run(config, ranks, device, sources=sources)
-    stop = StopSignal()
-    if config.train.exit_signal_handler:
-        stop.install()
+    t, stop, begin = config.train, StopSignal(), time.monotonic()
+    stop.install(*(["SIGTERM", "SIGINT"] if t.exit_signal_handler else []), *([t.exit_signal] if t.exit_signal else []))
     report: Reporter | None = None
     outcome, reason = Exit.CRASH, ""
     if config.train.skip_train:
@@ -166,23 +177,33 @@ def _pretrain(
         saved = already_saved(run, saver, loaded)
         notes += begin_branch(run, config, saver, saved)
         if ranks.rank == 0:
-            report = _reporter(config, run, sources, folder, ranks)
+            report = _reporter(config, run, sources, folder, ranks, warnings)
             if loaded is not None:
                 how = "resumed from" if run.state.step else "begins with"
                 report.say(f"{how} {loaded} at step {run.state.step}")
             for note in notes:
                 report.say(f"note: {note}")
-            for warning in warnings:
-                report.say(f"WARNING: {warning}")
+        _tell_parameters(config, run, report)
         if config.train.compile:  # now, and not in the first step: its time is of the training
             took = warm_up(run, config)
             if report is not None:
                 report.say(f"compiled in {took:.1f} s")
-        outcome, reason = train(run, plan_of(config), to_toml(config), folder, report, stop, saver, saved)
+        if report is not None and report.megatron:
+            report.say("done with setup ...\ntraining ...")
+            report.moment("before the start of training step")
+        plan, watch = plan_of(config, run.last_step), watch_of(config, run, folder)
+        begin = time.monotonic()
+        outcome, reason = train(run, plan, to_toml(config), folder, report, stop, saver, saved, watch)
+        if report is not None:
+            report.moment(lines.megatron_end(reason, run.state.step, (time.monotonic() - begin) / 60))
         if outcome is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
             report.say(line)
     except SetupError:
         raise
+    except ReplicaError as error:
+        outcome, reason = Exit.BAD_RESULT, str(error)
+        if "another rank" not in reason or ranks.rank == 0:
+            complain(f"pretrain_gpt.py: {error}")
     except (NonFiniteError, ScaleExhausted) as error:
         outcome, reason = Exit.BAD_RESULT, str(error)
         if ranks.rank == 0:
@@ -196,7 +217,9 @@ def _pretrain(
         if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
             print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        outcome, reason = Exit.INTERRUPTED, "SIGINT"
+        outcome, reason, since = Exit.INTERRUPTED, "SIGINT", time.monotonic()
+        # of one Ctrl-C ranks get two, the terminal's and the launcher's; one that comes later means: now
+        signal.signal(signal.SIGINT, lambda *_: os._exit(int(outcome)) if time.monotonic() > since + 1 else None)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         print(
@@ -209,7 +232,18 @@ def _pretrain(
         if report is not None:
             for line in saver.news() if saver is not None else []:
                 report.say(line)
+            report.summary(
+                {
+                    "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
+                    "steps": f"{run.state.step:,} of {run.last_step:,}",
+                    "tokens": f"{run.state.consumed_tokens:,}",
+                    "time": lines.duration(time.monotonic() - begin),
+                    "checkpoint": newest_checkpoint(config),
+                }
+            )
             report.close()
+        if ranks.rank == 0 and outcome is Exit.INTERRUPTED:
+            complain(f"pretrain_gpt.py: interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}")
         if ranks.rank == 0 and folder.is_dir():
             steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
             leave_status(folder, outcome.outcome, checkpoint=config.checkpoint.save, reason=reason, **steps)
@@ -219,10 +253,39 @@ def _pretrain(
     return outcome
 
 
-def plan_of(config: Config) -> Plan:
-    t, c = config.train, config.checkpoint
+def newest_checkpoint(config: Config) -> str:
+    """Where to go on from; for people, so it never raises."""
+    c = config.checkpoint
+    if c.save is None:
+        return "none, there is no --save"
+    roots = [root for root in (c.save_local, c.save) if root is not None and not is_url(root)]
+    if not roots:
+        return f"see {c.save}"  # a store that does not answer may be why the run has ended
+    try:
+        found = [(max(steps), root) for root in roots if (steps := storage.steps_in(root))]
+    except OSError as error:
+        return f"{c.save} cannot be read: {error.strerror}"
+    if not found:
+        return f"none in {c.save} yet"
+    step, root = max(found)
+    return str(storage.folder_of(root, step))
+
+
+def _tell_parameters(config: Config, run: Run, report: Reporter | None) -> None:
+    """Megatron-LM's line of each model-parallel rank."""
+    if resolved_style(config) == "megatron" and run.mesh.dp.is_first:
+        number = sum(entry.numel for entry in run.buffer.layout.entries)
+        line = lines.megatron_parameters(run.mesh.tp.rank, run.mesh.pp.rank, number)
+        report.say(line) if report is not None else print(line + "\n", end="", flush=True)
+    if report is not None:
+        report.moment("after model, optimizer, and learning rate scheduler are built")
+        report.moment("after dataloaders are built")
+
+
+def plan_of(config: Config, steps: int) -> Plan:
+    t, c, log, o = config.train, config.checkpoint, config.log, config.operations
     return Plan(
-        log_interval=config.log.log_interval,
+        log_interval=log_steps(config, steps),
         eval_interval=t.eval_interval,
         eval_iters=max(t.eval_iters, 0),
         skip=frozenset(t.iterations_to_skip or ()),
@@ -231,30 +294,55 @@ def plan_of(config: Config) -> Plan:
         save_optimizer=not c.no_save_optim,
         exit_interval=t.exit_interval,
         exit_after_s=None if t.exit_duration_in_mins is None else 60 * t.exit_duration_in_mins,
-        profile_step=config.log.profile_pipeline,
+        profile_step=log.profile_pipeline,
+        params_norm=log.log_params_norm,
+        count_zeros=log.log_num_zeros_in_grad,
+        board_interval=log.tensorboard_log_interval if log.tensorboard_dir is not None else None,
+        board_memory=log.log_memory_to_tensorboard,
+        memory_interval=log.log_memory_interval,
+        memory_first=resolved_style(config) == "megatron",
+        device_memory=log.log_device_memory_used,
+        check_weights=o.check_weight_hash_across_dp_replicas_interval,
+        empty_level=o.empty_unused_memory_level,
     )
 
 
-def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: Ranks) -> Reporter:
-    m, log = config.model, config.log
+def watch_of(config: Config, run: Run, folder: Path) -> Watch:
+    log, o = config.log, config.operations
+    timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
+    return Watch(
+        Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing),
+        Profiler(o, run.mesh.world.rank, run.mesh.device, folder / "trace"),
+        Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
+    )
+
+
+def _reporter(
+    config: Config, run: Run, sources: Sources, folder: Path, ranks: Ranks, warnings: Sequence[str]
+) -> Reporter:
+    m, log = config.model, replace(config.log, log_style=resolved_style(config))
     assert m.seq_length
     peak = find_peak(run.mesh.device, params_dtype(config), log.peak_tflops, ranks.local_world)
     padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
     speed = Speed(train_flops_per_token(m, m.seq_length, padded), ranks.world, peak.tflops)
-    folder.mkdir(parents=True, exist_ok=True)
-    keep_rows_until(folder / "metrics.jsonl", run.state.step, validated=run.state.step < run.last_step)
-    write_atomically(folder / "run_config.toml", to_toml(config))
-    report = Reporter(
-        folder,
-        speed,
-        style=log.log_style,
-        throughput=log.log_throughput,
-        tensorboard_dir=log.tensorboard_dir,
-        wandb_project=log.wandb_project,
-        wandb_name=log.wandb_exp_name,
-        wandb_config=differences(config),
-    )
+    save = config.checkpoint.save
+    progress = None
+    if log.log_progress and save is not None:
+        where = folder if is_url(save) else Path(save)
+        progress = ProgressLog(where, ranks.world, speed.flops_per_token, run.state.consumed_tokens)
+    report = Reporter(folder, speed, log, world=ranks.world, wandb_config=differences(config), progress=progress)
+    report.attempt(str(folder), lambda: folder.mkdir(parents=True, exist_ok=True))
+    rows, validated = folder / "metrics.jsonl", run.state.step < run.last_step
+    report.attempt(str(rows), keep_rows_until, rows, run.state.step, validated)
+    report.attempt(str(folder / "run_config.toml"), write_atomically, folder / "run_config.toml", to_toml(config))
+    if progress is not None:
+        report.attempt(str(progress.path), progress.starting)
+    if report.megatron:
+        report.say(lines.megatron_sizes(ranks.world, run.mesh.sizes))
+        report.say(lines.megatron_arguments(config))
     report.say(describe(config, sources, ranks, peak, run.mesh.device.type))
+    for warning in warnings:
+        report.warn(warning)
     for note in sources.notes:
         report.say(f"note: {note}")
     if run.mesh.device.type == "cuda":
@@ -265,9 +353,6 @@ def _reporter(config: Config, run: Run, sources: Sources, folder: Path, ranks: R
 
 def describe(config: Config, sources: Sources, ranks: Ranks, peak: Peak | None, device_type: str | None = None) -> str:
     """The plan as a table: what will run where, and how much of it there is. A dry run has no device and no peak."""
-    from rich.console import Console
-    from rich.table import Table
-
     m, p = config.model, config.parallel
     plan = arrange(config, ranks.world, sources.vocab_size)
     length = run_length(config, sizes := batch_sizes(config, plan.dp))
@@ -295,18 +380,4 @@ def describe(config: Config, sources: Sources, ranks: Ranks, peak: Peak | None, 
         rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
     if peak is not None:
         rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    text = io.StringIO()
-    console = Console(file=text, width=110, color_system=None)
-    console.print(table)
-    memory = Table(box=None, pad_edge=False)
-    for name in ("GiB per rank", "layers", "weights", "gradients", "optimizer", "activations", "in flight", "all"):
-        memory.add_column(name, justify="left" if name == "GiB per rank" else "right")
-    for row in memory_rows(plan):
-        memory.add_row(*row)
-    console.print(memory)
-    return text.getvalue().rstrip()
+    return lines.table(rows) + "\n" + lines.columns(memory_rows(plan))

@@ -10,6 +10,7 @@ torchrun turns every exit code but 0 into 1, so scripts that requeue a run read 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -35,6 +36,12 @@ class Exit(IntEnum):
     @property
     def outcome(self) -> str:
         return self.name.lower().replace("_", "-")
+
+
+def complain(text: str) -> None:
+    """On stderr, where that can be written: its disk may be the one that is full."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def run_folder(config: Config) -> Path:
@@ -72,7 +79,7 @@ def leave_status(
     try:
         write_atomically(folder / "status.json", json.dumps(status) + "\n")
     except OSError as error:
-        print(f"{folder / 'status.json'}: {error.strerror}; it does not tell how this run ended", file=sys.stderr)
+        complain(f"{folder / 'status.json'}: {error.strerror}; it does not tell how this run ended")
 
 
 def keep_rows_until(path: Path, step: int, validated: bool = True) -> None:

@@ -11,7 +11,7 @@ from megalite.checkpoint import storage
 from megalite.checkpoint.location import CheckpointError, Location, parse
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.shared import as_first_says, together
-from megalite.config import CheckpointConfig, Config, LogConfig, ParallelConfig, TrainConfig
+from megalite.config import CheckpointConfig, Config, LogConfig, OperationsConfig, ParallelConfig, TrainConfig
 from megalite.config_toml import to_toml
 from megalite.parallel.mesh import Mesh
 from megalite.train.checkpoints import Start, resume, saved_config
@@ -91,13 +91,14 @@ def _training(config: Config) -> str:
     begin = CheckpointConfig(
         load=None if here else c.load, ckpt_step=c.ckpt_step, finetune=c.finetune, no_load_optim=c.no_load_optim
     )
-    evaluation = {"eval_interval": None, "eval_iters": 0, "eval_global_batch_size": None, "eval_micro_batch_size": None}
-    stops = {"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False}
+    stops = {"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False, "exit_signal": None}
     how = {f.name: f.default for f in fields(TrainConfig) if f.name.startswith(("recompute", "compile", "cuda_graph"))}
     if config.train.global_batch_size is not None:
         how["micro_batch_size"] = 0  # of which the batch is made
+    evaluation = {"eval_interval": None, "eval_iters": 0, "eval_global_batch_size": None, "eval_micro_batch_size": None}
     train = replace(config.train, **evaluation, **stops, **how)
-    return to_toml(replace(config, checkpoint=begin, train=train, log=LogConfig(), parallel=ParallelConfig()))
+    watched = {"log": LogConfig(), "operations": OperationsConfig()}
+    return to_toml(replace(config, checkpoint=begin, train=train, parallel=ParallelConfig(), **watched))
 
 
 def begin_branch(run: Run, config: Config, saver: Saver | None, saved: int | None) -> list[str]:

@@ -54,6 +54,7 @@ class StepResult:
     data_s: float
     step_s: float
     z_loss: float = 0.0  # what was added to the loss
+    zeros: int | None = None  # elements of the gradient that are 0, where they were counted
 
 
 @dataclass(frozen=True)

@@ -14,32 +14,51 @@ import torch
 from megalite.parallel.comm import all_reduce_
 from megalite.train.batch import on_device
 from megalite.train.state import Run, StepResult
+from megalite.train.timers import Timers
 
 
 class NonFiniteError(RuntimeError):
     """The loss or a gradient is NaN or infinite; nothing was updated on any rank."""
 
 
-def train_step(run: Run, want_stop: bool = False) -> StepResult:
-    """Advance `run` by one step. Raises NonFiniteError, on all ranks, unless the loss scaler handles it."""
+def train_step(
+    run: Run,
+    want_stop: bool = False,
+    *,
+    count_zeros: bool = False,
+    timers: Timers = Timers(),  # noqa: B008 (measures nothing)
+    empty_level: int = 0,
+) -> StepResult:
+    """Advance `run` by one step. Raises NonFiniteError, on all ranks, unless the loss scaler handles it.
+
+    `count_zeros`: elements of the gradient that are 0; one number more in the all-reduce. `empty_level`: whether the
+    allocator gives memory back to CUDA before the update (1) and after it (2).
+    """
     begin, mesh, state = time.perf_counter(), run.mesh, run.state
     size = run.batch_sizes.at(state.consumed_samples)
-    hosts, data_s = run.data.get(state.consumed_samples, size)
+    with timers("batch-generator", 2):
+        hosts, data_s = run.data.get(state.consumed_samples, size)
     batches = [on_device(host, mesh.device, state.step + 1) for host in hosts]
     nominal = size * run.seq_length  # tokens, were none masked: keeps the gradients' size in the range of the dtype
 
-    run.buffer.zero_grad()
-    losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
-    run.buffer.finish()
+    with timers("forward-backward", 1):
+        run.buffer.zero_grad()
+        losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
+    with timers("all-grads-sync", 1):
+        run.buffer.finish()
+    if empty_level >= 1 and mesh.device.type == "cuda":
+        torch.cuda.empty_cache()
 
     speaks = mesh.pp.is_last and mesh.tp.is_first  # one voice per data-parallel rank for what is replicated
-    mine = torch.zeros(5, dtype=torch.float64, device=mesh.device)
+    mine = torch.zeros(5 + count_zeros, dtype=torch.float64, device=mesh.device)
     mine[0] = run.optimizer.local_norm_sq()
     if speaks:
         mine[1], mine[4] = losses
         mine[2:3] = float(sum(host.counted_tokens for host in hosts))  # a slice is filled; mine[2] = x would wait
     mine[3:4] = float(want_stop)
-    norm_sq, loss_sum, tokens, stop, z_sum = all_reduce_(
+    if count_zeros:
+        mine[5] = run.optimizer.local_zeros()
+    norm_sq, loss_sum, tokens, stop, z_sum, *zeros = all_reduce_(
         mine, mesh.world
     ).tolist()  # the step's one sync with the device
 
@@ -52,8 +71,13 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
         run.before_update()
         lr, decay = run.rates.lr, run.rates.weight_decay
         now = dict(lr=lr.at(n), decoupled_lr=(run.rates.decoupled or lr).at(n), weight_decay=decay.at(n))
-        run.optimizer.step(scale=clip * unscale, **now)
-        run.buffer.gather()
+        with timers("optimizer", 1):
+            with timers("optimizer-inner-step", 1):
+                run.optimizer.step(scale=clip * unscale, **now)
+            with timers("params-all-gather", 1):
+                run.buffer.gather()
+        if empty_level >= 2 and mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
     elif run.check_finite and not run.loss_scaler.dynamic:
         ids = f"{state.consumed_samples}..{state.consumed_samples + size - 1}"
         raise NonFiniteError(
@@ -73,4 +97,10 @@ def train_step(run: Run, want_stop: bool = False) -> StepResult:
         data_s=data_s,
         step_s=time.perf_counter() - begin,
         z_loss=z_sum / tokens if tokens else 0.0,
+        zeros=round(zeros[0]) if zeros else None,
     )
+
+
+def parameter_norm(run: Run) -> float:
+    """L2 norm of all parameters, the main weights, each counted once; collective: one number."""
+    return float(all_reduce_(run.optimizer.local_weight_norm_sq(), run.mesh.world)) ** 0.5

@@ -371,10 +371,10 @@ def test_rank_0_renames_for_all(tmp_path: Path) -> None:
 def _pretrain(ranks: Ranks, flags: list[str], output: str, killed_at: int | None) -> None:
     real = loop.train_step
 
-    def step(run: Any, want_stop: bool) -> Any:
+    def step(run: Any, want_stop: bool, **options: Any) -> Any:
         if run.state.step == killed_at:
             os._exit(9)
-        return real(run, want_stop)
+        return real(run, want_stop, **options)
 
     loop.train_step = step
     if ranks.rank == 0:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -368,11 +369,11 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
         failed.set()
         raise OSError(28, "No space left on device")
 
-    def step(run: Run, want_stop: bool) -> object:
+    def step(run: Run, want_stop: bool, **options: Any) -> object:
         if run.state.step == 2:
             assert failed.wait(10)
             raise kind("the end")
-        return real(run, want_stop)
+        return real(run, want_stop, **options)
 
     def leave(code: int) -> None:
         raise SystemExit(code)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megalite.train.hardware import PEAKS, SHORT, find_peak, measure_cpu_peak, peak_of
+from megalite.train.hardware import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
 
 # names as torch.cuda.get_device_name reports them
 BF16 = {
@@ -77,6 +77,22 @@ def test_a_cpu_is_measured_in_the_time_it_was_given(dtype: torch.dtype) -> None:
     assert time.perf_counter() - begin < 1.0  # fp16 at a fixed size of 1024 would take seconds
     assert peak.tflops is not None and 1e-5 < peak.tflops < 100
     assert SHORT[dtype] in peak.source and "thread" in peak.source
+
+
+def test_a_busy_machine_does_not_make_the_peak_small() -> None:
+    """A clock on which all but every seventh interval holds a second that another process had."""
+    calls = 0
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal calls, now
+        calls += 1
+        now += 1e-4 if calls % 7 == 0 else 1.0
+        return now
+
+    peak = measure_cpu_peak(torch.float32, seconds=0.25, clock=clock)
+    assert peak.tflops == pytest.approx(2 * 128**3 / 1e-4 / 1e12)
+    assert calls >= 2 * REPETITIONS
 
 
 def test_ranks_that_share_cores_share_the_peak() -> None:

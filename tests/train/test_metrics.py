@@ -6,6 +6,9 @@ import datetime
 import importlib.util
 import json
 import math
+import os
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +17,24 @@ from typing import Any
 
 import pytest
 
-from megalite.train.metrics import (
+from megalite.config import Config, LogConfig, options
+from megalite.train.lines import (
     Interval,
-    Reporter,
     Speed,
     duration,
     megalite_line,
     megalite_validation_line,
+    megatron_arguments,
+    megatron_end,
     megatron_line,
+    megatron_moment,
+    megatron_parameters,
+    megatron_sizes,
+    megatron_timers,
     megatron_validation_lines,
-    missing_packages,
 )
+from megalite.train.metrics import Reporter, missing_packages
+from megalite.train.state import State, StepResult
 
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
 SEEN = Interval(
@@ -44,6 +54,9 @@ SEEN = Interval(
     memory_gib=31.42,
     memory_limit_gib=79.6,
 )
+STEP = StepResult(
+    loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0.0, step_s=5.0
+)
 # 412.7 TFLOP/s per device in the interval above
 SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, peak_tflops=989.4)
 
@@ -55,6 +68,8 @@ def test_megatrons_line_to_the_letter() -> None:
         " learning rate: 1.500000E-04 | global batch size:   256 | lm loss: 7.654321E+00 | loss scale: 1.0 |"
         " grad norm: 1.235 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
+    line = megatron_line(replace(SEEN, zeros=97, params_norm=356.7891), SPEED, NOW, throughput=False)
+    assert " | grad norm: 1.235 | num zeros: 97 | params norm: 356.789 | number of skipped iterations:   0 |" in line
     line = megatron_line(replace(SEEN, z_loss=0.00123), SPEED, NOW, throughput=False)
     assert " | lm loss: 7.654321E+00 | z_loss: 1.230000E-03 | loss scale: 1.0 |" in line
     line = megatron_line(replace(SEEN, loss=None, skipped=3, nan=2, loss_scale=2.0**16), SPEED, NOW, throughput=False)
@@ -62,6 +77,62 @@ def test_megatrons_line_to_the_letter() -> None:
     assert line.endswith(
         " loss scale: 65536.0 | grad norm: 1.235 | number of skipped iterations:   3 | number of nan iterations:   2 |"
     )
+
+
+def test_megatrons_line_is_found_by_megatrons_own_pattern() -> None:
+    """Of its determinism tests (tests/performance_tests, print_nsys_leaderboard.py), and what users grep for."""
+    line = megatron_line(SEEN, SPEED, NOW, throughput=True)
+    found = re.search(r"iteration\s+(\d+)/\s*\d+.*elapsed time per iteration \(ms\):\s*([\d.]+)", line)
+    assert found and found.groups() == ("100", "5132.4")
+    found = re.search(r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d) \|", line)
+    assert found and found[1] == "412.7"
+    assert "throughput per GPU" not in megatron_line(SEEN, SPEED, NOW, throughput=False)
+
+
+def test_megatrons_other_lines() -> None:
+    assert megatron_moment("after dataloaders are built", NOW) == (
+        "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
+    )
+    ends = (
+        "SIGUSR1",
+        "SIGTERM; nothing was saved",
+        "exit_interval=5",
+        "reached the last step",
+        "exit_duration_in_mins",
+    )
+    assert [megatron_end(reason, 5, 1.5) for reason in ends] == [
+        "exiting program after receiving SIGUSR1.",
+        "exiting program after receiving SIGTERM.",
+        "exiting program at iteration 5",
+        "after training is done",
+        "exiting program after 1.5 minutes",
+    ]
+    assert megatron_parameters(1, 3, 123456) == (
+        " > number of parameters on (tensor, pipeline) model parallel rank (1, 3): 123456"
+    )
+    assert megatron_sizes(8, {"dp": 2, "cp": 1, "tp": 2, "pp": 2}) == (
+        "using world size: 8, data-parallel size: 2, context-parallel size: 1, hierarchical context-parallel sizes: "
+        "None, tensor-model-parallel size: 2, pipeline-model-parallel size: 2"
+    )
+    first, *rows, last = megatron_arguments(Config()).split("\n")
+    assert (first, last) == (
+        "------------------------ arguments ------------------------",
+        "-------------------- end of arguments ---------------------",
+    )
+    assert f"  adam_beta1 {'.' * 38} 0.9" in rows and len(rows) == len(list(options())) and rows == sorted(rows)
+
+
+def test_timers_in_megatrons_three_forms() -> None:
+    seen = {"forward-backward": [0.5, 0.25, 0.0], "evaluate": [0.0, 0.0, 0.0]}
+    assert megatron_timers("minmax", seen).split("\n") == [
+        "(min, max) time across ranks (ms):",
+        f"    forward-backward {'.' * 31}: (250.00, 500.00)",  # 48 columns
+    ]
+    assert megatron_timers("max", seen) == (f"max time across ranks (ms):\n    forward-backward {'.' * 31}: 500.00")
+    assert megatron_timers("all", seen) == (
+        "times across ranks (ms):\n  forward-backward:\n     rank  0: 500.00\n     rank  1: 250.00"
+    )
+    assert megatron_timers("minmax", {"evaluate": [0.0]}) == ""
 
 
 def test_megalites_line_to_the_letter() -> None:
@@ -81,7 +152,8 @@ def test_rates_are_per_device() -> None:
     i = replace(SEEN, tokens_per_step=1_000_000, step_s=2.0)
     assert speed.tokens_per_s(i) == 125_000
     assert speed.tflops(i) == pytest.approx(750)
-    assert speed.mfu(i) == pytest.approx(3.75)
+    assert speed.mfu(replace(i, step_s=10.0)) == pytest.approx(0.75)
+    assert speed.mfu(i) is None and speed.too_fast(i)  # 375 % of the peak: that is no peak
     assert replace(speed, peak_tflops=None).mfu(i) is None
 
 
@@ -96,7 +168,7 @@ def test_durations_longer_than_a_day(seconds: float, text: str) -> None:
 def test_validation_lines() -> None:
     dashes, line, again = megatron_validation_lines("iteration 1000", 2.345678).split("\n")
     assert line == " validation loss at iteration 1000 | lm loss value: 2.345678E+00 | lm loss PPL: 1.044035E+01 | "
-    assert dashes == again == "-" * len(line)
+    assert dashes == again == "-" * (len(line) + 1)
     assert f"{math.exp(2.345678):.6E}" == "1.044035E+01"
     assert "PPL: 4.851652E+08" in megatron_validation_lines("iteration 1", 1e9)  # exp(20): no overflow
     assert megalite_validation_line(120, "validation", 3.8172, None, NOW) == (
@@ -116,7 +188,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("style", ["megalite", "megatron"])
 def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], style: str) -> None:
     for step in (100, 200):  # the second is a resumed run: it goes on in the same files
-        report = Reporter(tmp_path / "run", SPEED, style=style)
+        report = Reporter(tmp_path / "run", SPEED, LogConfig(log_style=style))
         report.train(replace(SEEN, step=step))
         report.validation(step, 25_600, 52_428_800, 7.5)
         report.validation(step, 25_600, 52_428_800, 8.5, " on test set")
@@ -149,9 +221,11 @@ def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_what_does_not_exist_is_null(tmp_path: Path) -> None:
-    report = Reporter(tmp_path, replace(SPEED, peak_tflops=None), tensorboard_dir=str(tmp_path / "tb"))
+    report = Reporter(tmp_path, replace(SPEED, peak_tflops=None), board(tmp_path / "tb"))
     report.train(replace(SEEN, loss=None, grad_norm=math.inf, skipped=1, reserved_gib=40.0))
+    report.step(State(100), replace(STEP, loss=math.nan, skipped=True), 1.0, None, {})
     report.train(replace(SEEN, step=200, loss=math.nan))
+    report.step(State(200), replace(STEP, loss=math.nan), 1.0, None, {})
     report.close()
     first, second = rows(tmp_path)
     assert first["train/loss"] is first["perf/mfu"] is first["train/grad_norm"] is second["train/loss"] is None
@@ -167,27 +241,151 @@ def events(folder: Path) -> Any:
     return accumulator
 
 
+def board(folder: Path, **options: Any) -> LogConfig:
+    return LogConfig(log_style="megalite", tensorboard_dir=str(folder), **options)
+
+
 def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
-    report = Reporter(tmp_path, SPEED, tensorboard_dir=str(tmp_path / "tb"))
+    report = Reporter(tmp_path, SPEED, board(tmp_path / "tb"), world=8)
     report.train(SEEN)
+    report.step(State(100, 25_600), STEP, 2.0, None, {})
     report.validation(100, 25_600, 52_428_800, 7.5)
     report.validation(100, 25_600, 52_428_800, 8.5, " on test set")
     report.close()
-    report = Reporter(tmp_path, SPEED, tensorboard_dir=str(tmp_path / "named"), style="megatron")
+    more: dict[str, Any] = {f"log_{n}_to_tensorboard": True for n in ("timers", "validation_ppl", "world_size")}
+    log = board(tmp_path / "all", **more, log_loss_scale_to_tensorboard=False)
+    report = Reporter(tmp_path, SPEED, replace(log, log_style="megatron"), world=8)
+    report.step(State(100, 25_600), replace(STEP, zeros=97, z_loss=0.1), 2.0, 356.7, {"mem-allocated-bytes": 5.0})
+    report.timers(100, {"forward-backward": [0.25, 0.5]})
     report.validation(100, 25_600, 52_428_800, 7.5, name="wiki", bytes_per_token=4.0)
     report.close()
-    assert "lm loss validation-wiki ppl vs samples" in events(tmp_path / "named").Tags()["scalars"]
     assert " validation-wiki loss at iteration 100 | lm loss value: 7.5" in (tmp_path / "log.txt").read_text()
     assert rows(tmp_path)[-1]["val/wiki/bpb"] == pytest.approx(7.5 / math.log(2) / 4)
     found = events(tmp_path / "tb")
     both = ["learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "lm loss validation"]
-    both += ["lm loss validation ppl"]
     assert set(found.Tags()["scalars"]) == {*both, *[f"{t} vs samples" for t in both], "iteration-time", "throughput"}
-    for tag, value in (("lm loss", 7.654321), ("lm loss validation", 7.5), ("batch-size", 256.0)):
+    for tag, value in (("lm loss", 6.5), ("lm loss validation", 7.5), ("batch-size", 256.0)):
         [event] = found.Scalars(tag)
         [twin] = found.Scalars(f"{tag} vs samples")
         assert (event.step, twin.step) == (100, 25_600)
         assert event.value == twin.value == pytest.approx(value, rel=1e-6)
+    both = ["learning-rate", "batch-size", "lm loss", "z_loss", "world-size", "grad-norm", "num-zeros", "params-norm"]
+    both += ["lm loss validation-wiki", "lm loss validation-wiki ppl"]
+    one = ["mem-allocated-bytes", "forward-backward-time"]
+    everything = events(tmp_path / "all")
+    assert set(everything.Tags()["scalars"]) == {*both, *[f"{t} vs samples" for t in both], *one}
+    assert everything.Scalars("forward-backward-time")[0].value == 0.5
+
+
+def test_the_queue_is_as_long_as_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import tensorboard
+
+    made: list[Any] = []
+    monkeypatch.setattr(tensorboard, "SummaryWriter", lambda *args, **options: made.append((args, options)))
+    Reporter(tmp_path, SPEED, board(tmp_path / "tb", tensorboard_queue_size=7)).close()
+    assert made == [((str(tmp_path / "tb"),), {"max_queue": 7})]
+
+
+def test_a_figure_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Reporter(tmp_path, replace(SPEED, peak_tflops=2.01e-05))
+    for step in (100, 200):
+        report.train(replace(SEEN, step=step))
+    report.close()
+    shown = capsys.readouterr().out
+    assert shown.count("MFU n/a") == 2
+    assert shown.count("note: MFU is n/a: 413 TFLOP/s is above the peak of 2.01e-05, which was measured while") == 1
+    assert [row["perf/mfu"] for row in rows(tmp_path)] == [None, None]
+
+
+def tell_all(report: Reporter) -> None:
+    for step in (1, 2, 3):
+        report.train(replace(SEEN, step=step))
+        report.step(State(step, step), STEP, 1.0, None, {})
+    report.warn("this is missing")
+    report.validation(3, 3, 3, 7.5)
+    report.summary({"steps": "3"})
+    report.close()
+
+
+def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("log.txt", "metrics.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    tell_all(Reporter(tmp_path, SPEED))
+    shown = capsys.readouterr()
+    assert "step     3/" in shown.out and "validation loss  7.5000" in shown.out  # the console is told all the same
+    log, metrics = (str(tmp_path / name) for name in ("log.txt", "metrics.jsonl"))
+    complaints = shown.err.splitlines()
+    assert (
+        complaints.count(
+            f"WARNING: {log}: No space left on device; training goes on, and what is lost there is counted"
+        )
+        == 1
+    )
+    assert f"WARNING: {metrics}: 4 times something could not be written" in complaints
+    assert f"WARNING: {log}: 6 times something could not be written" in complaints
+    assert len(complaints) == 5  # and the warning
+
+
+def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
+    report = Reporter(tmp_path, SPEED)
+    report.train(SEEN)
+    real, report._rows.file = report._rows.file, SimpleNamespace(write=lambda data: real.write(data[:20]))
+    report.train(replace(SEEN, step=200))  # torn
+    report._rows.file = real
+    report.train(replace(SEEN, step=300))
+    report.close()
+    first, torn, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(first)["step"] == 100 and len(torn) == 20 and json.loads(last)["step"] == 300
+
+
+@pytest.mark.parametrize("where", ["under a file", "closed"])
+def test_nothing_that_cannot_be_written_raises(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / ("file/run" if where == "under a file" else "run")
+    report = Reporter(folder, SPEED, board(folder / "tb"))
+    if where == "closed":
+        report.train(SEEN)
+        report._log.file.close()
+        report._rows.file.close()
+        report._board.close()
+        report._board = SimpleNamespace(add_scalar=refuse, close=refuse)
+    tell_all(report)
+    err = capsys.readouterr().err
+    for what in (str(folder / "log.txt"), str(folder / "metrics.jsonl"), "TensorBoard"):
+        assert err.count(f"WARNING: {what}: ") == 2, what  # the first time, and the count
+
+
+def refuse(*args: Any) -> None:
+    raise RuntimeError("the queue is closed")
+
+
+def test_a_console_whose_disk_is_full_is_left_alone(tmp_path: Path) -> None:
+    words = "from megalite.train.metrics import Reporter; from megalite.train.lines import Speed; import pathlib\n"
+    words += "r = Reporter(pathlib.Path('.'), Speed(1, 1, None)); r.say('one'); r.say('two'); r.close()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", words], cwd=tmp_path, stdout=full, stderr=full, timeout=60, env=dict(os.environ)
+        )
+    assert done.returncode == 0 and (tmp_path / "log.txt").read_text() == "one\ntwo\n"
+
+
+def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "timeline.json").touch()
+    tell_all(Reporter(tmp_path, SPEED))
+    shown = capsys.readouterr()
+    assert "WARNING: this is missing" in shown.err  # at once
+    text = (tmp_path / "log.txt").read_text()
+    assert text.count("WARNING: this is missing") == 2 and text.endswith("WARNING: this is missing\n")
+    for words in (
+        r"steps +3 *$",
+        r"training loss +7\.6543 *$",
+        r"validation loss +7\.5000, perplexity 1808",
+        r"metrics +\S+metrics.jsonl",
+        r"timeline +\S+timeline.json",
+    ):
+        assert re.search(words, text, re.MULTILINE), words
 
 
 @pytest.mark.parametrize(
@@ -200,9 +398,9 @@ def test_a_missing_package_is_named_before_anything_is_written(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    options: Any = {option: str(tmp_path / "there")}
+    log = LogConfig(**{option: str(tmp_path / "there")})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=f"{option}=.* needs the package {package}; pip install {package}"):
-        Reporter(tmp_path / "run", SPEED, **options)
+        Reporter(tmp_path / "run", SPEED, log)
     assert not list(tmp_path.iterdir())
     assert missing_packages(None, None) == []
 
@@ -212,11 +410,13 @@ def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest
     run = SimpleNamespace(log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append("finished"))
     wandb = SimpleNamespace(init=lambda **kw: calls.append(kw) or run, __spec__="installed")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    report = Reporter(tmp_path, SPEED, wandb_project="p", wandb_name="n", wandb_config={"train": {"seed": 1}})
+    log = LogConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="team", wandb_save_dir="there")
+    report = Reporter(tmp_path, SPEED, log, wandb_config={"train": {"seed": 1}})
     report.train(replace(SEEN, loss=None))
     report.validation(100, 25_600, 52_428_800, 7.5)
     report.close()
-    assert calls[0] == {"project": "p", "name": "n", "config": {"train": {"seed": 1}}}
+    where = {"entity": "team", "dir": "there"}
+    assert calls[0] == {"project": "p", "name": "n", "config": {"train": {"seed": 1}}, **where}
     written = [{k: v for k, v in row.items() if k != "step" and v is not None} for row in rows(tmp_path)]
     assert calls[1:-1] == [(100, row) for row in written] and "train/loss" not in written[0]
     assert calls[-1] == "finished"

@@ -1,0 +1,468 @@
+"""What is asked of a run besides training: norms, counts, timers, profiles, checks of copies; the same on any layout."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_step import build
+from train_cases import SMALL
+
+from megalite import cli
+from megalite.config import Config, ConfigError, OperationsConfig, log_steps, resolved_style
+from megalite.config_check import check, protections_missing
+from megalite.models.families import PRESETS
+from megalite.parallel import shared_memory
+from megalite.parallel.launch import Ranks
+from megalite.pipeline.runtime import Timed
+from megalite.train.loop import memory_line
+from megalite.train.profiling import Collector, Profiler
+from megalite.train.progress import ProgressLog
+from megalite.train.replicas import ReplicaError, check_replicas
+from megalite.train.run import pretrain
+from megalite.train.run_dir import Exit
+from megalite.train.setup import build_run
+from megalite.train.step import parameter_norm, train_step
+from megalite.train.timers import OF_STEP, Timers
+
+
+def read(*flags: str) -> Config:
+    return cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)[0]
+
+
+# ---- the form of the log, and how often
+
+
+@pytest.mark.parametrize(
+    ("flags", "style"),
+    [
+        ("", "megalite"),
+        ("--use-mcore-models", "megatron"),  # only Megatron-LM has it
+        ("--log-throughput", "megatron"),
+        ("--no-load-rng", "megatron"),
+        ("--use-mcore-models --log-style megalite", "megalite"),
+        ("--log-style megatron", "megatron"),
+    ],
+)
+def test_the_style_follows_the_command_line(flags: str, style: str) -> None:
+    config = read(*flags.split())
+    assert resolved_style(config) == style
+    assert resolved_style(Config(), megatron_spelling=True) == "megatron"
+
+
+def test_the_log_interval_suits_the_length_of_the_run() -> None:
+    config = cli.read([*SMALL[:-2], "--train-iters", "9"], PRESETS)[0]
+    assert config.log.log_interval is None
+    assert [log_steps(config, n) for n in (1, 99, 100, 2500, 10**6)] == [1, 1, 2, 50, 100]
+    assert log_steps(read(), 10**6) == 1  # which is given
+    assert log_steps(Config(log=config.log.__class__(log_style="megatron")), 20) == 100
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--timing-log-level 3", "timing_log_level=3 is above 2; use 0, 1 or 2"),
+        ("--empty-unused-memory-level 3", "empty_unused_memory_level=3 is above 2"),
+        ("--profile --profile-step-end 10", "profile_step_end=10 is not above profile_step_start=10; raise it"),
+        ("--profile-ranks 0 5", "profile_ranks=5 is not among 4 ranks; give 0 to 3"),
+        ("--exit-signal SIGKILL", "exit_signal='SIGKILL' is not one of SIGTERM, SIGINT, SIGUSR1, SIGUSR2"),
+        ("--tensorboard-log-interval 0", "tensorboard_log_interval=0 is too small"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        raise ConfigError(check(read(*flags.split()), 4))
+    assert words in str(error.value)
+
+
+def test_what_has_no_effect_is_a_note() -> None:
+    flags = "--use-pytorch-profiler --manual-gc-interval 5 --log-progress --log-memory-to-tensorboard"
+    _, notes = cli.read([*SMALL, "--train-iters", "6", *flags.split()], PRESETS)
+    assert notes == [
+        "use_pytorch_profiler has no effect without --profile",
+        "manual_gc_interval=5 has no effect without --manual-gc",
+        "log_progress has no effect without --save",
+        "log_memory_to_tensorboard has no effect without --tensorboard-dir",
+    ]
+
+
+# ---- protections that are asked for and not there
+
+
+def test_every_protection_that_is_not_done_is_named() -> None:
+    asked: dict[str, Any] = {"rerun_mode": "validate_results", "gpu_sniff_test_interval": 5}
+    names = ["check_for_spiky_loss", "check_for_large_grads", "log_straggler", "inprocess_restart", "enable_ft_package"]
+    names += ["log_energy", "run_workload_inspector_server", "otel_enabled"]
+    for name, value in {**asked, **dict.fromkeys(names, True)}.items():
+        flag = "--" + name.replace("_", "-")
+        config = read(flag, *([] if value is True else [str(value)]))
+        [line] = protections_missing(config)
+        assert line.startswith(name) and line.endswith("(not done by megalite)")
+    not_done = [f for f in OperationsConfig.__dataclass_fields__.values() if f.metadata["help"].startswith("not done")]
+    assert {f.name for f in not_done} == {*asked, *names}  # an option that does nothing is warned of
+    assert protections_missing(read("--rerun-mode", "disabled")) == protections_missing(read()) == []
+
+
+# ---- norms and counts
+
+
+def told(flags: str) -> list[tuple[int | None, float]]:
+    """Zeros and norm of three steps; without biases, as a key's has gradients that are 0 but for rounding."""
+    config = read("--disable-bias-linear", "--hidden-dropout", "0", *flags.split())
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    run, seen = build_run(config, ranks, torch.device("cpu"), dtype=torch.float64), []
+    for _ in range(3):
+        result = train_step(run, count_zeros=True)
+        seen.append((result.zeros, parameter_norm(run)))
+    run.close()
+    return seen
+
+
+UNTIED, FEW_GROUPS = "--untie-embeddings-and-output-weights", "--group-query-attention --num-query-groups 1"
+LAYOUTS = {
+    "dp 2": (2, UNTIED, ""),
+    "dp 2, everything on each": (2, "", "--no-use-distributed-optimizer"),
+    "tp 2": (2, UNTIED, "--tensor-model-parallel-size 2"),
+    "pp 2, tied": (2, "", "--pipeline-model-parallel-size 2"),
+    "tp 2, one key/value head": (2, FEW_GROUPS, "--tensor-model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_norm_and_zeros_count_every_element_once(name: str) -> None:
+    world, model, layout = LAYOUTS[name]
+    alone = told(model)
+    for seen in run_ranks(world, told, f"{model} {layout}"):
+        assert [zeros for zeros, _ in seen] == [zeros for zeros, _ in alone]
+        assert [norm for _, norm in seen] == pytest.approx([norm for _, norm in alone], rel=1e-10)
+    padding = 3 * 32  # rows of the vocabulary, which is padded to 96
+    for zeros, _ in alone:
+        assert zeros is not None
+        assert zeros > 2 * padding and zeros % 32 == 0 if model == UNTIED else zeros == padding  # rows of unseen tokens
+
+
+def test_norm_and_zeros_are_those_of_the_model() -> None:
+    run = build("")
+    counts: list[int] = []
+    real = run.optimizer.step
+
+    def look(**options: Any) -> None:  # when the gradients are complete and not used up
+        counts.append(sum(int((sink._grad == 0).sum()) for sink in run.buffer.sinks.values()))
+        real(**options)
+
+    run.optimizer.step = look  # type: ignore[method-assign]
+    result = train_step(run, count_zeros=True)
+    squares = sum(
+        float(p.detach().double().square().sum()) for stage in run.pipeline.stages for p in stage.parameters()
+    )
+    assert parameter_norm(run) == pytest.approx(squares**0.5, rel=1e-6)
+    assert [result.zeros] == counts and train_step(run).zeros is None
+    run.close()
+
+
+def collectives(flags: str) -> list[tuple[int, ...]]:
+    """Shapes of the small all-reduces that a run of four steps makes while it trains, logging at 1, 2 and 4."""
+    os.environ[shared_memory.VARIABLE] = "off"
+    from megalite.train import run as module
+
+    shapes: list[tuple[int, ...]] = []
+    real, train = dist.all_reduce, module.train
+
+    def all_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.numel() < 40:
+            shapes.append(tuple(x.shape))
+        return real(x, *args, **kwargs)
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        dist.all_reduce = all_reduce
+        return train(*args, **kwargs)
+
+    module.train = spied  # type: ignore[assignment]
+    words = [*SMALL, "--train-iters", "4", "--eval-iters", "0", "--log-interval", "2", "--log-style", "megalite"]
+    config = cli.read([*words, *flags.split()], PRESETS)[0]
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    folder = module.run_folder(config)
+    code = module._pretrain(config, ranks, torch.device("cpu"), module.preflight(config, ranks), folder)
+    assert code == Exit.DONE
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("", [(5,)] * 4),  # by default nothing but the step's agreement
+        ("--log-num-zeros-in-grad", [(6,)] * 4),
+        ("--log-params-norm", [(5,), (), (5,), (), (5,), (5,), ()]),  # at logged steps only
+        ("--timing-log-level 1 --no-barrier-with-level-1-timing", [(5,), (5, 2), (5,), (5, 2), (5,), (5,), (5, 2)]),
+    ],
+)
+def test_what_is_told_costs_no_message_unless_it_is_asked_for(
+    tmp_path: Path, flags: str, wanted: list[tuple[int, ...]]
+) -> None:
+    for shapes in run_ranks(2, collectives, f"{flags} --run-dir {tmp_path}"):
+        assert shapes == wanted
+
+
+# ---- timers
+
+
+def test_timers_add_up_and_begin_anew() -> None:
+    timers = Timers(2)
+    for _ in range(2):
+        with timers("forward-backward", 1), timers("batch-generator", 2):
+            pass
+    timers.add([Timed("F0.0", 0.0, 1.5), Timed("RECV_F1.0", 1.5, 9.0), Timed("B0.0", 9.0, 9.5), Timed("F0.1", 10, 11)])
+    seen = timers.take(timers.of_step, steps=2)
+    assert seen["forward-compute"] == [1.25] and seen["backward-compute"] == [0.25] and seen["optimizer"] == [0.0]
+    assert 0 < seen["batch-generator"][0] <= seen["forward-backward"][0] < 1
+    assert set(timers.take(timers.of_step)["forward-backward"]) == {0.0}
+    low = Timers(0)
+    with low("forward-backward", 1), low("evaluate", 0):
+        pass
+    assert low.of_step == () and low.take(("evaluate",))["evaluate"][0] > 0 and not low.take(OF_STEP)["optimizer"][0]
+    assert Timers().take(("evaluate",)) == {}
+
+
+# ---- copies of weights
+
+
+def flipped(flags: str, where: int, name: str) -> str:
+    """One bit of a parameter of one rank is turned after the first step; what the check says on this rank."""
+    run = build(flags)
+    train_step(run)
+    check_replicas(run.buffer, 1)
+    run.buffer.wait_gather()
+    if dist.get_rank() == where:
+        [p] = [p for s in run.pipeline.stages for p in s.parameters() if p.spec.name == name]  # type: ignore[attr-defined]
+        p.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+    try:
+        check_replicas(run.buffer, 2)
+    except ReplicaError as error:
+        return str(error)
+    finally:
+        run.close()
+    return ""
+
+
+FLIPS = {
+    "one of two": (2, "", "layers.1.mlp.up", "layers.1.mlp.up differs over dp on ranks [0, 1]"),
+    "the odd one of three": (
+        3,
+        "--global-batch-size 6",
+        "layers.0.mlp.down",
+        "layers.0.mlp.down differs over dp on rank [1]",
+    ),
+    "replicated over tp": (
+        2,
+        "--tensor-model-parallel-size 2",
+        "final_norm.weight",
+        "final_norm.weight differs over tp",
+    ),
+    "tied": (2, "--pipeline-model-parallel-size 2", "embedding.word", "embedding.word differs over ends"),
+}
+
+
+@pytest.mark.parametrize("name", FLIPS)
+def test_a_turned_bit_is_found_and_named(name: str) -> None:
+    world, flags, parameter, words = FLIPS[name]
+    told = run_ranks(world, flipped, flags, 1, parameter)
+    assert words in told[0] and told[0].startswith("step 2: copies of weights differ: ")
+    assert all(text == told[0] or "another rank says which" in text for text in told)  # all ranks stop
+
+
+def test_a_split_weight_is_not_compared_with_its_other_half() -> None:
+    assert run_ranks(2, flipped, "--tensor-model-parallel-size 2", 1, "layers.1.mlp.up") == ["", ""]
+
+
+# ---- the collector and profilers
+
+
+def test_the_collector_runs_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: calls.append(generation))
+    manual = Collector(True, 3)
+    with manual.running():
+        assert not gc.isenabled() and calls == [2]
+        for step in range(1, 8):
+            manual.after(step)
+        assert calls == [2, 2, 2]
+        with manual.evaluation():
+            assert calls == [2] * 4
+        assert calls == [2, 2, 2, 2, 0]
+    assert gc.isenabled()
+    calls.clear()
+    for quiet in (Collector(), Collector(True, 0, False)):
+        with quiet.evaluation():
+            quiet.after(1)
+    with Collector().running():
+        assert gc.isenabled()
+    assert not calls
+
+
+def test_torchs_profiler_writes_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    options = OperationsConfig(
+        profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=2, profile_ranks=(0,)
+    )
+    one, other = (Profiler(options, rank, torch.device("cpu"), tmp_path / "trace") for rank in (0, 1))
+    for step in (1, 2, 3):
+        for profiler in (one, other):
+            profiler.before(step)
+        torch.zeros(3).softmax(0) if step == 2 else torch.zeros(3).cumsum(0)
+        for profiler in (one, other):
+            profiler.after(step, True)
+    assert os.listdir(tmp_path / "trace") == ["rank-000.json.gz"]
+    text = gzip.decompress((tmp_path / "trace/rank-000.json.gz").read_bytes())
+    names = {e.get("name") for e in json.loads(text)["traceEvents"]}
+    assert "aten::softmax" in names and "aten::cumsum" not in names
+
+
+def test_profiles_that_a_cpu_does_not_have_are_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    Profiler(OperationsConfig(profile=True, record_memory_history=True), 0, torch.device("cpu"), tmp_path).before(11)
+    err = capsys.readouterr().err
+    assert "WARNING: profile does nothing on a CPU; add --use-pytorch-profiler" in err
+    assert "WARNING: record_memory_history needs CUDA; nothing is recorded" in err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot.pickle"
+    options = OperationsConfig(profile=True, record_memory_history=True, memory_snapshot_path=str(snapshot))
+    profiler = Profiler(options, 3, torch.device("cuda"), tmp_path)
+    profiler.before(11)
+    torch.zeros(1000, device="cuda")
+    profiler.after(12, True)
+    torch.cuda.memory._record_memory_history(enabled=None)
+    assert (tmp_path / "snapshot_3.pickle").stat().st_size > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_memory_is_given_back_to_a_card(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
+    calls: list[int] = []
+    run = build_run(read(), Ranks(), torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    train_step(run, empty_level=level)
+    assert len(calls) == level
+    line = memory_line(run.mesh, 1, True)
+    assert " | max reserved: " in line and " | total device memory used: " in line
+    run.close()
+
+
+# ---- progress.txt and memory
+
+
+def test_progress_goes_on_over_jobs(tmp_path: Path) -> None:
+    first = ProgressLog(tmp_path, 4, 6e9, 0)
+    first.starting()
+    first.saving(10, 1_000_000_000, background=False)
+    other = ProgressLog(tmp_path, 2, 6e9, 1_000_000_000)  # on fewer devices
+    other.starting()
+    other._begin -= 100.0
+    text = other.path.read_text().splitlines()
+    stamp = text[2][:19]
+    other.path.write_text("\n".join([*text, "torn by a cra"]) + "\n")
+    other.saving(20, 2_000_000_000, background=True)
+    other.saving(30, 3_000_000_000, background=True)
+    other.saved_all()
+    other.saved_all()
+    rows = [line.split("\t") for line in other.path.read_text().splitlines() if "torn" not in line]
+    assert [row[3] for row in rows] == [
+        "Starting job",
+        "Saved checkpoint",
+        "Starting job",
+        "Saving async checkpoint",
+        "Saved async checkpoint",
+        "Saving async checkpoint",
+        "Saved async checkpoint",
+    ]
+    assert rows[1][1:3] == ["Job ID: " + os.environ.get("SLURM_JOB_ID", ""), "# GPUs: 4"]
+    assert rows[3][4] == "Iteration: 20" and rows[3][5].startswith("Job throughput: ")
+    assert float(rows[3][5].split()[2]) == pytest.approx(30000, rel=0.05)  # 6e18 FLOPs, 2 devices, 100 s
+    assert rows[3][7:] == ["Floating-point operations: 1.20e+19", "Tokens (in billions): 2.00"]
+    assert rows[4][4] == "Iteration: 20" and stamp == rows[2][0]
+    begin, then = other._first_job()
+    assert (f"{begin:%Y-%m-%d %H:%M:%S}", then) == (stamp, 6e18)  # the first job on two devices, and what was before
+
+
+def test_the_memory_line(tmp_path: Path) -> None:
+    run = build("")
+    line = memory_line(run.mesh, 7, False)
+    run.close()
+    head = "[Rank 0] (after 7 iterations) memory (MB) | allocated: "
+    assert line.startswith(head) and " | max allocated: " in line and float(line[len(head) :].split(" ")[0]) > 10
+
+
+# ---- a whole run
+
+
+def test_a_long_evaluation_says_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megalite.train import loop
+
+    flags = ("--run-dir", str(tmp_path), "--eval-iters", "3", "--train-iters", "1")
+    assert pretrain(read(*flags), Ranks()) == Exit.DONE
+    assert "evaluating" not in capsys.readouterr().out  # a short one
+    monkeypatch.setattr(loop, "FIRST_PROGRESS_S", -1.0)
+    monkeypatch.setattr(loop, "PROGRESS_S", -1.0)
+    assert pretrain(read(*flags), Ranks()) == Exit.DONE
+    shown = capsys.readouterr().out
+    assert shown.count("step     1  evaluating: 1 of 3 batches") == shown.count("evaluating: 2 of 3 batches") == 2
+    assert "3 of 3" not in shown
+
+
+def test_the_last_step_is_logged(tmp_path: Path) -> None:
+    for name, flags, steps in (
+        ("end", "--log-interval 4", [1, 4, 6]),
+        ("stop", "--log-interval 4 --exit-interval 5", [1, 4, 5]),
+        ("long", "--log-interval 100", [1, 6]),
+    ):
+        pretrain(read(*flags.split(), "--run-dir", str(tmp_path / name)), Ranks())
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [r["step"] for r in rows if "train/loss" in r] == steps
+
+
+def test_a_run_in_megatrons_style(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--use-mcore-models --log-interval 4 --log-throughput --log-params-norm --log-num-zeros-in-grad"
+    flags += f" --log-memory-interval 4 --timing-log-level 1 --save {tmp_path} --save-interval 3 --log-progress"
+    flags += (
+        f" --check-weight-hash-across-dp-replicas-interval 5 --manual-gc --log-energy --tensorboard-dir {tmp_path}/tb"
+    )
+    flags += " --tensorboard-log-interval 2 --log-timers-to-tensorboard --log-memory-to-tensorboard"
+    assert pretrain(read(*flags.split()), Ranks()) == Exit.DONE
+    text, err = (tmp_path / "log.txt").read_text(), capsys.readouterr().err
+    steps = [line.split("/")[0].split()[-1] for line in text.splitlines() if "elapsed time per iteration (ms)" in line]
+    assert steps == ["1", "4", "6"]  # the first and the last too
+    for words in (
+        "done with setup ...\ntraining ...\n",
+        "[after training is done] datetime: ",
+        " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): ",
+        "------------------------ arguments ------------------------",
+        "[Rank 0] (after 1 iterations) memory (MB) | allocated: ",
+        "[Rank 0] (after 4 iterations) memory (MB) | allocated: ",
+        ">>> Weight hashes match after 5 iterations...",
+        "    forward-backward ......",
+        "    evaluate ......",
+        "    save-checkpoint ......",
+        " | params norm: ",
+    ):
+        assert words in text, words
+    assert text.count("WARNING: log_energy: no energy is measured (not done by megalite)") == 2  # and in the summary
+    assert "WARNING: log_energy" in err
+    assert [line.split("\t")[3] for line in (tmp_path / "progress.txt").read_text().splitlines()][0] == "Starting job"
+    from test_metrics import events
+
+    found = events(tmp_path / "tb")
+    for tag in ("lm loss", "num-zeros", "params-norm", "mem-allocated-bytes"):
+        assert [e.step for e in found.Scalars(tag)] == [2, 4, 6], tag
+    assert [e.step for e in found.Scalars("optimizer-time")] == [1, 4, 6]
