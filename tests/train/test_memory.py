@@ -185,3 +185,9 @@ def test_long_steps_are_extrapolated() -> None:
     begin = time.process_time()
     arrange(config_of(f"{PP} 4 --num-layers 8 --global-batch-size 100000"), 4, 93)
     assert time.process_time() - begin < 5
+
+
+def test_ranks_that_are_to_run_here_are_limited() -> None:
+    words = [sys.executable, "pretrain_gpt.py", *SMALL, "--train-iters", "1", "--nproc", "80000"]
+    done = subprocess.run([*words, "--global-batch-size", "160000"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "nproc=80000 is more than 8 x" in done.stderr
