@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import documents
@@ -12,10 +13,12 @@ import pytest
 from documents import DOCUMENTS, GENERATED, HISTORY, ROOT, Command, commands, parsed_by, start
 
 from megalite import cli
-from megalite.config import local_processes, options
 from megalite.config_check import check
+from megalite.config import local_processes, options
 from megalite.megatron import known_flags
 from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train.run import pretrain
 
 COMMANDS = commands()
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -60,8 +63,16 @@ def test_every_command_is_read_by_its_program(
     run_toml.write_text("bf16 = true\n")
     words = [str(run_toml) if word == "run.toml" else word for word in words]
     config, _ = cli.read([str(ROOT / w) if w.startswith("examples/") else w for w in words], PRESETS)
-    if not config.checkpoint.use_checkpoint_args:
-        assert check(config, max(world, local_processes(config.parallel))) == []
+    if config.checkpoint.use_checkpoint_args:  # the rest is in a checkpoint
+        return
+    ranks = max(world, config.parallel.nproc)
+    assert check(config, ranks) == []
+    mock = replace(
+        config.data, data_path=None, tokenizer_type=None, tokenizer_model=None, mock_data=True, vocab_size=100
+    )
+    plan = replace(config, data=mock, train=replace(config.train, dry_run=True))
+    assert pretrain(plan, Ranks(world=ranks, local_world=ranks)) == 0
+    assert "layers per stage" in capsys.readouterr().out
 
 
 def test_there_are_commands_in_readme_and_docs() -> None:
@@ -182,9 +193,7 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
     """Of the trainer, with Megatron-LM's that it answers, of the tools, of torchrun and of the test suite."""
     from torch.distributed.run import get_args_parser
 
-    found = (
-        {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
-    )
+    found = {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
     found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh"}
     for path in sorted((ROOT / "tools").glob("*.py")):
         if "ArgumentParser(" in path.read_text():

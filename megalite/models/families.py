@@ -54,6 +54,7 @@ _LLAMA3: dict[str, Any] = {"rotary_base": 500000.0}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        # to try out; the rates: docs/performance.md
         "tiny": _llama(8, 256, 8, 4, 704, 8192, 256, lr=1e-3),
         "small": _llama(12, 768, 12, 4, 2048, 8192, 1024, lr=1e-3),
         "gpt2": _gpt(12, 768, 12, 1024),
