@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export  # noqa: E402
+from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export, second_reading  # noqa: E402
 from megalite.checkpoint.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.checkpoint.hugging_face_config import choose_family  # noqa: E402
 from megalite.checkpoint.hugging_face_write import write_model  # noqa: E402
@@ -32,7 +32,7 @@ from megalite.checkpoint.logits import compare_logits  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
-from megalite.config import Config, ConfigError, build  # noqa: E402
+from megalite.config import Config, ConfigError, ModelConfig, build  # noqa: E402
 from megalite.config_toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
@@ -77,9 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--to-hf", type=Path, metavar="DIR", help="make a Hugging Face model directory")
     target.add_argument("--to-megatron", type=Path, metavar="DIR", help="make a release of Megatron-LM")
     parser.add_argument(
-        "--check", action="store_true", help="compare both sides afterwards: all bits, and logits with transformers'"
+        "--check", action="store_true", help="compare both sides: all bits, each layer, and logits with transformers'"
     )
-    parser.add_argument("--check-bits", action="store_true", help="only all bits: one tensor in memory at a time")
+    parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
     parser.add_argument("--family", choices=sorted(HUGGING_FACE), help="--to-hf: default: of --like, or the first fit")
     parser.add_argument("--like", type=Path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied")
@@ -156,12 +156,15 @@ def from_hf(args: argparse.Namespace) -> bool:
     state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.vocab_size)
     written = write_import(args.save, theirs.tensors, specs, theirs.vocab_size, state)
     print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size}")
-    return checked(args, folder, theirs, Ours(open_checkpoint(written), False))
+    return checked(args, folder, theirs, Ours(open_checkpoint(written)))
 
 
 def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.HuggingFaceModel, ours: Ours) -> bool:
     """What --check and --check-bits ask for. Logits have a bound, unless --dtype rounded the weights."""
-    good = not (args.check or args.check_bits) or report(theirs.tensors, ours, theirs.vocab_size)
+    if not (args.check or args.check_bits):
+        return True
+    weight = second_reading.hugging_face(folder, theirs.family, theirs.model)
+    good = report(theirs.tensors, ours, theirs.vocab_size) & agrees(weight, theirs.model, ours, theirs.vocab_size)
     if not args.check:
         return good
     if importlib.util.find_spec("transformers") is None:
@@ -194,7 +197,12 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
     state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, {**tokenizer, "vocab_size": kept})
     written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), vocab_size, state)
     print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size}")
-    return not check or report(theirs.tensors, Ours(open_checkpoint(written), False), vocab_size)
+    return not check or checked_megatron(theirs, Ours(open_checkpoint(written)), vocab_size)
+
+
+def checked_megatron(theirs: megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
+    weight = second_reading.megatron(theirs.shards, theirs.args, theirs.model)
+    return report(theirs.tensors, ours, vocab_size) & agrees(weight, theirs.model, ours, vocab_size)
 
 
 def to_hf(args: argparse.Namespace) -> bool:
@@ -205,7 +213,7 @@ def to_hf(args: argparse.Namespace) -> bool:
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
     files = tokenizer_files(config.data, eod) if args.like is None else hugging_face.companions(like)
     family = choose_family(model, args.family, family_in(like))
-    ours = Ours(source, model.apply_layernorm_1p, DTYPES.get(args.dtype))
+    ours = Ours(source, DTYPES.get(args.dtype), specs_of(model, vocab_size))
     size = args.max_shard_size or parse_size("5GB")
     theirs = write_model(args.to_hf, ours, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size)
     count = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
@@ -217,16 +225,15 @@ def to_megatron(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load)
     model = saved_model(source)
     vocab_size, _ = vocabulary(saved_config(source), source.manifest.state.get("vocab_size"), args.vocab_size)
-    ours = Ours(source, False, DTYPES.get(args.dtype))  # there too, norm weights may be a difference from 1
+    ours = Ours(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
     fused = args.transformer_impl != "local"
     written = megatron_export.write_megatron(
         args.to_megatron, ours, model, vocab_size=vocab_size, tp=tp, pp=pp, fused=fused
     )
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
-    return not (args.check or args.check_bits) or report(
-        megatron.open_megatron(args.to_megatron).tensors, ours, vocab_size
-    )
+    check = args.check or args.check_bits
+    return not check or checked_megatron(megatron.open_megatron(args.to_megatron), ours, vocab_size)
 
 
 def saved_config(source: Source) -> Config:
@@ -248,6 +255,19 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
     if not isinstance(size, int) or size < 1:
         raise CheckpointError("the checkpoint does not tell its vocabulary; give --vocab-size")
     return size, eod
+
+
+def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab_size: int) -> bool:
+    """The check that shares nothing with what converts: each layer computes the same."""
+    model, written = saved_model(ours.source), ours.dtype_of_name("embedding.word")
+    rounded = written != ours.source.dtype("model/embedding.word") or (model.apply_layernorm_1p and ours.used)
+    rounding = torch.finfo(written).eps if rounded else 0.0
+    whole = ours.dtype == torch.float32
+    verdict = second_reading.compare_layers(
+        weight, theirs, ours.source, model, vocab_size, main_weights=whole, rounding=rounding
+    )
+    print(verdict)
+    return verdict.good
 
 
 def report(theirs: list[Foreign], ours: Ours, vocab_size: int) -> bool:

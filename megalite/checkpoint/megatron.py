@@ -15,7 +15,7 @@ from __future__ import annotations
 import pickle  # its error only; torch's restricted loader does the reading
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,10 @@ INERT = (
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A checkpoint that was opened: `padded_vocab_size` rows in embedding and head, `args` as they were saved."""
+    """A checkpoint that was opened: `padded_vocab_size` rows in embedding and head, `args` as they were saved.
+
+    shards(name within its layer, layer), or of what is outside the layers: the tensor of each tp rank. KeyError.
+    """
 
     folder: Path
     options: dict[str, Any]
@@ -82,6 +85,7 @@ class MegatronModel:
     dtype: torch.dtype
     tensors: list[Foreign]
     args: Namespace
+    shards: Callable[[str, int], list[Tensor]]
 
 
 def load_pickle(path: Path) -> dict[str, Any]:
@@ -159,7 +163,26 @@ def open_megatron(directory: Path, say: Any = print) -> MegatronModel:
     tensors = _tensors(model, stages, files, padded, tp, pp)
     dtypes = [one.dtype for one in tensors]
     usual = max(set(dtypes), key=dtypes.count)
-    return MegatronModel(folder, options, model, padded, usual, tensors, args)
+    return MegatronModel(folder, options, model, padded, usual, tensors, args, _shards(stages, tp, pp))
+
+
+def _shards(stages: dict[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int) -> Callable[..., list[Tensor]]:
+    """Of MegatronModel: the stages in the order of the depth, each rank's chunks in turn."""
+    depth = [(p, chunk) for chunk in range(len(stages[0, 0])) for p in range(pp)]
+    layers: list[tuple[int, int, int]] = []
+    for p, chunk in depth:
+        numbers = {int(found[1]) for name in stages[0, p][chunk] if (found := _LAYER.match(name))}
+        layers += [(p, chunk, n) for n in sorted(numbers)]
+
+    def shards(name: str, layer: int) -> list[Tensor]:
+        if name.startswith(("self_attention.", "mlp.", "input_layernorm.", "pre_mlp_layernorm.")):
+            p, chunk, n = layers[layer]
+            name = f"decoder.layers.{n}.{name}"
+        else:
+            p, chunk = depth[0 if name.startswith("embedding.") else -1]
+        return [stages[t, p][chunk][name] for t in range(tp)]
+
+    return shards
 
 
 def _stages(file: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:

@@ -76,8 +76,6 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     for name, usual in _ONLY.items():
         if getattr(args, name, None) not in usual:
             problems.append(f"{name}={getattr(args, name)!r}")
-    if options["apply_layernorm_1p"] and options["qk_layernorm"]:
-        problems.append("apply_layernorm_1p=True with qk_layernorm=True")
     if problems:
         raise CheckpointError(f"{where}: args that megalite does not have:\n  " + "\n  ".join(problems))
     return options
@@ -120,8 +118,6 @@ def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, 
     """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args. Raises CheckpointError."""
     if model.parallel_residual:
         raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")
-    if model.apply_layernorm_1p and model.qk_layernorm:
-        raise CheckpointError("apply_layernorm_1p with qk_layernorm means another thing in Megatron-LM")
     values = {name: getattr(model, name) for name in _SAME}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size, "num_query_groups": model.groups}
     values |= {"norm_epsilon": model.norm_epsilon, "rotary_base": int(model.rotary_base)}

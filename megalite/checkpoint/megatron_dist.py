@@ -126,7 +126,7 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
     word = stored.get("embedding.word_embeddings.weight")
     if word is None or len(word.shape) != 2:
         raise CheckpointError(f"{folder}: has no word embeddings; it is not the checkpoint of a GPT")
-    problems, found, reader = [], [], Reader(folder)
+    problems, found, reader, places = [], [], Reader(folder), dict(named)
     for entry in entries(MEGATRON, specs_of(model, word.shape[0]), model.groups, range(model.num_layers)):
         key, n = named.pop(entry.theirs, (None, None))
         if key is None:
@@ -146,8 +146,17 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
     problems += [f"{key}: not a tensor of this model" for key, _ in named.values()]
     if problems:
         raise CheckpointError(f"{folder}: the tensors do not fit the args:\n  " + "\n  ".join(problems[:20]))
+
+    def shards(name: str, layer: int) -> list[Tensor]:  # there are none: a tensor is whole whatever tp was
+        key, n = places[name if name in places else f"decoder.layers.{layer}.{name}"]
+        shape = stored[key].shape
+        begin = (0,) * len(shape) if n is None else (n, *(0 for _ in shape[1:]))
+        values = reader.read(key, stored[key], Box(begin, shape if n is None else (n + 1, *shape[1:])))
+        return [values if n is None else values[0]]
+
     dtypes = [one.dtype for one in found]
-    return MegatronModel(folder, options, model, word.shape[0], max(set(dtypes), key=dtypes.count), found, args)
+    usual = max(set(dtypes), key=dtypes.count)
+    return MegatronModel(folder, options, model, word.shape[0], usual, found, args, shards)
 
 
 def read_metadata(folder: Path) -> dict[str, Stored]:

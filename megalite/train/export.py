@@ -19,6 +19,7 @@ from megalite.checkpoint.convert import Ours
 from megalite.checkpoint.hugging_face_config import choose_family
 from megalite.checkpoint.hugging_face_write import write_model
 from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.name_map import specs_of
 from megalite.checkpoint.whole import Source
 from megalite.config import Config, DataConfig
 from megalite.data.tokenizer import SENTENCEPIECE
@@ -110,7 +111,7 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     try:
         own = config.data.tokenizer_type is not None
         files = tokenizer_files(config.data, eod) if own else hugging_face.companions(named_by(config))
-        ours = Ours(Source(folder, manifests.load(folder)), config.model.apply_layernorm_1p)
+        ours = Ours(Source(folder, manifests.load(folder)), used=specs_of(config.model, run.vocab_size))
         made = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
