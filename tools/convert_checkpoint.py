@@ -36,11 +36,13 @@ from megalite.config import Config, ConfigError, ModelConfig, build  # noqa: E40
 from megalite.config_toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
-from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402
+from megalite.data.tokenizer import build_tokenizer  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
+from megalite.train.checkpoints import TOKENIZER  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
 from megalite.train.export import family_in, like_of, tokenizer_files  # noqa: E402
+from megalite.train.foreign import UNKNOWN_VOCABULARY, tokenizer_named_in  # noqa: E402
 from megalite.train.state import State  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -128,6 +130,8 @@ def misuse(args: argparse.Namespace) -> str | None:
 
 def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
     """`options` if such a tokenizer can be opened here and has at most `rows` tokens; else nothing, with a note."""
+    if not options:
+        return {}
     try:
         found = build_tokenizer(**options).vocab_size
     except DataError as error:
@@ -150,9 +154,7 @@ def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str
 def from_hf(args: argparse.Namespace) -> bool:
     folder: Path = args.from_hf
     theirs = hugging_face.open_model(folder, args.seq_length)
-    tokenizer = tokenizer_beside(folder)
-    if tokenizer:
-        tokenizer = checked_tokenizer(tokenizer, theirs.vocab_size)
+    tokenizer = checked_tokenizer(tokenizer_beside(folder), theirs.vocab_size)
     state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.vocab_size)
     written = write_import(args.save, theirs.tensors, specs, theirs.vocab_size, state)
     print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size}")
@@ -179,24 +181,21 @@ def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.Hugging
 
 
 def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool) -> bool:
-    folder = megatron.folder_of(folder)
-    dist = (folder / ".metadata").is_file()
-    theirs = megatron_dist.open_dist(folder) if dist else megatron.open_megatron(folder)
+    theirs = megatron_dist.open_checkpoint(megatron.find(folder) or megatron.folder_of(folder))
     rows, args = theirs.padded_vocab_size, theirs.args
-    tokenizer: dict[str, Any] = {}
-    if getattr(args, "tokenizer_type", None) in TYPES:
-        names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
-        tokenizer = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-        tokenizer = checked_tokenizer(tokenizer, rows)
+    tokenizer = checked_tokenizer(tokenizer_named_in(args), rows)
     if vocab_size is None:
-        vocab_size = build_tokenizer(**tokenizer).vocab_size if tokenizer else rows
-        print(f"vocabulary {vocab_size} of {rows} rows, as its {'tokenizer' if tokenizer else 'tensors'} have it")
+        size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
+        vocab_size = megatron.true_vocab_size(args, rows, size)
+    unknown, vocab_size = vocab_size is None, vocab_size or rows
     if vocab_size > rows:
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     kept = vocab_size if tokenizer.get("tokenizer_type") != "NullTokenizer" else vocab_size - 1
     state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, {**tokenizer, "vocab_size": kept})
     written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), vocab_size, state)
-    print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size}")
+    print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
+    if unknown:
+        print(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size", file=sys.stderr)
     return not check or checked_megatron(theirs, Ours(open_checkpoint(written)), vocab_size)
 
 
@@ -224,12 +223,14 @@ def to_hf(args: argparse.Namespace) -> bool:
 def to_megatron(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load)
     model = saved_model(source)
-    vocab_size, _ = vocabulary(saved_config(source), source.manifest.state.get("vocab_size"), args.vocab_size)
+    config = saved_config(source)
+    vocab_size, _ = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
+    tokenizer = {name: getattr(config.data, name) for name in TOKENIZER}
     ours = Ours(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
     fused = args.transformer_impl != "local"
     written = megatron_export.write_megatron(
-        args.to_megatron, ours, model, vocab_size=vocab_size, tp=tp, pp=pp, fused=fused
+        args.to_megatron, ours, model, vocab_size=vocab_size, tokenizer=tokenizer, tp=tp, pp=pp, fused=fused
     )
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
     check = args.check or args.check_bits

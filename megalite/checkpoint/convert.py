@@ -94,8 +94,8 @@ def saved_model(source: Source) -> ModelConfig:
 class Ours:
     """Our side of an export: rectangles in `dtype`; None: as stored.
 
-    Where fp32 is wanted of a run in half precision, the main weights are read, which are more exact. `used`: the model's
-    specs, for a format that holds values as they are used: what is stored as a difference gets its offset back.
+    Where fp32 is wanted of a run in half precision, the main weights are read, which are more exact. `used`: the
+    model's specs, for a format that holds values as they are used: a stored difference gets its offset back.
     """
 
     source: Source

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert import Foreign, model_of
+from megalite.checkpoint.location import is_megatron
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.megatron_args import read_args
 from megalite.checkpoint.name_map import entries, specs_of
@@ -114,6 +115,38 @@ def folder_of(directory: Path) -> Path:
     if text != "release" and not (text.isascii() and text.isdigit()):
         raise CheckpointError(f"{tracker}: {text[:40]!r} is neither a number nor release; give the iteration's folder")
     return directory / (text if text == "release" else f"iter_{int(text):07d}")
+
+
+def holds(directory: Path) -> bool:
+    """Whether it is, or has in it, a checkpoint of Megatron-LM."""
+    inner = (*directory.glob("iter_*"), directory / "release")
+    return is_megatron(directory) or any(is_megatron(folder) for folder in inner)
+
+
+def find(directory: Path, step: int | None = None) -> Path | None:
+    """The folder of the checkpoint of Megatron-LM that `directory` is or holds, the one that its tracker file names or
+    that of `step`; None where it holds none. Raises CheckpointError where the named one is not there."""
+    if is_megatron(directory):
+        if step is not None and directory.name != f"iter_{step:07d}":
+            raise CheckpointError(f"{directory} is not the checkpoint of step {step}; give the folder above it")
+        return directory
+    iterations = [p.name for p in sorted(directory.glob("iter_*")) if is_megatron(p)]
+    folder = folder_of(directory) if step is None else directory / f"iter_{step:07d}"
+    if is_megatron(folder):
+        return folder
+    if not iterations:
+        return None
+    where = f"{directory / TRACKER} names" if step is None and folder != directory else f"{directory} holds"
+    raise CheckpointError(
+        f"{where} no checkpoint that is there, but it has {', '.join(iterations[-3:])}; give --ckpt-step, or the folder"
+    )
+
+
+def true_vocab_size(args: Namespace, rows: int, tokenizer: int | None = None) -> int | None:
+    """How many of the embedding's `rows` are tokens, as our converter has written it, or as `tokenizer` has them, or as
+    --vocab-size said; None where nothing does: Megatron-LM itself keeps the padded size alone."""
+    found = (getattr(args, "true_vocab_size", None), tokenizer, getattr(args, "vocab_size", None))
+    return next((n for n in found if type(n) is int and 0 < n <= rows), None)
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:

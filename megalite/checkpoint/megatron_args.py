@@ -114,8 +114,19 @@ def _activation(args: Namespace) -> str:
     return "gelu" if tanh else "gelu_erf"
 
 
-def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, dtype: str) -> Namespace:
-    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args. Raises CheckpointError."""
+def write_args(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int,
+    tokenizer: Mapping[str, Any],
+    tp: int,
+    pp: int,
+    dtype: str,
+) -> Namespace:
+    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args; and the true vocabulary, for
+    which it has no place. `tokenizer`: the options that name it, None where one is not given. Raises CheckpointError.
+    """
     if model.parallel_residual:
         raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")
     values = {name: getattr(model, name) for name in _SAME}
@@ -127,7 +138,8 @@ def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, 
     values |= {"openai_gelu": False, "bias_gelu_fusion": model.activation == "gelu" and model.add_bias_linear}
     if model.activation == "gelu" and not model.add_bias_linear:
         values["openai_gelu"] = True
-    values |= {"padded_vocab_size": padded_vocab_size, "make_vocab_size_divisible_by": 128}
+    values |= {**tokenizer, "true_vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
+    values |= {"make_vocab_size_divisible_by": 128}
     values |= {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,

@@ -16,6 +16,7 @@ import pickle  # for an Unpickler that finds no class but those listed here
 import re
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from megalite.checkpoint.convert import Foreign, model_of
 from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.megatron import DAMAGED, INERT, MegatronModel, load_pickle
+from megalite.checkpoint.megatron import DAMAGED, INERT, MegatronModel, load_pickle, open_megatron
 from megalite.checkpoint.megatron_args import read_args
 from megalite.checkpoint.name_map import entries, specs_of
 from megalite.checkpoint.pieces import inside, intersect
@@ -101,6 +102,18 @@ class Reader:
             raise CheckpointError(f"{path}: {key} is not the tensor that .metadata says; it is damaged")
         self.last = (chunk, values)
         return values
+
+
+def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> MegatronModel:
+    """One of the two formats that can be read. Raises CheckpointError."""
+    if not (folder / ".metadata").is_file() and not (folder / "metadata.json").is_file():
+        return open_megatron(folder, say)
+    if not (folder / "common.pt").is_file() or not (folder / ".metadata").is_file():
+        raise CheckpointError(
+            f"{folder}: cannot be read: of Megatron-LM's formats only torch_dist and torch are; "
+            "convert it there with --ckpt-convert-format torch_dist"
+        )
+    return open_dist(folder, say)
 
 
 def open_dist(folder: Path, say: Any = print) -> MegatronModel:

@@ -78,7 +78,8 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
     """The weights in the safetensors files of a directory."""
     from safetensors import safe_open
 
-    places = {name: f for p in sorted(folder.glob("*.safetensors")) for f in [safe_open(p, "pt")] for name in f.keys()}
+    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
     def get(name: str) -> Tensor:
         bare = name.partition(".")[2]  # some files leave the first word away
@@ -184,7 +185,8 @@ def compare_layers(
     rounding: float = 0.0,
 ) -> Agreement:
     """Each layer of foreign files beside that of our checkpoint. `main_weights`: of ours, those that the optimizer
-    keeps; `rounding`: what it changed in theirs at most, relative. Raises CheckpointError where the files lack a tensor."""
+    keeps; `rounding`: what it changed in theirs at most, relative. Raises CheckpointError where a tensor is lacking.
+    """
     S = min(TOKENS, model.positions)
     generator = torch.Generator().manual_seed(1234)
     ids_SB = torch.randint(0, vocab_size, (S, 1), generator=generator)
@@ -209,8 +211,9 @@ def compare_layers(
             want, got = want - x_SBD, got - x_SBD
         want = want[..., :vocab_size]
         differs = float((want - got[..., :vocab_size]).abs().max() / want.abs().max().clamp(min=1e-30))
-        if differs > worst or differs != differs:
-            worst, where = math.inf if differs != differs else differs, f"layer {n}" if n >= 0 else "the embedding with the final norm and the head"
+        differs = math.inf if math.isnan(differs) else differs
+        if differs > worst:
+            worst, where = differs, f"layer {n}" if n >= 0 else "the embedding with the final norm and the head"
     return Agreement(model.num_layers, worst, where, EXACT + ROUNDED * rounding)
 
 
@@ -222,4 +225,3 @@ def _stage(model: ModelConfig, n: int, rows: int, length: int) -> Stage:
     layers = range(0) if ends else range(n, n + 1)
     vocabulary = dict(vocab_size=rows, padded_vocab_size=rows)
     return Stage(make, model, layers, first=ends, last=ends, dropout_seed=0, **vocabulary).eval()
-

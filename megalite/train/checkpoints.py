@@ -34,7 +34,7 @@ FREE = {
 }
 _EFFECTIVE = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "num_query_groups": "groups"}
 _IMPLIED = {"group_query_attention"}  # by the number of groups
-TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
 
 
 @dataclass(frozen=True)

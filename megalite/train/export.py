@@ -25,7 +25,7 @@ from megalite.config import Config, DataConfig
 from megalite.data.tokenizer import SENTENCEPIECE
 from megalite.parallel.comm import broadcast_
 from megalite.train.checkpoints import pieces_to_save
-from megalite.train.hugging_face import named_by
+from megalite.train.foreign import named_by
 from megalite.train.setup import SetupError
 from megalite.train.state import Run
 

@@ -24,7 +24,7 @@ from megalite.models.flops import num_parameters, train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
-from megalite.train import hugging_face
+from megalite.train import foreign
 from megalite.train.allocator import keep_freed_memory
 from megalite.train.checkpoints import open_saver
 from megalite.train.datasets import Sources, open_sources
@@ -98,7 +98,7 @@ def pretrain(config: Config, ranks: Ranks) -> int:
     """Returns the exit code of this rank (train/run_dir.py)."""
     folder = run_folder(config)
     try:
-        config = hugging_face.with_source(config)
+        config = foreign.with_source(config)
         sources = preflight(config, ranks)
         if config.train.dry_run:
             if ranks.rank == 0:
@@ -160,7 +160,7 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
-        loaded, notes = hugging_face.start(run, config) or start_run(run, config)
+        loaded, notes = foreign.start(run, config) or start_run(run, config)
         saved = already_saved(run, saver, loaded)
         notes += begin_branch(run, config, saver, saved)
         if ranks.rank == 0:
