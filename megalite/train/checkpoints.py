@@ -20,6 +20,7 @@ from megalite.data.indexed import DataError
 from megalite.data.tokenizer import Tokenizer
 from megalite.optim.loss_scale import LossScaler
 from megalite.parallel.spec import Piece
+from megalite.train.fit import MAIN, across_precisions, kinds_of, misfit
 from megalite.train.setup import SetupError
 from megalite.train.state import Run
 
@@ -94,26 +95,33 @@ def resume(
     run: Run, directory: str, config: Config, start: Start, first: str | None = None
 ) -> tuple[Location, list[str]] | None:
     """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, what is
-    worth telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
+    worth telling); None where there is none; collective. Raises SetupError where it does not fit, and
+    CheckpointError."""
     weights_only = start.weights_only or start.afresh
     notes: list[str] = []
     numbers: list[tuple[dict[str, int], int, LossScaler]] = []  # of the last one looked at
 
     def wanted(folder: Location, manifest: Manifest) -> reader.Wanted:
+        here, there = run.optimizer.kinds(), kinds_of(manifest)
         numbers[:] = [_numbers(run, folder, manifest)]
-        problems = model_differences(config, manifest, folder, run.vocab_size)
-        problems += tokenizer_differences(run.tokenizer, manifest)
+        options = model_differences(config, manifest, folder, run.vocab_size)
+        tokenizer = tokenizer_differences(run.tokenizer, manifest)
         notes.clear()  # those of a damaged one
         if start.afresh:
-            notes.extend(f"changed since the checkpoint: {line}" for line in problems)
-            problems = []
+            notes.extend(f"changed since the checkpoint: {line}" for line in [*options, *tokenizer])
+            options, tokenizer = [], []
         pieces = [e.piece for e in run.optimizer.pieces() if not weights_only or e.piece.name.startswith("model/")]
         states = any(name.startswith("optimizer.") for name in manifest.tensors)
         if not weights_only and run.optimizer.rule.states and not states:
             remedy = "add --no-load-optim to go on without, or --finetune to start afresh"
-            raise CheckpointError(f"{folder} holds no optimizer state: {remedy}")
-        problems += reader.unused(manifest, pieces, run.mesh, {"model"} if weights_only else None)
-        return reader.Wanted(pieces, not weights_only, problems)
+            raise SetupError(f"{folder} holds no optimizer state: {remedy}")
+        kept = {} if weights_only else {k: v for k, v in here.items() if k not in ("model", MAIN)}
+        if lines := misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, kept):
+            raise SetupError("\n".join(lines))
+        if not weights_only and here["model"] != there["model"]:
+            pieces = across_precisions(pieces, here, there)
+            notes.append(f"saved in {there['model']}: the main weights go on bit for bit, in {here['model']}")
+        return reader.Wanted(pieces, not weights_only)
 
     found = reader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if found is None:
