@@ -210,13 +210,16 @@ def to_hf(args: argparse.Namespace) -> bool:
     like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
-    files = tokenizer_files(config.data, eod) if args.like is None else hugging_face.companions(like)
+    own = tokenizer_files(config.data, eod) if args.like is None else (hugging_face.companions(like), None)
+    files, note = own
     family = choose_family(model, args.family, family_in(like))
     ours = Ours(source, DTYPES.get(args.dtype), specs_of(model, vocab_size))
     size = args.max_shard_size or parse_size("5GB")
     theirs = write_model(args.to_hf, ours, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size)
     count = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
     print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {count} files, vocabulary {vocab_size}")
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
     return checked(args, args.to_hf, theirs, ours)
 
 

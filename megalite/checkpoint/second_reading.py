@@ -223,5 +223,5 @@ def _stage(model: ModelConfig, n: int, rows: int, length: int) -> Stage:
     if model.position_embedding_type != "learned_absolute":  # no longer tables than needed
         model = replace(model, seq_length=length, max_position_embeddings=length)
     layers = range(0) if ends else range(n, n + 1)
-    vocabulary = dict(vocab_size=rows, padded_vocab_size=rows)
-    return Stage(make, model, layers, first=ends, last=ends, dropout_seed=0, **vocabulary).eval()
+    sizes = {"vocab_size": rows, "padded_vocab_size": rows, "dropout_seed": 0}
+    return Stage(make, model, layers, first=ends, last=ends, **sizes).eval()  # pyright: ignore[reportArgumentType]

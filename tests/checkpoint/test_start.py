@@ -138,6 +138,25 @@ def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], 
     assert first.loss > 0
 
 
+def test_a_misspelt_load_names_what_is_near_and_holds_checkpoints(saved: tuple[Path, dict], tmp_path: Path) -> None:
+    (tmp_path / "run-seven").symlink_to(saved[0])
+    (tmp_path / "run-even").mkdir()  # near, but empty
+    run, config = built("--load", str(wrong := tmp_path / "run-sevn"))
+    found, notes = start_run(run, config)
+    assert found is None
+    assert notes == [
+        f"load={str(wrong)!r} holds no checkpoint, but {tmp_path}/run-seven does: the run starts from scratch"
+    ]
+    run.close()
+    run, config = built("--load", str(wrong), "--exit-on-missing-checkpoint")
+    with pytest.raises(SetupError, match="run-seven does; leave --exit-on-missing"):
+        start_run(run, config)
+    run.close()
+    run, config = built("--load", str(tmp_path / "other"))
+    assert "holds no checkpoint and is not there: the run starts" in start_run(run, config)[1][0]
+    run.close()
+
+
 def test_pretrained_checkpoint_is_for_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, then = saved
     run, config = built("--load", str(tmp_path), "--pretrained-checkpoint", str(folder))
