@@ -22,6 +22,7 @@ from megalite.data.tokenizer import EOD_BYTE, ByteTokenizer, SentencePieceTokeni
 
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+_LITERAL = {"<": "<(?=0x[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}  # where a mark is unknown, no piece has it
 _SPACE = "\u2581"
 _NEVER = -1e6  # the score of a piece that no text is cut into
 END = "<|endoftext|>"
@@ -135,14 +136,19 @@ def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
         made.normalizer = normalizers.Sequence(steps)
     chosen = [piece for piece, _, kind in rows if kind == _USER]
     single = [piece for piece in chosen if cut_single and len(piece) == 1]
-    if single:
-        made.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, single))), "isolated")
+    apart = [re.escape(piece) for piece in single]
+    if model.model_type == _UNIGRAM and model.byte_fallback:  # so that "<0x41>" in a text is not the byte's piece
+        apart += [cut for mark, cut in _LITERAL.items() if mark not in model.pieces]
+    if apart:
+        made.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(apart)), "isolated")
     made.add_tokens([AddedToken(p, normalized=False, special=False) for p in chosen if p not in single])
     made.add_special_tokens(
         [AddedToken(p, normalized=False, special=True) for p, _, k in rows if k in (_CONTROL, _UNKNOWN)]
     )
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if model.dummy_prefix else [])])
+    if model.dummy_prefix:
+        parts.append(decoders.Strip(" ", 1000 if model.trims else 1, 0))
+    made.decoder = decoders.Sequence(parts)
     return made
 
 
@@ -186,7 +192,9 @@ def as_tokenizer_json(tokenizer: Tokenizer) -> dict[str, str]:
         if model.model_type not in (_UNIGRAM, _BPE) or model.suffix or _UNUSED in model.kinds:
             raise DataError(f"{tokenizer.name}: a kind of SentencePiece model that tokenizer.json cannot express")
         made = [_from_sentencepiece(model, cut) for cut in (True, False)]
-        texts += [p.replace(_SPACE, " ") for p, k in zip(model.pieces, model.kinds, strict=True) if k == _NORMAL]
+        texts += [
+            p.replace(_SPACE, " ") for p, k in zip(model.pieces, model.kinds, strict=True) if k in (_NORMAL, _BYTE)
+        ]
         ends = dict(zip(ends, tokenizer.begin_end_unknown(), strict=True))
     elif isinstance(tokenizer, ByteTokenizer):
         made = [_bytes()]

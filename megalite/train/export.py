@@ -74,10 +74,10 @@ def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path |
         assert tokenizer is not None
         return files | as_tokenizer_json(tokenizer), None
     except DataError as error:
-        needs = (
-            "with tokenizer.model, after pip install sentencepiece protobuf" if "tokenizer.model" in files else "not"
-        )
-        return files, f"no tokenizer.json is written: {error}; transformers loads this tokenizer {needs}"
+        remedy = "transformers does not load this kind: give it another tokenizer's files"
+        if "tokenizer.model" in files:
+            remedy = "for transformers to load tokenizer.model, pip install sentencepiece protobuf"
+        return files, f"no tokenizer.json is written: {error}; {remedy}"
 
 
 def export_family(config: Config) -> str:

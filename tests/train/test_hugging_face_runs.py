@@ -355,6 +355,7 @@ def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path
 
         (tmp_path / "text").write_text("the river rose in the night and fell\n" * 20)
         how = {"vocab_size": 30, "model_type": "bpe", "minloglevel": 2, "hard_vocab_limit": False}
+        how["normalization_rule_name"] = "identity"
         sentencepiece.SentencePieceTrainer.train(
             input=str(tmp_path / "text"), model_prefix=str(tmp_path / "mine"), **how
         )
@@ -374,6 +375,9 @@ def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path
         else:
             assert (folder / "tokenizer.model").read_bytes() == (tmp_path / "mine.model").read_bytes()
             assert config.eos_token_id == 2
+            text, found = "the river  rose", transformers.AutoTokenizer.from_pretrained(folder)
+            own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "mine.model"))
+            assert found(text).input_ids == own.encode(text) and found.eos_token_id == 2
 
 
 def test_the_plan_of_a_run_that_begins_with_a_directory(models) -> None:
