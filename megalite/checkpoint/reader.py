@@ -41,11 +41,12 @@ def _number(value: int, mesh: Mesh) -> torch.Tensor:
 @dataclass(frozen=True)
 class Wanted:
     """What to fill from a checkpoint. `exact`: dtypes must agree, and are else converted; `problems`: why it must not
-    be loaded, one line each."""
+    be loaded, one line each; `tell`: what a long load is called in the log."""
 
     pieces: Sequence[Piece]
     exact: bool = False
     problems: Sequence[str] = ()
+    tell: str | None = None
 
 
 def newest(
@@ -91,7 +92,7 @@ def load(
         def fill_these() -> None:
             begun[:] = want.pieces
             with storage_of(folder).reading(folder):
-                fill_pieces(folder, manifest, want.pieces)
+                fill_pieces(folder, manifest, want.pieces, want.tell)
 
         return fill_these
 

@@ -62,7 +62,7 @@ def open_saver(run: Run, config: Config) -> Saver | None:
         return None
     pieces = pieces_to_save(run, not c.no_save_optim)
     background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
-    return Saver.open(
+    saver = Saver.open(
         c.save_local or c.save,
         run.mesh,
         sum(piece.data.numel() * piece.data.element_size() for piece in pieces),
@@ -71,6 +71,8 @@ def open_saver(run: Run, config: Config) -> Saver | None:
         background=background,
         upload_to=c.save if c.save_local else None,
     )
+    saver.megatron = config.log.log_style == "megatron"
+    return saver
 
 
 def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
@@ -121,7 +123,7 @@ def resume(
         if not weights_only and here["model"] != there["model"]:
             pieces = across_precisions(pieces, here, there)
             notes.append(f"saved in {there['model']}: the main weights go on bit for bit, in {here['model']}")
-        return reader.Wanted(pieces, not weights_only)
+        return reader.Wanted(pieces, not weights_only, tell=_tell_load(run, config, folder, manifest))
 
     found = reader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if found is None:
@@ -147,6 +149,27 @@ def resume(
         except (ArithmeticError, TypeError, ValueError, LookupError) as error:
             raise CheckpointError(f"{folder}: its ledger of data is damaged ({error!r}); use another one") from None
     return folder, notes
+
+
+def _tell_load(run: Run, config: Config, folder: Location, manifest: Manifest) -> str | None:
+    """Say that it is being loaded; what that is called; on the first rank."""
+    if not run.mesh.world.is_first:
+        return None
+    if config.log.log_style == "megatron":
+        step = manifest.state["progress"]["step"]
+        print(f" loading distributed checkpoint from {folder.parent} at iteration {step}", flush=True)
+    else:
+        gib = sum(stamp.size for stamp in manifest.files.values()) / 2**30
+        print(f"loading {folder} ({gib:.3g} GiB)", flush=True)
+    return f"loading {folder}"
+
+
+def loaded_line(run: Run, config: Config, folder: Location) -> str:
+    """What the log says of a start from a checkpoint."""
+    if config.log.log_style == "megatron":
+        where = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
+        return f"  successfully loaded checkpoint from {folder.parent} {where}"
+    return f"{'resumed from' if run.state.step else 'begins with'} {folder} at step {run.state.step}"
 
 
 def _numbers(run: Run, folder: Location, manifest: Manifest) -> tuple[dict[str, int], int, LossScaler]:

@@ -190,7 +190,9 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
         main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # in half precision: more exact
         wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
         rows = run.vocab_size if theirs.padded else theirs.rows
-        fill_from(theirs.tensors, wanted, specs_of(theirs.model, rows), str(folder))
+        if mesh.world.is_first:
+            print(f"loading {theirs.folder} ({len(theirs.tensors)} tensors)", flush=True)
+        fill_from(theirs.tensors, wanted, specs_of(theirs.model, rows), str(folder), mesh.world.is_first)
         return folder, theirs
 
     folder, theirs = together(mesh, read, f"reading the weights of {folder}")

@@ -110,6 +110,8 @@ def train(
         nonlocal saved
         if saver is None or saved == run.state.step:
             return
+        if report is not None:
+            report.say(saver.beginning(run.state.step))
         save(run, saver, config_toml, optimizer=plan.save_optimizer, last=last)
         saved = run.state.step
         if clock is not None:

@@ -26,7 +26,7 @@ from megalite.parallel import shared_memory
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
 from megalite.train import foreign
 from megalite.train.allocator import keep_freed_memory
-from megalite.train.checkpoints import open_saver
+from megalite.train.checkpoints import loaded_line, open_saver
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.export import check_export, export
 from megalite.train.hardware import Peak, find_peak
@@ -166,8 +166,7 @@ def _pretrain(config: Config, ranks: Ranks, device: torch.device, sources: Sourc
         if ranks.rank == 0:
             report = _reporter(config, run, sources, folder, ranks)
             if loaded is not None:
-                how = "resumed from" if run.state.step else "begins with"
-                report.say(f"{how} {loaded} at step {run.state.step}")
+                report.say(loaded_line(run, config, loaded))
             for note in notes:
                 report.say(f"note: {note}")
         if config.train.compile:  # now, and not in the first step: its time is of the training
