@@ -156,10 +156,9 @@ class Saver:
             with self._replaced_by(step):
                 writer.commit(part, final, json.loads(frozen), step, self.mesh.world.size)
             took = time.perf_counter() - begin
+            times = f"{took:.2f} s after it was scheduled{self._size(took)}"
             waited = f"training waited {self.waited_s:.3f} s{self._of_them()}"
-            self._news.append(
-                f"committed {final.name}, {took:.2f} s after it was scheduled{self._size(took)}; {waited}"
-            )
+            self._news.append(f"committed {final.name}, {times}; {waited}")
             self._tell_megatron(step)
             self._prune(step)
 
