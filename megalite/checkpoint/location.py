@@ -89,5 +89,6 @@ def step_of(name: str) -> int | None:
 
 
 def is_megatron(folder: Path) -> bool:
-    """Whether it holds one checkpoint of Megatron-LM."""
-    return any((folder / name).exists() for name in _MEGATRON)
+    """Whether it holds one checkpoint of Megatron-LM, and none of ours."""
+    ours = any((folder / name).exists() for name in ("manifest.json", "COMPLETE"))
+    return not ours and any((folder / name).exists() for name in _MEGATRON)

@@ -118,9 +118,8 @@ def folder_of(directory: Path) -> Path:
 
 
 def holds(directory: Path) -> bool:
-    """Whether it is, or has in it, a checkpoint of Megatron-LM."""
-    inner = (*directory.glob("iter_*"), directory / "release")
-    return is_megatron(directory) or any(is_megatron(folder) for folder in inner)
+    """Whether it has a checkpoint of Megatron-LM in it."""
+    return any(is_megatron(folder) for folder in (*directory.glob("iter_*"), directory / "release"))
 
 
 def find(directory: Path, step: int | None = None) -> Path | None:

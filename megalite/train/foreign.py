@@ -19,7 +19,7 @@ from megalite.checkpoint import megatron, storage
 from megalite.checkpoint.convert import Foreign
 from megalite.checkpoint.foreign_load import fill_from
 from megalite.checkpoint.hugging_face import open_model
-from megalite.checkpoint.location import is_url
+from megalite.checkpoint.location import is_megatron, is_url
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.megatron import true_vocab_size
 from megalite.checkpoint.megatron_dist import open_checkpoint
@@ -73,7 +73,7 @@ def open_weights(folder: Path, seq_length: int | None, step: int | None) -> Weig
 def _is_foreign(folder: Path) -> bool:
     if storage.steps_in(folder):
         return False
-    return (folder / "config.json").is_file() or (folder.is_dir() and megatron.holds(folder))
+    return (folder / "config.json").is_file() or is_megatron(folder) or megatron.holds(folder)
 
 
 def named_by(config: Config) -> Path | None:

@@ -13,7 +13,9 @@ from ranks import run_ranks
 from test_convert_megatron import Case, V, tool, write
 
 from megalite import cli
+from megalite.checkpoint.location import is_megatron
 from megalite.checkpoint.megatron import find
+from megalite.checkpoint.storage import steps_in
 from megalite.checkpoint.whole import open_checkpoint
 from megalite.config import Config
 from megalite.models.families import PRESETS
@@ -159,3 +161,11 @@ def test_the_vocabulary_survives_the_way_there_and_back(tokenizer: list[str], tm
     run = build_run(parse(tmp_path / "there"), Ranks(), CPU)
     assert run.vocab_size == true
     run.close()
+
+
+def test_a_stray_file_of_theirs_does_not_hide_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    assert tool("--from-megatron", theirs(tmp_path / "theirs", "torch", GPT), "--save", tmp_path / "ours") == 0
+    (tmp_path / "ours" / "iter_0000000" / ".metadata").write_bytes(b"")
+    (tmp_path / "ours" / ".metadata").write_bytes(b"")
+    assert steps_in(tmp_path / "ours") == [0] and not is_megatron(tmp_path / "ours" / "iter_0000000")
+    assert parse(tmp_path / "ours", "--save", str(tmp_path / "ours")).model.num_layers == 4
