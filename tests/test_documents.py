@@ -13,8 +13,8 @@ import pytest
 from documents import DOCUMENTS, GENERATED, HISTORY, ROOT, Command, commands, parsed_by, start
 
 from megalite import cli
-from megalite.config_check import check
 from megalite.config import local_processes, options
+from megalite.config_check import check
 from megalite.megatron import known_flags
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
@@ -65,7 +65,7 @@ def test_every_command_is_read_by_its_program(
     config, _ = cli.read([str(ROOT / w) if w.startswith("examples/") else w for w in words], PRESETS)
     if config.checkpoint.use_checkpoint_args:  # the rest is in a checkpoint
         return
-    ranks = max(world, config.parallel.nproc)
+    ranks = max(world, local_processes(config.parallel))
     assert check(config, ranks) == []
     mock = replace(
         config.data, data_path=None, tokenizer_type=None, tokenizer_model=None, mock_data=True, vocab_size=100
@@ -193,7 +193,9 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
     """Of the trainer, with Megatron-LM's that it answers, of the tools, of torchrun and of the test suite."""
     from torch.distributed.run import get_args_parser
 
-    found = {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
+    found = (
+        {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
+    )
     found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh"}
     for path in sorted((ROOT / "tools").glob("*.py")):
         if "ArgumentParser(" in path.read_text():

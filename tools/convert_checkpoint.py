@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export  # noqa: E402
+from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export, second_reading  # noqa: E402
 from megalite.checkpoint.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.checkpoint.hugging_face_config import choose_family  # noqa: E402
 from megalite.checkpoint.hugging_face_write import write_model  # noqa: E402
@@ -32,15 +32,17 @@ from megalite.checkpoint.logits import compare_logits  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
 from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
-from megalite.config import Config, ConfigError, build  # noqa: E402
+from megalite.config import Config, ConfigError, ModelConfig, build  # noqa: E402
 from megalite.config_toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
-from megalite.data.tokenizer import TYPES, build_tokenizer  # noqa: E402
+from megalite.data.tokenizer import build_tokenizer  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
+from megalite.train.checkpoints import TOKENIZER  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
 from megalite.train.export import family_in, like_of, tokenizer_files  # noqa: E402
+from megalite.train.foreign import UNKNOWN_VOCABULARY, tokenizer_named_in  # noqa: E402
 from megalite.train.state import State  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,9 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--to-hf", type=Path, metavar="DIR", help="make a Hugging Face model directory")
     target.add_argument("--to-megatron", type=Path, metavar="DIR", help="make a release of Megatron-LM")
     parser.add_argument(
-        "--check", action="store_true", help="compare both sides afterwards: all bits, and logits with transformers'"
+        "--check", action="store_true", help="compare both sides: all bits, each layer, and logits with transformers'"
     )
-    parser.add_argument("--check-bits", action="store_true", help="only all bits: one tensor in memory at a time")
+    parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
     parser.add_argument("--family", choices=sorted(HUGGING_FACE), help="--to-hf: default: of --like, or the first fit")
     parser.add_argument("--like", type=Path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied")
@@ -128,6 +130,8 @@ def misuse(args: argparse.Namespace) -> str | None:
 
 def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
     """`options` if such a tokenizer can be opened here and has at most `rows` tokens; else nothing, with a note."""
+    if not options:
+        return {}
     try:
         found = build_tokenizer(**options).vocab_size
     except DataError as error:
@@ -150,18 +154,19 @@ def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str
 def from_hf(args: argparse.Namespace) -> bool:
     folder: Path = args.from_hf
     theirs = hugging_face.open_model(folder, args.seq_length)
-    tokenizer = tokenizer_beside(folder)
-    if tokenizer:
-        tokenizer = checked_tokenizer(tokenizer, theirs.vocab_size)
+    tokenizer = checked_tokenizer(tokenizer_beside(folder), theirs.vocab_size)
     state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.vocab_size)
     written = write_import(args.save, theirs.tensors, specs, theirs.vocab_size, state)
     print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size}")
-    return checked(args, folder, theirs, Ours(open_checkpoint(written), False))
+    return checked(args, folder, theirs, Ours(open_checkpoint(written)))
 
 
 def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.HuggingFaceModel, ours: Ours) -> bool:
     """What --check and --check-bits ask for. Logits have a bound, unless --dtype rounded the weights."""
-    good = not (args.check or args.check_bits) or report(theirs.tensors, ours, theirs.vocab_size)
+    if not (args.check or args.check_bits):
+        return True
+    weight = second_reading.hugging_face(folder, theirs.family, theirs.model)
+    good = report(theirs.tensors, ours, theirs.vocab_size) & agrees(weight, theirs.model, ours, theirs.vocab_size)
     if not args.check:
         return good
     if importlib.util.find_spec("transformers") is None:
@@ -176,25 +181,27 @@ def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.Hugging
 
 
 def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool) -> bool:
-    folder = megatron.folder_of(folder)
-    dist = (folder / ".metadata").is_file()
-    theirs = megatron_dist.open_dist(folder) if dist else megatron.open_megatron(folder)
+    theirs = megatron_dist.open_checkpoint(megatron.find(folder) or megatron.folder_of(folder))
     rows, args = theirs.padded_vocab_size, theirs.args
-    tokenizer: dict[str, Any] = {}
-    if getattr(args, "tokenizer_type", None) in TYPES:
-        names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
-        tokenizer = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-        tokenizer = checked_tokenizer(tokenizer, rows)
+    tokenizer = checked_tokenizer(tokenizer_named_in(args), rows)
     if vocab_size is None:
-        vocab_size = build_tokenizer(**tokenizer).vocab_size if tokenizer else rows
-        print(f"vocabulary {vocab_size} of {rows} rows, as its {'tokenizer' if tokenizer else 'tensors'} have it")
+        size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
+        vocab_size = megatron.true_vocab_size(args, rows, size)
+    unknown, vocab_size = vocab_size is None, vocab_size or rows
     if vocab_size > rows:
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     tokenizer["vocab_size"] = vocab_size
     state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, tokenizer)
     written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), vocab_size, state)
-    print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size}")
-    return not check or report(theirs.tensors, Ours(open_checkpoint(written), False), vocab_size)
+    print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
+    if unknown:
+        print(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size", file=sys.stderr)
+    return not check or checked_megatron(theirs, Ours(open_checkpoint(written)), vocab_size)
+
+
+def checked_megatron(theirs: megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
+    weight = second_reading.megatron(theirs.shards, theirs.args, theirs.model)
+    return report(theirs.tensors, ours, vocab_size) & agrees(weight, theirs.model, ours, vocab_size)
 
 
 def to_hf(args: argparse.Namespace) -> bool:
@@ -203,30 +210,34 @@ def to_hf(args: argparse.Namespace) -> bool:
     like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
-    files = tokenizer_files(config.data, eod) if args.like is None else hugging_face.companions(like)
+    own = tokenizer_files(config.data, eod) if args.like is None else (hugging_face.companions(like), None)
+    files, note = own
     family = choose_family(model, args.family, family_in(like))
-    ours = Ours(source, model.apply_layernorm_1p, DTYPES.get(args.dtype))
+    ours = Ours(source, DTYPES.get(args.dtype), specs_of(model, vocab_size))
     size = args.max_shard_size or parse_size("5GB")
     theirs = write_model(args.to_hf, ours, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size)
     count = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
     print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {count} files, vocabulary {vocab_size}")
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
     return checked(args, args.to_hf, theirs, ours)
 
 
 def to_megatron(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load)
     model = saved_model(source)
-    vocab_size, _ = vocabulary(saved_config(source), source.manifest.state.get("vocab_size"), args.vocab_size)
-    ours = Ours(source, False, DTYPES.get(args.dtype))  # there too, norm weights may be a difference from 1
+    config = saved_config(source)
+    vocab_size, _ = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
+    tokenizer = {name: getattr(config.data, name) for name in TOKENIZER}
+    ours = Ours(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
     fused = args.transformer_impl != "local"
     written = megatron_export.write_megatron(
-        args.to_megatron, ours, model, vocab_size=vocab_size, tp=tp, pp=pp, fused=fused
+        args.to_megatron, ours, model, vocab_size=vocab_size, tokenizer=tokenizer, tp=tp, pp=pp, fused=fused
     )
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
-    return not (args.check or args.check_bits) or report(
-        megatron.open_megatron(args.to_megatron).tensors, ours, vocab_size
-    )
+    check = args.check or args.check_bits
+    return not check or checked_megatron(megatron.open_megatron(args.to_megatron), ours, vocab_size)
 
 
 def saved_config(source: Source) -> Config:
@@ -248,6 +259,19 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
     if not isinstance(size, int) or size < 1:
         raise CheckpointError("the checkpoint does not tell its vocabulary; give --vocab-size")
     return size, eod
+
+
+def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab_size: int) -> bool:
+    """The check that shares nothing with what converts: each layer computes the same."""
+    model, written = saved_model(ours.source), ours.dtype_of_name("embedding.word")
+    rounded = written != ours.source.dtype("model/embedding.word") or (model.apply_layernorm_1p and ours.used)
+    rounding = torch.finfo(written).eps if rounded else 0.0
+    whole = ours.dtype == torch.float32
+    verdict = second_reading.compare_layers(
+        weight, theirs, ours.source, model, vocab_size, main_weights=whole, rounding=rounding
+    )
+    print(verdict)
+    return verdict.good
 
 
 def report(theirs: list[Foreign], ours: Ours, vocab_size: int) -> bool:

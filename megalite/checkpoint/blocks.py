@@ -23,6 +23,7 @@ from megalite.checkpoint import hashing
 from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.pieces import inside, intersect, offset_in, rectangles
+from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.storage import OpenFile, storage_of
 from megalite.checkpoint.tensor_file import Place, places
 from megalite.parallel.spec import Box
@@ -57,9 +58,11 @@ def read_blocks(
     manifest: Manifest,
     todo: Sequence[tuple[str, int]],
     wants: Mapping[tuple[str, int], Sequence[Want]] | None = None,
+    tell: str | None = None,
 ) -> None:
     """Read the blocks `todo`, (file, number) in order, check their hashes, and fill the targets of `wants`. Raises
-    CheckpointError that names the first block that is wrong, and the tensors in it."""
+    CheckpointError that names the first block that is wrong, and the tensors in it. `tell`: what this is called in the
+    lines that say how far it is."""
     storage = storage_of(folder)
     turn = threading.Lock() if storage.in_order else contextlib.nullcontext()
     jobs: queue.SimpleQueue[tuple[int, str, int]] = queue.SimpleQueue()
@@ -88,7 +91,11 @@ def read_blocks(
                 wrong[n] = _named(folder / name, error)
                 return
             files.done(name)
+            if progress is not None:
+                progress.add((block.end - block.begin) / 2**30)
 
+    total = sum(min(s.block, s.size - i * s.block) for name, i in todo for s in [manifest.files[name]]) / 2**30
+    progress = None if tell is None else Progress(tell, total, "GiB that this rank needs")
     try:
         with ThreadPoolExecutor(min(storage.readers, len(todo) or 1), thread_name_prefix="megalite-read") as pool:
             for thread in [pool.submit(work) for _ in range(min(storage.readers, len(todo)))]:

@@ -94,13 +94,13 @@ def saved_model(source: Source) -> ModelConfig:
 class Ours:
     """Our side of an export: rectangles in `dtype`; None: as stored.
 
-    Where fp32 is wanted of a run in half precision, the main weights are read, which are more exact. Norm weights that
-    are stored as their difference from 1 get the 1 back with `one_plus`.
+    Where fp32 is wanted of a run in half precision, the main weights are read, which are more exact. `used`: the
+    model's specs, for a format that holds values as they are used: a stored difference gets its offset back.
     """
 
     source: Source
-    one_plus: bool
     dtype: torch.dtype | None = None
+    used: Specs | None = None
 
     def _key(self, name: str) -> str:
         main = f"optimizer.main/{name}"
@@ -112,13 +112,16 @@ class Ours:
     def dtype_of(self, entry: Entry) -> torch.dtype:
         return self.dtype_of_name(entry.parts[0][0])
 
+    def offset(self, name: str) -> float:
+        return 0.0 if self.used is None else self.used[name].offset
+
     def rows(self, name: str) -> int:
         return self.source.shape(self._key(name))[0]
 
     def read(self, name: str, box: Box) -> Tensor:
         values = self.source.read(self._key(name), box)
-        if self.one_plus and (name.endswith(".norm.weight") or name == "final_norm.weight"):
-            values = values + 1
+        if offset := self.offset(name):
+            values = values + offset
         return values if self.dtype is None else values.to(self.dtype)
 
     def join(self, entry: Entry) -> Tensor:

@@ -16,7 +16,7 @@ from megalite.checkpoint.tensor_file import Place, places
 from megalite.parallel.spec import Box, Piece
 
 
-def fill_pieces(folder: Location, manifest: Manifest, pieces: Sequence[Piece]) -> None:
+def fill_pieces(folder: Location, manifest: Manifest, pieces: Sequence[Piece], tell: str | None = None) -> None:
     """Write the checkpoint's values into `pieces`, which fit it, and check every block that a value comes from.
 
     A block whose hash is wrong is not used, but those before it were: after CheckpointError the pieces hold a mixture.
@@ -47,7 +47,7 @@ def fill_pieces(folder: Location, manifest: Manifest, pieces: Sequence[Piece]) -
                 wants.setdefault((name, i), []).append(want)
         for i in range(-(-min(place.begin for place in header.values()) // block)):
             wants.setdefault((name, i), [])  # the header, which said where everything is
-    read_blocks(folder, manifest, sorted(wants), wants)
+    read_blocks(folder, manifest, sorted(wants), wants, tell)
 
 
 def _blocks_of(box: Box, stored: Box, place: Place, block: int) -> range:

@@ -12,6 +12,7 @@ from megalite.checkpoint.convert import Foreign
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.name_map import Specs, split
 from megalite.checkpoint.pieces import inside, intersect, rectangles
+from megalite.checkpoint.progress import Progress
 from megalite.parallel.spec import Box, Piece
 
 
@@ -25,8 +26,11 @@ def misshapen(pieces: Sequence[Piece], specs: Specs) -> list[str]:
     return lines
 
 
-def fill_from(foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str) -> None:
-    """Write the values of `foreign`, a model of `specs`, into the pieces' data, in the pieces' dtype.
+def fill_from(
+    foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool = False
+) -> None:
+    """Write the values of `foreign`, a model of `specs`, into the pieces' data, in the pieces' dtype. `tell`: say how
+    far it is, where it takes long.
 
     Raises CheckpointError: before anything changes where shapes differ, later where a file cannot be read.
     """
@@ -35,7 +39,10 @@ def fill_from(foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs,
     wanted: dict[str, list[Piece]] = {}
     for piece in pieces:
         wanted.setdefault(_bare(piece), []).append(piece)
+    progress = Progress(f"loading {where}", len(foreign), "tensors") if tell else None
     for one in foreign:
+        if progress is not None:
+            progress.add(1)
         if any(_meets(wanted, name, box) for name, box in one.entry.parts):
             for name, box, values in split(one.entry, one.read()):
                 for piece in wanted.get(name, ()):

@@ -17,7 +17,7 @@ from typing import Any
 
 from megalite.checkpoint import aside
 from megalite.checkpoint.aside import sync as _sync
-from megalite.checkpoint.location import LOCK, CheckpointError, step_of
+from megalite.checkpoint.location import LOCK, CheckpointError, is_megatron, step_of
 
 _REPLACED = ".replaced"
 
@@ -35,7 +35,8 @@ class LocalStorage:
     def steps_in(self, directory: Path) -> list[int]:
         if not directory.is_dir():
             return []
-        return sorted(step for p in directory.glob("iter_*") if (step := step_of(p.name)) is not None and p.is_dir())
+        found = {p: step for p in directory.glob("iter_*") if (step := step_of(p.name)) is not None and p.is_dir()}
+        return sorted(step for p, step in found.items() if not is_megatron(p))
 
     def entries(self, folder: Path) -> dict[str, int]:
         try:

@@ -8,6 +8,8 @@ from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
+# in a folder iter_NNNNNNN or release that Megatron-LM has written, in whatever format, and never in one of ours
+_MEGATRON = (".metadata", "metadata.json", "mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
 
 
 class CheckpointError(RuntimeError):
@@ -84,3 +86,9 @@ def step_of(name: str) -> int | None:
     number = name.removeprefix("iter_")
     usual = name.startswith("iter_") and number.isascii() and number.isdecimal()
     return int(number) if usual and name == f"iter_{int(number):07d}" else None
+
+
+def is_megatron(folder: Path) -> bool:
+    """Whether it holds one checkpoint of Megatron-LM, and none of ours."""
+    ours = any((folder / name).exists() for name in ("manifest.json", "COMPLETE"))
+    return not ours and any((folder / name).exists() for name in _MEGATRON)

@@ -40,22 +40,26 @@ class LogitVerdict:
         )
 
 
+def fill_stage(stage: Stage, source: Source, main_weights: bool) -> None:
+    """`main_weights`: of a run in half precision those that the optimizer keeps. Raises CheckpointError."""
+    pieces = weight_pieces(stage, Mesh.alone())
+    if main_weights:
+        main = {piece.name: piece.name.replace("model/", "optimizer.main/", 1) for piece in pieces}
+        pieces = [replace(p, name=main[p.name]) if main[p.name] in source.manifest.tensors else p for p in pieces]
+    reader.fill(source.folder, source.manifest, pieces, Mesh.alone())
+
+
 @torch.no_grad()
 def our_logits(
     source: Source, model: ModelConfig, ids_BS: Tensor, vocab_size: int, main_weights: bool = False
 ) -> Tensor:
-    """[B, S, V] in fp32, of the checkpoint loaded as one stage on the CPU. Raises CheckpointError. `main_weights`: of a
-    run in half precision those that the optimizer keeps."""
+    """[B, S, V] in fp32, of the checkpoint loaded as one stage on the CPU; `main_weights`: as in `fill_stage`."""
     rows = source.shape("model/embedding.word")[0]
     make, layers = Maker(Mesh.alone(), torch.float32, seed=0), range(model.num_layers)
     stage = Stage(
         make, model, layers, first=True, last=True, vocab_size=vocab_size, padded_vocab_size=rows, dropout_seed=0
     )
-    pieces = weight_pieces(stage, make.mesh)
-    if main_weights:
-        main = {piece.name: piece.name.replace("model/", "optimizer.main/", 1) for piece in pieces}
-        pieces = [replace(p, name=main[p.name]) if main[p.name] in source.manifest.tensors else p for p in pieces]
-    reader.fill(source.folder, source.manifest, pieces, Mesh.alone())
+    fill_stage(stage, source, main_weights)
     batch = Batch(ids_BS.T, None, None, torch.zeros(len(ids_BS), dtype=torch.int64), 0)
     return stage.eval()(None, batch)[..., :vocab_size].transpose(0, 1)
 

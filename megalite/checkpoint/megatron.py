@@ -15,7 +15,7 @@ from __future__ import annotations
 import pickle  # its error only; torch's restricted loader does the reading
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert import Foreign, model_of
+from megalite.checkpoint.location import is_megatron
 from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.megatron_args import read_args
 from megalite.checkpoint.name_map import entries, specs_of
@@ -73,7 +74,10 @@ INERT = (
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A checkpoint that was opened: `padded_vocab_size` rows in embedding and head, `args` as they were saved."""
+    """A checkpoint that was opened: `padded_vocab_size` rows in embedding and head, `args` as they were saved.
+
+    shards(name within its layer, layer), or of what is outside the layers: the tensor of each tp rank. KeyError.
+    """
 
     folder: Path
     options: dict[str, Any]
@@ -82,6 +86,7 @@ class MegatronModel:
     dtype: torch.dtype
     tensors: list[Foreign]
     args: Namespace
+    shards: Callable[[str, int], list[Tensor]]
 
 
 def load_pickle(path: Path) -> dict[str, Any]:
@@ -110,6 +115,37 @@ def folder_of(directory: Path) -> Path:
     if text != "release" and not (text.isascii() and text.isdigit()):
         raise CheckpointError(f"{tracker}: {text[:40]!r} is neither a number nor release; give the iteration's folder")
     return directory / (text if text == "release" else f"iter_{int(text):07d}")
+
+
+def holds(directory: Path) -> bool:
+    """Whether it has a checkpoint of Megatron-LM in it."""
+    return any(is_megatron(folder) for folder in (*directory.glob("iter_*"), directory / "release"))
+
+
+def find(directory: Path, step: int | None = None) -> Path | None:
+    """The folder of the checkpoint of Megatron-LM that `directory` is or holds, the one that its tracker file names or
+    that of `step`; None where it holds none. Raises CheckpointError where the named one is not there."""
+    if is_megatron(directory):
+        if step is not None and directory.name != f"iter_{step:07d}":
+            raise CheckpointError(f"{directory} is not the checkpoint of step {step}; give the folder above it")
+        return directory
+    iterations = [p.name for p in sorted(directory.glob("iter_*")) if is_megatron(p)]
+    folder = folder_of(directory) if step is None else directory / f"iter_{step:07d}"
+    if is_megatron(folder):
+        return folder
+    if not iterations:
+        return None
+    where = f"{directory / TRACKER} names" if step is None and folder != directory else f"{directory} holds"
+    raise CheckpointError(
+        f"{where} no checkpoint that is there, but it has {', '.join(iterations[-3:])}; give --ckpt-step, or the folder"
+    )
+
+
+def true_vocab_size(args: Namespace, rows: int, tokenizer: int | None = None) -> int | None:
+    """How many of the embedding's `rows` are tokens, as our converter has written it, or as `tokenizer` has them, or as
+    --vocab-size said; None where nothing does: Megatron-LM itself keeps the padded size alone."""
+    found = (getattr(args, "true_vocab_size", None), tokenizer, getattr(args, "vocab_size", None))
+    return next((n for n in found if type(n) is int and 0 < n <= rows), None)
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
@@ -159,7 +195,26 @@ def open_megatron(directory: Path, say: Any = print) -> MegatronModel:
     tensors = _tensors(model, stages, files, padded, tp, pp)
     dtypes = [one.dtype for one in tensors]
     usual = max(set(dtypes), key=dtypes.count)
-    return MegatronModel(folder, options, model, padded, usual, tensors, args)
+    return MegatronModel(folder, options, model, padded, usual, tensors, args, _shards(stages, tp, pp))
+
+
+def _shards(stages: dict[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int) -> Callable[..., list[Tensor]]:
+    """Of MegatronModel: the stages in the order of the depth, each rank's chunks in turn."""
+    depth = [(p, chunk) for chunk in range(len(stages[0, 0])) for p in range(pp)]
+    layers: list[tuple[int, int, int]] = []
+    for p, chunk in depth:
+        numbers = {int(found[1]) for name in stages[0, p][chunk] if (found := _LAYER.match(name))}
+        layers += [(p, chunk, n) for n in sorted(numbers)]
+
+    def shards(name: str, layer: int) -> list[Tensor]:
+        if name.startswith(("self_attention.", "mlp.", "input_layernorm.", "pre_mlp_layernorm.")):
+            p, chunk, n = layers[layer]
+            name = f"decoder.layers.{n}.{name}"
+        else:
+            p, chunk = depth[0 if name.startswith("embedding.") else -1]
+        return [stages[t, p][chunk][name] for t in range(tp)]
+
+    return shards
 
 
 def _stages(file: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:

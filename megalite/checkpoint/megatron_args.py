@@ -84,8 +84,6 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     for name, usual in _ONLY.items():
         if getattr(args, name, None) not in usual:
             problems.append(f"{name}={getattr(args, name)!r}")
-    if options["apply_layernorm_1p"] and options["qk_layernorm"]:
-        problems.append("apply_layernorm_1p=True with qk_layernorm=True")
     if problems:
         raise CheckpointError(f"{where}: args that megalite does not have:\n  " + "\n  ".join(problems))
     return options
@@ -143,12 +141,21 @@ def _activation(args: Namespace) -> str:
     return gelu_form(**{name: _given(args, name, default) for name, default in flags.items()})
 
 
-def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, dtype: str) -> Namespace:
-    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args. Raises CheckpointError."""
+def write_args(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int,
+    tokenizer: Mapping[str, Any],
+    tp: int,
+    pp: int,
+    dtype: str,
+) -> Namespace:
+    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args; and the true vocabulary, for
+    which it has no place. `tokenizer`: the options that name it, None where one is not given. Raises CheckpointError.
+    """
     if model.parallel_residual:
         raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")
-    if model.apply_layernorm_1p and model.qk_layernorm:
-        raise CheckpointError("apply_layernorm_1p with qk_layernorm means another thing in Megatron-LM")
     values = {name: getattr(model, name) for name in _SAME}
     if model.position_embedding_type != "yarn":
         values |= {name: None for name in _SAME if name.startswith("yarn_")}
@@ -163,7 +170,8 @@ def write_args(model: ModelConfig, *, padded_vocab_size: int, tp: int, pp: int, 
     values |= {"openai_gelu": False, "bias_gelu_fusion": model.activation == "gelu" and model.add_bias_linear}
     if model.activation == "gelu" and not model.add_bias_linear:
         values["openai_gelu"] = True
-    values |= {"padded_vocab_size": padded_vocab_size, "make_vocab_size_divisible_by": 128}
+    values |= {**tokenizer, "true_vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
+    values |= {"make_vocab_size_divisible_by": 128}
     values |= {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,

@@ -16,6 +16,7 @@ import pickle  # for an Unpickler that finds no class but those listed here
 import re
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from megalite.checkpoint.convert import Foreign, model_of
 from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.megatron import DAMAGED, INERT, MegatronModel, load_pickle
+from megalite.checkpoint.megatron import DAMAGED, INERT, MegatronModel, load_pickle, open_megatron
 from megalite.checkpoint.megatron_args import read_args
 from megalite.checkpoint.name_map import entries, specs_of
 from megalite.checkpoint.pieces import inside, intersect
@@ -103,6 +104,18 @@ class Reader:
         return values
 
 
+def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> MegatronModel:
+    """One of the two formats that can be read. Raises CheckpointError."""
+    if not (folder / ".metadata").is_file() and not (folder / "metadata.json").is_file():
+        return open_megatron(folder, say)
+    if not (folder / "common.pt").is_file() or not (folder / ".metadata").is_file():
+        raise CheckpointError(
+            f"{folder}: cannot be read: of Megatron-LM's formats only torch_dist and torch are; "
+            "convert it there with --ckpt-convert-format torch_dist"
+        )
+    return open_dist(folder, say)
+
+
 def open_dist(folder: Path, say: Any = print) -> MegatronModel:
     """Read args and the list of all tensors. Raises CheckpointError listing what is wrong."""
     say(f"opening {folder / 'common.pt'}: a pickle, of which tensors and {1 + len(INERT)} listed types are accepted")
@@ -126,7 +139,7 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
     word = stored.get("embedding.word_embeddings.weight")
     if word is None or len(word.shape) != 2:
         raise CheckpointError(f"{folder}: has no word embeddings; it is not the checkpoint of a GPT")
-    problems, found, reader = [], [], Reader(folder)
+    problems, found, reader, places = [], [], Reader(folder), dict(named)
     for entry in entries(MEGATRON, specs_of(model, word.shape[0]), model.groups, range(model.num_layers)):
         key, n = named.pop(entry.theirs, (None, None))
         if key is None:
@@ -146,8 +159,17 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
     problems += [f"{key}: not a tensor of this model" for key, _ in named.values()]
     if problems:
         raise CheckpointError(f"{folder}: the tensors do not fit the args:\n  " + "\n  ".join(problems[:20]))
+
+    def shards(name: str, layer: int) -> list[Tensor]:  # there are none: a tensor is whole whatever tp was
+        key, n = places[name if name in places else f"decoder.layers.{layer}.{name}"]
+        shape = stored[key].shape
+        begin = (0,) * len(shape) if n is None else (n, *(0 for _ in shape[1:]))
+        values = reader.read(key, stored[key], Box(begin, shape if n is None else (n + 1, *shape[1:])))
+        return [values if n is None else values[0]]
+
     dtypes = [one.dtype for one in found]
-    return MegatronModel(folder, options, model, word.shape[0], max(set(dtypes), key=dtypes.count), found, args)
+    usual = max(set(dtypes), key=dtypes.count)
+    return MegatronModel(folder, options, model, word.shape[0], usual, found, args, shards)
 
 
 def read_metadata(folder: Path) -> dict[str, Stored]:

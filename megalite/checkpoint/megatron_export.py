@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +27,19 @@ from megalite.parallel.spec import Box
 
 
 def write_megatron(
-    directory: Path, ours: Ours, model: ModelConfig, vocab_size: int, *, tp: int = 1, pp: int = 1, fused: bool = True
+    directory: Path,
+    ours: Ours,
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    tokenizer: Mapping[str, Any],
+    tp: int = 1,
+    pp: int = 1,
+    fused: bool = True,
 ) -> Path:
     """A `release` of Megatron-LM for tp x pp ranks, in memory one rank at a time. Raises CheckpointError.
 
+    tokenizer: its options, which Megatron-LM compares with its own.
     fused: names of Transformer Engine's layers (Megatron-LM's default), in which norms are part of the matmul after.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -38,7 +49,8 @@ def write_megatron(
         raise CheckpointError(f"layers, groups or heads do not split evenly over tp={tp}, pp={pp}; choose others")
     part = directory.with_name(f".{directory.name}.part")
     dtype = str(ours.dtype_of_name("embedding.word"))[6:]
-    args = write_args(model, padded_vocab_size=padded, tp=tp, pp=pp, dtype=dtype)
+    sizes = dict(vocab_size=vocab_size, padded_vocab_size=padded)
+    args = write_args(model, **sizes, tokenizer=tokenizer, tp=tp, pp=pp, dtype=dtype)
     try:
         shutil.rmtree(part, ignore_errors=True)
         for t in range(tp):

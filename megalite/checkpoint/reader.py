@@ -9,7 +9,7 @@ that a checkpoint holds, each rank taking its share of the blocks; `fill` then r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -41,11 +41,12 @@ def _number(value: int, mesh: Mesh) -> torch.Tensor:
 @dataclass(frozen=True)
 class Wanted:
     """What to fill from a checkpoint. `exact`: dtypes must agree, and are else converted; `problems`: why it must not
-    be loaded, one line each."""
+    be loaded, one line each; `tell`: what a long load is called in the log."""
 
     pieces: Sequence[Piece]
     exact: bool = False
     problems: Sequence[str] = ()
+    tell: str | None = None
 
 
 def newest(
@@ -91,7 +92,7 @@ def load(
         def fill_these() -> None:
             begun[:] = want.pieces
             with storage_of(folder).reading(folder):
-                fill_pieces(folder, manifest, want.pieces)
+                fill_pieces(folder, manifest, want.pieces, want.tell)
 
         return fill_these
 
@@ -191,21 +192,6 @@ def differences(manifest: Manifest, pieces: Sequence[Piece], exact: bool = False
         elif exact and stored.dtype != dtype:
             lines.append(f"{piece.name}: {dtype} here, {stored.dtype} in the checkpoint")
     return lines
-
-
-def unused(manifest: Manifest, pieces: Sequence[Piece], mesh: Mesh, kinds: Collection[str] | None = None) -> list[str]:
-    """Tensors of the checkpoint that no rank has a piece of; collective, one line each. `kinds`: of names KIND/NAME
-    that matter; None: all."""
-    names = sorted(name for name in manifest.tensors if kinds is None or name.partition("/")[0] in kinds)
-    here = {piece.name for piece in pieces}
-    known = torch.tensor([name in here for name in names], dtype=torch.int32, device=mesh.device)
-    if names:
-        all_reduce_(known, mesh.world, dist.ReduceOp.MAX)
-    return [
-        f"{name}: not here, shape {manifest.tensors[name].shape} in the checkpoint"
-        for name, count in zip(names, known.tolist(), strict=True)
-        if not count
-    ]
 
 
 def _refuse_differences(folder: Location, manifest: Manifest, want: Wanted, mesh: Mesh) -> None:

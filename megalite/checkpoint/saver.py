@@ -57,6 +57,8 @@ class Saver:
         self._sound: set[int] = set()
         self._uploader: Uploader | None = None
         self.upload_to: Location | None = None
+        self.megatron = False  # whether the log is in its style
+        self._bytes = 0  # of one checkpoint
 
     @classmethod
     def open(
@@ -82,6 +84,7 @@ class Saver:
         try:
             together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
             total = int(all_reduce_(torch.tensor(nbytes, dtype=torch.int64, device=mesh.device), mesh.world))
+            saver._bytes = total
             if mesh.world.is_first:
                 saver._begin(total)
             else:
@@ -141,7 +144,9 @@ class Saver:
             if self.mesh.world.is_first:
                 self._prune(step)
             self.waited_s = time.perf_counter() - asked
-            self._news.append(f"saved {final.name} in {time.perf_counter() - begin:.2f} s{self._of_them()}")
+            took = time.perf_counter() - begin
+            self._news.append(f"saved {final.name} in {took:.2f} s{self._size(took)}{self._of_them()}")
+            self._tell_megatron(step)
             return final
         part = self.storage.part_of(final)
         writer.begin_part(part, self.mesh, self._confirm)
@@ -150,14 +155,18 @@ class Saver:
         def commit() -> None:
             with self._replaced_by(step):
                 writer.commit(part, final, json.loads(frozen), step, self.mesh.world.size)
-            times = f"{time.perf_counter() - begin:.2f} s after it was scheduled"
+            took = time.perf_counter() - begin
+            times = f"{took:.2f} s after it was scheduled{self._size(took)}"
             waited = f"training waited {self.waited_s:.3f} s{self._of_them()}"
             self._news.append(f"committed {final.name}, {times}; {waited}")
+            self._tell_megatron(step)
             self._prune(step)
 
         self._host.begin()
         self._flight = Flight(part, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell)
         self._news.append(f"scheduled {final.name}")
+        if self.megatron:
+            self._news.append(f"  scheduled an async checkpoint save at iteration {step:7d} to {self.directory}")
         self.waited_s = time.perf_counter() - asked
         self._flight.start()
         return final
@@ -176,6 +185,22 @@ class Saver:
     def _tell(self, line: str) -> None:
         """From any rank: the news are of rank 0."""
         self._news.append(line) if self.mesh.world.is_first else print(line, file=sys.stderr, flush=True)
+
+    def beginning(self, step: int) -> str:
+        """The line for people before `save`."""
+        if self.megatron:
+            return f"saving checkpoint at iteration {step:7d} to {self.directory} in megalite format"
+        return f"saving checkpoint at step {step} to {self.directory}"
+
+    def _tell_megatron(self, step: int) -> None:
+        """The line that scripts of its users look for."""
+        if self.megatron:
+            where = f"[ t 1/{self.mesh.tp.size}, p 1/{self.mesh.pp.size} ]"
+            self._news.append(f"  successfully saved checkpoint from iteration {step:7d} to {self.directory} {where}")
+
+    def _size(self, took_s: float) -> str:
+        gib = self._bytes / 2**30
+        return f" ({gib:.3g} GiB, {gib / took_s:.2g} GiB/s)" if self._bytes else ""
 
     def _of_them(self) -> str:
         return f", of them {self._before_s:.3f} s for the save before" if self._before_s >= 0.0005 else ""

@@ -35,6 +35,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def library_model(self, end: str) -> Any:
+        """A tokenizers.Tokenizer of its own, in which `end` is a special token."""
+        from tokenizers import Tokenizer as Library
+
+        model: Any = Library.from_str(self._model.to_str())
+        model.add_special_tokens([end])
+        return model
+
     def load_gigatoken(self) -> Any:
         import gigatoken
 

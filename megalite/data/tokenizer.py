@@ -134,7 +134,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: Path):
         import sentencepiece
 
-        self._content = content = read(path)
+        self.content = content = read(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError) as error:
@@ -163,10 +163,14 @@ class SentencePieceTokenizer(Tokenizer):
         found = int(self._model.piece_to_id(token))
         return found if self._model.id_to_piece(found) == token else None
 
+    def begin_end_unknown(self) -> list[str | None]:
+        ids = (int(self._model.bos_id()), self.eod, int(self._model.unk_id()))
+        return [self._model.id_to_piece(i) if i >= 0 else None for i in ids]
+
     def load_gigatoken(self) -> Any:
         import gigatoken
 
-        return gigatoken.Tokenizer.from_sentencepiece(self._content)
+        return gigatoken.Tokenizer.from_sentencepiece(self.content)
 
 
 def build_tokenizer(

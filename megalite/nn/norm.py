@@ -39,8 +39,9 @@ class Norm(nn.Module):
         super().__init__()
         self.eps, self.one_plus = eps, one_plus
         self.normalise, self.add_and_normalise = normalise, add_and_normalise  # or compiled (models/compiled.py)
-        init = Constant(0.0 if one_plus else 1.0)
-        self.weight = make(ParamSpec(f"{name}.weight", (size,), grad="partial", init=init, decay=decay))
+        offset = 1.0 if one_plus else 0.0
+        init = Constant(1.0 - offset)
+        self.weight = make(ParamSpec(f"{name}.weight", (size,), grad="partial", init=init, decay=decay, offset=offset))
         self.bias = None
         if kind == "LayerNorm":
             self.bias = make(ParamSpec(f"{name}.bias", (size,), grad="partial", init=Constant(0.0), decay=decay))

@@ -110,10 +110,7 @@ class Zero1:
         result = []
         for b, bucket in enumerate(buffer.layout.buckets):
             owned = buffer.owned_range(bucket)
-            flats = {"model": buffer.owned_weight(bucket)}
-            if not self.same:
-                flats["optimizer.main"] = self.main[b]
-            flats |= {f"optimizer.{name}": flat for name, flat in self.state[b].items()}
+            flats = self._flats(b)
             for slot in bucket.slots:
                 spec = buffer.layout.entries[slot.entry].spec
                 box = spec.stored_box(mesh.sizes, mesh.position)
@@ -131,6 +128,16 @@ class Zero1:
                     data = flat[first - owned.start : last - owned.start]
                     result.append(Owned(Piece(f"{prefix}/{spec.name}", spec.stored_shape, box, span, data), mine))
         return result
+
+    def _flats(self, b: int) -> dict[str, Tensor]:
+        flats = {"model": self.buffer.owned_weight(self.buffer.layout.buckets[b])}
+        if not self.same:
+            flats["optimizer.main"] = self.main[b]
+        return flats | {f"optimizer.{name}": flat for name, flat in self.state[b].items()}
+
+    def kinds(self) -> dict[str, str]:
+        """The first parts of the names of `pieces` -> dtype; the same on all ranks, whatever they own."""
+        return {kind: str(flat.dtype)[6:] for kind, flat in self._flats(0).items()}
 
     def after_load(self, main_loaded: bool = True) -> None:
         """Make the copies agree after `pieces()` were written: weights from main weights, or the other way round."""

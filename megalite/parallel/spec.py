@@ -68,6 +68,7 @@ class ParamSpec:
     tied    a second copy of this parameter lives at the other end of the pipeline; both copies carry the flag,
             and only when the pipeline has more than one rank
     block_dim  the dim along which initial values are drawn in blocks; default: the sharded one, or 0
+    offset  added to what is stored wherever it is used: 1 for norm weights that are stored as their difference from 1
     rows    how many rows of dim 0 mean something, where the rest pads the vocabulary so that it splits: padding
             depends on the layout, so it is not part of what is stored
     """
@@ -82,6 +83,7 @@ class ParamSpec:
     tied: bool = False
     block_dim: int | None = None
     rows: int | None = None
+    offset: float = 0.0
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import Rates
 from megalite.parallel.spec import Piece
+from megalite.train.fit import MAIN, across_precisions, kinds_of, misfit
 from megalite.train.setup import SetupError
 from megalite.train.state import Run
 
@@ -39,7 +40,7 @@ _EFFECTIVE = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "num_qu
 # by the number of groups, the activation, the kind of positions
 _IMPLIED = {"group_query_attention", "bias_gelu_fusion", "openai_gelu", "add_position_embedding"}
 _PATTERNS = {"window_attn_skip_freq": "windows", "no_rope_freq": "rotary"}  # 2 and [1,0]*4 are the same
-TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def open_saver(run: Run, config: Config) -> Saver | None:
         return None
     pieces = pieces_to_save(run, not c.no_save_optim)
     background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
-    return Saver.open(
+    saver = Saver.open(
         c.save_local or c.save,
         run.mesh,
         sum(piece.data.numel() * piece.data.element_size() for piece in pieces),
@@ -75,6 +76,8 @@ def open_saver(run: Run, config: Config) -> Saver | None:
         background=background,
         upload_to=c.save if c.save_local else None,
     )
+    saver.megatron = config.log.log_style == "megatron"
+    return saver
 
 
 def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
@@ -100,26 +103,35 @@ def resume(
     run: Run, directory: str, config: Config, start: Start, first: str | None = None
 ) -> tuple[Location, list[str]] | None:
     """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, what is
-    worth telling); None where there is none; collective. Raises CheckpointError with every difference at once."""
+    worth telling); None where there is none; collective. Raises SetupError where it does not fit, and
+    CheckpointError."""
     weights_only = start.weights_only or start.afresh
     notes: list[str] = []
     numbers: list[tuple[dict[str, int], int, LossScaler, Rates]] = []  # of the last one looked at
 
     def wanted(folder: Location, manifest: Manifest) -> reader.Wanted:
-        numbers[:] = [_numbers(run, folder, manifest, weights_only, config.checkpoint)]
-        problems = model_differences(config, manifest, folder, run.vocab_size)
-        problems += tokenizer_differences(run.tokenizer, manifest)
+        here, there = run.optimizer.kinds(), kinds_of(manifest)
+        numbers[:] = [_numbers(run, folder, manifest, config.checkpoint)]
+        asked = config.checkpoint.override_opt_param_scheduler or config.checkpoint.use_checkpoint_opt_param_scheduler
+        rates = [] if weights_only or asked else rates_that_differ(run.rates, numbers[0][3])
+        options = model_differences(config, manifest, folder, run.vocab_size)
+        tokenizer = tokenizer_differences(run.tokenizer, manifest)
         notes.clear()  # those of a damaged one
         if start.afresh:
-            notes.extend(f"changed since the checkpoint: {line}" for line in problems)
-            problems = []
+            notes.extend(f"changed since the checkpoint: {line}" for line in [*options, *tokenizer])
+            options, tokenizer = [], []
         pieces = [e.piece for e in run.optimizer.pieces() if not weights_only or e.piece.name.startswith("model/")]
         states = any(name.startswith("optimizer.") for name in manifest.tensors)
         if not weights_only and run.optimizer.rule.states and not states:
             remedy = "add --no-load-optim to go on without, or --finetune to start afresh"
-            raise CheckpointError(f"{folder} holds no optimizer state: {remedy}")
-        problems += reader.unused(manifest, pieces, run.mesh, {"model"} if weights_only else None)
-        return reader.Wanted(pieces, not weights_only, problems)
+            raise SetupError(f"{folder} holds no optimizer state: {remedy}")
+        kept = {} if weights_only else {k: v for k, v in here.items() if k not in ("model", MAIN)}
+        if lines := [*misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, kept), *rates]:
+            raise SetupError("\n".join(lines))
+        if not weights_only and here["model"] != there["model"]:
+            pieces = across_precisions(pieces, here, there)
+            notes.append(f"saved in {there['model']}: the main weights go on bit for bit, in {here['model']}")
+        return reader.Wanted(pieces, not weights_only, tell=_tell_load(run, config, folder, manifest))
 
     found = reader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if found is None:
@@ -136,7 +148,8 @@ def resume(
     else:
         run.optimizer.updates = updates
         run.loss_scaler = scaler
-        run.rates = rates
+        if config.checkpoint.use_checkpoint_opt_param_scheduler:
+            run.rates = rates
         if "rates" not in manifest.state:
             notes.append("the checkpoint does not tell its learning rate and weight decay: those of the options hold")
     ledger = manifest.state.get("data")
@@ -150,11 +163,31 @@ def resume(
     return folder, notes
 
 
+def _tell_load(run: Run, config: Config, folder: Location, manifest: Manifest) -> str | None:
+    """Say that it is being loaded; what that is called; on the first rank."""
+    if not run.mesh.world.is_first:
+        return None
+    if config.log.log_style == "megatron":
+        step = manifest.state["progress"]["step"]
+        print(f" loading distributed checkpoint from {folder.parent} at iteration {step}", flush=True)
+    else:
+        gib = sum(stamp.size for stamp in manifest.files.values()) / 2**30
+        print(f"loading {folder} ({gib:.3g} GiB)", flush=True)
+    return f"loading {folder}"
+
+
+def loaded_line(run: Run, config: Config, folder: Location) -> str:
+    """What the log says of a start from a checkpoint."""
+    if config.log.log_style == "megatron":
+        where = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
+        return f"  successfully loaded checkpoint from {folder.parent} {where}"
+    return f"{'resumed from' if run.state.step else 'begins with'} {folder} at step {run.state.step}"
+
+
 def _numbers(
-    run: Run, folder: Location, manifest: Manifest, weights_only: bool, c: CheckpointConfig
+    run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig
 ) -> tuple[dict[str, int], int, LossScaler, Rates]:
-    """(progress, updates, loss scaler, rates) to go on with. Raises CheckpointError, before anything changes;
-    SetupError where the options ask for other rates."""
+    """(progress, updates, loss scaler, rates) of the checkpoint. Raises CheckpointError, before anything changes."""
     scaler, state = replace(run.loss_scaler), manifest.state
     try:
         _check_scaler(state["loss_scaler"])
@@ -163,17 +196,14 @@ def _numbers(
         updates, rates = int(state["updates"]), Rates.from_json(state["rates"]) if "rates" in state else run.rates
     except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
-    if c.override_opt_param_scheduler:
-        if rates.facts() != run.rates.facts():
-            progress["skipped_samples"] = 0  # as Megatron-LM does: other rates count all that was consumed
-    elif not weights_only and not c.use_checkpoint_opt_param_scheduler:
-        check_rates(run.rates, rates)
-    return progress, updates, scaler, rates if c.use_checkpoint_opt_param_scheduler else run.rates
+    if c.override_opt_param_scheduler and rates.facts() != run.rates.facts():
+        progress["skipped_samples"] = 0  # as Megatron-LM does: other rates count all that was consumed
+    return progress, updates, scaler, rates
 
 
-def check_rates(here: Rates, there: Rates) -> None:
-    """Raises SetupError with every fact of learning rate and weight decay that the checkpoint has otherwise: going on
-    in silence would be another training."""
+def rates_that_differ(here: Rates, there: Rates) -> list[str]:
+    """A line for every fact of learning rate and weight decay that the checkpoint has otherwise, and the remedy: going
+    on in silence would be another training."""
     mine, theirs = here.facts(), there.facts()
     lines = [
         f"{name}={_short(mine.get(name))}, but {_short(theirs.get(name))} in the checkpoint"
@@ -181,11 +211,11 @@ def check_rates(here: Rates, there: Rates) -> None:
         if mine.get(name) != theirs.get(name)
     ]
     if not lines:
-        return
+        return []
     if mine.get("decay in samples") != theirs.get("decay in samples"):
         lines.append("a decay is as long as the training unless --lr-decay-iters or --lr-decay-samples keeps it")
     remedy = "--override-opt-param-scheduler goes on as here, --use-checkpoint-opt-param-scheduler as there"
-    raise SetupError("\n".join([*lines, f"the rates differ from the checkpoint's: {remedy}"]))
+    return [*lines, f"the rates differ from the checkpoint's: {remedy}"]
 
 
 def _short(value: float | str | None) -> float | str | None:

@@ -19,12 +19,16 @@ from megalite.checkpoint.convert import Ours
 from megalite.checkpoint.hugging_face_config import choose_family
 from megalite.checkpoint.hugging_face_write import write_model
 from megalite.checkpoint.manifest import CheckpointError
+from megalite.checkpoint.name_map import specs_of
 from megalite.checkpoint.whole import Source
 from megalite.config import Config, DataConfig
+from megalite.data.indexed import DataError
 from megalite.data.tokenizer import SENTENCEPIECE
+from megalite.data.tokenizer_json import as_tokenizer_json
 from megalite.parallel.comm import broadcast_
 from megalite.train.checkpoints import pieces_to_save
-from megalite.train.hugging_face import named_by
+from megalite.train.datasets import open_tokenizer
+from megalite.train.foreign import named_by
 from megalite.train.setup import SetupError
 from megalite.train.state import Run
 
@@ -47,8 +51,9 @@ def like_of(data: DataConfig) -> Path | None:
     return path if path.is_dir() else path.parent if path.name in hugging_face.COMPANIONS else None
 
 
-def tokenizer_files(data: DataConfig, eod: int | None) -> dict[str, Path | str]:
-    """What an export holds besides the model, by name: the tokenizer as transformers finds it."""
+def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path | str], str | None]:
+    """What an export holds besides the model, by name: the tokenizer as transformers finds it. And what people must
+    know where it is not in a form that transformers loads by itself."""
     files = hugging_face.companions(like_of(data))
     if data.tokenizer_model is not None and Path(data.tokenizer_model).is_file():
         name = {"HuggingFaceTokenizer": "tokenizer.json"}.get(data.tokenizer_type or "", "tokenizer.model")
@@ -62,7 +67,17 @@ def tokenizer_files(data: DataConfig, eod: int | None) -> dict[str, Path | str]:
         ends = [one.get("content") for one in added if isinstance(one, dict) and one.get("id") == eod]
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0] if ends else None}
         files["tokenizer_config.json"] = json.dumps(settings) + "\n"
-    return files
+    if source is not None or data.tokenizer_type in (None, "NullTokenizer"):
+        return files, None
+    try:
+        tokenizer = open_tokenizer(data)
+        assert tokenizer is not None
+        return files | as_tokenizer_json(tokenizer), None
+    except DataError as error:
+        remedy = "transformers does not load this kind: give it another tokenizer's files"
+        if "tokenizer.model" in files:
+            remedy = "for transformers to load tokenizer.model, pip install sentencepiece protobuf"
+        return files, f"no tokenizer.json is written: {error}; {remedy}"
 
 
 def export_family(config: Config) -> str:
@@ -89,7 +104,7 @@ def check_export(config: Config) -> None:
 
 
 def export(run: Run, config: Config, eod: int | None) -> str | None:
-    """Write what --export-hf asks for: a line about it, on the first rank; collective until the weights are in files.
+    """Write what --export-hf asks for: lines about it, on the first rank; collective until the weights are in files.
 
     They are those of the checkpoint that --save has just made, or else of one beside the new directory that holds
     weights only and is deleted afterwards. Raises CheckpointError.
@@ -109,9 +124,10 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like_of(config.data) or named_by(config))}
     try:
         own = config.data.tokenizer_type is not None
-        files = tokenizer_files(config.data, eod) if own else hugging_face.companions(named_by(config))
-        ours = Ours(Source(folder, manifests.load(folder)), config.model.apply_layernorm_1p)
+        files, note = tokenizer_files(config.data, eod) if own else (hugging_face.companions(named_by(config)), None)
+        ours = Ours(Source(folder, manifests.load(folder)), used=specs_of(config.model, run.vocab_size))
         made = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return f"exported to {target}: {family}, {len(made.tensors)} tensors, vocabulary {run.vocab_size}"
+    line = f"exported to {target}: {family}, {len(made.tensors)} tensors, vocabulary {run.vocab_size}"
+    return line if note is None else f"{line}\nnote: {note}"

@@ -24,6 +24,7 @@ from megalite.checkpoint.name_map import specs_of
 from megalite.checkpoint.shared import together
 from megalite.config import Config, ParallelConfig, build
 from megalite.config_check import check
+from megalite.data.hugging_face_files import tokenizer_beside
 from megalite.data.tokenizer import Tokenizer, build_tokenizer
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.cache import KeyValueCache
@@ -33,7 +34,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 from megalite.train.checkpoints import saved_config, tokenizer_differences
 from megalite.train.datasets import open_tokenizer
-from megalite.train.hugging_face import usable_tokenizer
+from megalite.train.foreign import usable
 from megalite.train.sample import Sampling, choose
 from megalite.train.setup import SetupError, build_stages
 
@@ -84,7 +85,7 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
 
 def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generator:
     theirs = together(mesh, lambda: open_model(folder), f"reading {folder}")
-    options = usable_tokenizer(theirs.folder, theirs.vocab_size)
+    options = usable(tokenizer_beside(theirs.folder), theirs.vocab_size)
     if not options:
         raise SetupError(f"{theirs.folder} has no tokenizer that fits; put its tokenizer.json there")
     config, stage, pieces = _empty(build(theirs.options), mesh, theirs.vocab_size, dtype)

@@ -207,6 +207,8 @@ def train(
         nonlocal saved
         if saver is None or saved == run.state.step:
             return
+        if report is not None:
+            report.say(saver.beginning(run.state.step))
         with timers("save-checkpoint", 0):
             save(run, saver, config_toml, optimizer=plan.save_optimizer, last=last)
         saved = run.state.step

@@ -28,9 +28,9 @@ from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
-from megalite.train import hugging_face, lines
+from megalite.train import foreign, lines
 from megalite.train.allocator import keep_freed_memory
-from megalite.train.checkpoints import open_saver
+from megalite.train.checkpoints import loaded_line, open_saver
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.export import check_export, export
 from megalite.train.hardware import Peak, find_peak
@@ -100,7 +100,7 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
     there, to be told in the log, too."""
     folder = run_folder(config)
     try:
-        config = hugging_face.with_source(config)
+        config = foreign.with_source(config)
         sources = preflight(config, ranks)
         if config.train.dry_run:
             if ranks.rank == 0:
@@ -171,7 +171,7 @@ def _pretrain(
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
-        loaded, notes = hugging_face.start(run, config) or start_run(run, config)
+        loaded, notes = foreign.start(run, config) or start_run(run, config)
         if config.train.skip_train:
             run.last_step = run.state.step
         saved = already_saved(run, saver, loaded)
@@ -179,8 +179,7 @@ def _pretrain(
         if ranks.rank == 0:
             report = _reporter(config, run, sources, folder, ranks, warnings)
             if loaded is not None:
-                how = "resumed from" if run.state.step else "begins with"
-                report.say(f"{how} {loaded} at step {run.state.step}")
+                report.say(loaded_line(run, config, loaded))
             for note in notes:
                 report.say(f"note: {note}")
         _tell_parameters(config, run, report)

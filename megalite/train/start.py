@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from dataclasses import fields, replace
 from pathlib import Path
 
 from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import storage
+from megalite.checkpoint import megatron, storage
 from megalite.checkpoint.location import CheckpointError, Location, parse
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.shared import as_first_says, together
@@ -36,7 +37,8 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
             notes = [f"this same training has saved that: it goes on, {AGAIN}"] if again else []
             return found[0], [*notes, *found[1]]
         if c.exit_on_missing_checkpoint:
-            raise SetupError(f"load={c.load!r} holds no checkpoint; leave --exit-on-missing-checkpoint away")
+            near = near_names(c.load)
+            raise SetupError(f"load={c.load!r} holds no checkpoint{near}; leave --exit-on-missing-checkpoint away")
     if c.pretrained_checkpoint is not None:
         found = resume(run, c.pretrained_checkpoint, config, Start(afresh=True))
         if found is None:
@@ -47,7 +49,17 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     if (load := c.load) is None:
         return None, []
     together(run.mesh, lambda: _none_was_left(parse(load)), f"looking for checkpoints in {load}")
-    return None, [f"load={load!r} holds no checkpoint: the run starts from scratch"]
+    return None, [f"load={load!r} holds no checkpoint{near_names(load)}: the run starts from scratch"]
+
+
+def near_names(load: str) -> str:
+    """Where `load` does not exist: which directories beside it are spelt alike and do hold checkpoints."""
+    place = parse(load)
+    if not isinstance(place, Path) or place.exists() or not place.parent.is_dir():
+        return ""
+    there = [p.name for p in place.parent.iterdir() if p.is_dir() and (storage.steps_in(p) or megatron.holds(p))]
+    near = difflib.get_close_matches(place.name, there, n=3)
+    return f", but {' and '.join(str(place.with_name(name)) for name in near)} does" if near else " and is not there"
 
 
 def _none_was_left(directory: Location) -> None:

@@ -34,7 +34,7 @@ from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import entries, join, specs_of, split  # noqa: E402
 from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
 from megalite.config import ModelConfig, build  # noqa: E402
-from megalite.config_toml import parse_toml  # noqa: E402
+from megalite.config_toml import parse_toml, to_toml  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import Mesh  # noqa: E402
@@ -208,6 +208,93 @@ def test_main_weights_and_weights_stored_as_their_difference_from_one(tmp_path: 
         assert torch.equal(found["transformer.ln_f.bias"], stored[f"{kind}/final_norm.bias"])
 
 
+LLAMA_OPTIONS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "ffn_hidden_size": 24,
+}
+TP = ("--target-tensor-parallel-size",)
+FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt_neox": {"position_embedding_type": "rope", "activation": "gelu_erf"},
+    "llama": LLAMA_OPTIONS,
+    "mistral": {**LLAMA_OPTIONS, "window_size": [6, 0]},
+    "qwen2": {**LLAMA_OPTIONS, "add_qkv_bias": True, "group_query_attention": True, "num_query_groups": 2},
+    "qwen3": {**LLAMA_OPTIONS, "qk_layernorm": True, "untie_embeddings_and_output_weights": True},
+}
+MEGATRONS = {  # of the words: the model's options
+    "gpt": {},
+    "gpt qk": {"qk_layernorm": True},
+    "llama": {**LLAMA_OPTIONS, "untie_embeddings_and_output_weights": True},
+    "llama qk": {**LLAMA_OPTIONS, "qk_layernorm": True, "group_query_attention": True, "num_query_groups": 2},
+}
+
+
+def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool = False) -> ModelConfig:
+    """A checkpoint of random weights, norms near 1 as they are used, of a model of the options."""
+    shape = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 12}
+    values = {**shape, **options, "apply_layernorm_1p": one_plus, "vocab_size": 9}
+    model, generator = build(values).model, torch.Generator().manual_seed(5)
+    pieces = []
+    for name, spec in specs_of(model, 9).items():
+        box = Box((0,) * len(spec.shape), spec.shape)
+        data = 0.3 * torch.randn(box.numel, generator=generator)
+        data += 1 - one_plus if name.endswith("norm.weight") else 0
+        pieces.append(Piece(f"model/{name}", spec.shape, box, range(box.numel), data.bfloat16() if bf16 else data))
+    writer.save(folder, 1, pieces, {"config": to_toml(build(values)), "vocab_size": 9}, Mesh.alone())
+    return model
+
+
+@pytest.mark.parametrize("one_plus", [False, True], ids=["plain", "1p"])
+@pytest.mark.parametrize("family", FAMILY_OPTIONS)
+def test_norms_stored_less_one_are_what_transformers_computes_with(family: str, one_plus: bool, tmp_path: Path) -> None:
+    model = saved_run(tmp_path / "ours", FAMILY_OPTIONS[family], one_plus)
+    words = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--family", family, "--dtype", "float32"]
+    assert tool(*words, "--check") == 0  # logits of transformers among it
+    used, stored = tensors_in(tmp_path / "hf"), open_checkpoint(tmp_path / "ours").manifest.tensors
+    norms = [values for name, values in used.items() if re.search(r"(norm|ln_[12f])\.weight", name)]
+    assert len(norms) == sum(name.endswith("norm.weight") for name in stored) == 5 + 4 * model.qk_layernorm
+    assert all(0.5 < float(values.mean()) < 1.5 for values in norms)
+
+
+def _by_name(ours: Ours, name: str) -> float:
+    """The rule that wrote q_norm and k_norm as 0.0005 where 1.0005 was meant."""
+    return float(ours.used is not None and (name.endswith(".norm.weight") or name == "final_norm.weight"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_sees_an_offset_that_the_writer_forgets(dtype: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    saved_run(tmp_path / "ours", FAMILY_OPTIONS["qwen3"], True)
+    monkeypatch.setattr(Ours, "offset", _by_name)
+    words = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--dtype", dtype]
+    assert tool(*words, "--check-bits") == 1
+    out = capsys.readouterr().out
+    assert "all bits equal" in out and re.search("layer [01], read a second way, computes something else", out)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("one_plus", [False, True], ids=["plain", "1p"])
+@pytest.mark.parametrize("kind", MEGATRONS)
+def test_norms_stored_less_one_go_to_megatron_and_back(kind: str, one_plus: bool, tp: int, tmp_path: Path) -> None:
+    model, there = saved_run(tmp_path / "ours", MEGATRONS[kind], one_plus), tmp_path / "there"
+    assert tool("--load", tmp_path / "ours", "--to-megatron", there, *TP, tp, "--check") == 0
+    assert tool("--from-megatron", there, "--save", tmp_path / "again", "--check") == 0
+    first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
+    assert saved_model(again).apply_layernorm_1p == one_plus
+    for name, spec in specs_of(model, 9).items():
+        box = Box((0,) * len(spec.shape), spec.shape)
+        assert torch.equal(first.read(f"model/{name}", box), again.read(f"model/{name}", box)), name
+
+
+def test_the_check_sees_an_offset_that_is_added_for_megatron(tmp_path: Path, monkeypatch, capsys) -> None:
+    saved_run(tmp_path / "ours", MEGATRONS["gpt qk"], True)
+    monkeypatch.setattr(Ours, "offset", lambda ours, name: float(name.endswith("norm.weight")))
+    assert tool("--load", tmp_path / "ours", "--to-megatron", tmp_path / "there", "--check") == 1
+    assert "all bits equal" in (out := capsys.readouterr().out) and "computes something else" in out
+
+
 def copied(folder: Path, target: Path) -> Path:
     target.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -258,8 +345,9 @@ def test_the_check_fails_with_other_logits(models, tmp_path: Path, monkeypatch, 
     assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 1
     out = capsys.readouterr().out
     assert "all bits equal" in out and "logits of 96 random tokens differ by" in out
-    assert tool("--from-hf", folder, "--save", tmp_path / "again", "--check-bits") == 0
-    assert "logits" not in capsys.readouterr().out
+    assert tool("--from-hf", folder, "--save", tmp_path / "again", "--check-bits") == 1
+    out = capsys.readouterr().out
+    assert "layer 0, read a second way, computes something else" in out and "logits" not in out
 
 
 ALONE = """
@@ -290,10 +378,11 @@ for words in (["--from-hf", big, "--save", folder + "/c"], ["--load", folder + "
 """
 
 
-def test_one_tensor_at_a_time_and_without_transformers(models, tmp_path: Path) -> None:
+def test_one_layer_at_a_time_and_without_transformers(models, tmp_path: Path) -> None:
     theirs = make("llama", tmp_path / "big", hidden_size=256, intermediate_size=1024, num_hidden_layers=32)
     total = sum(p.numel() * 4 for p in theirs.parameters()) / 2**20
     largest = max(p.numel() * 4 for p in theirs.parameters()) / 2**20
+    layer = sum(p.numel() * 8 for p in theirs.model.layers[0].parameters()) / 2**20
     del theirs
     words = [
         sys.executable,
@@ -309,7 +398,7 @@ def test_one_tensor_at_a_time_and_without_transformers(models, tmp_path: Path) -
     assert done.stdout.count("logits are not compared; pip install transformers") == 2
     peaks = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak")]
     reading = 4 * 4  # by threads that verify, MiB
-    assert len(peaks) == 2 and total > 100 and max(peaks) < 8 + reading + 4 * largest, peaks
+    assert len(peaks) == 2 and total > 100 and max(peaks) < 8 + reading + 4 * largest + 2 * layer, peaks
 
 
 def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
@@ -323,7 +412,7 @@ def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
     head = {"lm_head.weight": tensors["wte.weight"].clone()}  # tied, and there all the same
     save_file(tensors | masks | head, old / "model.safetensors")
     assert tool("--from-hf", old, "--save", tmp_path / "ours") == 0
-    assert not compare(open_model(folder).tensors, Ours(open_checkpoint(tmp_path / "ours"), False), V).differing
+    assert not compare(open_model(folder).tensors, Ours(open_checkpoint(tmp_path / "ours")), V).differing
     head["lm_head.weight"][0, 0] += 1
     save_file(tensors | masks | head, old / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head.weight .* differs from the embedding"):
@@ -341,7 +430,7 @@ def test_the_check_finds_one_bit(models, tmp_path: Path, capsys) -> None:
     bits[3, 7] ^= 1
     tensors["model.norm.weight"][4] += 2.0
     save_file(tensors, changed / "model.safetensors")
-    verdict = compare(open_model(changed).tensors, Ours(open_checkpoint(tmp_path / "ours"), False), V)
+    verdict = compare(open_model(changed).tensors, Ours(open_checkpoint(tmp_path / "ours")), V)
     assert [(d.place.split()[0], d.count, d.index) for d in verdict.differing] == [
         ("model.layers.1.self_attn.v_proj.weight", 1, (1, 3, 7)),
         ("model.norm.weight", 1, (4,)),

@@ -477,7 +477,7 @@ def test_windows_are_read_and_written_as_megatrons(size: Any, skip: Any, windows
     args = argparse.Namespace(**Case().args, window_size=size, window_attn_skip_freq=skip)
     model = build({**read_args(args, ""), "num_layers": L}).model
     assert model.windows == windows
-    written = write_args(model, padded_vocab_size=ROWS, tp=1, pp=1, dtype="float32")
+    written = write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
     assert build({**read_args(written, "")}).model.windows == windows
     if len(set(windows)) == 2:
         assert (tuple(size), skip) == (written.window_size, written.window_attn_skip_freq)

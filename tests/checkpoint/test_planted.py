@@ -29,7 +29,7 @@ from megalite.data.indexed import DataError
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks, start_local
 from megalite.parallel.mesh import Mesh
-from megalite.train import generate, hugging_face
+from megalite.train import foreign, generate
 from megalite.train.setup import SetupError, build_run
 from megalite.train.start import start_run
 
@@ -175,7 +175,7 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
         folder = shutil.copytree(tmp_path / "model", tmp_path / "bad")
         (folder / name).write_bytes(evil)
         weights = name in ("config.json", "model.safetensors", INDEX)
-        begin = lambda: hugging_face.with_source(cli.parse([*flags, "--load", str(folder)], PRESETS))  # noqa: B023, E731
+        begin = lambda: foreign.with_source(cli.parse([*flags, "--load", str(folder)], PRESETS))  # noqa: B023, E731
         text = refused(lambda: generate.load_model(folder, Mesh.alone()))  # noqa: B023
         code = convert.main(["--from-hf", str(folder), "--save", str(tmp_path / "out")])
         said = "".join(capsys.readouterr())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -138,6 +139,25 @@ def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], 
     assert first.loss > 0
 
 
+def test_a_misspelt_load_names_what_is_near_and_holds_checkpoints(saved: tuple[Path, dict], tmp_path: Path) -> None:
+    (tmp_path / "run-seven").symlink_to(saved[0])
+    (tmp_path / "run-even").mkdir()  # near, but empty
+    run, config = built("--load", str(wrong := tmp_path / "run-sevn"))
+    found, notes = start_run(run, config)
+    assert found is None
+    assert notes == [
+        f"load={str(wrong)!r} holds no checkpoint, but {tmp_path}/run-seven does: the run starts from scratch"
+    ]
+    run.close()
+    run, config = built("--load", str(wrong), "--exit-on-missing-checkpoint")
+    with pytest.raises(SetupError, match="run-seven does; leave --exit-on-missing"):
+        start_run(run, config)
+    run.close()
+    run, config = built("--load", str(tmp_path / "other"))
+    assert "holds no checkpoint and is not there: the run starts" in start_run(run, config)[1][0]
+    run.close()
+
+
 def test_pretrained_checkpoint_is_for_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, then = saved
     run, config = built("--load", str(tmp_path), "--pretrained-checkpoint", str(folder))
@@ -165,7 +185,7 @@ def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> No
     assert {name.partition("/")[0] for name in edit.open_one(tmp_path)[1].tensors} == {"model"}
     run.close()
     run, config = built("--load", str(tmp_path), "--bf16")
-    with pytest.raises(CheckpointError, match="holds no optimizer state: add --no-load-optim"):
+    with pytest.raises(SetupError, match="holds no optimizer state: add --no-load-optim"):
         start_run(run, config)
     run.close()
     run, config = built("--load", str(tmp_path), "--bf16", "--no-load-optim")
@@ -177,36 +197,52 @@ def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> No
 MISMATCHES = {
     "width": (
         ["--ffn-hidden-size", "64"],
-        ["ffn_hidden_size: 64 here, 128 in the", "model/layers.3.mlp.up: shape (64,"],
+        ["ffn_hidden_size: 64 here, 128 in the", "12 tensors, as layers.0.mlp.down: (32, 64) here, (32, 128) in the"],
+        "--use-checkpoint-args",
     ),
-    "depth": (["--num-layers", "3"], ["num_layers: 3 here, 4", "model/layers.3.mlp.down: not here, shape"]),
+    "depth": (
+        ["--num-layers", "3"],
+        ["num_layers: 3 here, 4", "as layers.3.attention.kv: nothing here, (2, 32, 32)"],
+        "--use-checkpoint-args",
+    ),
     "deeper": (
         ["--num-layers", "5"],
-        ["num_layers: 5 here, 4", "model/layers.4.mlp.down: shape (32, 128) here, not in"],
+        ["num_layers: 5 here, 4", "as layers.4.attention.kv: (2, 32, 32) here, nothing"],
+        "--use-checkpoint-args",
     ),
     "same shapes": (
         ["--norm-epsilon", "1e-6", "--squared-relu"],
         ["norm_epsilon: 1e-06 here", "activation: 'squared_relu'"],
+        "--finetune",
     ),
-    "vocabulary": (["--vocab-size", "95"], ["vocab_size: 95 here, 93 in the checkpoint"]),
+    "all": (
+        "--num-layers 5 --ffn-hidden-size 64 --squared-relu --norm-epsilon 1e-6 --qk-layernorm --vocab-size 95".split(),
+        ["num_layers: 5", "ffn_hidden_size: 64", "and 3 more options"],
+        "--use-checkpoint-args",
+    ),
+    "vocabulary": (["--vocab-size", "95"], ["vocab_size: 95 here, 93 in the checkpoint"], "give its options"),
     "optimizer": (
         ["--optimizer", "sgd"],
-        ["optimizer.momentum_buffer/", "optimizer.exp_avg_sq/layers.0.mlp.up: not here"],
+        ["optimizer: momentum_buffer float32 here, exp_avg float32, exp_avg_sq float32 in the checkpoint"],
+        "--no-load-optim",
     ),
-    "precision": (
-        ["--bf16"],
-        ["model/layers.0.mlp.up: bfloat16 here, float32", "optimizer.main/layers.0.mlp.up: shape"],
+    "moments": (
+        ["--exp-avg-dtype", "bf16"],
+        ["optimizer: exp_avg bfloat16, exp_avg_sq float32 here, exp_avg float32, exp"],
+        "--no-load-optim",
     ),
 }
 
 
 @pytest.mark.parametrize("what", sorted(MISMATCHES))
-def test_every_difference_is_listed_and_nothing_is_changed(saved: tuple[Path, dict], what: str) -> None:
-    flags, texts = MISMATCHES[what]
+def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], what: str) -> None:
+    flags, texts, remedy = MISMATCHES[what]
     run, config = built("--load", str(saved[0]), *flags)
     before = weights(run)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(SetupError) as error:
         start_run(run, config)
+    lines = str(error.value).splitlines()
+    assert len(lines) <= 8 and remedy in lines[-1], lines
     for text in texts:
         assert text in str(error.value), str(error.value)
     assert same(weights(run), before) and run.state.step == 0
@@ -242,6 +278,62 @@ YARN = "--position-embedding-type yarn"
 def test_what_changes_the_meaning_of_weights_is_a_difference(here: str, there: str, line: str | None) -> None:
     found = options_that_differ(parse(*here.split()).model, parse(*there.split()).model, "the checkpoint")
     assert any(text.startswith(line) for text in found) if line else found == []
+
+
+def _kept(run: Run, kind: str) -> dict[str, torch.Tensor]:
+    return {
+        p.name.partition("/")[2]: p.data.clone() for e in run.optimizer.pieces() if (p := e.piece).name.startswith(kind)
+    }
+
+
+PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
+
+
+@pytest.mark.parametrize("before,after", [(a, b) for a in PRECISIONS for b in PRECISIONS if a != b])
+def test_a_run_goes_on_in_another_precision_with_the_same_main_weights(before: str, after: str, tmp_path: Path) -> None:
+    run, config = built("--save", str(tmp_path), "--save-interval", "1", *PRECISIONS[before])
+    saver = open_saver(run, config)
+    assert saver is not None
+    train_step(run)
+    save(run, saver, to_toml(config))
+    main = [_kept(run, "model/" if before == "fp32" else "optimizer.main/"), _kept(run, "optimizer.exp_avg_sq/")]
+    saver.close()
+    run.close()
+    run, config = built("--load", str(tmp_path), *PRECISIONS[after])
+    _, notes = start_run(run, config)
+    found = [_kept(run, "model/" if after == "fp32" else "optimizer.main/"), _kept(run, "optimizer.exp_avg_sq/")]
+    assert all(same(a, b) for a, b in zip(main, found, strict=True)) and run.state.step == 1
+    half = {name: data.to(run.buffer.weights.dtype) for name, data in main[0].items()}
+    assert same(_kept(run, "model/"), half)
+    assert any("the main weights go on bit for bit" in note for note in notes)
+    assert run.loss_scaler.dynamic == (after == "fp16") and math.isfinite(train_step(run).loss)
+    run.close()
+
+
+def _refused(folder: str) -> tuple[str, int]:
+    """What a rank of two stages raises."""
+    import torch.distributed as dist
+
+    config = parse("--load", folder, "--num-layers", "6", "--pipeline-model-parallel-size", "2")
+    run = build_run(config, Ranks(dist.get_rank(), 2), CPU)
+    with pytest.raises(SetupError) as error:
+        start_run(run, config)
+    run.close()
+    return str(error.value), dist.get_rank()
+
+
+def test_all_ranks_refuse_in_the_same_words(saved: tuple[Path, dict]) -> None:
+    first, second = run_ranks(2, _refused, str(saved[0]))
+    assert first[0] == second[0] and "num_layers: 6 here, 4 in the checkpoint" in first[0]
+
+
+def test_the_program_refuses_once_with_the_code_of_usage(saved: tuple[Path, dict], tmp_path: Path) -> None:
+    words = [*SMALL, "--train-iters", "6", "--load", str(saved[0]), "--num-layers", "6", "--run-dir", str(tmp_path)]
+    words += ["--nproc", "2", "--pipeline-model-parallel-size", "2"]
+    done = subprocess.run([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
+    assert len(lines) == 4 and sum("num_layers: 6 here" in line for line in lines) == 1, done.stderr
 
 
 def test_what_may_change_on_the_way(saved: tuple[Path, dict]) -> None:
@@ -425,7 +517,7 @@ def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None
             save(run, saver, to_toml(config))
             saver.close()
         else:
-            with pytest.raises(CheckpointError, match=r"tokenizer: .* here, .* in the checkpoint"):
+            with pytest.raises(SetupError, match=r"tokenizer: .* here, .* in the checkpoint\nits tokenizer"):
                 start_run(run, config)
             with pytest.raises(SetupError, match="put back the tokenizer that it was trained with"):
                 load_model(tmp_path / "run", ALONE)

@@ -31,7 +31,7 @@ from megalite.config import Config  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import build_mesh  # noqa: E402
-from megalite.train import generate, hugging_face  # noqa: E402
+from megalite.train import foreign, generate  # noqa: E402
 from megalite.train.batch import on_device  # noqa: E402
 from megalite.train.checkpoints import open_saver, save  # noqa: E402
 from megalite.train.export import export  # noqa: E402
@@ -63,7 +63,7 @@ def parse(folder: Path | str, *flags: str, base: str = BASE) -> Config:
 
 
 def taken(folder: Path, *flags: str, base: str = BASE) -> Config:
-    return hugging_face.with_source(parse(folder, "--use-checkpoint-args", *flags, base=base))
+    return foreign.with_source(parse(folder, "--use-checkpoint-args", *flags, base=base))
 
 
 def first_step(folder: str, flags: str) -> tuple[float, list[torch.Tensor]]:
@@ -73,7 +73,7 @@ def first_step(folder: str, flags: str) -> tuple[float, list[torch.Tensor]]:
     config = taken(Path(folder), *flags.split())
     ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
     run = build_run(config, ranks, CPU)
-    assert hugging_face.start(run, config) is not None
+    assert foreign.start(run, config) is not None
     hosts, _ = run.data.get(0, 4)
     batches = [on_device(host, CPU, 1) for host in hosts]
     tokens = [torch.cat([b.tokens_SB, b.labels_SB[-1:]]).T for b in batches if b.labels_SB is not None]
@@ -107,7 +107,7 @@ def _differing(folder: str, converted: str, layouts: list[str]) -> list[str]:
     for flags in layouts:
         config = taken(Path(folder), *flags.split())
         run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
-        hugging_face.start(run, config)
+        foreign.start(run, config)
         pieces = [e.piece for e in run.optimizer.pieces() if e.piece.name.startswith("model/")]
         assert pieces
         for piece in pieces:
@@ -131,7 +131,7 @@ def test_half_precision_keeps_the_exact_values_as_main_weights(models) -> None:
     theirs, folder = models("llama")
     config = taken(folder, "--bf16")
     run = build_run(config, Ranks(), CPU)
-    found = hugging_face.start(run, config)
+    found = foreign.start(run, config)
     assert found is not None and "llama in float32" in found[1][0]
     pieces = {e.piece.name: e.piece.data for e in run.optimizer.pieces()}
     word = theirs.model.embed_tokens.weight.detach()
@@ -153,11 +153,11 @@ MODEL += (
 
 def test_options_that_contradict_are_named_together(models) -> None:
     _, folder = models("llama")
-    right = hugging_face.with_source(parse(folder, *MODEL.split()))
+    right = foreign.with_source(parse(folder, *MODEL.split()))
     assert right.model.num_layers == 4 and right.data.tokenizer_type is None
     wrong = f"{MODEL} --num-layers 6 --squared-relu --norm-epsilon 1e-5 --vocab-size 95 --ckpt-step 3"
     with pytest.raises(SetupError) as error:
-        hugging_face.with_source(parse(folder, *wrong.split()))
+        foreign.with_source(parse(folder, *wrong.split()))
     lines = str(error.value).splitlines()
     assert len(lines) == 5 and all("--use-checkpoint-args" in line for line in lines)
     for text in (
@@ -175,9 +175,9 @@ def test_options_that_contradict_are_named_together(models) -> None:
 def test_learned_positions_must_be_as_many(models) -> None:
     _, folder = models("gpt2")
     flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4"
-    assert hugging_face.with_source(parse(folder, *flags.split(), "--max-position-embeddings", str(S)))
+    assert foreign.with_source(parse(folder, *flags.split(), "--max-position-embeddings", str(S)))
     with pytest.raises(SetupError, match="max_position_embeddings: 16 here, 48 in"):
-        hugging_face.with_source(parse(folder, *flags.split()))
+        foreign.with_source(parse(folder, *flags.split()))
 
 
 def test_a_damaged_directory_and_another_kind_of_model_are_refused(models, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
 
 def test_without_any_vocabulary_a_load_that_has_none_is_refused(tmp_path: Path) -> None:
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
-    config = hugging_face.with_source(parse(tmp_path, *flags.split()))
+    config = foreign.with_source(parse(tmp_path, *flags.split()))
     with pytest.raises(SetupError, match="vocab_size is not set"):
         preflight(config, Ranks())
 
@@ -228,15 +228,15 @@ def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tm
     config = taken(tmp_path / "run", *again)
     run = build_run(config, Ranks(), CPU)
     saver = open_saver(run, config)
-    assert saver is not None and hugging_face.start(run, config) is not None
+    assert saver is not None and foreign.start(run, config) is not None
     train_step(run)
     save(run, saver, "num_layers = 4\n")
     saver.close()
     run.close()
-    assert hugging_face.source_of(config) is None and hugging_face.start(run, config) is None
+    assert foreign.source_of(config) is None and foreign.start(run, config) is None
     direct = parse(folder, "--use-checkpoint-args", "--save", str(tmp_path / "other"), "--save-interval", "1")
-    run = build_run(config := hugging_face.with_source(direct), Ranks(), CPU)
-    found = hugging_face.start(run, config)
+    run = build_run(config := foreign.with_source(direct), Ranks(), CPU)
+    found = foreign.start(run, config)
     run.close()
     assert found is not None and "--pretrained-checkpoint" in found[1][1]
 
@@ -271,15 +271,15 @@ def _starts(base: str) -> list[Outcome]:
         return real(self)
 
     hf_files._Read.__call__ = read  # type: ignore[method-assign]
-    outcomes.append(_fails(lambda: hugging_face.start(run, config)))
+    outcomes.append(_fails(lambda: foreign.start(run, config)))
     mesh = build_mesh(tp=1, pp=2, device=CPU)
     outcomes.append(_fails(lambda: generate.load_model(folder, mesh)))
     hf_files._Read.__call__ = real  # type: ignore[method-assign]
     if rank == 1:
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
-    outcomes.append(_fails(lambda: hugging_face.start(run, config)))
+    outcomes.append(_fails(lambda: foreign.start(run, config)))
     other = config if rank == 0 else replace(config, checkpoint=replace(config.checkpoint, load=f"{base}/nothing"))
-    outcomes.append(_fails(lambda: hugging_face.start(run, other)))
+    outcomes.append(_fails(lambda: foreign.start(run, other)))
     run.close()
     return outcomes
 
@@ -364,6 +364,7 @@ def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path
 
         (tmp_path / "text").write_text("the river rose in the night and fell\n" * 20)
         how = {"vocab_size": 30, "model_type": "bpe", "minloglevel": 2, "hard_vocab_limit": False}
+        how["normalization_rule_name"] = "identity"
         sentencepiece.SentencePieceTrainer.train(
             input=str(tmp_path / "text"), model_prefix=str(tmp_path / "mine"), **how
         )
@@ -383,6 +384,9 @@ def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path
         else:
             assert (folder / "tokenizer.model").read_bytes() == (tmp_path / "mine.model").read_bytes()
             assert config.eos_token_id == 2
+            text, found = "the river  rose", transformers.AutoTokenizer.from_pretrained(folder)
+            own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "mine.model"))
+            assert found(text).input_ids == own.encode(text) and found.eos_token_id == 2
 
 
 def test_the_plan_of_a_run_that_begins_with_a_directory(models) -> None:
@@ -395,7 +399,7 @@ def _exported(folder: str, target: str, flags: str) -> str | None:
 
     config = taken(Path(folder), "--export-hf", target, *flags.split())
     run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
-    hugging_face.start(run, config)
+    foreign.start(run, config)
     train_step(run)
     run.buffer.wait_gather()
     line = export(run, config, 2)
@@ -413,7 +417,7 @@ def test_trained_weights_are_exported_without_saving(models, layout: str, tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == [layout]
     config = taken(folder)
     run = build_run(config, Ranks(), CPU)
-    hugging_face.start(run, config)
+    foreign.start(run, config)
     train_step(run)
     hosts, _ = run.data.get(4, 4)
     batches = [on_device(host, CPU, 2) for host in hosts]

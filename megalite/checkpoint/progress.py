@@ -1,0 +1,23 @@
+"""How far something long is: a line at most every few seconds, and none for what is short."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Progress:
+    """Of `total` of what `unit` names. `add` may come from any thread."""
+
+    def __init__(self, what: str, total: float, unit: str, every_s: float = 10.0):
+        self._what, self._total, self._unit, self._every_s = what, total, unit, every_s
+        self._done, self._told, self._lock = 0.0, time.monotonic(), threading.Lock()
+
+    def add(self, amount: float) -> None:
+        with self._lock:
+            self._done += amount
+            now = time.monotonic()
+            if now - self._told < self._every_s:
+                return
+            self._told = now
+            print(f"{self._what}: {self._done:.4g} of {self._total:.4g} {self._unit}", flush=True)

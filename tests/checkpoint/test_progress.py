@@ -1,0 +1,62 @@
+"""Saving and loading say that they run and how far, in either style of the log."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_start import SMALL, built
+
+from megalite.checkpoint import blocks, foreign_load, progress
+from megalite.train.start import start_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_line_now_and_then_and_none_for_what_is_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    one = progress.Progress("loading X", 50, "tensors")
+    for _ in range(50):
+        now[0] += 0.5
+        one.add(1)
+    assert capsys.readouterr().out.splitlines() == ["loading X: 20 of 50 tensors", "loading X: 40 of 50 tensors"]
+
+
+@pytest.mark.parametrize("style", ["megalite", "megatron"])
+def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    where = str(tmp_path / "run")
+    words = [*SMALL, "--train-iters", "2", "--save", where, "--save-interval", "2", "--log-style", style]
+    for iters in ("2", "3"):
+        words[words.index("--train-iters") + 1] = iters
+        done = subprocess.run(
+            [sys.executable, "pretrain_gpt.py", *words, "--load", where], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    wanted = {
+        "megalite": (
+            rf"^saving checkpoint at step 3 to {where}\nsaved iter_0000003 in [\d.]+ s \([\d.e-]+ GiB, [\d.e-]+ GiB/s\)",
+            rf"^loading {where}/iter_0000002 \([\d.e-]+ GiB\)$(.|\n)*^resumed from {where}/iter_0000002 at step 2$",
+        ),
+        "megatron": (
+            rf"^saving checkpoint at iteration       3 to {where} in megalite format$(.|\n)*"
+            rf"^  successfully saved checkpoint from iteration       3 to {where} \[ t 1/1, p 1/1 \]$",
+            rf"^ loading distributed checkpoint from {where} at iteration 2$(.|\n)*"
+            rf"^  successfully loaded checkpoint from {where} \[ t 1/1, p 1/1 \] at iteration 2$",
+        ),
+    }
+    for line in wanted[style]:
+        assert re.search(line, done.stdout, re.MULTILINE), done.stdout
+    if style == "megalite":  # and how far, where it takes long
+        for module in (blocks, foreign_load):
+            monkeypatch.setattr(module, "Progress", lambda *a: progress.Progress(*a, every_s=0))
+        run, _ = built("--load", where)
+        capsys.readouterr()
+        start_run(*built("--load", where))
+        run.close()
+        assert re.search(rf"loading {where}/iter_0000003: [\d.e-]+ of [\d.e-]+ GiB that this", capsys.readouterr().out)

@@ -1,0 +1,165 @@
+"""tokenizer.json made of other kinds of tokenizers: plain transformers gives the same ids, or there is no such file."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import train_tokenizer  # noqa: E402
+
+from megalite.config import build  # noqa: E402
+from megalite.data.indexed import DataError  # noqa: E402
+from megalite.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
+from megalite.data.tokenizer_json import as_tokenizer_json, differs, read_sentencepiece  # noqa: E402
+from megalite.train.export import tokenizer_files  # noqa: E402
+
+CORPUS = [
+    *(ROOT / "README.md").read_text().splitlines(True),
+    "漢字かなカナ 한국어\n",
+    "naïve café Ünïcødé\n",
+    "עברית العربية\n",
+] * 2
+ODD = (
+    "",
+    " ",
+    "  leading and trailing  ",
+    "many    spaces\t\ttabs\n\n\nlines\r\n",
+    "control \x00\x01\x07\x1b\x7f\x85 characters",
+    "emoji 🙂👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 and 𝔘𝔫𝔦",
+    "漢字かなカナ한국어ภาษาไทย हिन्दी",
+    "עברית \u202eالعربية\u202c",
+    "e\u0301 \u00e9 \ufb01 \u212b \uff21 \u1e9b\u0323 \u200b\ufeff\u00ad",
+    "\u2581literal\u2581 <0x41> \ue000\U0010ffff",
+    "1234567890 0x1F 3.14",
+    "x" * 500 + " " * 40 + "y",
+)
+LOAD = """
+import sys, json
+for name in ("sentencepiece", "tiktoken", "google.protobuf"):
+    sys.modules[name] = None  # an import of it fails
+from transformers import AutoTokenizer
+texts, found = json.loads(sys.argv[1]), {}
+for folder in sys.argv[2:]:
+    loaded = AutoTokenizer.from_pretrained(folder)
+    ids = [loaded(text, add_special_tokens=True).input_ids for text in texts]
+    found[folder] = [ids, loaded.eos_token_id, [loaded.decode(one) for one in ids]]
+print(json.dumps(found))
+"""
+
+
+def by_tool(folder: Path, special: list[str]) -> Tokenizer:
+    """What tools/train_tokenizer.py makes."""
+    (folder / "text.txt").write_text("".join(CORPUS))
+    train_tokenizer.train([str(folder / "text.txt")], str(folder / "mine"), 700, ["text"], 10**6, None, 1, special)
+    return build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(folder / "mine.model"))
+
+
+def trained(folder: Path, **options: Any) -> Tokenizer:
+    usual = {"vocab_size": 500, "minloglevel": 2, "hard_vocab_limit": False, "normalization_rule_name": "identity"}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_prefix=str(folder / "mine"), **{**usual, **options}
+    )
+    return build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(folder / "mine.model"))
+
+
+def gpt2(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers, trainers
+
+    model: Any = Library(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator(CORPUS, trainer)
+    model.model.save(str(folder))
+    files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    return build_tokenizer("GPT2BPETokenizer", **files)
+
+
+MADE: dict[str, Callable[[Path], Tokenizer]] = {
+    "tool": lambda f: by_tool(f, []),
+    "tool special": lambda f: by_tool(f, ["<fim_prefix>", "<fim_pad>"]),
+    "bpe": lambda f: trained(f, model_type="bpe"),
+    "bpe bytes": lambda f: trained(f, model_type="bpe", byte_fallback=True, user_defined_symbols=["<sep>", "\n"]),
+    "unigram": lambda f: trained(f, model_type="unigram"),
+    "unigram bytes": lambda f: trained(f, model_type="unigram", byte_fallback=True),
+    "bytes": lambda f: build_tokenizer("ByteTokenizer"),
+    "gpt2": gpt2,
+}
+
+
+def test_transformers_alone_gives_the_same_ids(tmp_path: Path) -> None:
+    made: dict[str, Tokenizer] = {}
+    for name, make in MADE.items():
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        made[str(folder)] = tokenizer = make(folder)
+        for file, text in as_tokenizer_json(tokenizer).items():
+            (folder / file).write_text(text)
+        (folder / "config.json").write_text(json.dumps({"model_type": "gpt2" if "gpt2" in name else "llama"}))
+    words = [sys.executable, "-c", LOAD, json.dumps(ODD), *made]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for folder, tokenizer in made.items():
+        ids, eod, texts = found[folder]
+        for text, one, back in zip(ODD, ids, texts, strict=True):
+            assert one == tokenizer.encode(text), (folder, text)
+            if not folder.endswith(("bpe", "unigram")):  # what is unknown there has no text
+                assert back == tokenizer.decode(one), (folder, text)
+        assert eod == tokenizer.eod
+
+
+def test_what_cannot_be_equal_is_no_file_but_a_reason(tmp_path: Path) -> None:
+    """NFKC is done in another way there; only SentencePiece's library does it as it was trained."""
+    trained(tmp_path, model_type="bpe", normalization_rule_name="nmt_nfkc")
+    path = str(tmp_path / "mine.model")
+    with pytest.raises(DataError, match="tokenizer.json would give other ids, as of"):
+        as_tokenizer_json(build_tokenizer("SentencePieceTokenizer", tokenizer_model=path))
+    options = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": path}
+    files, note = tokenizer_files(build(options).data, 2)
+    assert list(files) == ["tokenizer.model"] and note is not None
+    assert "no tokenizer.json is written" in note and "pip install sentencepiece protobuf" in note
+    trained(tmp_path, model_type="char")
+    with pytest.raises(DataError, match="a kind of SentencePiece model that tokenizer.json cannot express"):
+        as_tokenizer_json(build_tokenizer("SentencePieceTokenizer", tokenizer_model=path))
+    with pytest.raises(DataError, match="there is no tokenizer.json for a NullTokenizer"):
+        as_tokenizer_json(build_tokenizer("NullTokenizer", vocab_size=5))
+
+
+def test_a_wrong_translation_is_seen(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Library
+
+    tokenizer = by_tool(tmp_path, [])
+    text = as_tokenizer_json(tokenizer)["tokenizer.json"]
+    right, wrong = Library.from_str(text), json.loads(text)
+    assert differs(right, tokenizer, ODD) is None
+    wrong["model"]["merges"].reverse()
+    assert differs(Library.from_str(json.dumps(wrong)), tokenizer, ODD) is not None
+
+
+def test_the_file_of_a_model_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
+    tokenizer: Any = by_tool(tmp_path, ["<fim_pad>"])
+    model, library = read_sentencepiece(tokenizer.content), tokenizer._model
+    assert model.pieces == [library.id_to_piece(i) for i in range(library.get_piece_size())]
+    assert model.scores == [library.get_score(i) for i in range(library.get_piece_size())]
+    asked = [[2, "is_unknown"], [3, "is_control"], [6, "is_byte"]]
+    for kind, name in asked:
+        assert [k == kind for k in model.kinds] == [getattr(library, name)(i) for i in range(len(model.kinds))]
+    assert (model.byte_fallback, model.dummy_prefix, model.trims, model.charsmap) == (True, False, False, b"")
+    for damaged in (b"\xff", b"\x0a\xff\xff\xff\xff\x7f", tokenizer.content[:-3]):
+        with pytest.raises((ValueError, IndexError, struct.error)):
+            read_sentencepiece(damaged)
