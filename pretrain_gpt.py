@@ -16,6 +16,7 @@ import sys
 from megalite import cli
 from megalite.config import Config, local_processes
 from megalite.config_check import check
+from megalite.data.near import absent
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import (
     INTERRUPTED,
@@ -47,12 +48,13 @@ def main(argv: list[str]) -> int:
     except LaunchError as error:
         unlaunched = [str(error)]
 
-    def of_this_machine(config: Config) -> list[str]:
+    def of_this_machine(config: Config, wrong: list[str]) -> list[str]:
         nproc = local_processes(config.parallel)
         problems = [*unlaunched, *check(config, nproc if ranks is None else ranks.world)]
         if ranks is None and nproc > MOST_RANKS_PER_CORE * cores() and not config.train.dry_run:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
-        return problems
+        files = absent(config.data) if wrong or problems else []  # alone they are told by each rank's start
+        return [*problems, *files]
 
     found = cli.read_or_exit(argv, PRESETS, of_this_machine)
     config, nproc = found.config, local_processes(found.config.parallel)

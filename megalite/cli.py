@@ -24,6 +24,7 @@ from megalite.config_toml import read_toml
 from megalite.megatron import INSTEAD, OPTION, answer, known_flags, nearest
 
 _TYPES = {"int": int, "float": float, "ints": int}  # what a text becomes
+Also = Callable[[Config, list[str]], list[str]]
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -180,10 +181,10 @@ class Read:
 def read_all(
     argv: Sequence[str],
     presets: Mapping[str, Mapping[str, Any]],
-    also: Callable[[Config], list[str]] = lambda config: [],
+    also: Also = lambda config, problems: [],
 ) -> Read:
     """The configuration that a command line asks for. `also` finds what else is wrong with it, of the machine for
-    instance. Raises ConfigError with every problem of every stage, in one list."""
+    instance, and is told what is wrong already. Raises ConfigError with every problem of every stage, in one list."""
     words = take_apart(argv)
     foreign = answer(words.foreign)
     problems = [*words.problems, *foreign.problems]
@@ -209,7 +210,7 @@ def read_all(
         values.update(made)
     made = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
     problems += check(made, unclear=unclear)
-    problems += [line for line in also(made) if not concerns(line, unclear)]
+    problems += [line for line in also(made, problems) if not concerns(line, unclear)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     if configs.resolved_style(made, words.of_megatron) == "megatron":
@@ -226,7 +227,7 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
 def read_or_exit(
     argv: Sequence[str],
     presets: Mapping[str, Mapping[str, Any]],
-    also: Callable[[Config], list[str]] = lambda config: [],
+    also: Also = lambda config, problems: [],
 ) -> Read:
     """As `read_all`, for a program: prints what is worth telling, or all problems and exits with code 2."""
     if any(word in ("-h", "--help") for word in argv):

@@ -74,7 +74,7 @@ def test_a_line_of_megatrons_starts_or_is_refused_for_what_is_missing(
     words = words_of(line, places)
     world = world_of(words)
     try:
-        found = cli.read_all([*words, "--dry-run"], PRESETS, lambda config: check(config, world))
+        found = cli.read_all([*words, "--dry-run"], PRESETS, lambda config, _: check(config, world))
     except ConfigError as error:
         assert [_feature(problem) for problem in error.problems] == line["refused"], error.problems
         return

@@ -1,4 +1,4 @@
-"""Which token files a wrong prefix may have meant: one line that names those that are there."""
+"""Files of the options that are not there, and those that may have been meant. Pure but for looking."""
 
 from __future__ import annotations
 
@@ -7,7 +7,24 @@ import errno
 import os
 from pathlib import Path
 
+from megalite.config import DataConfig
+
 MOST = 5  # that a message names
+
+
+def absent(data: DataConfig) -> list[str]:
+    """A line for each token file and tokenizer file of the options that does not exist; URLs are not looked at."""
+    lines = []
+    for paths in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
+        for word in paths or ():
+            prefix = word if _is_pair(word) else word.partition("=")[2] or word  # NAME=PREFIX
+            if "://" not in word and not _is_number(word) and not _is_pair(prefix):
+                lines.append(missing(prefix))
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = getattr(data, name)
+        if path is not None and "://" not in path and not Path(path).exists():
+            lines.append(f"{name}={path!r}: {os.strerror(errno.ENOENT)}; give a file here, nothing is downloaded")
+    return list(dict.fromkeys(lines))
 
 
 def missing(prefix: str) -> str:
@@ -39,6 +56,14 @@ def missing(prefix: str) -> str:
     return f"{prefix}.idx: {reason}; " + (
         f"in {folder} there is {_list(others)}" if others else "tools/preprocess_data.py makes such files"
     )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+        return True
+    except ValueError:
+        return False
 
 
 def _is_pair(prefix: str) -> bool:

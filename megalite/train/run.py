@@ -21,6 +21,7 @@ from megalite.config import Config, log_steps, padded_vocab_size, resolved_style
 from megalite.config_check import check
 from megalite.config_toml import differences, to_toml
 from megalite.data.indexed import DataError
+from megalite.data.near import absent
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton
 from megalite.models.compiled import CompileError, check_compile, describe_compile
@@ -133,25 +134,28 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
 
 
 def preflight(config: Config, ranks: Ranks) -> Sources:
-    """All that can be refused before a process group exists."""
+    """All that can be refused before a process group exists, all of it at once."""
+    m, p, t = config.model, config.parallel, config.train
     problems = check(config, ranks.world, complete=True)
     problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
+    lost = absent(config.data)
+    try:
+        check_export(config)
+    except SetupError as error:
+        problems.append(str(error))
     if problems:
-        raise SetupError("\n".join(problems))
-    m, p, t = config.model, config.parallel, config.train
-    assert m.seq_length
+        raise SetupError("\n".join([*problems, *lost]))
+    if lost:
+        raise DataError("\n".join(lost))
     dp = ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
     try:
         sizes = batch_sizes(config, dp)
-    except ValueError as error:
-        raise SetupError(str(error)) from None
-    check_export(config)
-    if run_length(config, sizes).steps < 1:
-        raise SetupError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
-    evaluated = max(t.eval_iters, 0) * eval_batch_size(config, dp)
-    sources = open_sources(config.data, m.seq_length, t.seed, evaluated)
-    try:
+        if run_length(config, sizes).steps < 1:
+            raise ValueError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
+        sources = open_sources(config.data, m.seq_length, t.seed, max(t.eval_iters, 0) * eval_batch_size(config, dp))
         layers_of_stages(config, sources.vocab_size)
+    except DataError:
+        raise
     except ValueError as error:
         raise SetupError(str(error)) from None
     return sources
