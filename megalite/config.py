@@ -298,12 +298,9 @@ class DataConfig:
     split: str | None = opt(None, "parts of the documents for training, validation, test; default 969, 30, 1")
     dataloader_type: str = opt(
         "single",
-        "order of samples: shuffled within each epoch",
-        choices=("single",),
-        refused={
-            "cyclic": "it shuffles again what is shuffled in every epoch; leave it away",
-            "external": "it takes a loader of your own; give --data-path",
-        },
+        "order of samples: each epoch is shuffled by itself, also with cyclic",
+        choices=("single", "cyclic"),
+        refused={"external": "it takes a loader of your own; give --data-path"},
     )
     data_cache_path: str | None = opt(None, "directory of index caches")
     mmap_bin_files: bool = opt(True, "map token files; off: read them, where maps are slow or files may shrink")

@@ -552,6 +552,8 @@ def without_effect(config: Config) -> list[str]:
         notes.append(f"recompute_modules={modules} has no effect without --recompute-granularity selective")
     if window is not None and len(window) == 2 and 0 < config.model.seq_length <= window[0] + 1:
         notes.append(f"window_size={_numbers(window)} has no effect on sequences of {config.model.seq_length} tokens")
+    if d.dataloader_type == "cyclic":
+        notes.append("dataloader_type=cyclic: samples are shuffled within each epoch, not over all epochs together")
     if c.save_interval is not None and c.save is None:
         notes.append(f"save_interval={c.save_interval} has no effect without --save")
     if c.save is not None and c.save_interval is None and c.save_interval_mins is None:

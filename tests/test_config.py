@@ -113,7 +113,6 @@ BAD: list[tuple[str, str]] = [
     ("--tokenizer-type MultimodalTokenizer", "images are not supported"),
     ("--tokenizer-type NullMultimodalTokenizer", "use NullTokenizer"),
     ("--tokenizer-type SFTTokenizer", "conversations are not supported"),
-    ("--dataloader-type cyclic", "dataloader_type=cyclic is not supported: it shuffles again"),
     ("--dataloader-type external", "dataloader_type=external is not supported: it takes a loader of your own"),
     ("--padded-vocab-size 0", "padded_vocab_size=0 is too small"),
     ("--padded-vocab-size 90 --tensor-model-parallel-size 4", "does not divide padded_vocab_size=90"),
