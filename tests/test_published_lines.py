@@ -36,7 +36,8 @@ def preprocessed(folder: Path, places: dict[str, str], *kind: str) -> str:
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
     parts = [part for one in texts for part in one.split("\n## ")]
     text.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
-    flags = ["--vocab-file", places["$VOCAB"], "--merge-file", places["$MERGES"], "--append-eod"]
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", places["$VOCAB"]]
+    flags += ["--merge-file", places["$MERGES"], "--append-eod"]
     if kind:
         flags = [*kind, "--append-eod"]
     made = subprocess.run(
