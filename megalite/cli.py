@@ -82,7 +82,6 @@ class Words:
     problems: list[str] = field(default_factory=list)
     unclear: set[str] = field(default_factory=set)  # options that were named, with a value that cannot be read
     misspelt: set[str] = field(default_factory=set)  # options that other flags may have meant
-    of_megatron: bool = False  # some spelling is Megatron-LM's alone
 
 
 def _is_flag(word: str) -> bool:
@@ -119,7 +118,6 @@ def take_apart(argv: Sequence[str]) -> Words:
                 found.misspelt |= _named_in(remedy or "")
             else:
                 found.foreign.append((flag, values))
-                found.of_megatron = True
         elif f is not None and constant is not None:
             if not equals and rest and rest[0].lower() in _BOOLS:
                 values = [rest.pop(0)]
@@ -129,7 +127,6 @@ def take_apart(argv: Sequence[str]) -> Words:
                 found.unclear.add(f.name)
             else:
                 found.given[f.name] = constant if holds else not constant if kind == "bool" else f.default
-            found.of_megatron |= flag in theirs and any(x.partition("=")[0] == flag for x in f.metadata["flags"])
         else:
             name = flag[2:] if f is None else f.name
             lists = kind in ("ints", "strs")
@@ -213,7 +210,7 @@ def read_all(
     problems += [line for line in also(made, problems) if not concerns(line, unclear)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    if configs.resolved_style(made, words.of_megatron) == "megatron":
+    if configs.resolved_style(made, megatron_spelling=bool(words.foreign)) == "megatron":
         made = replace(made, log=replace(made.log, log_style="megatron"))
     return Read(made, [*foreign.notes, *without_effect(made)], foreign.warnings)
 

@@ -22,7 +22,7 @@ from megalite.train.run import pretrain
 
 COMMANDS = commands()
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
- --micro-batch-size 2 --global-batch-size 64 --train-iters 4 --lr 1e-3 --vocab-size 100 --mock-data""".split()
+ --micro-batch-size 2 --global-batch-size 2048 --train-iters 4 --lr 1e-3 --vocab-size 100 --mock-data""".split()
 STANDS_FOR = {"FLAGS": SMALL, "...": SMALL}  # in the documents: the flags of a run
 
 
@@ -186,7 +186,7 @@ def test_readmes_own_text_at_its_sizes(
 
 
 NAMED = [path for path in DOCUMENTS if path.name not in GENERATED | HISTORY]
-PLACEHOLDERS = {"run.toml", "FILE.toml", "report.md"}  # of the reader, and what a program writes
+PLACEHOLDERS = {"run.toml", "FILE.toml", "report.md", "run_config.toml"}  # of the reader, and what a program writes
 
 
 def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
@@ -196,7 +196,7 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
     found = (
         {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
     )
-    found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh"}
+    found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh", "--capture-range"}  # the last of nsys
     for path in sorted((ROOT / "tools").glob("*.py")):
         if "ArgumentParser(" in path.read_text():
             with documents.stopped(patch, read=False) as here:

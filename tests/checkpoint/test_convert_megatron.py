@@ -444,7 +444,7 @@ YARN = {"position_embedding_type": "yarn"}
 def test_positions_are_read_and_written_as_megatrons(args: dict[str, Any], options: dict[str, Any]) -> None:
     model = build(read_args(argparse.Namespace(**Case().args, **args), "")).model
     assert {name: getattr(model, name) for name in options} == options
-    written = write_args(model, padded_vocab_size=ROWS, tp=1, pp=1, dtype="float32")
+    written = write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
     assert {name: getattr(written, name) for name, value in args.items() if value is not None} == {
         name: value for name, value in args.items() if value is not None
     }

@@ -131,7 +131,7 @@ def test_in_what_lies_beside_the_checkpoints(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run with späces"
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
-    shape += "--vocab-size 21 --micro-batch-size 2 --global-batch-size 2 --lr 0.01 --mock-data --eval-iters 0"
+    shape += "--vocab-size 21 --micro-batch-size 2 --global-batch-size 2 --lr 0.01 --lr-decay-iters 9 --mock-data --eval-iters 0"
     where = ["--save", str(folder), "--load", str(folder), "--save-interval", "2"]
 
     def program(last: int) -> tuple[int, str]:

@@ -31,7 +31,19 @@ def test_a_line_now_and_then_and_none_for_what_is_short(
 @pytest.mark.parametrize("style", ["megalite", "megatron"])
 def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     where = str(tmp_path / "run")
-    words = [*SMALL, "--train-iters", "2", "--save", where, "--save-interval", "2", "--log-style", style]
+    words = [
+        *SMALL,
+        "--train-iters",
+        "2",
+        "--lr-decay-iters",
+        "9",
+        "--save",
+        where,
+        "--save-interval",
+        "2",
+        "--log-style",
+        style,
+    ]
     for iters in ("2", "3"):
         words[words.index("--train-iters") + 1] = iters
         done = subprocess.run(
@@ -55,8 +67,8 @@ def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytes
     if style == "megalite":  # and how far, where it takes long
         for module in (blocks, foreign_load):
             monkeypatch.setattr(module, "Progress", lambda *a: progress.Progress(*a, every_s=0))
-        run, _ = built("--load", where)
+        run, _ = built("--load", where, "--lr-decay-iters", "9")
         capsys.readouterr()
-        start_run(*built("--load", where))
+        start_run(*built("--load", where, "--lr-decay-iters", "9"))
         run.close()
         assert re.search(rf"loading {where}/iter_0000003: [\d.e-]+ of [\d.e-]+ GiB that this", capsys.readouterr().out)

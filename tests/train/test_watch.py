@@ -18,7 +18,7 @@ from train_cases import SMALL
 
 from megalite import cli
 from megalite.config import Config, ConfigError, OperationsConfig, log_steps, resolved_style
-from megalite.config_check import check, protections_missing
+from megalite.config_check import check
 from megalite.models.families import PRESETS
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import Ranks
@@ -98,17 +98,14 @@ def test_what_has_no_effect_is_a_note() -> None:
 
 
 def test_every_protection_that_is_not_done_is_named() -> None:
-    asked: dict[str, Any] = {"rerun_mode": "validate_results", "gpu_sniff_test_interval": 5}
-    names = ["check_for_spiky_loss", "check_for_large_grads", "log_straggler", "inprocess_restart", "enable_ft_package"]
-    names += ["log_energy", "run_workload_inspector_server", "otel_enabled"]
-    for name, value in {**asked, **dict.fromkeys(names, True)}.items():
-        flag = "--" + name.replace("_", "-")
-        config = read(flag, *([] if value is True else [str(value)]))
-        [line] = protections_missing(config)
-        assert line.startswith(name) and line.endswith("(not done by megalite)")
-    not_done = [f for f in OperationsConfig.__dataclass_fields__.values() if f.metadata["help"].startswith("not done")]
-    assert {f.name for f in not_done} == {*asked, *names}  # an option that does nothing is warned of
-    assert protections_missing(read("--rerun-mode", "disabled")) == protections_missing(read()) == []
+    asked = {"--rerun-mode": ["validate_results"], "--gpu-sniff-test-interval": ["5"]}
+    names = "check-for-spiky-loss check-for-large-grads log-straggler inprocess-restart enable-ft-package log-energy"
+    names += " run-workload-inspector-server otel-enabled"
+    for flag, values in {**asked, **{f"--{name}": [] for name in names.split()}}.items():
+        found = cli.read_all([*SMALL, "--train-iters", "6", flag, *values], PRESETS)
+        [line] = found.warnings
+        assert line.startswith(f"{flag}: ") and not any(flag in note for note in found.notes)
+    assert cli.read_all([*SMALL, "--train-iters", "6", "--rerun-mode", "disabled"], PRESETS).warnings == []
 
 
 # ---- norms and counts
@@ -190,7 +187,7 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     config = cli.read([*words, *flags.split()], PRESETS)[0]
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     folder = module.run_folder(config)
-    code = module._pretrain(config, ranks, torch.device("cpu"), module.preflight(config, ranks), folder)
+    code = module._pretrain(config, ranks, torch.device("cpu"), module.preflight(config, ranks), folder, [])
     assert code == Exit.DONE
     return shapes
 
@@ -439,7 +436,8 @@ def test_a_run_in_megatrons_style(tmp_path: Path, capsys: pytest.CaptureFixture[
         f" --check-weight-hash-across-dp-replicas-interval 5 --manual-gc --log-energy --tensorboard-dir {tmp_path}/tb"
     )
     flags += " --tensorboard-log-interval 2 --log-timers-to-tensorboard --log-memory-to-tensorboard"
-    assert pretrain(read(*flags.split()), Ranks()) == Exit.DONE
+    found = cli.read_all([*SMALL, "--train-iters", "6", *flags.split()], PRESETS)
+    assert pretrain(found.config, Ranks(), found.warnings) == Exit.DONE
     text, err = (tmp_path / "log.txt").read_text(), capsys.readouterr().err
     steps = [line.split("/")[0].split()[-1] for line in text.splitlines() if "elapsed time per iteration (ms)" in line]
     assert steps == ["1", "4", "6"]  # the first and the last too
@@ -457,8 +455,8 @@ def test_a_run_in_megatrons_style(tmp_path: Path, capsys: pytest.CaptureFixture[
         " | params norm: ",
     ):
         assert words in text, words
-    assert text.count("WARNING: log_energy: no energy is measured (not done by megalite)") == 2  # and in the summary
-    assert "WARNING: log_energy" in err
+    assert text.count("WARNING: --log-energy: no energy is measured") == 2  # and in the summary
+    assert "WARNING: --log-energy" in err
     assert [line.split("\t")[3] for line in (tmp_path / "progress.txt").read_text().splitlines()][0] == "Starting job"
     from test_metrics import events
 
