@@ -91,4 +91,6 @@ def words(name: str, places: dict[str, str], small: bool = True) -> list[str]:
             found[i : i + 2] = [] if value is None else [flag, value]
     if small and "--pipeline-model-parallel-size" not in found:
         found += ["--pipeline-model-parallel-size", "2"]
+    if small and "--fp16" in found:
+        found += ["--initial-loss-scale", "65536"]  # from 2^32 all six steps would only halve it
     return found
