@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         files = absent(config.data) if wrong or problems else []  # alone they are told by each rank's start
         return [*problems, *files]
 
-    found = cli.read_or_exit(argv, PRESETS, of_this_machine)
+    found = cli.read_or_exit(argv, PRESETS, of_this_machine, quiet=ranks is not None and ranks.rank > 0)
     config, nproc = found.config, local_processes(found.config.parallel)
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)

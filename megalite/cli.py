@@ -225,8 +225,10 @@ def read_or_exit(
     argv: Sequence[str],
     presets: Mapping[str, Mapping[str, Any]],
     also: Also = lambda config, problems: [],
+    quiet: bool = False,
 ) -> Read:
-    """As `read_all`, for a program: prints what is worth telling, or all problems and exits with code 2."""
+    """As `read_all`, for a program: prints what is worth telling, or all problems and exits with code 2. `quiet`: a
+    rank whose notes another one prints."""
     if any(word in ("-h", "--help") for word in argv):
         build_parser(sorted(presets)).print_help()
         raise SystemExit(0)
@@ -236,7 +238,7 @@ def read_or_exit(
         for problem in error.problems:
             print(f"pretrain_gpt.py: {problem}", file=sys.stderr)
         raise SystemExit(2) from None
-    for note in found.notes:
+    for note in [] if quiet else found.notes:
         print(f"note: {note}", file=sys.stderr)
     return found  # warnings are told by the run, where its log is
 

@@ -381,8 +381,14 @@ class CheckpointConfig:
     )
     no_load_optim: bool = opt(False, "load weights, step and data position, not the optimizer's state")
     finetune: bool = opt(False, "load weights only, and start at step 0")
-    override_opt_param_scheduler: bool = opt(False, "rates and weight decay as here, whatever the checkpoint had")
-    use_checkpoint_opt_param_scheduler: bool = opt(False, "rates and weight decay as in the checkpoint")
+    override_opt_param_scheduler: bool = opt(
+        False,
+        "rates and weight decay as here, whatever the checkpoint had",
+        flags=("--override-lr-scheduler=true",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = opt(
+        False, "rates and weight decay as in the checkpoint", flags=("--use-checkpoint-lr-scheduler=true",)
+    )
     pretrained_checkpoint: str | None = opt(
         None, "directory, also of Hugging Face, to take weights from when --load holds no checkpoint"
     )

@@ -117,7 +117,7 @@ def nearest(flag: str, candidates: Iterable[str]) -> str | None:
 def _likeness(a: str, b: str) -> float:
     """0: other words; up to 1: the same. Letters that two long words happen to share are no likeness."""
     whole = _ratio(a, b)
-    if whole < 0.75:
+    if whole < 0.75 or a.startswith(("no-", "disable-")) != b.startswith(("no-", "disable-")):  # the opposite is none
         return 0.0
     ours, theirs = a.split("-"), b.split("-")
     alike = len(ours) == len(theirs) and all(_ratio(x, y) >= 0.7 for x, y in zip(ours, theirs, strict=True))

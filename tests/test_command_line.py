@@ -3,6 +3,7 @@ wrong in one list, whatever it is and in whatever order."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
@@ -101,6 +102,7 @@ def test_dp_says_how_many_ranks_there_are() -> None:
         ("--disable-bias-liner", "did you mean --disable-bias-linear?"),
         ("--moe-router-topkk", "did you mean --moe-router-topk?"),
         ("--quantum", "see --help"),
+        ("--no-sequence-parallel", "see --help"),
         ("--stage", "see --help"),
         ("--deeep", "see --help"),
     ],
@@ -269,3 +271,33 @@ def test_files_that_are_not_there_are_in_the_same_list(tmp_path: Path) -> None:
         told = run.stderr.splitlines()
         assert run.returncode == code and len(told) == lines, run.stderr
         assert sum("No such file or directory" in line for line in told) == 3
+
+
+def test_what_would_change_the_training_is_not_taken_in_silence() -> None:
+    given = [*GOOD, "--load", "x"]
+    old = cli.read([*given, "--override-lr-scheduler"], PRESETS)[0]  # the spelling of older scripts
+    assert old.checkpoint.override_opt_param_scheduler
+    old = cli.read([*given, "--use-checkpoint-lr-scheduler"], PRESETS)[0]
+    assert old.checkpoint.use_checkpoint_opt_param_scheduler
+    assert "main weights begin as the weights" in problems_of([*given, "--load-main-params-from-ckpt"])[0]
+    assert "--position-embedding-type" in problems_of([*GOOD, "--rope-type", "yarn"])[0]
+    assert problems_of([*GOOD, "--rope-type", "rope"]) == []
+    assert cli.read_all([*GOOD, "--ddp-reduce-scatter-with-fp32-accumulation"], PRESETS).warnings
+
+
+def test_one_rank_tells_the_notes(tmp_path: Path) -> None:
+    words = [*GOOD, "--sequence-parallel", "--dry-run", "--save", str(tmp_path)]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    told = []
+    for rank in "01":
+        run = subprocess.run(
+            [sys.executable, "pretrain_gpt.py", *words],
+            cwd=ROOT,
+            env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert run.returncode == 0, run.stderr
+        told.append(run.stderr.count("note: "))
+    assert told[0] > 0 and told[1] == 0
