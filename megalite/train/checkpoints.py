@@ -114,6 +114,9 @@ def resume(
         numbers[:] = [_numbers(run, folder, manifest, config.checkpoint)]
         asked = config.checkpoint.override_opt_param_scheduler or config.checkpoint.use_checkpoint_opt_param_scheduler
         rates = [] if weights_only or asked else rates_that_differ(run.rates, numbers[0][3])
+        apart, theirs = numbers[0][3].decoupled, config.checkpoint.use_checkpoint_opt_param_scheduler
+        if theirs and apart and not run.rates.decoupled and not weights_only:  # no bucket would follow it
+            rates = [f"decoupled_lr={apart.peak:g} in the checkpoint, but none here; add --decoupled-lr {apart.peak:g}"]
         options = model_differences(config, manifest, folder, run.vocab_size)
         tokenizer = tokenizer_differences(run.tokenizer, manifest)
         notes.clear()  # those of a damaged one

@@ -214,4 +214,4 @@ def _run_schedule(
             for now, then in zip(alive, before, strict=True)
         ]
         end += (microbatches - m) * 3.0 * max(sum(costs[rank::pp]) for rank in range(pp))
-    return 1.0 - microbatches * 3.0 * sum(costs) / (pp * end), alive
+    return max(0.0, 1.0 - microbatches * 3.0 * sum(costs) / (pp * end)), alive  # rounding: not -0.0%

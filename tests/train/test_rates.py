@@ -126,6 +126,24 @@ def test_with_the_rates_of_the_checkpoint_other_flags_change_nothing(saved: tupl
     assert same(weights(run), saved[1])
 
 
+def test_a_rate_of_embedding_and_head_in_the_checkpoint_is_not_dropped(tmp_path: Path) -> None:
+    """Buckets are laid out before a checkpoint is read: without the flag none of them would follow that rate."""
+    run, config = built("--save", str(tmp_path), "--decoupled-lr", "0.03")
+    saver = open_saver(run, config)
+    assert saver is not None
+    train_step(run)
+    save(run, saver, to_toml(config))
+    saver.close()
+    run.close()
+    with pytest.raises(
+        SetupError, match=r"decoupled_lr=0\.03 in the checkpoint, but none here; add --decoupled-lr 0\.03"
+    ):
+        resumed(tmp_path, "--use-checkpoint-opt-param-scheduler")
+    there = resumed(tmp_path, "--use-checkpoint-opt-param-scheduler", "--decoupled-lr", "0.5")
+    assert there.rates.decoupled is not None and there.rates.decoupled.peak == 0.03
+    assert resumed(tmp_path, "--override-opt-param-scheduler").rates.decoupled is None
+
+
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
 def test_where_the_optimizer_is_not_loaded_its_rates_are_free(saved: tuple[Path, dict], flag: str) -> None:
     assert resumed(saved[0], flag, "--lr", "0.5").rates.lr.peak == 0.5
@@ -167,7 +185,7 @@ def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
 def test_iterations_to_skip_read_their_samples_and_update_nothing(tmp_path: Path) -> None:
     run, config = built("--iterations-to-skip", "1", "3", "--train-iters", "4", "--run-dir", str(tmp_path))
     twin, _ = built("--train-iters", "4")
-    train(run, plan_of(config), to_toml(config), tmp_path, None, StopSignal())
+    train(run, plan_of(config, run.last_step), to_toml(config), tmp_path, None, StopSignal())
     for step in (1, 2, 3, 4):
         if step in (1, 3):
             twin.state.advance(8, tokens=128, skipped=True)
@@ -213,7 +231,7 @@ def test_evaluations_have_a_batch_of_their_own() -> None:
     assert evaluate(run, run.valid[0].data, 4) == pytest.approx(whole, rel=1e-6)
     run.close()
     assert shapes == [(16, 1)] * 16 and run.batch_sizes.final == 8
-    assert plan_of(config).eval_iters == 4
+    assert plan_of(config, run.last_step).eval_iters == 4
 
 
 def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
@@ -230,7 +248,8 @@ def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
 def test_both_spellings_of_weight_decay_on_norms_of_query_and_key() -> None:
     new = cli.read([*SMALL, "--train-iters", "6", "--qk-layernorm", "--apply-wd-to-qk-layernorm"], PRESETS)[0]
     old = "--no-weight-decay-cond-type apply_wd_to_qk_layernorm".split()
-    assert cli.read([*SMALL, "--train-iters", "6", "--qk-layernorm", *old], PRESETS) == (new, [])
+    config, notes = cli.read([*SMALL, "--train-iters", "6", "--qk-layernorm", *old], PRESETS)
+    assert (config.model, notes) == (new.model, [])
 
 
 def test_what_has_no_effect_is_said() -> None:
@@ -245,7 +264,7 @@ def test_no_evaluation() -> None:
     for count in ("0", "-1"):
         run, config = built("--eval-iters", count)
         run.close()
-        assert plan_of(config).eval_iters == 0
+        assert plan_of(config, run.last_step).eval_iters == 0
     with pytest.raises(ConfigError, match="eval_iters=-2 is negative"):
         built("--eval-iters", "-2")
 
