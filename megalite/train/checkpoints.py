@@ -123,11 +123,13 @@ def resume(
             options, tokenizer = [], []
         pieces = [e.piece for e in run.optimizer.pieces() if not weights_only or e.piece.name.startswith("model/")]
         states = any(name.startswith("optimizer.") for name in manifest.tensors)
+        bare = []
         if not weights_only and run.optimizer.rule.states and not states:
             remedy = "add --no-load-optim to go on without, or --finetune to start afresh"
-            raise SetupError(f"{folder} holds no optimizer state: {remedy}")
-        kept = {} if weights_only else {k: v for k, v in here.items() if k not in ("model", MAIN)}
-        if lines := [*misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, kept), *rates]:
+            bare = [f"{folder} holds no optimizer state: {remedy}"]
+        kept = {} if weights_only or bare else {k: v for k, v in here.items() if k not in ("model", MAIN)}
+        why = misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, kept)
+        if lines := [*why, *bare, *rates]:
             raise SetupError("\n".join(lines))
         if not weights_only and here["model"] != there["model"]:
             pieces = across_precisions(pieces, here, there)
