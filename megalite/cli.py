@@ -11,9 +11,10 @@ the exit code is 2, before torch is imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, replace
 from typing import Any
 
@@ -235,12 +236,16 @@ def read_or_exit(
     try:
         found = read_all(argv, presets, also)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"pretrain_gpt.py: {problem}", file=sys.stderr)
+        _tell(f"pretrain_gpt.py: {problem}" for problem in error.problems)
         raise SystemExit(2) from None
-    for note in [] if quiet else found.notes:
-        print(f"note: {note}", file=sys.stderr)
+    _tell(f"note: {note}" for note in ([] if quiet else found.notes))
     return found  # warnings are told by the run, where its log is
+
+
+def _tell(lines: Iterable[str]) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr's disk may be the one that is full
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
 def parse(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> Config:

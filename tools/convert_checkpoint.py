@@ -31,15 +31,15 @@ from megalite.checkpoint.hugging_face_write import write_model  # noqa: E402
 from megalite.checkpoint.logits import compare_logits  # noqa: E402
 from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.name_map import specs_of  # noqa: E402
-from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
+from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
 from megalite.config import Config, ConfigError, ModelConfig, build  # noqa: E402
-from megalite.config_toml import parse_toml, to_toml  # noqa: E402
+from megalite.config_toml import to_toml  # noqa: E402
 from megalite.data.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.indexed import DataError  # noqa: E402
 from megalite.data.tokenizer import build_tokenizer  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
-from megalite.train.checkpoints import TOKENIZER  # noqa: E402
+from megalite.train.checkpoints import TOKENIZER, saved_config  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
 from megalite.train.export import family_in, like_of, tokenizer_files  # noqa: E402
 from megalite.train.foreign import UNKNOWN_VOCABULARY, tokenizer_named_in  # noqa: E402
@@ -172,7 +172,7 @@ def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.Hugging
     if importlib.util.find_spec("transformers") is None:
         print("check: logits are not compared; pip install transformers for that")
         return good
-    tokenizer = open_tokenizer(saved_config(ours.source).data)
+    tokenizer = open_tokenizer(saved_config(ours.source.manifest, ours.source.folder).data)
     ids = tokenizer.encode(SAMPLE) if tokenizer is not None and not tokenizer.is_null else None
     whole = args.dtype == "float32"
     verdict = compare_logits(folder, ours.source, saved_model(ours.source), theirs.vocab_size, ids, whole)
@@ -206,7 +206,7 @@ def checked_megatron(theirs: megatron.MegatronModel, ours: Ours, vocab_size: int
 
 def to_hf(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load)
-    model, config = saved_model(source), saved_config(source)
+    model, config = saved_model(source), saved_config(source.manifest, source.folder)
     like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like)}
@@ -226,7 +226,7 @@ def to_hf(args: argparse.Namespace) -> bool:
 def to_megatron(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load)
     model = saved_model(source)
-    config = saved_config(source)
+    config = saved_config(source.manifest, source.folder)
     vocab_size, _ = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokenizer = {name: getattr(config.data, name) for name in TOKENIZER}
     ours = Ours(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
@@ -238,10 +238,6 @@ def to_megatron(args: argparse.Namespace) -> bool:
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
     check = args.check or args.check_bits
     return not check or checked_megatron(megatron.open_megatron(args.to_megatron), ours, vocab_size)
-
-
-def saved_config(source: Source) -> Config:
-    return build(parse_toml(str(source.manifest.state["config"]), str(source.folder)))
 
 
 def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int | None]:

@@ -1,9 +1,22 @@
-"""How far something long is: a line at most every few seconds, and none for what is short."""
+"""How far something long is: a line at most every few seconds, and none for what is short. And how it is said."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import time
+
+
+def show(text: str) -> None:
+    """On stdout while that can be written: its reader may be gone, or its disk be full, which ends no run."""
+    try:
+        print(text + "\n", end="", flush=True)  # one write: ranks share it
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # or Python would try again at its end, and fail
+            stdout = sys.stdout.fileno()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
 
 
 class Progress:
@@ -20,4 +33,4 @@ class Progress:
             if now - self._told < self._every_s:
                 return
             self._told = now
-            print(f"{self._what}: {self._done:.4g} of {self._total:.4g} {self._unit}", flush=True)
+            show(f"{self._what}: {self._done:.4g} of {self._total:.4g} {self._unit}")

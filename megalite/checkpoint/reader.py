@@ -24,6 +24,7 @@ from megalite.checkpoint.fill import fill_pieces
 from megalite.checkpoint.location import CheckpointError, ElsewhereError, Location, parse
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.pieces import intersect, rectangles
+from megalite.checkpoint.progress import show
 from megalite.checkpoint.storage import folder_of, storage_of
 from megalite.checkpoint.tensor_file import TensorFile
 from megalite.checkpoint.writer import agree
@@ -153,7 +154,7 @@ def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple
     if not int(all_reduce_(_number(reason is not None, mesh), mesh.world)):
         return result, None
     if mesh.world.is_first or (tell and reason is not None):
-        print(f"skipping {folder}: {reason or 'damaged, says another rank'}", flush=True)
+        show(f"skipping {folder}: {reason or 'damaged, says another rank'}")
     return None, reason or f"{folder}: damaged, says another rank"
 
 

@@ -280,7 +280,8 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None) -> int
                 failed = code if code > 0 else 128 - code
                 died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
                 if code not in (2, 3, REQUEUE, INTERRUPTED):  # these have said what they had to say
-                    print(f"{process.name} ended {died}; ending the others", file=sys.stderr, flush=True)
+                    with contextlib.suppress(OSError, ValueError):  # its disk may be full, and why they died
+                        print(f"{process.name} ended {died}; ending the others", file=sys.stderr, flush=True)
                 deadline = time.monotonic() + (ORDERLY_S if code == REQUEUE else grace_s)
         alive = [p for p in alive if p.is_alive()]
     return failed

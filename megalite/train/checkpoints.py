@@ -12,6 +12,7 @@ from megalite.checkpoint import reader, storage
 from megalite.checkpoint.convert import ANY_RUN
 from megalite.checkpoint.location import CheckpointError, Location
 from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.progress import show
 from megalite.checkpoint.saver import Saver
 from megalite.config import CheckpointConfig, Config, ConfigError, ModelConfig, build
 from megalite.config_check import check
@@ -125,11 +126,13 @@ def resume(
             options, tokenizer = [], []
         pieces = [e.piece for e in run.optimizer.pieces() if not weights_only or e.piece.name.startswith("model/")]
         states = any(name.startswith("optimizer.") for name in manifest.tensors)
+        bare = []
         if not weights_only and run.optimizer.rule.states and not states:
             remedy = "add --no-load-optim to go on without, or --finetune to start afresh"
-            raise SetupError(f"{folder} holds no optimizer state: {remedy}")
-        kept = {} if weights_only else {k: v for k, v in here.items() if k not in ("model", MAIN)}
-        if lines := [*misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, kept), *rates]:
+            bare = [f"{folder} holds no optimizer state: {remedy}"]
+        kept = {} if weights_only or bare else {k: v for k, v in here.items() if k not in ("model", MAIN)}
+        why = misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, kept)
+        if lines := [*why, *bare, *rates]:
             raise SetupError("\n".join(lines))
         if not weights_only and here["model"] != there["model"]:
             pieces = across_precisions(pieces, here, there)
@@ -172,10 +175,10 @@ def _tell_load(run: Run, config: Config, folder: Location, manifest: Manifest) -
         return None
     if config.log.log_style == "megatron":
         step = manifest.state["progress"]["step"]
-        print(f" loading distributed checkpoint from {folder.parent} at iteration {step}", flush=True)
+        show(f" loading distributed checkpoint from {folder.parent} at iteration {step}")
     else:
         gib = sum(stamp.size for stamp in manifest.files.values()) / 2**30
-        print(f"loading {folder} ({gib:.3g} GiB)", flush=True)
+        show(f"loading {folder} ({gib:.3g} GiB)")
     return f"loading {folder}"
 
 
@@ -242,6 +245,9 @@ def saved_config(manifest: Manifest, folder: Location) -> Config:
         config = build(parse_toml(str(manifest.state["config"]), str(folder)))
         if problems := check(replace(build(ANY_RUN), model=config.model)):
             raise ConfigError(problems)
+        data, rows = config.data, manifest.state.get("vocab_size")
+        if data.tokenizer_type == "NullTokenizer" and data.vocab_size is not None and rows == data.vocab_size + 1:
+            config = replace(config, data=replace(data, vocab_size=rows))  # once the end of document was not counted
         return config
     except (KeyError, ConfigError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its configuration cannot be read ({error}); use another checkpoint") from None

@@ -24,6 +24,7 @@ from megalite.checkpoint.manifest import CheckpointError
 from megalite.checkpoint.megatron import true_vocab_size
 from megalite.checkpoint.megatron_dist import open_checkpoint
 from megalite.checkpoint.name_map import specs_of
+from megalite.checkpoint.progress import show
 from megalite.checkpoint.shared import together
 from megalite.config import Config, DataConfig, ModelConfig
 from megalite.data.hugging_face_files import tokenizer_beside
@@ -120,11 +121,11 @@ def with_source(config: Config) -> Config:
         if c.use_checkpoint_args:
             config = with_model(config, theirs.model, str(folder))
         else:
-            problems += _contradictions(config, theirs)
+            remedy = "; mend it, or give --use-checkpoint-args and leave the model's options away"
+            problems += [line + remedy for line in _contradictions(config, theirs)]
     tokenizer, more = _tokenizer(config.data, theirs)
     if problems or more:
-        remedy = "; mend it, or give --use-checkpoint-args and leave the model's options away"
-        raise SetupError("\n".join(line + remedy for line in [*problems, *more]))
+        raise SetupError("\n".join([*problems, *more]))
     return replace(config, data=replace(config.data, **tokenizer))
 
 
@@ -145,12 +146,13 @@ def _tokenizer(data: DataConfig, theirs: Weights) -> tuple[dict[str, Any], list[
         if given is not None and given <= rows and not theirs.padded:
             given = None
     if given is not None and (given > rows if theirs.padded else given != rows):
-        return {}, [f"vocab_size: {given} here, {rows} in {theirs.folder}"]
+        remedy = "leave --vocab-size away" if data.vocab_size is not None else "give the tokenizer that it is of"
+        return {}, [f"vocab_size: {given} here, {rows} in {theirs.folder}; {remedy}"]
     if given is not None and (data.tokenizer_type is not None or theirs.tokenizer.get("vocab_size", given) != given):
         return {}, []
-    options: dict[str, Any] = {} if data.vocab_size is not None else {"vocab_size": theirs.vocab_size or rows}
-    if data.tokenizer_type is None:
-        options |= theirs.tokenizer
+    options = dict(theirs.tokenizer) if data.tokenizer_type is None else {}
+    if data.vocab_size is None:
+        options["vocab_size"] = theirs.vocab_size or rows  # the weights decide, as in a conversion
     return options, []
 
 
@@ -189,7 +191,7 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
         wanted = main or [piece for piece in pieces if piece.name.startswith("model/")]
         rows = run.vocab_size if theirs.padded else theirs.rows
         if mesh.world.is_first:
-            print(f"loading {theirs.folder} ({len(theirs.tensors)} tensors)", flush=True)
+            show(f"loading {theirs.folder} ({len(theirs.tensors)} tensors)")
         fill_from(theirs.tensors, wanted, specs_of(theirs.model, rows), str(folder), mesh.world.is_first)
         return folder, theirs
 

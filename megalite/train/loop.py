@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.clock import SaveClock
+from megalite.checkpoint.progress import show
 from megalite.checkpoint.saver import Saver
 from megalite.data.batches import Prefetcher
 from megalite.parallel.comm import all_reduce_
@@ -199,7 +200,7 @@ def train(
         memory_due = bool(plan.memory_interval) and step % (plan.memory_interval or 1) == 0
         if (memory_due or (plan.memory_first and told <= 2)) and run.mesh.dp.is_first:
             line = memory_line(run.mesh, step, plan.device_memory)
-            report.say(line) if report is not None else print(line + "\n", end="", flush=True)
+            report.say(line) if report is not None else show(line)
         tell_timers(timers.of_step, len(since))
         since.clear()
 

@@ -6,19 +6,17 @@ Telling never ends a run: what cannot be written, as on a full disk, is said onc
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import importlib.util
 import json
 import math
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.progress import show
 from megalite.config import LogConfig
 from megalite.data.named_sets import bits_per_byte
 from megalite.train import lines
@@ -82,7 +80,7 @@ class Reporter:
         progress: ProgressLog | None = None,
     ):
         self.speed, self.log, self.world, self.megatron = speed, log, world, log.log_style == "megatron"
-        self._console, self._progress = True, progress
+        self._progress = progress
         self._lost: Counter[str] = Counter()
         self._warnings: list[str] = []
         self._results: dict[str, str] = {}
@@ -123,13 +121,7 @@ class Reporter:
             return None
 
     def say(self, text: str) -> None:
-        if self._console:
-            try:
-                print(text, flush=True)
-            except (OSError, ValueError):  # whoever read the console is gone, or its disk is full; log.txt is there
-                self._console = False
-                with contextlib.suppress(OSError, ValueError):  # or Python would try again at its end, and fail
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        show(text)  # where the console is gone, log.txt is there
         self.attempt(str(self._log.path), self._log.write, text)
 
     def warn(self, text: str) -> None:

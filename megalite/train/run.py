@@ -17,6 +17,7 @@ import torch
 from megalite.checkpoint import storage
 from megalite.checkpoint.location import is_url
 from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
+from megalite.checkpoint.progress import show
 from megalite.config import Config, log_steps, padded_vocab_size, resolved_style
 from megalite.config_check import check
 from megalite.config_toml import differences, to_toml
@@ -122,14 +123,14 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == 0:  # every rank found the same
             for line in str(error).splitlines():
-                print(f"pretrain_gpt.py: {line}", file=sys.stderr, flush=True)
+                complain(f"pretrain_gpt.py: {line}")
         code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
         if ranks.rank == 0 and folder.is_dir():  # what a run before left there would be taken for this one's
             leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=str(error))
         return code
     except CheckpointError as error:  # of the directory to save in: another run may have it, so its status stays
         if not isinstance(error, ElsewhereError):
-            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+            complain(f"pretrain_gpt.py: {error}")
         return Exit.PREFLIGHT
 
 
@@ -137,7 +138,8 @@ def preflight(config: Config, ranks: Ranks) -> Sources:
     """All that can be refused before a process group exists, all of it at once."""
     m, p, t = config.model, config.parallel, config.train
     problems = check(config, ranks.world, complete=True)
-    problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
+    if not t.dry_run:  # which opens no log
+        problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
     lost = absent(config.data)
     try:
         check_export(config)
@@ -210,24 +212,22 @@ def _pretrain(
     except (NonFiniteError, ScaleExhausted) as error:
         outcome, reason = Exit.BAD_RESULT, str(error)
         if ranks.rank == 0:
-            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+            complain(f"pretrain_gpt.py: {error}")
     except CheckpointError as error:
         outcome, reason = Exit.CRASH, str(error)
         if not isinstance(error, ElsewhereError):
-            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+            complain(f"pretrain_gpt.py: {error}")
     except DataError as error:
         outcome, reason = Exit.PREFLIGHT, str(error)
         if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
-            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+            complain(f"pretrain_gpt.py: {error}")
     except KeyboardInterrupt:
         outcome, reason, since = Exit.INTERRUPTED, "SIGINT", time.monotonic()
         # of one Ctrl-C ranks get two, the terminal's and the launcher's; one that comes later means: now
         signal.signal(signal.SIGINT, lambda *_: os._exit(int(outcome)) if time.monotonic() > since + 1 else None)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        print(
-            f"{run.mesh.describe()}, step {run.state.step + 1}:\n{traceback.format_exc()}", file=sys.stderr, flush=True
-        )
+        complain(f"{run.mesh.describe()}, step {run.state.step + 1}:\n{traceback.format_exc()}")
     finally:
         run.close()
         if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))):
@@ -279,7 +279,7 @@ def _tell_parameters(config: Config, run: Run, report: Reporter | None) -> None:
     if resolved_style(config) == "megatron" and run.mesh.dp.is_first:
         number = sum(entry.numel for entry in run.buffer.layout.entries)
         line = lines.megatron_parameters(run.mesh.tp.rank, run.mesh.pp.rank, number)
-        report.say(line) if report is not None else print(line + "\n", end="", flush=True)
+        report.say(line) if report is not None else show(line)
     if report is not None:
         report.moment("after model, optimizer, and learning rate scheduler are built")
         report.moment("after dataloaders are built")

@@ -85,7 +85,7 @@ def leave_status(
 def keep_rows_until(path: Path, step: int, validated: bool = True) -> None:
     """Drop rows of metrics.jsonl beyond `step`, which a resumed run writes again, and rows torn by a crash.
     `validated` False: also the losses of validation and test sets at `step` itself."""
-    if not path.exists():
+    if not path.is_file():  # /dev/full has no end
         return
 
     def kept() -> Iterable[str]:

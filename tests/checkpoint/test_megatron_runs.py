@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import test_convert_megatron_dist as dist_format
 import torch
+from make_fixtures import FOLDER
 from ranks import run_ranks
 from test_convert_megatron import Case, V, tool, write
 
 from megalite import cli
+from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint.location import is_megatron
 from megalite.checkpoint.megatron import find
 from megalite.checkpoint.storage import steps_in
@@ -21,6 +24,7 @@ from megalite.config import Config
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train import foreign
+from megalite.train.checkpoints import saved_config
 from megalite.train.setup import SetupError, build_run
 from megalite.train.start import start_run
 from megalite.train.step import train_step
@@ -169,3 +173,25 @@ def test_a_stray_file_of_theirs_does_not_hide_a_checkpoint_of_ours(tmp_path: Pat
     (tmp_path / "ours" / ".metadata").write_bytes(b"")
     assert steps_in(tmp_path / "ours") == [0] and not is_megatron(tmp_path / "ours" / "iter_0000000")
     assert parse(tmp_path / "ours", "--save", str(tmp_path / "ours")).model.num_layers == 4
+
+
+# ---- the vocabulary of NullTokenizer, which once had an id more than --vocab-size said
+
+
+def test_rows_of_the_weights_count_where_the_tokenizers_options_say_less(tmp_path: Path) -> None:
+    write(tmp_path, GPT, tokenizer_type="NullTokenizer", vocab_size=V - 1, true_vocab_size=V)
+    data = parse(tmp_path).data
+    assert (data.tokenizer_type, data.vocab_size) == ("NullTokenizer", V)
+
+
+def test_a_checkpoint_from_when_the_end_of_document_was_not_counted() -> None:
+    folder = FOLDER / "0.1.0" / "fp64" / "iter_0000002"
+    manifest = manifests.load(folder)
+    rows = manifest.state["vocab_size"]
+    text = manifest.state["config"].replace(
+        f"\nvocab_size = {rows}\n", f'\ntokenizer_type = "NullTokenizer"\nvocab_size = {rows - 1}\n'
+    )
+    for size in (rows, rows - 1):
+        state = {**manifest.state, "config": text, "vocab_size": size}
+        data = saved_config(replace(manifest, state=state), folder).data
+        assert (data.tokenizer_type, data.vocab_size) == ("NullTokenizer", size)

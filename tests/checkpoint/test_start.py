@@ -188,6 +188,10 @@ def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> No
     with pytest.raises(SetupError, match="holds no optimizer state: add --no-load-optim"):
         start_run(run, config)
     run.close()
+    run, config = built("--load", str(tmp_path), "--bf16", "--squared-relu")
+    with pytest.raises(SetupError, match="(?s)activation: 'squared_relu' here.*holds no optimizer state"):
+        start_run(run, config)  # both at once
+    run.close()
     run, config = built("--load", str(tmp_path), "--bf16", "--no-load-optim")
     start_run(run, config)
     assert same(weights(run), before) and run.state.step == 1

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from train_cases import SMALL
 
 from megalite.config import Config, LogConfig, options
 from megalite.train.lines import (
@@ -36,6 +37,7 @@ from megalite.train.lines import (
 from megalite.train.metrics import Reporter, missing_packages
 from megalite.train.state import State, StepResult
 
+ROOT = Path(__file__).resolve().parents[2]
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
 SEEN = Interval(
     step=100,
@@ -369,6 +371,17 @@ def test_a_console_whose_disk_is_full_is_left_alone(tmp_path: Path) -> None:
             [sys.executable, "-c", words], cwd=tmp_path, stdout=full, stderr=full, timeout=60, env=dict(os.environ)
         )
     assert done.returncode == 0 and (tmp_path / "log.txt").read_text() == "one\ntwo\n"
+
+
+def test_a_run_goes_on_from_a_checkpoint_though_the_console_is_full(tmp_path: Path) -> None:
+    """What is told before there is a Reporter, and by other ranks, ends no run either."""
+    flags = [*SMALL, "--eval-iters", "0", "--lr-decay-style", "constant", "--save", str(tmp_path), "--nproc", "2"]
+    flags += ["--load", str(tmp_path), "--tensor-model-parallel-size", "2", "--log-style", "megatron"]
+    with open("/dev/full", "w") as full:
+        for steps in ("1", "2"):
+            words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--train-iters", steps]
+            assert subprocess.run(words, cwd=tmp_path, stdout=full, stderr=full, timeout=120).returncode == 0
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 2
 
 
 def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
