@@ -331,11 +331,12 @@ def _training(t: TrainConfig, seq_length: int) -> Iterator[str]:
         yield f"iterations_to_skip={_numbers(t.iterations_to_skip)}: steps count from 1; leave others away"
     if t.step_batch_size_schedule is not None:
         given = f"step_batch_size_schedule={t.step_batch_size_schedule!r}"
-        for name in ("global_batch_size", "rampup_batch_size"):
-            if getattr(t, name) is not None:
-                yield f"{given} and {name} exclude each other; give one"
+        if t.rampup_batch_size is not None:
+            yield f"{given} and rampup_batch_size exclude each other; give one"
         try:
-            read_batch_schedule(t.step_batch_size_schedule, seq_length)
+            last = read_batch_schedule(t.step_batch_size_schedule, seq_length)[-1][1]
+            if t.global_batch_size not in (None, last):  # Megatron-LM's own GPT-3 script gives both
+                yield f"{given} does not end with global_batch_size={t.global_batch_size}; give {last}, or one of both"
         except ValueError as error:
             yield f"{given} {error}"
     if t.recompute_granularity == "full" and t.recompute_method is None:

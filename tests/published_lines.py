@@ -3,7 +3,7 @@
 gpt3     Megatron-LM, examples/gpt3/train_gpt3_175b_distributed.sh (d98e8a64)
 llama3   Megatron-LM, examples/llama/train_llama3_8b_h100_fp8.sh (d98e8a64) with DTYPE=bf16 and real data
 rocm     ROCm/Megatron-LM, examples/llama/train_llama3.sh (32d5d428) with MODEL_SIZE=8 SAVE_CKPT_PATH=...
-`SMALLER` puts small sizes in their place, or takes a flag out (None); the rest stays as it is.
+`SMALLER` puts small sizes in their place; the rest stays as it is.
 """
 
 from __future__ import annotations
@@ -68,10 +68,9 @@ _ALL = {
     "--distributed-backend": "gloo",
 }
 _LLAMA = {"--ffn-hidden-size": "192", "--num-query-groups": "2"}
-SMALLER: dict[str, dict[str, str | None]] = {
+SMALLER: dict[str, dict[str, str]] = {
     "gpt3": _ALL
-    # Megatron-LM too refuses a batch size beside a schedule, in its own script (arguments.py, validate_args)
-    | {"--train-iters": "6", "--global-batch-size": None, "--lr-decay-iters": "6", "--lr": "1e-3"}
+    | {"--train-iters": "6", "--global-batch-size": "12", "--lr-decay-iters": "6", "--lr": "1e-3"}
     | {"--step-batch-size-schedule": "0:4 512:8 2K:12", "--lr-warmup-fraction": ".1"},
     "llama3": _ALL
     | _LLAMA
@@ -88,7 +87,7 @@ def words(name: str, places: dict[str, str], small: bool = True) -> list[str]:
     found = [places.get(word, word) for word in shlex.split(LINES[name])]
     for flag, value in SMALLER[name].items() if small else ():
         for i in reversed([i for i, word in enumerate(found) if word == flag]):
-            found[i : i + 2] = [] if value is None else [flag, value]
+            found[i + 1] = value
     if small and "--pipeline-model-parallel-size" not in found:
         found += ["--pipeline-model-parallel-size", "2"]
     if small and "--fp16" in found:

@@ -274,7 +274,7 @@ def test_iterations_count_micro_batch_size_x_data_parallel_beside_a_step_schedul
         ("", "", "begin at 0"),
         ("0:8 17:12 20:4", "", "two sizes within one sample of 16 tokens"),
         ("0:0", "", "a batch without samples"),
-        ("0:8", "--global-batch-size 8", "and global_batch_size exclude each other"),
+        ("0:8", "--global-batch-size 16", "does not end with global_batch_size=16; give 8, or one of both"),
         ("0:8", "--global-batch-size 8 --rampup-batch-size 4 4 9", "and rampup_batch_size exclude each other"),
     ],
 )

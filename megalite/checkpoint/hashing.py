@@ -38,7 +38,7 @@ def fastest() -> str:
     return "xxh3_128"
 
 
-def maker(name: str) -> Callable[[], Any]:
+def maker(name: str) -> Callable[..., Any]:
     """A constructor of hash objects. ValueError for a hash that is unknown, or not installed."""
     if name == "sha256":
         return hashlib.sha256

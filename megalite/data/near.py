@@ -17,8 +17,9 @@ def absent(data: DataConfig) -> list[str]:
     lines = []
     for paths in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
         for word in paths or ():
-            prefix = word if _is_pair(word) else word.partition("=")[2] or word  # NAME=PREFIX
-            if "://" not in word and not _is_number(word) and not _is_pair(prefix):
+            _, named, rest = word.partition("=")  # of NAME=PREFIX, or NAME= and the prefix behind it
+            prefix = rest if named and not _is_pair(word) else word
+            if prefix and "://" not in prefix and not _is_number(prefix) and not _is_pair(prefix):
                 lines.append(missing(prefix))
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(data, name)

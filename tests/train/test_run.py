@@ -79,7 +79,7 @@ BAD = {
     "data missing": (["--data-path", "/no/such/prefix"], 3, "/no/such/prefix"),
     "world size": (["--mock-data", "--nproc", "3", "--tensor-model-parallel-size", "2"], 2, "world size 3"),
     "batch": (["--mock-data", "--nproc", "3"], 2, "global_batch_size=8 is not a multiple"),
-    "layers": (["--mock-data", "--pipeline-model-parallel-size", "8"], 2, "num_layers=4"),
+    "layers": (["--mock-data", "--pipeline-model-parallel-size", "8", "--nproc", "8"], 2, "num_layers=4"),
     "no checkpoint": (["--mock-data", "--load", "/no/such", "--exit-on-missing-checkpoint"], 2, "holds no checkpoint"),
 }
 

@@ -84,7 +84,7 @@ def test_fim_with_gpt2s_files_takes_the_unknown_token(folder: Path) -> None:
     index = np.arange(8)
     ours, theirs = (s.train.samples(index) for s in (sources, plain))
     assert (ours == 0).sum() > (theirs == 0).sum() and ours.shape == theirs.shape
-    _, evaluated = read(folder, *fim[:4], "--split", "3,1,0")
+    _, evaluated = read(folder, *fim[:3], "--split", "3,1,0")
     assert evaluated.notes[-1].startswith("fim_data rearranges the training data alone; Megatron-LM")
     with pytest.raises(DataError, match="fim_middle_token and fim_prefix_token are both id 65"):
         read(folder, *fim, "--fim-prefix-token", "a", "--fim-middle-token", "a")
