@@ -128,7 +128,7 @@ def test_the_program_killed_while_it_saves_goes_on(tmp_path: Path) -> None:
         [*words, "--train-iters", str(step + 2)], capture_output=True, text=True, cwd=ROOT, timeout=90
     )
     assert done.returncode == 0, done.stderr
-    assert f"at iteration {step}\n" in done.stdout and f"committed iter_{step + 2:07d}" in done.stdout
+    assert f"at step {step}\n" in done.stdout and f"committed iter_{step + 2:07d}" in done.stdout
     assert not list(tmp_path.glob(".iter_*"))
 
 
