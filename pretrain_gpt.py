@@ -13,20 +13,12 @@ from __future__ import annotations
 import os
 import sys
 
-from megalite import cli
-from megalite.config import Config, local_processes
-from megalite.config_check import check
-from megalite.data.near import absent
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.options import Config, local_processes
+from megalite.data.files.near_misses import absent
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import (
-    INTERRUPTED,
-    LaunchError,
-    Ranks,
-    cores,
-    prepare_cuda,
-    read_environment,
-    start_local,
-)
+from megalite.parallel.launch import INTERRUPTED, LaunchError, Ranks, cores, prepare_cuda, read_environment, start_local
 from megalite.train.run_dir import run_folder
 
 MOST_RANKS_PER_CORE = 8

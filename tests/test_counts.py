@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite import cli
+from megalite.config import cli
 from megalite.kernels.attention import forced
 from megalite.models.families import PRESETS
 from megalite.models.flops import stage_saved

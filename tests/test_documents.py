@@ -12,10 +12,10 @@ import documents
 import pytest
 from documents import DOCUMENTS, GENERATED, HISTORY, ROOT, Command, commands, parsed_by, start
 
-from megalite import cli
-from megalite.config import local_processes, options
-from megalite.config_check import check
-from megalite.megatron import known_flags
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.megatron_flags import known_flags
+from megalite.config.options import local_processes, options
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.run import pretrain

@@ -175,7 +175,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from memory_estimate import estimate
-from megalite import cli
+from megalite.config import cli
 from megalite.kernels import weight_grad
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks

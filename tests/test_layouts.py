@@ -16,7 +16,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megalite import cli
+from megalite.config import cli
 from megalite.kernels.dispatch import runs_triton
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from test_published_lines import byte_level_vocabulary, preprocessed
 
-from megalite import cli
-from megalite.config import ConfigError
-from megalite.config_check import check
-from megalite.megatron import known_flags
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.megatron_flags import known_flags
+from megalite.config.options import ConfigError
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.run import pretrain

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite import cli
-from megalite.config import Config, ConfigError
-from megalite.config_check import check, without_effect
+from megalite.config import cli
+from megalite.config.check import check, without_effect
+from megalite.config.options import Config, ConfigError
+from megalite.config.pattern import read_batch_schedule
 from megalite.models.families import PRESETS
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
-from megalite.pattern import read_batch_schedule
 from megalite.train.batch_size import BatchSizes
 from megalite.train.setup import batch_sizes, eval_batch_size, global_batch_size, rates, run_length
 

@@ -9,7 +9,7 @@ import torch
 from megatron_lines import LINES
 from ranks import run_ranks
 
-from megalite import cli
+from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.setup import build_run

@@ -21,7 +21,7 @@ import torch
 from reference_model import Documents, Model, Rotary, Trained, Training, Weights, Yarn, is_matrix
 from torch import Tensor
 
-from megalite import cli
+from megalite.config import cli
 from megalite.kernels.dropout import fold, keep_mask
 from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
 from megalite.models.families import PRESETS

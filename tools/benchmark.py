@@ -102,9 +102,9 @@ def main(argv: list[str]) -> int:
     batch = [] if "--global-batch-size" in rest else ["--global-batch-size", "8"]
     flags = [*([] if shaped else SHAPE.split()), *RUN.split(), *batch, *rest]
 
-    from megalite import cli
-    from megalite.config import ConfigError
-    from megalite.config_check import check
+    from megalite.config import cli
+    from megalite.config.check import check
+    from megalite.config.options import ConfigError
     from megalite.models.families import PRESETS
     from megalite.train.run import choose_device
     from megalite.train.setup import SetupError

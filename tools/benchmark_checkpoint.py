@@ -58,8 +58,8 @@ def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> No
     import torch
     import torch.distributed as dist
 
-    from megalite.checkpoint import reader
-    from megalite.checkpoint.saver import Saver
+    from megalite.checkpoint.format import reader
+    from megalite.checkpoint.run.saver import Saver
     from megalite.parallel.comm import all_reduce_
     from megalite.parallel.mesh import build_mesh
     from megalite.parallel.spec import Box, Piece

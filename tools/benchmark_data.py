@@ -32,12 +32,12 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.data import indexed  # noqa: E402
-from megalite.data.batches import Batches  # noqa: E402
-from megalite.data.datasets import GptDataset  # noqa: E402
-from megalite.data.indexed import IndexedDataset  # noqa: E402
-from megalite.data.indexed_writer import IndexedWriter  # noqa: E402
-from megalite.data.permutation import permutation  # noqa: E402
+from megalite.data.files import indexed  # noqa: E402
+from megalite.data.files.indexed import IndexedDataset  # noqa: E402
+from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
+from megalite.data.samples.batches import Batches  # noqa: E402
+from megalite.data.samples.datasets import GptDataset  # noqa: E402
+from megalite.data.samples.permutation import permutation  # noqa: E402
 
 MEAN = 760  # tokens per document: 38 G tokens in 50 M documents
 SEQ_LENGTH = 2048

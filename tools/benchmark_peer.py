@@ -12,7 +12,7 @@ import datetime
 import time
 from typing import Any
 
-from megalite import cli
+from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 

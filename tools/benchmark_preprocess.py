@@ -33,10 +33,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.data.indexed import DataError  # noqa: E402
-from megalite.data.preprocess import preprocess  # noqa: E402
-from megalite.data.text_input import read_blocks  # noqa: E402
-from megalite.data.workers import Job, in_workers  # noqa: E402
+from megalite.data.errors import DataError  # noqa: E402
+from megalite.data.preprocess.text_input import read_blocks  # noqa: E402
+from megalite.data.preprocess.tokenize_files import preprocess  # noqa: E402
+from megalite.data.preprocess.workers import Job, in_workers  # noqa: E402
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, float]:

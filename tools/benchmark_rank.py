@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megalite import cli  # noqa: E402
+from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks, prepare_cuda, start_local  # noqa: E402
 
@@ -92,11 +92,11 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
 
     import torch
 
-    from megalite.config import padded_vocab_size
+    from megalite.config.options import padded_vocab_size
     from megalite.models.flops import train_flops_per_token
     from megalite.parallel.launch import process_group
     from megalite.train.allocator import keep_freed_memory
-    from megalite.train.hardware import find_peak
+    from megalite.train.peak_rates import find_peak
     from megalite.train.run import choose_device
     from megalite.train.setup import build_run, params_dtype
     from megalite.train.step import train_step

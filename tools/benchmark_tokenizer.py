@@ -27,10 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.data.fast_tokenizer import FastTokenizer, accelerate  # noqa: E402
-from megalite.data.hugging_face_files import HuggingFaceTokenizer  # noqa: E402
-from megalite.data.indexed import DataError  # noqa: E402
-from megalite.data.tokenizer import TYPES, SentencePieceTokenizer, Tokenizer, build_tokenizer  # noqa: E402
+from megalite.data.errors import DataError  # noqa: E402
+from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate  # noqa: E402
+from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer  # noqa: E402
+from megalite.data.tokenizers.tokenizer import TYPES, SentencePieceTokenizer, Tokenizer, build_tokenizer  # noqa: E402
 
 BATCH_BYTES = 1_000_000
 

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.checkpoint import manifest as manifests  # noqa: E402
-from megalite.checkpoint import storage  # noqa: E402
-from megalite.checkpoint.location import CheckpointError, Location, parse  # noqa: E402
+from megalite.checkpoint.format import manifest as manifests  # noqa: E402
+from megalite.checkpoint.storage import protocol as storage  # noqa: E402
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse  # noqa: E402
 
 if TYPE_CHECKING:
-    from megalite.checkpoint.manifest import Manifest
+    from megalite.checkpoint.format.manifest import Manifest
 
 
 def inspect(path: Location, tensors: bool) -> int:
@@ -54,7 +54,8 @@ def inspect(path: Location, tensors: bool) -> int:
 
 
 def verify(path: Location, every: bool) -> int:
-    from megalite.checkpoint import edit, reader
+    from megalite.checkpoint import edit
+    from megalite.checkpoint.format import reader
 
     folders = [edit.open_one(path)[0]]
     if every:
@@ -114,7 +115,7 @@ def average(target: Location, sources: list[Location], files: int) -> int:
 
 
 def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
-    from megalite.checkpoint import retention
+    from megalite.checkpoint.run import retention
 
     if not storage.steps_in(path):  # the lock would make the directory
         raise CheckpointError(f"{path}: no checkpoint; give a --save directory")

@@ -24,25 +24,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from megalite.checkpoint import hugging_face, megatron, megatron_dist, megatron_export, second_reading  # noqa: E402
-from megalite.checkpoint.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
-from megalite.checkpoint.hugging_face_config import choose_family  # noqa: E402
-from megalite.checkpoint.hugging_face_write import write_model  # noqa: E402
-from megalite.checkpoint.logits import compare_logits  # noqa: E402
-from megalite.checkpoint.manifest import CheckpointError  # noqa: E402
-from megalite.checkpoint.name_map import specs_of  # noqa: E402
+from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
-from megalite.config import Config, ConfigError, ModelConfig, build  # noqa: E402
-from megalite.config_toml import to_toml  # noqa: E402
-from megalite.data.hugging_face_files import tokenizer_beside  # noqa: E402
-from megalite.data.indexed import DataError  # noqa: E402
-from megalite.data.tokenizer import build_tokenizer  # noqa: E402
+from megalite.config.options import Config, ConfigError, ModelConfig, build  # noqa: E402
+from megalite.config.toml import to_toml  # noqa: E402
+from megalite.data.errors import DataError  # noqa: E402
+from megalite.data.tokenizers.hugging_face_files import tokenizer_beside  # noqa: E402
+from megalite.data.tokenizers.tokenizer import build_tokenizer  # noqa: E402
+from megalite.interop import second_reading  # noqa: E402
+from megalite.interop.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
+from megalite.interop.hugging_face import model_files as hugging_face
+from megalite.interop.hugging_face.config_json import choose_family  # noqa: E402
+from megalite.interop.hugging_face.write import write_model  # noqa: E402
+from megalite.interop.logits import compare_logits  # noqa: E402
+from megalite.interop.megatron import export as megatron_export
+from megalite.interop.megatron import rank_files as megatron
+from megalite.interop.megatron import torch_dist as megatron_dist
+from megalite.interop.rules import specs_of  # noqa: E402
 from megalite.models.families import HUGGING_FACE  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
-from megalite.train.checkpoints import TOKENIZER, saved_config  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
 from megalite.train.export import family_in, like_of, tokenizer_files  # noqa: E402
-from megalite.train.foreign import UNKNOWN_VOCABULARY, tokenizer_named_in  # noqa: E402
+from megalite.train.start.foreign_weights import UNKNOWN_VOCABULARY, tokenizer_named_in  # noqa: E402
+from megalite.train.start.resume import TOKENIZER, saved_config  # noqa: E402
 from megalite.train.state import State  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

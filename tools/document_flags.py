@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write docs/flags.md from the dataclasses of megalite/config.py, and docs/megatron.md from megatron_flags.txt.
+"""Write docs/flags.md from the dataclasses of megalite/config/options.py, and docs/megatron.md from megatron_flags.txt.
 
 python tools/document_flags.py > docs/flags.md
 python tools/document_flags.py --megatron > docs/megatron.md
@@ -15,9 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.cli import spellings  # noqa: E402
-from megalite.config import REQUIRED, SECTIONS, base_type, options  # noqa: E402
-from megalite.megatron import (  # noqa: E402
+from megalite.config.cli import spellings  # noqa: E402
+from megalite.config.megatron_flags import (
     DEPENDENT,
     INSTEAD,
     NO_EFFECT,
@@ -28,6 +27,7 @@ from megalite.megatron import (  # noqa: E402
     first_of,
     known_flags,
 )
+from megalite.config.options import REQUIRED, SECTIONS, base_type, options  # noqa: E402
 
 OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
 

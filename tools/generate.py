@@ -21,14 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.parallel.launch import (  # noqa: E402
-    INTERRUPTED,
-    LaunchError,
-    Ranks,
-    process_group,
-    read_environment,
-    start_local,
-)
+from megalite.parallel.launch import INTERRUPTED, LaunchError, Ranks, process_group, read_environment, start_local
 
 LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
 LEAST |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seed": 0}
@@ -99,8 +92,8 @@ def read_prompts(given: list[str], path: Path | None) -> list[str]:
 
 def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
-    from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
-    from megalite.data.indexed import DataError
+    from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
+    from megalite.data.errors import DataError
     from megalite.train.run import choose_device
     from megalite.train.setup import SetupError
 
@@ -121,9 +114,9 @@ def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
 def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) -> None:
     import torch
 
+    from megalite.generate.generation import continue_texts, load_model
+    from megalite.generate.sampling import Sampling
     from megalite.parallel.mesh import build_mesh
-    from megalite.train.generate import continue_texts, load_model
-    from megalite.train.sample import Sampling
 
     mesh = build_mesh(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size, device=device)
     model = load_model(args.load, mesh, getattr(torch, args.dtype))

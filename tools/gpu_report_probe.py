@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from memory_estimate import estimate  # noqa: E402
 
-from megalite import cli  # noqa: E402
+from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 
 DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"

@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from megalite.data.indexed import DataError, IndexedDataset  # noqa: E402
-from megalite.data.info import check_tokenizer, read_info  # noqa: E402
-from megalite.data.merge import document_blocks  # noqa: E402
-from megalite.data.tokenizer import TYPES, Tokenizer, build_tokenizer  # noqa: E402
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset  # noqa: E402
+from megalite.data.files.info import check_tokenizer, read_info  # noqa: E402
+from megalite.data.files.merge import document_blocks  # noqa: E402
+from megalite.data.tokenizers.tokenizer import TYPES, Tokenizer, build_tokenizer  # noqa: E402
 
 CHUNK = 1 << 22  # tokens, or index entries, read at a time
 QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)

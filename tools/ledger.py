@@ -13,11 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.checkpoint import manifest  # noqa: E402
-from megalite.checkpoint.location import CheckpointError, Location, folder_of, parse  # noqa: E402
-from megalite.checkpoint.storage import storage_of  # noqa: E402
-from megalite.data.indexed import DataError  # noqa: E402
-from megalite.data.ledger import read, table  # noqa: E402
+from megalite.checkpoint.format import manifest  # noqa: E402
+from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of, parse  # noqa: E402
+from megalite.checkpoint.storage.protocol import storage_of  # noqa: E402
+from megalite.data.errors import DataError  # noqa: E402
+from megalite.data.samples.ledger import read, table  # noqa: E402
 
 
 def newest(directory: Location) -> Location:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config import Config, padded_vocab_size
+from megalite.config.options import Config, padded_vocab_size
 from megalite.models.flops import layer_saved
 
 
@@ -32,7 +32,7 @@ class Estimate:
 
 def estimate(config: Config, vocab_size: int) -> Estimate:
     from megalite.kernels.linear_cross_entropy import CHUNK_BYTES
-    from megalite.train.plan import arrange
+    from megalite.train.arrangement import arrange
 
     m = config.model
     assert m.hidden_size and m.num_layers and m.seq_length and config.train.micro_batch_size

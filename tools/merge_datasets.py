@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.data.indexed import DataError  # noqa: E402
-from megalite.data.merge import expand_prefixes, merge  # noqa: E402
+from megalite.data.errors import DataError  # noqa: E402
+from megalite.data.files.merge import expand_prefixes, merge  # noqa: E402
 
 
 def main(argv: list[str]) -> int:

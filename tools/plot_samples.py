@@ -19,13 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from megalite.data.datasets import GptDataset  # noqa: E402
-from megalite.data.indexed import DataError, IndexedDataset  # noqa: E402
-from megalite.data.indexed_writer import IndexedWriter  # noqa: E402
-from megalite.data.packed import PackedDataset  # noqa: E402
-from megalite.data.permutation import fold, permute  # noqa: E402
-from megalite.data.samples import build_epoch, split_parts  # noqa: E402
-from megalite.data.stream import Line  # noqa: E402
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset  # noqa: E402
+from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
+from megalite.data.samples.datasets import GptDataset  # noqa: E402
+from megalite.data.samples.epochs import build_epoch, split_parts  # noqa: E402
+from megalite.data.samples.packed_dataset import PackedDataset  # noqa: E402
+from megalite.data.samples.permutation import fold, permute  # noqa: E402
+from megalite.data.samples.token_line import Line  # noqa: E402
 
 LENGTHS = (14, 5, 9, 3, 22, 7, 4, 11, 6, 16, 8, 5)
 COLOURS = (

@@ -21,9 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.data.indexed import DataError, IndexedDataset  # noqa: E402
-from megalite.data.preprocess import preprocess  # noqa: E402
-from megalite.data.tokenizer import TYPES  # noqa: E402
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset  # noqa: E402
+from megalite.data.preprocess.tokenize_files import preprocess  # noqa: E402
+from megalite.data.tokenizers.tokenizer import TYPES  # noqa: E402
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import reader, tensor_file, writer
-from megalite.checkpoint.location import CheckpointError, Location, parse, step_of
-from megalite.checkpoint.manifest import Manifest, Whole
-from megalite.checkpoint.storage import folder_of, storage_of
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import reader, tensor_file, writer
+from megalite.checkpoint.format.manifest import Manifest, Whole
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
+from megalite.checkpoint.storage.protocol import folder_of, storage_of
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, Piece
 

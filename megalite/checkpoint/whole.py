@@ -1,7 +1,7 @@
 """A checkpoint of megalite as whole tensors, for tools on one process: read any rectangle of it, write a new one.
 
 Reading: whatever layout wrote it, a rectangle is filled from the stored boxes that meet it. Writing: tensor by tensor,
-in files of a few GiB, committed as a run's checkpoint is (checkpoint/writer.py).
+in files of a few GiB, committed as a run's checkpoint is (checkpoint/format/writer.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import reader, writer
-from megalite.checkpoint.location import CheckpointError, Location
-from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.pieces import intersect
-from megalite.checkpoint.storage import folder_of, storage_of
-from megalite.checkpoint.stream import Planned, cut, flat, header_of
-from megalite.checkpoint.tensor_file import Row, TensorFile
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import reader, writer
+from megalite.checkpoint.format.manifest import Manifest
+from megalite.checkpoint.format.pieces import intersect
+from megalite.checkpoint.format.planned_files import Planned, cut, flat, header_of
+from megalite.checkpoint.format.tensor_file import Row, TensorFile
+from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.checkpoint.storage.protocol import folder_of, storage_of
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box
 

@@ -19,16 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.columns import sum_rows
-from megalite.kernels.dispatch import (
-    Block,
-    as_rows,
-    ceil_div,
-    fit,
-    kernel,
-    processors,
-    stat_dtype,
-    use_triton,
-)
+from megalite.kernels.dispatch import Block, as_rows, ceil_div, fit, kernel, processors, stat_dtype, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -16,7 +16,7 @@ the MLP's u. No scores, no dropout masks. x and its norms are split over tp alon
 
 from __future__ import annotations
 
-from megalite.config import ModelConfig
+from megalite.config.options import ModelConfig
 
 STAT_BYTES = 4  # of a statistic of a row: fp32
 How = tuple[str | None, str, int, tuple[str, ...]]  # of recompute, as models/gpt.py has it

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
+from megalite.config.options import ModelConfig
 from megalite.kernels.attention import Documents
 from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalite.data.batches import MicroBatch
+from megalite.data.samples.batches import MicroBatch
 from megalite.kernels.attention import Documents
 from megalite.models.gpt import Batch
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megalite.config import DataConfig
-from megalite.data.datasets import Blend, build_blend, parse_data_path
-from megalite.data.fim import Fim, FimDataset
-from megalite.data.indexed import DataError
-from megalite.data.ledger import Ledger
-from megalite.data.mock import MockDataset
-from megalite.data.named_sets import bytes_per_token, parse_named_sets, sets_of_each
-from megalite.data.samples import split_parts
-from megalite.data.source import Dataset
-from megalite.data.tokenizer import Tokenizer, build_tokenizer
+from megalite.config.options import DataConfig
+from megalite.data.errors import DataError
+from megalite.data.samples.datasets import Blend, build_blend, parse_data_path
+from megalite.data.samples.epochs import split_parts
+from megalite.data.samples.fim import Fim, FimDataset
+from megalite.data.samples.ledger import Ledger
+from megalite.data.samples.mock import MockDataset
+from megalite.data.samples.named_sets import bytes_per_token, parse_named_sets, sets_of_each
+from megalite.data.samples.source import Dataset
+from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's

@@ -13,23 +13,25 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import hugging_face, storage, writer
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.convert import Ours
-from megalite.checkpoint.hugging_face_config import choose_family
-from megalite.checkpoint.hugging_face_write import write_model
-from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.name_map import specs_of
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import writer
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.whole import Source
-from megalite.config import Config, DataConfig
-from megalite.data.indexed import DataError
-from megalite.data.tokenizer import SENTENCEPIECE
-from megalite.data.tokenizer_json import as_tokenizer_json
+from megalite.config.options import Config, DataConfig
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.tokenizer import SENTENCEPIECE
+from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json
+from megalite.interop.convert import Ours
+from megalite.interop.hugging_face import model_files as hugging_face
+from megalite.interop.hugging_face.config_json import choose_family
+from megalite.interop.hugging_face.write import write_model
+from megalite.interop.rules import specs_of
 from megalite.parallel.comm import broadcast_
-from megalite.train.checkpoints import pieces_to_save
 from megalite.train.datasets import open_tokenizer
-from megalite.train.foreign import named_by
 from megalite.train.setup import SetupError
+from megalite.train.start.foreign_weights import named_by
+from megalite.train.start.resume import pieces_to_save
 from megalite.train.state import Run
 
 

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.clock import SaveClock
 from megalite.checkpoint.progress import show
-from megalite.checkpoint.saver import Saver
-from megalite.data.batches import Prefetcher
+from megalite.checkpoint.run.save_clock import SaveClock
+from megalite.checkpoint.run.saver import Saver
+from megalite.data.samples.batches import Prefetcher
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.batch import HostBatch, on_device
-from megalite.train.checkpoints import save
-from megalite.train.lines import Interval
+from megalite.train.figures import Interval
 from megalite.train.metrics import Reporter
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.replicas import check_replicas
 from megalite.train.run_dir import Exit, complain, write_atomically
+from megalite.train.start.resume import save
 from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.timers import Timers

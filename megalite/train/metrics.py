@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.progress import show
-from megalite.config import LogConfig
-from megalite.data.named_sets import bits_per_byte
-from megalite.train import lines
-from megalite.train.lines import Interval, Speed, perplexity
-from megalite.train.progress import ProgressLog
+from megalite.config.options import LogConfig
+from megalite.data.samples.named_sets import bits_per_byte
+from megalite.train import figures as lines
+from megalite.train.figures import Interval, Speed, perplexity
+from megalite.train.progress_file import ProgressLog
 from megalite.train.run_dir import complain
 from megalite.train.state import State, StepResult
 

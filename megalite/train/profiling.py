@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megalite.config import OperationsConfig
+from megalite.config.options import OperationsConfig
 from megalite.train.run_dir import complain
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.hashing import fastest, maker
+from megalite.checkpoint.format.hashing import fastest, maker
 from megalite.optim.buffer import ParamBuffer
 from megalite.parallel.comm import all_reduce_
 

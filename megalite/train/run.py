@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import storage
-from megalite.checkpoint.location import is_url
-from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
+from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
 from megalite.checkpoint.progress import show
-from megalite.config import Config, log_steps, padded_vocab_size, resolved_style
-from megalite.config_check import check
-from megalite.config_toml import differences, to_toml
-from megalite.data.indexed import DataError
-from megalite.data.near import absent
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.location import is_url
+from megalite.config.check import check
+from megalite.config.options import Config, log_steps, padded_vocab_size, resolved_style
+from megalite.config.toml import differences, to_toml
+from megalite.data.errors import DataError
+from megalite.data.files.near_misses import absent
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton
 from megalite.models.compiled import CompileError, check_compile, describe_compile
@@ -30,18 +30,17 @@ from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
-from megalite.train import foreign, lines
+from megalite.train import figures as lines
 from megalite.train.allocator import keep_freed_memory
-from megalite.train.checkpoints import loaded_line, open_saver
+from megalite.train.arrangement import arrange, groups_of, memory_rows, runs
 from megalite.train.datasets import Sources, open_sources
 from megalite.train.export import check_export, export
-from megalite.train.hardware import Peak, find_peak
-from megalite.train.lines import Speed
+from megalite.train.figures import Speed
 from megalite.train.loop import Plan, StopSignal, Watch, train
 from megalite.train.metrics import Reporter, missing_packages
-from megalite.train.plan import arrange, groups_of, memory_rows, runs
+from megalite.train.peak_rates import Peak, find_peak
 from megalite.train.profiling import Collector, Profiler
-from megalite.train.progress import ProgressLog
+from megalite.train.progress_file import ProgressLog
 from megalite.train.replicas import ReplicaError
 from megalite.train.run_dir import Exit, complain, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import (
@@ -53,7 +52,9 @@ from megalite.train.setup import (
     params_dtype,
     run_length,
 )
-from megalite.train.start import already_saved, begin_branch, start_run
+from megalite.train.start import foreign_weights as foreign
+from megalite.train.start.origin import already_saved, begin_branch, start_run
+from megalite.train.start.resume import loaded_line, open_saver
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError
 from megalite.train.timers import Timers

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 
-from megalite.checkpoint.location import is_url
-from megalite.config import Config
+from megalite.checkpoint.storage.location import is_url
+from megalite.config.options import Config
 
 
 class Exit(IntEnum):

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from megalite.config import Config, padded_vocab_size
-from megalite.config_check import check
-from megalite.data.batches import Batches, Prefetcher, Unread
-from megalite.data.source import Dataset
+from megalite.config.check import check
+from megalite.config.options import Config, padded_vocab_size
+from megalite.config.pattern import read_batch_schedule
+from megalite.config.stage_layers import given_stages
+from megalite.data.samples.batches import Batches, Prefetcher, Unread
+from megalite.data.samples.source import Dataset
 from megalite.models.compiled import Backend, compile_blocks
 from megalite.models.flops import How, head_flops, layer_flops
 from megalite.models.gpt import Recompute, Stage
@@ -27,11 +29,9 @@ from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Rule, Zero1
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
-from megalite.pattern import read_batch_schedule
 from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs, on_stream
 from megalite.pipeline.partition import partition
 from megalite.pipeline.runtime import Pipeline
-from megalite.stages import given_stages
 from megalite.train.batch import HostBatch, host_batch
 from megalite.train.batch_size import BatchSizes
 from megalite.train.datasets import NamedSet, Sources, open_sources

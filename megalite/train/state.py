@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from megalite.data.batches import Prefetcher
-from megalite.data.ledger import Ledger
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.samples.batches import Prefetcher
+from megalite.data.samples.ledger import Ledger
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import Rates

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import torch
 
-from megalite.config import Config
-from megalite.data.batches import MicroBatch
+from megalite.config.options import Config
+from megalite.data.samples.batches import MicroBatch
 from megalite.models.gpt import Block, Stage
 from megalite.train.batch import host_batch, on_device
 from megalite.train.state import Run

@@ -27,14 +27,14 @@ import torch.distributed as dist  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 import megalite  # noqa: E402
-from megalite import cli  # noqa: E402
 from megalite.checkpoint import edit  # noqa: E402
-from megalite.config_toml import to_toml  # noqa: E402
-from megalite.data.indexed_writer import IndexedWriter  # noqa: E402
+from megalite.config import cli  # noqa: E402
+from megalite.config.toml import to_toml  # noqa: E402
+from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
-from megalite.train.checkpoints import open_saver, save  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
+from megalite.train.start.resume import open_saver, save  # noqa: E402
 from megalite.train.step import train_step  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "fixtures"

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite import cli
-from megalite.checkpoint import reader
 from megalite.checkpoint.edit import read_whole
-from megalite.config import Config
-from megalite.config_toml import to_toml
+from megalite.checkpoint.format import reader
+from megalite.config import cli
+from megalite.config.options import Config
+from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box
-from megalite.train.checkpoints import Start, open_saver, pieces_to_save, resume, save
 from megalite.train.setup import build_run
+from megalite.train.start.resume import Start, open_saver, pieces_to_save, resume, save
 from megalite.train.step import train_step
 
 TP, PP, VPP = (

@@ -15,11 +15,13 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megalite import cli
-from megalite.checkpoint import aside, reader, storage, writer
-from megalite.checkpoint.location import CheckpointError
-from megalite.checkpoint.saver import Saver
-from megalite.checkpoint.upload import Uploader
+from megalite.checkpoint.format import reader, writer
+from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.run.upload import Uploader
+from megalite.checkpoint.storage import aside
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.location import CheckpointError
+from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks, start_local
 from megalite.parallel.mesh import Mesh, build_mesh
@@ -27,7 +29,7 @@ from megalite.parallel.spec import Box, Piece
 from megalite.train import loop
 from megalite.train.run import pretrain
 from megalite.train.setup import build_run
-from megalite.train.start import start_run
+from megalite.train.start.origin import start_run
 
 ALONE = Mesh.alone()
 CPU = torch.device("cpu")

@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.checkpoint import blocks, reader, storage, tensor_file, writer
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.pieces import inside, overlapping, rectangles
+from megalite.checkpoint.format import blocks, reader, tensor_file, writer
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.format.pieces import inside, overlapping, rectangles
+from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, ParamSpec, Piece
 

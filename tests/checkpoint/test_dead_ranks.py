@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from train_cases import SMALL
 
-from megalite import cli
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint import reader, storage
-from megalite.checkpoint.local import LocalStorage
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import reader
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.local import LocalStorage
+from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks, start_local
 from megalite.parallel.mesh import Mesh

@@ -25,19 +25,20 @@ import torch
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite import cli
-from megalite.checkpoint import hashing, reader, storage, tensor_file, writer
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.local import LocalFile, LocalStorage
-from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.saver import Saver
-from megalite.config_toml import to_toml
+from megalite.checkpoint.format import hashing, reader, tensor_file, writer
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.local import LocalFile, LocalStorage
+from megalite.config import cli
+from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
-from megalite.train.checkpoints import Start, open_saver, resume, save
 from megalite.train.setup import build_run
+from megalite.train.start.resume import Start, open_saver, resume, save
 from megalite.train.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -305,14 +306,14 @@ def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pyte
 
 def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "BLOCK", 256)
-    monkeypatch.setattr("megalite.checkpoint.tensor_file.write.__defaults__", (256,))
+    monkeypatch.setattr("megalite.checkpoint.format.tensor_file.write.__defaults__", (256,))
     box = Box((0,), (500,))
     state = [Piece(f"model/{n}", (500,), box, range(500), torch.randn(500)) for n in range(6)]
     folder = writer.save(tmp_path, 1, state, {}, ALONE)
     loaded = manifests.load(folder)
     (file,) = (folder / name for name in loaded.files)
     places = {row.key: name for name, whole in loaded.tensors.items() for row in whole.parts}
-    from megalite.checkpoint.tensor_file import places as find
+    from megalite.checkpoint.format.tensor_file import places as find
 
     where = find(file)
     for n in range(40):

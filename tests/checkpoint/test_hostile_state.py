@@ -17,14 +17,14 @@ import torch
 from make_fixtures import CASES, FOLDER, write_tokens
 
 import megalite
-from megalite import cli
-from megalite.checkpoint.location import CheckpointError
-from megalite.config import Config
-from megalite.data.indexed import DataError
+from megalite.checkpoint.storage.location import CheckpointError
+from megalite.config import cli
+from megalite.config.options import Config
+from megalite.data.errors import DataError
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train.checkpoints import Start, resume
 from megalite.train.setup import SetupError, build_run
+from megalite.train.start.resume import Start, resume
 from megalite.train.state import Run
 
 WRONG: list[Any] = [

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from test_start import SMALL, built
 
-from megalite.checkpoint import blocks, foreign_load, progress
-from megalite.train.start import start_run
+from megalite.checkpoint import progress
+from megalite.checkpoint.format import blocks
+from megalite.interop import load as foreign_load
+from megalite.train.start.origin import start_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

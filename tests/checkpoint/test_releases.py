@@ -16,12 +16,12 @@ import torch
 from make_fixtures import CASES, FOLDER, hashes, write_tokens
 
 import megalite
-from megalite import cli
 from megalite.checkpoint import edit
+from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train.checkpoints import Start, resume
 from megalite.train.setup import build_run
+from megalite.train.start.resume import Start, resume
 from megalite.train.step import train_step
 
 STORED = sorted(path.parent for path in FOLDER.glob("*/*/expected.json"))

@@ -22,10 +22,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite.checkpoint import edit, location, reader, remote, retention, shared, storage, tensor_file, writer
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.location import CheckpointError, Url, parse
-from megalite.checkpoint.saver import Saver
+from megalite.checkpoint import edit
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import reader, tensor_file, writer
+from megalite.checkpoint.run import agreement as shared
+from megalite.checkpoint.run import retention
+from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.storage import location, remote
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.location import CheckpointError, Url, parse
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
 

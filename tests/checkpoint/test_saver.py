@@ -20,15 +20,19 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from megalite.checkpoint import background as beside
-from megalite.checkpoint import local, reader, retention, shared, storage, tensor_file, writer
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.clock import SaveClock
-from megalite.checkpoint.hashing import BlockHash
-from megalite.checkpoint.manifest import CheckpointError
-from megalite.checkpoint.news import News
-from megalite.checkpoint.pieces import intersect
-from megalite.checkpoint.saver import Saver
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import reader, tensor_file, writer
+from megalite.checkpoint.format.hashing import BlockHash
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.format.pieces import intersect
+from megalite.checkpoint.run import agreement as shared
+from megalite.checkpoint.run import host_copy as beside
+from megalite.checkpoint.run import retention
+from megalite.checkpoint.run.log_lines import News
+from megalite.checkpoint.run.save_clock import SaveClock
+from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.storage import local
+from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
 
@@ -210,7 +214,7 @@ def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(t
     hold = f"""
 import time, sys
 from pathlib import Path
-from megalite.checkpoint.local import Lock
+from megalite.checkpoint.storage.local import Lock
 lock = Lock(Path({str(tmp_path)!r}))
 print("held", flush=True)
 time.sleep(60)

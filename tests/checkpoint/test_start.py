@@ -18,23 +18,24 @@ import torch
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite import cli
-from megalite.checkpoint import edit, writer
-from megalite.checkpoint.background import HostCopy
-from megalite.checkpoint.manifest import CheckpointError, ElsewhereError
-from megalite.config import Config, ConfigError
-from megalite.config_toml import to_toml
+from megalite.checkpoint import edit
+from megalite.checkpoint.format import writer
+from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
+from megalite.checkpoint.run.host_copy import HostCopy
+from megalite.config import cli
+from megalite.config.options import Config, ConfigError
+from megalite.config.toml import to_toml
+from megalite.generate.generation import load_model
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train import loop
-from megalite.train.checkpoints import open_saver, options_that_differ, save, with_checkpoint_args
-from megalite.train.generate import load_model
 from megalite.train.loop import Plan, StopSignal, train
 from megalite.train.run import pretrain
 from megalite.train.run_dir import Exit
 from megalite.train.setup import SetupError, build_run
-from megalite.train.start import start_run
+from megalite.train.start.origin import start_run
+from megalite.train.start.resume import open_saver, options_that_differ, save, with_checkpoint_args
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError, train_step
 
@@ -423,7 +424,7 @@ def test_without_an_interval_a_run_saves_where_it_ends_or_stops(tmp_path: Path) 
 
 def _broken_writer(directory: str, broken: int) -> tuple[str, int, bool]:
     """A run of two ranks, on one of which the writer in the background fails at step 2."""
-    from megalite.checkpoint import writer
+    from megalite.checkpoint.format import writer
 
     rank = torch.distributed.get_rank()
     real = writer.write_rank
@@ -490,7 +491,7 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
 
 
 def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Path) -> None:
-    from megalite.checkpoint.local import Lock
+    from megalite.checkpoint.storage.local import Lock
 
     (tmp_path / "status.json").write_text("of the other run")
     lock = Lock(tmp_path)

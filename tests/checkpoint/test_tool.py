@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint import edit, local, manifest, reader, storage, writer
+from megalite.checkpoint import edit
+from megalite.checkpoint.format import manifest, reader, writer
+from megalite.checkpoint.storage import local
+from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, Piece
 

@@ -13,9 +13,12 @@ import pytest
 import torch
 from train_cases import SMALL
 
-from megalite.checkpoint import local, reader, remote, saver, storage, upload, writer
-from megalite.checkpoint.location import CheckpointError
-from megalite.checkpoint.saver import Saver
+from megalite.checkpoint.format import reader, writer
+from megalite.checkpoint.run import saver, upload
+from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.storage import local, remote
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, Piece
 

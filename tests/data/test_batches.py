@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megalite.data.batches import Batches, MicroBatch, Prefetcher, Unread
-from megalite.data.datasets import build_blend
-from megalite.data.indexed import DataError
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.mock import MockDataset
+from megalite.data.errors import DataError
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.samples.batches import Batches, MicroBatch, Prefetcher, Unread
+from megalite.data.samples.datasets import build_blend
+from megalite.data.samples.mock import MockDataset
 
 S, V = 6, 40
 

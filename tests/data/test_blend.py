@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data import blend
-from megalite.data.blend import BlendOrder
-from megalite.data.datasets import Blend
-from megalite.data.indexed import DataError
-from megalite.data.mock import MockDataset
+from megalite.data.errors import DataError
+from megalite.data.samples import blend
+from megalite.data.samples.blend import BlendOrder
+from megalite.data.samples.datasets import Blend
+from megalite.data.samples.mock import MockDataset
 
 WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0, 1e-6]))
 

@@ -14,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data import cache
-from megalite.data.cache import load_or_build
-from megalite.data.datasets import GptDataset
-from megalite.data.indexed import DataError, IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.permutation import fold
-from megalite.data.samples import Epoch, build_epoch
-from megalite.data.stream import Line
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.samples import epoch_cache as cache
+from megalite.data.samples.datasets import GptDataset
+from megalite.data.samples.epoch_cache import load_or_build
+from megalite.data.samples.epochs import Epoch, build_epoch
+from megalite.data.samples.permutation import fold
+from megalite.data.samples.token_line import Line
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = np.arange(5000, dtype=np.int32) % 97
@@ -29,8 +30,8 @@ LENGTHS = np.arange(5000, dtype=np.int32) % 97
 BUILDER = """
 import logging, sys, time
 import numpy as np
-from megalite.data import cache
-from megalite.data.samples import build_epoch
+from megalite.data.samples import epoch_cache as cache
+from megalite.data.samples.epochs import build_epoch
 
 logging.basicConfig(format="%(message)s")
 cache.SAY_AFTER_SECONDS = 0.2

@@ -15,14 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config import DataConfig
-from megalite.data import merge as merge_module
-from megalite.data.datasets import GptDataset
-from megalite.data.indexed import DataError, IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.info import make_info, read_info
-from megalite.data.merge import document_blocks, expand_prefixes, merge
-from megalite.data.tokenizer import Tokenizer, build_tokenizer
+from megalite.config.options import DataConfig
+from megalite.data.errors import DataError
+from megalite.data.files import merge as merge_module
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.files.info import make_info, read_info
+from megalite.data.files.merge import document_blocks, expand_prefixes, merge
+from megalite.data.samples.datasets import GptDataset
+from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megalite.train.datasets import open_sources
 from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
 
@@ -313,7 +314,7 @@ def test_prepare_cache_builds_all_that_the_run_reads_and_only_once(tmp_path: Pat
 def test_prepared_epochs_are_those_that_are_read(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, samples: int, chunk: int
 ) -> None:
-    from megalite.data import datasets
+    from megalite.data.samples import datasets
 
     folder = tmp_path_factory.mktemp("prepare")
     lengths = [*lengths, seq_length + 1]

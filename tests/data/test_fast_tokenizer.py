@@ -14,10 +14,10 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megalite.data import fast_tokenizer
-from megalite.data.fast_tokenizer import NASTY, FastTokenizer, accelerate, surround
-from megalite.data.indexed import DataError
-from megalite.data.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.errors import DataError
+from megalite.data.tokenizers import fast_tokenizer
+from megalite.data.tokenizers.fast_tokenizer import NASTY, FastTokenizer, accelerate, surround
+from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from tools.train_tokenizer import train, train_hugging_face
 
 WORDS = (" zyxwvut", " qponmlk")  # frequent in what the tokenizers are made of, and not in NASTY

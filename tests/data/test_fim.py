@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megalite.data.batches import Batches
-from megalite.data.datasets import Blend, GptDataset
-from megalite.data.fim import WRITTEN, Codec, Fim, FimDataset, rearrange, transform
-from megalite.data.hugging_face_files import HuggingFaceTokenizer
-from megalite.data.indexed import DataError, IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.mock import MockDataset
-from megalite.data.packed import PackedDataset
-from megalite.data.permutation import fold
-from megalite.data.tokenizer import SentencePieceTokenizer
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.samples.batches import Batches
+from megalite.data.samples.datasets import Blend, GptDataset
+from megalite.data.samples.fim import WRITTEN, Codec, Fim, FimDataset, rearrange, transform
+from megalite.data.samples.mock import MockDataset
+from megalite.data.samples.packed_dataset import PackedDataset
+from megalite.data.samples.permutation import fold
+from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
+from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer
 
 PRE, MID, SUF, PAD, EOD, SPLIT = range(6)
 SAMPLE = st.lists(st.one_of(st.integers(6, 99), st.sampled_from([EOD, EOD, SPLIT])), min_size=1, max_size=80)

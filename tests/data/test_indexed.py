@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.indexed import DataError, IndexedDataset, token_dtype
-from megalite.data.indexed_writer import IndexedWriter
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset, token_dtype
+from megalite.data.files.indexed_writer import IndexedWriter
 from tools import benchmark_data
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]
@@ -122,7 +123,7 @@ def test_damaged_index_is_refused_with_file_and_field(tmp_path: Path, name: str)
 
 
 def test_damage_is_found_beyond_the_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data.check.CHUNK", 2)
+    monkeypatch.setattr("megalite.data.files.index_rules.CHUNK", 2)
     write(tmp_path / "a")
     IndexedDataset(tmp_path / "a")
     for at, fmt, value, reason in (
@@ -175,9 +176,9 @@ def test_thousand_mutations_never_read_wrong_tokens(
     At the latest when it is used, for an index too large to be checked completely when it is opened.
     """
     if not full:
-        monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 0)
-        monkeypatch.setattr("megalite.data.check.PLACES", 2)
-        monkeypatch.setattr("megalite.data.check.WINDOW", 1)
+        monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 0)
+        monkeypatch.setattr("megalite.data.files.index_rules.PLACES", 2)
+        monkeypatch.setattr("megalite.data.files.index_rules.WINDOW", 1)
     rng = random.Random(0)
     documents = [[rng.randrange(200) for _ in range(rng.randrange(6))] for _ in range(12)]
     write(tmp_path / "a", documents)
@@ -211,7 +212,7 @@ def test_any_edited_bytes_are_refused_or_harmless(
     Path(f"{prefix}.idx").write_bytes(raw)
     with pytest.MonkeyPatch.context() as patch:
         if not full:
-            patch.setattr("megalite.data.indexed.FULL_CHECK", 0)
+            patch.setattr("megalite.data.files.indexed.FULL_CHECK", 0)
         try:
             data = IndexedDataset(prefix)
             assert use_everything(data) == DOCUMENTS
@@ -224,7 +225,7 @@ import faulthandler, random, sys
 from pathlib import Path
 import numpy as np
 from data.test_indexed import mutated
-from megalite.data import check, indexed
+from megalite.data.files import index_rules as check, indexed
 
 faulthandler.enable()
 prefix = Path(sys.argv[1])
@@ -257,7 +258,7 @@ def test_fuzzed_index_never_ends_the_process(tmp_path: Path) -> None:
 
 
 def test_damage_that_opening_does_not_see_is_found_on_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 10_000)
+    monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 10_000)
     prefix = write(tmp_path / "a", [[1, 2]] * 20_000)
     index = tmp_path / "a.idx"
     good = index.read_bytes()
@@ -291,7 +292,7 @@ def test_runs_of_entries_that_agree_among_themselves(tmp_path: Path, monkeypatch
     n = 20_000
     prefix = write(tmp_path / "a", [[1, 2]] * n)
     good = (tmp_path / "a.idx").read_bytes()
-    monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 10_000)
+    monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 10_000)
 
     def shifted(start: int, first: int, last: int, by: int) -> IndexedDataset:
         raw = bytearray(good)
@@ -320,7 +321,7 @@ def test_lengths_are_read_and_a_pair_replaced_meanwhile_is_refused(
     lengths = data.read_lengths(range(1, 4))
     assert lengths.tolist() == [0, 1, 4] and lengths.flags.aligned and data.read_lengths(range(2, 2)).size == 0
     assert data.checked
-    monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 3)
+    monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 3)
     data = IndexedDataset(tmp_path / "a")
     assert not data.checked
     data.verify()
@@ -383,7 +384,7 @@ def test_file_cut_while_it_is_open(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [[7] * 3000] * 3)
     read = IndexedDataset(prefix, mmap_bin_files=False)
     assert read.document(2).tolist() == [7] * 3000 and read.tokens.dtype == np.uint16
-    code = f"from megalite.data.indexed import IndexedDataset as I; d = I({str(prefix)!r}); import os\n"
+    code = f"from megalite.data.files.indexed import IndexedDataset as I; d = I({str(prefix)!r}); import os\n"
     code += f"os.truncate({str(prefix) + '.bin'!r}, 6000); d.document(2).sum()"
     root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-X", "faulthandler", "-c", code]
@@ -403,7 +404,7 @@ def test_opening_takes_no_memory_for_the_index(tmp_path: Path) -> None:
         writer.add_many(np.zeros(n, np.uint16), np.ones(n, np.int64))
         writer.finish()
     code = f"""
-from megalite.data import indexed
+from megalite.data.files import indexed
 def peak():  # getrusage would count what the parent had when this process was made
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
@@ -490,7 +491,7 @@ def test_full_disk_while_finishing_leaves_nothing(tmp_path: Path, monkeypatch: p
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megalite.data.indexed.os.fsync", full)
+    monkeypatch.setattr("megalite.data.files.indexed.os.fsync", full)
     with pytest.raises(OSError, match="No space"), IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add([1, 2, 3])
         writer.finish({"documents": 1})
@@ -513,7 +514,7 @@ def test_token_dtype_is_megatrons() -> None:
 
 def test_benchmark_measures_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(benchmark_data, "alone", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr("megalite.data.indexed.FULL_CHECK", 1 << 24)  # put back afterwards: the tool changes it
+    monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 1 << 24)  # put back afterwards: the tool changes it
     monkeypatch.setattr(sys, "argv", ["benchmark_data.py", "--documents", "20000"])
     benchmark_data.main()
     lines = capsys.readouterr().out.splitlines()

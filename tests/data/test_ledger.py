@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.batches import Batches
-from megalite.data.datasets import build_blend
-from megalite.data.indexed import DataError
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.ledger import Ledger, Total, table
+from megalite.data.errors import DataError
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.samples.batches import Batches
+from megalite.data.samples.datasets import build_blend
+from megalite.data.samples.ledger import Ledger, Total, table
 
 
 def write(prefix: Path, lengths: list[int], first: int) -> str:

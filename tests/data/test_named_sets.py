@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.data import named_sets
-from megalite.data.datasets import parse_data_path
-from megalite.data.indexed import DataError
-from megalite.data.named_sets import bits_per_byte, bytes_per_token, parse_named_sets, sets_of_each
+from megalite.data.errors import DataError
+from megalite.data.samples import named_sets
+from megalite.data.samples.datasets import parse_data_path
+from megalite.data.samples.named_sets import bits_per_byte, bytes_per_token, parse_named_sets, sets_of_each
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]*", fullmatch=True)
 PATHS = st.sampled_from(["a", "data/x", "/abs/lang=en/part", "./lang=en/x", "s3://bucket/k=v/x", "with space/x"])

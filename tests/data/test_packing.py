@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.batches import Batches
-from megalite.data.datasets import Blend
-from megalite.data.indexed import DataError, IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.packed import PackedDataset, cut_end_to_end, label_mask
-from megalite.data.packing import Packing, Pieces, from_arrays, pack
-from megalite.data.samples import build_epoch
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.samples.batches import Batches
+from megalite.data.samples.datasets import Blend
+from megalite.data.samples.epochs import build_epoch
+from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end, label_mask
+from megalite.data.samples.packing import Packing, Pieces, from_arrays, pack
 
 PAD = 10**6
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=60)
@@ -66,7 +67,7 @@ def test_plan_is_best_fit_decreasing_and_loses_nothing(lengths: list[int], capac
 
 @pytest.mark.parametrize("capacity", [33, 2049, 70_000])  # the last one is beyond sorting in 16 bits
 def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data.packing.CHUNK", 1000)
+    monkeypatch.setattr("megalite.data.samples.packing.CHUNK", 1000)
     lengths = np.random.default_rng(0).lognormal(5.0, 1.5, 5300).astype(np.int32)
     plan = pack(lengths, capacity)
     bins = bins_of(plan)

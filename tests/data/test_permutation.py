@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.permutation import fold, permutation, permute
+from megalite.data.samples.permutation import fold, permutation, permute
 
 GOLDEN_8 = [0, 4, 2, 5, 6, 3, 1, 7]
 GOLDEN_LARGE = [647831989802, 633655622351, 930786388621]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.indexed import DataError
+from megalite.data.errors import DataError
 from tools.plot_samples import COLOURS, LENGTHS, draw, runs
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "plot_samples.py"

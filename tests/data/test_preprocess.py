@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import text_input
-from megalite.data import workers as worker_module
-from megalite.data.indexed import DataError, IndexedDataset
-from megalite.data.info import check_tokenizer, read_info
-from megalite.data.preprocess import preprocess
-from megalite.data.records import parse_line
-from megalite.data.text_input import expand
-from megalite.data.tokenizer import build_tokenizer
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.info import check_tokenizer, read_info
+from megalite.data.preprocess import text_input
+from megalite.data.preprocess import workers as worker_module
+from megalite.data.preprocess.records import parse_line
+from megalite.data.preprocess.text_input import expand
+from megalite.data.preprocess.tokenize_files import preprocess
+from megalite.data.tokenizers.tokenizer import build_tokenizer
 from tools import python_corpus, train_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from data.test_preprocess import BAD_LINES, BYTES, run_tool, write_jsonl
 
-from megalite.data import text_input
-from megalite.data.indexed import DataError, IndexedDataset
-from megalite.data.info import read_info
-from megalite.data.journal import Progress
-from megalite.data.preprocess import preprocess
-from megalite.data.records import SAMPLE_BYTES
-from megalite.data.rejects import judge
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.info import read_info
+from megalite.data.preprocess import text_input
+from megalite.data.preprocess.journal import Progress
+from megalite.data.preprocess.records import SAMPLE_BYTES
+from megalite.data.preprocess.rejects import judge
+from megalite.data.preprocess.tokenize_files import preprocess
 
 REASONS = {
     "not json": "not-json",

@@ -19,12 +19,14 @@ from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data import blocks, remote
-from megalite.data.datasets import GptDataset, build_blend
-from megalite.data.indexed import DataError, IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.info import make_info, read_info
-from megalite.data.tokenizer import build_tokenizer
+from megalite.data.errors import DataError
+from megalite.data.files import fetched_blocks as blocks
+from megalite.data.files import remote
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.files.info import make_info, read_info
+from megalite.data.samples.datasets import GptDataset, build_blend
+from megalite.data.tokenizers.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [list(range(k * 100, k * 100 + k * 7 % 23)) for k in range(60)]
@@ -338,8 +340,8 @@ READER = """
 import sys, time
 import numpy as np
 from data import test_remote
-from megalite.data import blocks, remote
-from megalite.data.indexed import IndexedDataset
+from megalite.data.files import fetched_blocks as blocks, remote
+from megalite.data.files.indexed import IndexedDataset
 
 blocks.BLOCK = remote.BLOCK = 64
 url, cache, journal = sys.argv[1:]
@@ -398,10 +400,8 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
 
 def test_fsspec_is_imported_for_urls_only(tmp_path: Path) -> None:
     write(tmp_path / "a")
-    code = (
-        f"import sys; from megalite.data.datasets import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
-    )
-    code += "print([m for m in sys.modules if m.startswith('fsspec') or m == 'megalite.data.remote'])"
+    code = f"import sys; from megalite.data.samples.datasets import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
+    code += "print([m for m in sys.modules if m.startswith('fsspec') or m == 'megalite.data.files.remote'])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     assert result.stdout == "[]\n", result.stderr

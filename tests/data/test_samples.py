@@ -11,12 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megalite.data.datasets import GptDataset
-from megalite.data.indexed import DataError, IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.permutation import fold
-from megalite.data.samples import build_epoch, split_parts
-from megalite.data.stream import Line
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.samples.datasets import GptDataset
+from megalite.data.samples.epochs import build_epoch, split_parts
+from megalite.data.samples.permutation import fold
+from megalite.data.samples.token_line import Line
 
 
 def write(prefix: Path, lengths: list[int]) -> IndexedDataset:

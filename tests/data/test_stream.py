@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megalite.data.samples import build_epoch
-from megalite.data.stream import Line
+from megalite.data.samples.epochs import build_epoch
+from megalite.data.samples.token_line import Line
 
 
 def inputs(line: Line, index: NDArray[np.int64], seq_length: int) -> list[tuple[int, int]]:

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megalite.data.fast_tokenizer import NASTY
-from megalite.data.indexed import DataError
-from megalite.data.tiktoken_files import ENCODINGS, PATTERNS
-from megalite.data.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.fast_tokenizer import NASTY
+from megalite.data.tokenizers.tiktoken_files import ENCODINGS, PATTERNS
+from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from tools.train_tokenizer import train
 
 TEXTS = ["hello world\n\n\tx = 1  # two  spaces\r\n", "ünïcødé 漢字 \u0000 🙂", "", "</s> <|endoftext|> 12345"]
@@ -286,8 +286,8 @@ def test_missing_tiktoken_is_named(directory: Path, monkeypatch: pytest.MonkeyPa
 
 def test_libraries_are_imported_only_when_needed() -> None:
     code = (
-        "import sys; from megalite.data.tokenizer import build_tokenizer; import megalite.data.batches;"
-        "build_tokenizer('NullTokenizer', vocab_size=5); import megalite.data.preprocess;"
+        "import sys; from megalite.data.tokenizers.tokenizer import build_tokenizer; import megalite.data.samples.batches;"
+        "build_tokenizer('NullTokenizer', vocab_size=5); import megalite.data.preprocess.tokenize_files;"
         "print([m for m in ('torch', 'sentencepiece', 'tokenizers', 'tiktoken', 'gigatoken') if m in sys.modules])"
     )
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -25,12 +25,7 @@ from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
 from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
 from megalite.kernels.dropout import dropout, dropout_add, dropout_add_reference
-from megalite.kernels.layer_norm import (
-    add_layer_norm,
-    add_layer_norm_reference,
-    layer_norm,
-    layer_norm_reference,
-)
+from megalite.kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
 from megalite.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from megalite.kernels.rope import RopeScaling, apply_rope, apply_rope_reference, rope_tables
 from megalite.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megalite import cli
-from megalite.config import Config
+from megalite.config import cli
+from megalite.config.options import Config
 from megalite.kernels import dispatch
 from megalite.models.compiled import CompileError, check_compile
 from megalite.models.families import PRESETS

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from megalite.checkpoint.name_map import specs_of
-from megalite.config import Config, build
+from megalite.config.options import Config, build
+from megalite.interop.rules import specs_of
 from megalite.models.families import PRESETS
 from megalite.models.flops import train_flops_per_token
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from megalite import cli
-from megalite.checkpoint.name_map import specs_of
-from megalite.config import padded_vocab_size
+from megalite.config import cli
+from megalite.config.options import padded_vocab_size
+from megalite.interop.rules import specs_of
 from megalite.models.families import PRESETS
 
 D, H, L, S, V = 48, 6, 3, 20, 100

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite import cli
+from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.loss import linear_cross_entropy

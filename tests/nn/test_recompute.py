@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite import cli
+from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.recompute import without_keeping

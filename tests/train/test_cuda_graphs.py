@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite import cli
-from megalite.config_check import check
+from megalite.config import cli
+from megalite.config.check import check
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.pipeline.graphed import GraphedPipeline

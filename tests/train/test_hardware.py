@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megalite.train.hardware import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
+from megalite.train.peak_rates import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
 
 # names as torch.cuda.get_device_name reports them
 BF16 = {

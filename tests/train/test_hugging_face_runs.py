@@ -22,21 +22,22 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import convert_checkpoint  # noqa: E402
 
-from megalite import cli  # noqa: E402
-from megalite.checkpoint import hugging_face as hf_files  # noqa: E402
-from megalite.checkpoint.location import CheckpointError, ElsewhereError  # noqa: E402
-from megalite.checkpoint.pieces import rectangles  # noqa: E402
+from megalite.checkpoint.format.pieces import rectangles  # noqa: E402
+from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError  # noqa: E402
 from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
-from megalite.config import Config  # noqa: E402
+from megalite.config import cli  # noqa: E402
+from megalite.config.options import Config  # noqa: E402
+from megalite.generate import generation as generate  # noqa: E402
+from megalite.interop.hugging_face import model_files as hf_files  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import build_mesh  # noqa: E402
-from megalite.train import foreign, generate  # noqa: E402
 from megalite.train.batch import on_device  # noqa: E402
-from megalite.train.checkpoints import open_saver, save  # noqa: E402
 from megalite.train.export import export  # noqa: E402
 from megalite.train.run import preflight  # noqa: E402
 from megalite.train.setup import SetupError, build_run  # noqa: E402
+from megalite.train.start import foreign_weights as foreign  # noqa: E402
+from megalite.train.start.resume import open_saver, save  # noqa: E402
 from megalite.train.step import train_step  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite import cli
-from megalite.config import Config
+from megalite.config import cli
+from megalite.config.options import Config
 from megalite.models.families import PRESETS
 from megalite.models.flops import head_flops, layer_flops
 from megalite.parallel.launch import LaunchError, Ranks
 from megalite.pipeline.schedule import plan
 from megalite.pipeline.simulate import in_flight, simulate
-from megalite.train.plan import arrange
+from megalite.train.arrangement import arrange
 from megalite.train.run import check_machine
 from megalite.train.setup import build_run
 from megalite.train.step import train_step

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from train_cases import SMALL
 
-from megalite.config import Config, LogConfig, options
-from megalite.train.lines import (
+from megalite.config.options import Config, LogConfig, options
+from megalite.train.figures import (
     Interval,
     Speed,
     duration,
@@ -364,7 +364,7 @@ def refuse(*args: Any) -> None:
 
 
 def test_a_console_whose_disk_is_full_is_left_alone(tmp_path: Path) -> None:
-    words = "from megalite.train.metrics import Reporter; from megalite.train.lines import Speed; import pathlib\n"
+    words = "from megalite.train.metrics import Reporter; from megalite.train.figures import Speed; import pathlib\n"
     words += "r = Reporter(pathlib.Path('.'), Speed(1, 1, None)); r.say('one'); r.say('two'); r.close()"
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -12,18 +12,18 @@ import torch
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite import cli
-from megalite.checkpoint import manifest as manifests
-from megalite.config import Config, ConfigError
-from megalite.config_toml import to_toml
+from megalite.checkpoint.format import manifest as manifests
+from megalite.config import cli
+from megalite.config.options import Config, ConfigError
+from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train.checkpoints import open_saver, save
 from megalite.train.loop import StopSignal, evaluate, train
 from megalite.train.run import plan_of, pretrain
 from megalite.train.run_dir import Exit
 from megalite.train.setup import SetupError, build_run
-from megalite.train.start import start_run
+from megalite.train.start.origin import start_run
+from megalite.train.start.resume import open_saver, save
 from megalite.train.state import Run
 from megalite.train.step import train_step
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from train_cases import SMALL, TP2_PP2
 
-from megalite.checkpoint.local import Lock
-from megalite.checkpoint.location import CheckpointError
+from megalite.checkpoint.storage.local import Lock
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.parallel.launch import CUDA_VARIABLES, cuda_environment, prepare_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def test_bad_input_is_one_clear_error(tmp_path: Path, name: str) -> None:
 def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
     import numpy as np
 
-    from megalite.data.indexed_writer import IndexedWriter
+    from megalite.data.files.indexed_writer import IndexedWriter
 
     writer = IndexedWriter(tmp_path / "d", np.uint16)
     for _ in range(20):

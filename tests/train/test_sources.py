@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from megalite import cli
-from megalite.config import Config
-from megalite.data.indexed import DataError
-from megalite.data.preprocess import preprocess
+from megalite.config import cli
+from megalite.config.options import Config
+from megalite.data.errors import DataError
+from megalite.data.preprocess.tokenize_files import preprocess
 from megalite.models.families import PRESETS
 from megalite.train.datasets import Sources, open_sources
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from megalite import cli
+from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.setup import build_run

@@ -16,16 +16,16 @@ from ranks import run_ranks
 from test_step import build
 from train_cases import SMALL
 
-from megalite import cli
-from megalite.config import Config, ConfigError, OperationsConfig, log_steps, resolved_style
-from megalite.config_check import check
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.options import Config, ConfigError, OperationsConfig, log_steps, resolved_style
 from megalite.models.families import PRESETS
 from megalite.parallel import shared_memory
 from megalite.parallel.launch import Ranks
 from megalite.pipeline.runtime import Timed
 from megalite.train.loop import memory_line
 from megalite.train.profiling import Collector, Profiler
-from megalite.train.progress import ProgressLog
+from megalite.train.progress_file import ProgressLog
 from megalite.train.replicas import ReplicaError, check_replicas
 from megalite.train.run import pretrain
 from megalite.train.run_dir import Exit

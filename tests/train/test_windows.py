@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite import cli
+from megalite.config import cli
 from megalite.kernels import attention as kernels
 from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.models.families import PRESETS
 from megalite.nn.attention import Attention
 from megalite.parallel.launch import Ranks
-from megalite.train.checkpoints import options_that_differ
 from megalite.train.setup import build_run
+from megalite.train.start.resume import options_that_differ
 from megalite.train.step import train_step
 
 S, STEPS = 16, 2

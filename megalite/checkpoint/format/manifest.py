@@ -1,0 +1,139 @@
+"""manifest.json: for every whole tensor its shape and dtype, and which file holds which box; hashes of every file.
+
+Everything read from disk is checked here before it is used: names of files stay inside the directory, boxes inside
+their tensors, and the boxes of a tensor cover it exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.checkpoint.format.hashing import Stamp
+from megalite.checkpoint.format.pieces import overlapping
+from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.checkpoint.storage.location import ElsewhereError as ElsewhereError
+from megalite.checkpoint.storage.protocol import storage_of
+from megalite.parallel.spec import Box
+
+FORMAT = 2
+_FILE = re.compile(r"rank-\d{5}\.safetensors")
+_LARGEST = 1 << 30  # bytes of JSON
+_DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+_MOST = 1 << 56  # steps, samples, tokens
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One box of one tensor: `key` in the safetensors file `file`."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Whole:
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Stored, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`state`: plain JSON, what the run needs beside tensors."""
+
+    tensors: dict[str, Whole]
+    files: dict[str, Stamp]
+    state: dict[str, Any]
+
+
+def dump(manifest: Manifest) -> str:
+    tensors = {
+        name: {
+            "shape": whole.shape,
+            "dtype": whole.dtype,
+            "parts": [[p.file, p.key, p.box.start, p.box.stop] for p in whole.parts],
+        }
+        for name, whole in manifest.tensors.items()
+    }
+    files = {name: [s.size, s.name, s.block, s.digests] for name, s in manifest.files.items()}
+    return json.dumps({"format": FORMAT, "state": manifest.state, "files": files, "tensors": tensors})
+
+
+def load(folder: Location) -> Manifest:
+    """Read and check the manifest of a committed checkpoint, whose sha256 is in COMPLETE."""
+    path = folder / "manifest.json"
+
+    def refuse(reason: str) -> CheckpointError:
+        return CheckpointError(f"{path}: {reason}; use another checkpoint")
+
+    try:
+        storage = storage_of(folder)
+        sizes = storage.entries(folder)
+        for name in ("manifest.json", "COMPLETE"):
+            if name not in sizes:
+                raise refuse(f"cannot be read ({name} is missing, or not a plain file)")
+        if max(sizes["manifest.json"], sizes["COMPLETE"]) > _LARGEST:
+            raise refuse("it is implausibly large")
+        text = storage.read(path)
+        complete = storage.read(folder / "COMPLETE").decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(f"cannot be read ({error})") from None
+    if hashlib.sha256(text).hexdigest() != complete:
+        raise refuse("it is not the one that COMPLETE names")
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise refuse(f"format {data['format']!r} is not {FORMAT}")
+        files = {str(name): _stamp(entry) for name, entry in data["files"].items()}
+        tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
+        state = _state(dict(data["state"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise refuse(f"is damaged ({error!r})") from None
+    return Manifest(tensors, files, state)
+
+
+def _stamp(entry: Any) -> Stamp:
+    size, name, block, digests = entry
+    return Stamp(int(size), str(name), int(block), tuple(str(digest) for digest in digests))
+
+
+def _whole(name: str, entry: dict[str, Any], files: dict[str, Stamp]) -> Whole:
+    shape = tuple(int(n) for n in entry["shape"])
+    parts, covered = [], 0
+    for file, key, start, stop in entry["parts"]:
+        box = Box(tuple(int(n) for n in start), tuple(int(n) for n in stop))
+        if not _FILE.fullmatch(file) or file not in files:
+            raise ValueError(f"{name} is in a file {file!r} that is not part of the checkpoint")
+        inner = len(box.start) == len(box.stop) == len(shape)
+        if not inner or any(not 0 <= a < b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)):
+            raise ValueError(f"{name} has a box outside {shape}")
+        covered += box.numel
+        parts.append(Stored(str(file), str(key), box))
+    if covered != math.prod(shape):
+        raise ValueError(f"{name}: its boxes hold {covered} of {math.prod(shape)} elements")
+    if overlapping([part.box for part in parts]):
+        raise ValueError(f"{name}: two of its boxes hold the same elements")
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {str(entry['dtype'])[:40]!r}")
+    return Whole(shape, entry["dtype"], tuple(parts))
+
+
+def _state(state: dict[str, Any]) -> dict[str, Any]:
+    """What a run and tools use without another look, where it is there; the rest is theirs to check."""
+    for name, kind in {"progress": dict, "loss_scaler": dict, "config": str, "updates": int, "vocab_size": int}.items():
+        if name in state and type(state[name]) is not kind:
+            raise ValueError(f"state: {name} is no {kind.__name__}")
+    numbers = {
+        **state.get("progress", {}),
+        **{name: state[name] for name in ("updates", "vocab_size") if name in state},
+    }
+    for name, value in numbers.items():
+        if type(value) is not int or not 0 <= value < _MOST:
+            raise ValueError(f"state: {name} is {str(value)[:40]!r}, not a number from 0")
+    return state

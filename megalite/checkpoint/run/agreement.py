@@ -1,0 +1,62 @@
+"""What the ranks of a run do together with its --save directory: all succeed, or all raise."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from megalite.checkpoint.format.writer import agree
+from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.checkpoint.storage.protocol import storage_of
+from megalite.parallel.comm import broadcast_
+from megalite.parallel.mesh import Mesh
+
+T = TypeVar("T")
+
+
+def together(mesh: Mesh, do: Callable[[], T], doing: str) -> T:
+    """`do()` on this rank; collective. Raises on all ranks when it raises on one: the others would wait for it in their
+    next collective until the time-out."""
+    try:
+        result = do()
+    except Exception as error:
+        agree(error, mesh, doing)
+        raise
+    agree(None, mesh, doing)
+    return result
+
+
+def as_first_says(mesh: Mesh, answer: bool) -> bool:
+    """Rank 0's answer, on all ranks; collective."""
+    mine = torch.tensor(int(answer), device=mesh.device)
+    return bool(int(broadcast_(mine, mesh.world)))
+
+
+def check_shared(directory: Location, mesh: Mesh, patience_s: float = 10.0) -> None:
+    """All ranks must see the file that rank 0 writes. Network file systems may show it late."""
+    if mesh.world.size == 1:
+        return
+    number = torch.tensor(int.from_bytes(os.urandom(7), "little"), dtype=torch.int64, device=mesh.device)
+    storage = storage_of(directory)
+    token = directory / f".probe-{int(broadcast_(number, mesh.world)):x}"
+    if mesh.world.is_first:
+        together(mesh, lambda: storage.put(token, ""), f"writing to {directory}")
+    else:
+        agree(None, mesh, f"writing to {directory}")
+
+    def look() -> None:
+        deadline = time.monotonic() + patience_s
+        while token.name not in storage.entries(directory):
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"save={str(directory)!r} is not the directory that rank 0 sees: share it")
+            time.sleep(0.1)
+
+    try:
+        together(mesh, look, f"looking for rank 0's file in {directory}")
+    finally:
+        if mesh.world.is_first:
+            storage.delete(token)

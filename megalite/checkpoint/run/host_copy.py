@@ -1,0 +1,196 @@
+"""What a save in the background needs: a copy of the state that training hardly waits for, and the others' files.
+
+The first that changes the state is the next update, so the copy is made behind the forward and the backward before it:
+by a thread on the CPU, by a stream of its own on CUDA. Only an update that comes earlier than the copy's end waits.
+Where there is no memory for a copy the state itself is written, and the update waits for the end of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.format import tensor_file, writer
+from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.checkpoint.storage.protocol import storage_of
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import Piece
+
+
+class HostCopy:
+    """A copy of tensors in host memory (pinned on CUDA), kept for the next one: pinning takes longer than filling.
+
+    `begin` and `wait_before_change` are training's, `fill` is for the thread that then writes. One at a time.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffer: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._done: torch.cuda.Event | None = None
+        self._staged = threading.Event()
+        self._staged.set()
+        self.refused: str | None = None  # why there was no memory, the last time
+
+    def begin(self) -> None:
+        """What is copied is the state at this call: all that training has started until now."""
+        self._staged.clear()
+        self._done = self.refused = None
+        if self._device.type == "cuda":
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(self._device))
+
+    def fill(self, data: Sequence[Tensor]) -> list[Tensor]:
+        """The bytes of `data`, which are 1-D and contiguous; `data` itself where there is no memory for them, which
+        must not change then until `release`."""
+        cuda = self._device.type == "cuda"
+        try:
+            parts = self._parts(data, pinned=cuda)
+        except (MemoryError, RuntimeError) as error:  # which of them is torch's affair
+            self.refused = str(error).partition("\n")[0] or type(error).__name__
+            if cuda and self._ready is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._ready)
+            return list(data)
+        try:
+            if cuda:
+                self._copy_on_stream(parts, data)
+            else:
+                for part, tensor in zip(parts, data, strict=True):
+                    part.copy_(tensor.detach().view(torch.uint8))
+        finally:
+            self._staged.set()
+        if self._done is not None:
+            self._done.synchronize()
+        return parts
+
+    def _parts(self, data: Sequence[Tensor], pinned: bool) -> list[Tensor]:
+        sizes = [tensor.numel() * tensor.element_size() for tensor in data]
+        if self._buffer is None or len(self._buffer) < sum(sizes):
+            self._buffer = None  # let go of the old one first
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        return list(self._buffer[: sum(sizes)].split(sizes)) if sizes else []
+
+    def _copy_on_stream(self, parts: Sequence[Tensor], data: Sequence[Tensor]) -> None:
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            if self._ready is not None:
+                stream.wait_event(self._ready)
+            try:
+                for part, tensor in zip(parts, data, strict=True):
+                    part.copy_(tensor.detach().view(torch.uint8), non_blocking=True)
+            finally:
+                self._done = torch.cuda.Event()
+                self._done.record(stream)
+
+    def release(self) -> None:
+        """Nobody is to wait any longer: the save has ended."""
+        self._staged.set()
+
+    def wait_before_change(self) -> None:
+        """The state may change after this: at once where the copy is done. On CUDA the stream waits, not the host."""
+        self._staged.wait()
+        done = self._done
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)
+
+
+@dataclass
+class Flight:
+    """One save in the background, on one rank: it writes `pieces` into `part`. On rank 0 it then waits for the lists of
+    all ranks, and commits. `confirm`: of `wait_for_lists`; `tell`: a line for people."""
+
+    part: Location
+    mesh: Mesh
+    host: HostCopy
+    pieces: Sequence[Piece]
+    commit: Callable[[], None]
+    confirm: Callable[[], None]
+    tell: Callable[[str], None]
+    error: Exception | None = None
+    give_up: threading.Event = field(default_factory=threading.Event)  # some rank has failed: its list will never come
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """In a thread; here, if the system gives no more of them."""
+        thread = threading.Thread(target=self._run, name="megalite-save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._run()
+        else:
+            self._thread = thread
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        device = self.mesh.device  # the one of a thread is the first; pinning would take memory on it
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            self._save()
+
+    def _save(self) -> None:
+        rank = self.mesh.world.rank
+        try:
+            header, rows, ordered = tensor_file.plan(self.pieces)
+            data = self.host.fill([piece.data for piece in ordered])
+            if self.host.refused is not None:
+                slow = "the state itself is written, and the next update waits for that"
+                self.tell(f"rank {rank} has no memory for a copy of what it saves ({self.host.refused}): {slow}")
+            writer.write_rank(self.part, rank, header, rows, data)
+            self.host.release()
+            if self.mesh.world.is_first:
+                wait_for_lists(self.part, self.mesh.world.size, self.give_up, confirm=self.confirm)
+                self.confirm()
+                self.commit()
+        except Exception as error:  # raised by the saver's `wait`, on all ranks
+            self.error = error
+            self._tell_rank_0(f"rank {rank}: {error}")
+        finally:
+            self.host.release()  # whatever came before the copy
+
+    def _tell_rank_0(self, text: str) -> None:
+        """It waits in vain. A full disk may take an empty file only, or nothing: the saver's `wait` tells it too."""
+        failed = self.part / f"rank-{self.mesh.world.rank:05d}.failed"
+        for words in (text, ""):
+            with contextlib.suppress(OSError):
+                storage_of(failed).put(failed, words)
+                return
+
+
+def wait_for_lists(
+    part: Location,
+    world: int,
+    give_up: threading.Event,
+    patience_s: float | None = None,
+    confirm: Callable[[], None] = lambda: None,
+) -> None:
+    """Until all ranks have written their list. CheckpointError when one failed, or when nothing grows any more.
+    `confirm` is asked meanwhile: who has taken the directory over may have deleted what is waited for."""
+    storage = storage_of(part)
+    patience_s = storage.patience_s if patience_s is None else patience_s
+    seen, since = -1, time.monotonic()
+    while True:
+        names = storage.entries(part)
+        missing = [rank for rank in range(world) if writer.list_of(part, rank).name not in names]
+        if not missing:
+            return
+        confirm()
+        failed = sorted(name for name in names if name.endswith(".failed"))
+        if failed:
+            why = storage.read(part / failed[0]).decode(errors="replace")
+            raise CheckpointError(why or f"{failed[0].removesuffix('.failed')} could not be written, nor why")
+        size = sum(size for name, size in names.items() if name.endswith(".safetensors"))  # these only grow
+        if size != seen:
+            seen, since = size, time.monotonic()
+        elif time.monotonic() - since > patience_s:
+            raise CheckpointError(f"rank {missing[0]} has written nothing to {part} for {patience_s:.0f} s")
+        if give_up.wait(storage.look_every_s):
+            raise CheckpointError(f"rank {missing[0]}, or another, has failed")

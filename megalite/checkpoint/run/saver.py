@@ -1,0 +1,280 @@
+"""The saves of one run: its lock on the directory, at most one save in flight, and what is kept.
+
+In the background (`background=True`) a save is three things that overlap with training:
+
+    every rank's thread   copy what it owns into host memory: an update must wait for its end (`before_update`)
+                          write, hash and sync its file, then its list
+    rank 0's              wait until every rank's list is there, by looking; commit, prune
+
+Threads use no collective: one from a background thread would race with those of training, on which torch's own async
+save on gloo was seen to deadlock. A thread that fails leaves a file that says so, which ends rank 0's waiting; its
+rank then asks for a stop with the next step's all-reduce, so that all ranks raise at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.format import writer
+from megalite.checkpoint.format.writer import agree
+from megalite.checkpoint.run.agreement import check_shared, together
+from megalite.checkpoint.run.branch import Branch
+from megalite.checkpoint.run.host_copy import Flight, HostCopy
+from megalite.checkpoint.run.log_lines import News
+from megalite.checkpoint.run.retention import prune
+from megalite.checkpoint.run.upload import Uploader
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse
+from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import Piece
+
+
+class Saver:
+    """Make it with `open`. Methods are collective unless they say otherwise; `news` is for the log of rank 0."""
+
+    def __init__(
+        self, directory: Location, mesh: Mesh, keep_last: int | None, retain_interval: int | None, background: bool
+    ):
+        self.directory, self.mesh, self.background = directory, mesh, background
+        self.storage: Storage = storage_of(directory)
+        self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
+        self.retain_interval = retain_interval
+        self.waited_s = 0.0  # by training, for the last save
+        self._before_s = 0.0  # ... of them for the one before it
+        self._lock: RunLock | None = None
+        self._flight: Flight | None = None
+        self._host = HostCopy(mesh.device)
+        self._news = News()
+        self._branch: Branch | None = None
+        self._sound: set[int] = set()
+        self._uploader: Uploader | None = None
+        self.upload_to: Location | None = None
+        self.megatron = False  # whether the log is in its style
+        self._bytes = 0  # of one checkpoint
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | Location,
+        mesh: Mesh,
+        nbytes: int,
+        *,
+        keep_last: int | None = None,
+        retain_interval: int | None = None,
+        background: bool = False,
+        upload_to: str | Location | None = None,
+    ) -> Saver:
+        """Lock the directory and try whether all ranks can write to it. `nbytes`: of what this rank will save.
+
+        Raises CheckpointError on all ranks: not writable, no room for one checkpoint, in use by another run, or not
+        the same directory on every rank. Leftovers of saves that were cut short are deleted. `upload_to`: where the
+        checkpoints go from `directory`, and are kept as `keep_last` and `retain_interval` say.
+        """
+        folder = parse(directory)
+        saver = cls(folder, mesh, keep_last, retain_interval, background)
+        saver.upload_to = None if upload_to is None else parse(upload_to)
+        try:
+            together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
+            total = int(all_reduce_(torch.tensor(nbytes, dtype=torch.int64, device=mesh.device), mesh.world))
+            saver._bytes = total
+            if mesh.world.is_first:
+                saver._begin(total)
+            else:
+                agree(None, mesh, f"preparing {folder}")
+            check_shared(folder, mesh)
+        except CheckpointError:
+            saver.close(wait=False)
+            raise
+        return saver
+
+    def _begin(self, total: int) -> None:
+        """Rank 0's part of `open`."""
+
+        def prepare() -> None:
+            self._lock = self.storage.lock(self.directory)
+            if self.upload_to is not None:
+                self._uploader = Uploader(self.directory, self.upload_to, self.keep_last, self.retain_interval)
+            left = self.storage.sweep(self.directory)
+            if left:
+                self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
+            self.storage.check_space(self.directory, total)
+
+        together(self.mesh, prepare, f"preparing {self.directory}")
+
+    def begins_at(self, step: int, damaged: bool = False) -> str | None:
+        """The step that the run begins at, once that is known: what is of later steps makes way for its first save
+        (branch.py), unless it is `damaged`. A note for people, on rank 0. Raises CheckpointError on all ranks."""
+
+        def look() -> str | None:
+            if self.mesh.world.is_first:
+                self._branch = Branch(self.directory, self.upload_to, step, damaged)
+                if self._uploader is not None:
+                    self._uploader.damaged = self._branch.damaged
+                    self._uploader.paused = self._branch.pending
+                    self._uploader.offer()  # what a run before may have left
+                return self._branch.note
+            return None
+
+        return together(self.mesh, look, f"looking for checkpoints in {self.directory}")
+
+    # ---- saving
+
+    def save(self, step: int, pieces: Sequence[Piece], state: dict[str, Any], *, last: bool = False) -> Location:
+        """Save what this rank owns; returns where it will be. In the background unless `last`: `wait` for it.
+
+        What is saved is the state at the call, if `before_update` is called before anything changes it. `state` is
+        plain JSON of rank 0. Raises CheckpointError on all ranks, also for the save before this one.
+        """
+        asked = time.perf_counter()
+        self.wait()
+        begin = time.perf_counter()
+        self._before_s = begin - asked
+        final = folder_of(self.directory, step)
+        if not self.background or last:
+            around = lambda: self._replaced_by(step)  # noqa: E731
+            writer.save(self.directory, step, pieces, state, self.mesh, self._confirm, around)
+            if self.mesh.world.is_first:
+                self._prune(step)
+            self.waited_s = time.perf_counter() - asked
+            took = time.perf_counter() - begin
+            self._news.append(f"saved {final.name} in {took:.2f} s{self._size(took)}{self._of_them()}")
+            self._tell_megatron(step)
+            return final
+        part = self.storage.part_of(final)
+        writer.begin_part(part, self.mesh, self._confirm)
+        frozen = json.dumps(state) if self.mesh.world.is_first else ""  # the run changes its own from here on
+
+        def commit() -> None:
+            with self._replaced_by(step):
+                writer.commit(part, final, json.loads(frozen), step, self.mesh.world.size)
+            took = time.perf_counter() - begin
+            times = f"{took:.2f} s after it was scheduled{self._size(took)}"
+            waited = f"training waited {self.waited_s:.3f} s{self._of_them()}"
+            self._news.append(f"committed {final.name}, {times}; {waited}")
+            self._tell_megatron(step)
+            self._prune(step)
+
+        self._host.begin()
+        self._flight = Flight(part, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell)
+        self._news.append(f"scheduled {final.name}")
+        if self.megatron:
+            self._news.append(f"  scheduled an async checkpoint save at iteration {step:7d} to {self.directory}")
+        self.waited_s = time.perf_counter() - asked
+        self._flight.start()
+        return final
+
+    def before_update(self) -> None:
+        """Not collective: call it before anything changes what was saved. Waits while it is being copied."""
+        if self._flight is not None:
+            begin = time.perf_counter()
+            self._host.wait_before_change()
+            self.waited_s += time.perf_counter() - begin
+
+    def _confirm(self) -> None:
+        if self._lock is not None:
+            self._lock.confirm()
+
+    def _tell(self, line: str) -> None:
+        """From any rank: the news are of rank 0."""
+        self._news.append(line) if self.mesh.world.is_first else print(line, file=sys.stderr, flush=True)
+
+    def beginning(self, step: int) -> str:
+        """The line for people before `save`."""
+        if self.megatron:
+            return f"saving checkpoint at iteration {step:7d} to {self.directory} in megalite format"
+        return f"saving checkpoint at step {step} to {self.directory}"
+
+    def _tell_megatron(self, step: int) -> None:
+        """The line that scripts of its users look for."""
+        if self.megatron:
+            where = f"[ t 1/{self.mesh.tp.size}, p 1/{self.mesh.pp.size} ]"
+            self._news.append(f"  successfully saved checkpoint from iteration {step:7d} to {self.directory} {where}")
+
+    def _size(self, took_s: float) -> str:
+        gib = self._bytes / 2**30
+        return f" ({gib:.3g} GiB, {gib / took_s:.2g} GiB/s)" if self._bytes else ""
+
+    def _of_them(self) -> str:
+        return f", of them {self._before_s:.3f} s for the save before" if self._before_s >= 0.0005 else ""
+
+    @contextlib.contextmanager
+    def _replaced_by(self, step: int) -> Iterator[None]:
+        """Around rank 0's commit."""
+        with contextlib.nullcontext() if self._branch is None else self._branch.replaced_by(step, self._news):
+            yield
+        if self._uploader is not None:
+            self._uploader.paused = self._branch is not None and self._branch.unsettled
+
+    @property
+    def failed(self) -> bool:
+        """Not collective: this rank's save in the background failed; `wait` on all ranks raises."""
+        return self._flight is not None and self._flight.error is not None
+
+    def wait(self) -> None:
+        """Until no save is in flight. Raises CheckpointError on all ranks where it failed on one."""
+        flight = self._flight
+        if flight is None:
+            return
+        if not self.mesh.world.is_first:
+            flight.join()  # now, so that it is known whether it failed; rank 0 waits for it anyway, and it for nobody
+        failed = torch.tensor(self.failed, dtype=torch.int32, device=self.mesh.device)
+        if int(all_reduce_(failed, self.mesh.world)):
+            flight.give_up.set()
+        flight.join()
+        self._flight = None
+        try:
+            agree(flight.error, self.mesh, f"saving to {flight.part} in the background")
+        except CheckpointError:
+            if self.mesh.world.is_first:
+                writer.abandon(flight.part)
+            raise
+
+    def news(self) -> list[str]:
+        """Not collective: what happened since the last call."""
+        return self._news.take() + (self._uploader.news() if self._uploader is not None else [])
+
+    def close(self, wait: bool = True) -> str | None:
+        """Not collective: finish what is in flight (unless the other ranks may be dead) and drop the lock. Returns why
+        the last save is lost, where it failed and nobody waited for it; `news` says that too, and what could not be
+        uploaded."""
+        lost, flight = None, self._flight
+        if flight is not None and wait:
+            flight.join()
+        if flight is not None and flight.error is not None:
+            lost = f"the last save, to {flight.part}, failed: {flight.error}"
+            self._news.append(lost)
+        if self._uploader is not None:
+            self._uploader.close(wait)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+        return lost
+
+    def folder_of(self, step: int) -> Location:
+        """Where the checkpoint of a step is made."""
+        return folder_of(self.directory, step)
+
+    def kept_at(self, step: int) -> Location:
+        """Where it is kept in the end."""
+        return folder_of(self.upload_to or self.directory, step)
+
+    def _prune(self, step: int) -> None:
+        self._sound.add(step)
+        if self._branch is not None and self._branch.unsettled:
+            return
+        if self._uploader is not None:
+            self._uploader.offer()
+        elif self.keep_last is not None:
+            try:
+                damaged = self._branch.damaged if self._branch is not None else ()
+                prune(self.directory, self.keep_last, self.retain_interval, self._sound, saved=step, damaged=damaged)
+            except OSError as error:
+                self._news.append(f"could not delete an old checkpoint: {error}")

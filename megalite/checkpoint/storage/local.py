@@ -1,0 +1,223 @@
+"""A --save directory on a file system: durable writes, the lock of a run, the probe.
+
+A checkpoint is built in `.iter_0000500.part` and renamed: from then on it exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.storage import aside
+from megalite.checkpoint.storage.aside import sync as _sync
+from megalite.checkpoint.storage.location import LOCK, CheckpointError, is_megatron, step_of
+
+_REPLACED = ".replaced"
+
+_BEGIN_WRITING = 1 << 22  # bytes
+
+
+class LocalStorage:
+    """Methods: those of storage.Storage."""
+
+    look_every_s = 0.02
+    patience_s = 600.0
+    readers = 2  # while one waits for the disk another hashes; more of them only fight for the processor
+    in_order = True
+
+    def steps_in(self, directory: Path) -> list[int]:
+        if not directory.is_dir():
+            return []
+        found = {p: step for p in directory.glob("iter_*") if (step := step_of(p.name)) is not None and p.is_dir()}
+        return sorted(step for p, step in found.items() if not is_megatron(p))
+
+    def entries(self, folder: Path) -> dict[str, int]:
+        try:
+            with os.scandir(folder) as found:
+                return {e.name: e.stat().st_size for e in found if e.is_file(follow_symlinks=False)}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def read(self, path: Path) -> bytes:
+        return path.read_bytes()
+
+    def open(self, path: Path) -> LocalFile:
+        return LocalFile(path)
+
+    @contextlib.contextmanager
+    def create(self, path: Path) -> Iterator[Callable[[Any], Any]]:
+        with open(path, "xb", buffering=1 << 20) as file:
+            begun = 0
+
+            def append(part: Any) -> None:
+                nonlocal begun
+                file.write(part)
+                if file.tell() - begun >= _BEGIN_WRITING and hasattr(os, "posix_fadvise"):
+                    file.flush()
+                    # Linux begins to write what it is told to forget, so the disk works while the next part is hashed
+                    os.posix_fadvise(file.fileno(), begun, file.tell() - begun, os.POSIX_FADV_DONTNEED)
+                    begun = file.tell()
+
+            yield append
+            file.flush()
+            os.fsync(file.fileno())
+
+    def put(self, path: Path, text: str, sync: bool = True) -> None:
+        """Beside it, synced, then renamed: whoever reads it sees the old text or the new, also after a power cut."""
+        temporary = path.with_name(f".{path.name}.part")
+        temporary.write_text(text, encoding="utf-8")
+        if sync:
+            _sync(temporary)
+        os.replace(temporary, path)
+        if sync:
+            _sync(path.parent)
+
+    def delete(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def part_of(self, final: Path) -> Path:
+        return final.with_name(f".{final.name}.part")
+
+    def begin(self, part: Path) -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+
+    def discard(self, part: Path) -> None:
+        shutil.rmtree(part, ignore_errors=True)
+
+    def publish(self, part: Path, final: Path) -> None:
+        for name in ("manifest.json", "COMPLETE"):
+            _sync(part / name)
+        _sync(part)
+        if final.exists():  # the same step again, after a rollback: out of the way, then gone; see `sweep`
+            old = final.with_name(f".{final.name}{_REPLACED}")
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(final, old)
+            os.replace(part, final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(part, final)
+        _sync(final.parent)
+
+    def remove(self, folder: Path) -> None:
+        """Renamed first, so that an interrupted deletion is no checkpoint; `sweep` ends it."""
+        gone = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.replace(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def sweep(self, directory: Path) -> list[str]:
+        aside.settle(directory)
+        left = [p for p in directory.glob(".iter_*") if p.suffix in (".part", ".old", _REPLACED) and p.is_dir()]
+        for folder in left:
+            final = folder.with_name(folder.stem[1:])
+            if folder.suffix == _REPLACED and not final.exists():  # killed between two renames: it is still the one
+                os.replace(folder, final)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        return sorted(p.name for p in left)
+
+    def probe(self, directory: Path, rank: int) -> None:
+        test = directory / f".probe-{rank:05d}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            test.write_bytes(b"megalite")
+            _sync(test)
+            os.replace(test, test.with_suffix(".renamed"))
+            test.with_suffix(".renamed").unlink()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                test.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"save={str(directory)!r} cannot be written ({error.strerror}): give --save a directory that can"
+            ) from None
+
+    def check_space(self, directory: Path, needed: int) -> None:
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            raise CheckpointError(
+                f"save={str(directory)!r} has {free / 2**30:.2f} GiB left, a checkpoint needs {needed / 2**30:.2f}: "
+                "free some, or save elsewhere"
+            )
+
+    def lock(self, directory: Path) -> Lock:
+        return Lock(directory)
+
+    @contextlib.contextmanager
+    def reading(self, folder: Path) -> Iterator[None]:
+        """Best effort: a file system without locks gives none."""
+        number = os.open(folder / "COMPLETE", os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(number, fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(number)
+
+    def in_use(self, folder: Path) -> bool:
+        """flock of a read-only descriptor: on NFS this answers False."""
+        try:
+            number = os.open(folder / "COMPLETE", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        finally:
+            os.close(number)
+        return False
+
+
+class LocalFile:
+    """An open file, for reading ranges; never through a link."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self.size = os.fstat(self._number).st_size
+
+    def pread(self, target: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._number, [target[done : done + (1 << 30)]], begin + done)
+            if count == 0:
+                raise ValueError(f"{self._path}: ends at byte {begin + done}, although more was there before")
+            done += count
+
+    def close(self) -> None:
+        os.close(self._number)
+
+
+class Lock:
+    """One run per directory. The kernel drops it with the process that holds it, however that ends."""
+
+    def __init__(self, directory: Path):
+        path = directory / LOCK
+        self._number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._number, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(self._number)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise CheckpointError(
+                f"save={str(directory)!r} is in use by {holder}: stop that run, or save elsewhere"
+            ) from None
+        os.ftruncate(self._number, 0)
+        os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def confirm(self) -> None:
+        """Nothing to do: the kernel lets nobody else have it."""
+
+    def close(self) -> None:
+        os.ftruncate(self._number, 0)
+        os.close(self._number)  # not unlinked: another process may have it open already

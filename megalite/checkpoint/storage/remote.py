@@ -1,0 +1,252 @@
+"""A --save directory behind a URL, through fsspec: s3://, gs://, memory:// and what else it knows.
+
+Object stores cannot rename, so a checkpoint is written where it will be, and COMPLETE, which holds the manifest's hash
+and is written last, makes it exist. Files are uploaded in parts while they are written, so a save needs no copy of
+them; one that fails is given up, not closed, or its begin would be there as if it were whole.
+
+There are no locks either. A run leaves its name in `.lock`, and looks before it writes and before it commits: the later
+run goes on, the earlier ends at its next save. A lock that only time can break would keep a killed run from starting
+again; this one keeps two runs from mixing their files. Rejected as well: copying from a temporary name to the final
+one, which moves every byte twice. Who reads a checkpoint leaves a mark in its folder, which only time can break: a
+killed reader delays a deletion, and no run waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from megalite.checkpoint.storage.location import LOCK, CheckpointError, Url, step_of
+
+T = TypeVar("T")
+PART = 1 << 26  # bytes uploaded at once, and kept in memory; s3:// takes 10,000 parts: 625 GiB per rank
+READ = 1 << 25  # bytes per request
+ATTEMPTS = 3
+FIRST_WAIT_S = 0.5  # doubles each time; the packages of the protocols try again too
+RENEW_S = 120.0  # a reader writes the time into its mark so often
+STALE_S = 900.0  # ... and a mark of another time than this counts no more: the clocks of two machines may differ
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
+_FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "r2", "memory"}  # have no directories
+_OWN = re.compile(r"rank-\d{5}\.(safetensors|json|failed)|manifest\.json|COMPLETE|KEEP|\.reading-[0-9a-f]{32}")
+
+
+def attempt(url: Url, what: str, call: Callable[[], T], attempts: int | None = None) -> T:
+    """`call()`, again when it fails for a reason that may pass. Raises OSError: each package has kinds of its own."""
+    attempts = attempts or ATTEMPTS
+    for left in reversed(range(attempts)):
+        try:
+            return call()
+        except PERMANENT as error:
+            raise type(error)(f"{url}: {what}: {error or type(error).__name__}") from error
+        except Exception as error:
+            if not left:
+                raise OSError(f"{url}: {what}: {type(error).__name__}: {error}") from error
+        time.sleep(FIRST_WAIT_S * 2 ** (attempts - 1 - left) * random.uniform(1, 1.5))
+    raise AssertionError("not reached")
+
+
+class RemoteStorage:
+    """Methods: those of storage.Storage."""
+
+    look_every_s = 1.0
+    patience_s = 3600.0  # a file shows only when all of it is there
+    readers = 16
+    in_order = False
+
+    def _list(self, folder: Url) -> list[dict[str, Any]]:
+        def call() -> list[dict[str, Any]]:
+            folder.files.invalidate_cache()
+            try:
+                return folder.files.ls(folder.path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+        return attempt(folder, "listing it", call)
+
+    def steps_in(self, directory: Url) -> list[int]:
+        names = [e["name"].rstrip("/").rpartition("/")[2] for e in self._list(directory) if e["type"] == "directory"]
+        return sorted({step for name in names if (step := step_of(name)) is not None})
+
+    def entries(self, folder: Url) -> dict[str, int]:
+        found = [e for e in self._list(folder) if e["type"] == "file" and e["name"].rpartition("/")[0] == folder.path]
+        return {e["name"].rpartition("/")[2]: int(e["size"]) for e in found}
+
+    def read(self, path: Url) -> bytes:
+        return attempt(path, "reading it", lambda: path.files.cat_file(path.path))
+
+    def open(self, path: Url) -> RemoteFile:
+        return RemoteFile(path)
+
+    @contextlib.contextmanager
+    def create(self, path: Url) -> Iterator[Callable[[Any], Any]]:
+        self._make_folder(path.parent)
+        what = "writing it"
+        file = attempt(path, what, lambda: path.files.open(path.path, "wb", block_size=PART))
+        try:
+            yield lambda data: attempt(path, what, lambda: file.write(data), attempts=1)
+            attempt(path, what, file.close, attempts=1)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                file.discard()  # the parts that are there
+            with contextlib.suppress(AttributeError):  # of a file in memory
+                file.closed = True  # fsspec closes what is collected, and would commit it
+            raise
+
+    def put(self, path: Url, text: str, sync: bool = True) -> None:
+        self._make_folder(path.parent)
+        attempt(path, "writing it", lambda: path.files.pipe_file(path.path, text.encode()))
+
+    def _make_folder(self, folder: Url) -> None:
+        if folder.text.partition("://")[0] not in _FLAT:
+            attempt(folder, "making it", lambda: folder.files.makedirs(folder.path, exist_ok=True))
+
+    def delete(self, path: Url) -> None:
+        def call() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                path.files.rm_file(path.path)
+
+        attempt(path, "deleting it", call)
+
+    def part_of(self, final: Url) -> Url:
+        return final
+
+    def begin(self, part: Url) -> None:
+        self.discard(part)
+
+    def discard(self, part: Url) -> None:
+        """COMPLETE first: what is left if this is cut short is no checkpoint. Files of strangers stay."""
+        names = [name for name in self.entries(part) if _OWN.fullmatch(name)]
+        for name in sorted(names, key=lambda name: name != "COMPLETE"):
+            self.delete(part / name)
+        if part.text.partition("://")[0] not in _FLAT:
+            with contextlib.suppress(Exception):  # not empty, or not there
+                part.files.rmdir(part.path)
+
+    def publish(self, part: Url, final: Url) -> None:
+        """Done: COMPLETE is there."""
+
+    def remove(self, folder: Url) -> None:
+        self.discard(folder)
+
+    def sweep(self, directory: Url) -> list[str]:
+        """Folders without COMPLETE in which all files are ours."""
+        left = []
+        for step in self.steps_in(directory):
+            folder = directory / f"iter_{step:07d}"
+            names = self.entries(folder)
+            if "COMPLETE" not in names and names and all(_OWN.fullmatch(name) for name in names):
+                self.discard(folder)
+                left.append(folder.name)
+        return left
+
+    def probe(self, directory: Url, rank: int) -> None:
+        test, text = directory / f".probe-{rank:05d}", uuid.uuid4().hex
+        try:
+            self.put(test, text)
+            if self.read(test) != text.encode():
+                raise OSError(f"{test}: holds something else than what was written")
+            self.delete(test)
+        except OSError as error:
+            raise CheckpointError(
+                f"save={str(directory)!r} cannot be written ({error}): check its name and your rights there"
+            ) from None
+
+    def check_space(self, directory: Url, needed: int) -> None:
+        """Nothing to ask."""
+
+    def lock(self, directory: Url) -> Claim:
+        return Claim(self, directory)
+
+    @contextlib.contextmanager
+    def reading(self, folder: Url) -> Iterator[None]:
+        """Best effort: without the right to write there, or in the moment before the mark is there, nothing protects;
+        what is read is then deleted meanwhile, which ends the reading with an error."""
+        mark, over = folder / f".reading-{uuid.uuid4().hex}", threading.Event()
+
+        def renew() -> None:
+            while not over.wait(RENEW_S):
+                with contextlib.suppress(OSError):
+                    self.put(mark, str(time.time()))
+
+        thread = threading.Thread(target=renew, name="megalite-reading", daemon=True)
+        with contextlib.suppress(OSError):
+            self.put(mark, str(time.time()))
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if thread.ident is not None:
+                thread.join()
+                with contextlib.suppress(OSError):
+                    self.delete(mark)
+
+    def in_use(self, folder: Url) -> bool:
+        for name, size in self.entries(folder).items():
+            if name.startswith(".reading-") and size < 100:
+                with contextlib.suppress(FileNotFoundError, ValueError):  # just ended, or a stranger's
+                    if abs(time.time() - float(self.read(folder / name))) < STALE_S:
+                        return True
+        return False
+
+
+class RemoteFile:
+    """A file for reading ranges; safe for several threads."""
+
+    def __init__(self, path: Url):
+        self._path = path
+        self.size = int(attempt(path, "looking it up", lambda: path.files.info(path.path))["size"])
+
+    def pread(self, target: memoryview, begin: int) -> None:
+        for first in range(0, len(target), READ):
+            part = target[first : first + READ]
+            start, stop = begin + first, begin + first + len(part)
+            if stop > self.size:
+                raise ValueError(f"{self._path}: ends at byte {self.size}, {stop} wanted")
+
+            def call(start: int = start, stop: int = stop) -> bytes:
+                got = self._path.files.cat_file(self._path.path, start=start, end=stop)
+                if len(got) != stop - start:
+                    raise OSError(f"{len(got)} bytes came instead of {stop - start}")
+                return got
+
+            part[:] = attempt(self._path, f"reading bytes {start} to {stop}", call)
+
+    def close(self) -> None:
+        """Nothing is open between reads."""
+
+
+class Claim:
+    """The name of this run in the directory, until another run puts its own there."""
+
+    def __init__(self, storage: RemoteStorage, directory: Url):
+        self._storage, self._directory = storage, directory
+        self._text = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex}\n"
+        storage.put(directory / LOCK, self._text)
+
+    def _holder(self) -> str:
+        try:
+            return self._storage.read(self._directory / LOCK).decode(errors="replace")[:200]
+        except FileNotFoundError:
+            return ""
+
+    def confirm(self) -> None:
+        holder = self._holder()
+        if holder != self._text:
+            name = holder.partition(",")[0] or "a run that has ended"
+            raise CheckpointError(
+                f"save={str(self._directory)!r} was taken over by {name}, which started later: this run stops saving"
+            )
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._holder() == self._text:
+                self._storage.delete(self._directory / LOCK)

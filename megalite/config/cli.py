@@ -1,0 +1,252 @@
+"""The command line: Megatron-LM's spellings over an optional TOML file over an optional preset.
+
+    defaults < --preset NAME < --config FILE.toml < flags
+
+Flags are made from the dataclasses of options.py, with - or _ between words; there are no prefix abbreviations. A bool
+takes --x, --no-x, --disable-x and a value (--x=false). A misspelt flag is answered with the nearest one, a flag of
+Megatron-LM without an option here by what becomes of it (megatron_flags.py). Everything that is wrong is printed at
+once, and the exit code is 2, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, replace
+from typing import Any
+
+from megalite.config import options as configs
+from megalite.config.check import check, concerns, without_effect
+from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
+from megalite.config.options import Config, ConfigError, base_type, options
+from megalite.config.toml import read_toml
+
+_TYPES = {"int": int, "float": float, "ints": int}  # what a text becomes
+Also = Callable[[Config, list[str]], list[str]]
+_BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
+    """Every flag that sets this option: (flag, None) when a value follows, else (flag, the value it stands for)."""
+    flag, result = flag_of(f.name), []
+    if base_type(f) == "bool":
+        plain = flag.removeprefix("--no-")
+        result = [(flag, True)] if plain == flag else [(flag, True), ("--" + plain, False)]
+        if plain == flag:
+            result += [(f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
+    else:
+        result.append((flag, None))
+    for extra in f.metadata["flags"]:
+        spelt, _, value = extra.partition("=")
+        result.append((spelt, {"": None, "true": True, "false": False}.get(value, value)))
+    return result
+
+
+def build_parser(presets: Sequence[str]) -> argparse.ArgumentParser:
+    """What prints --help; `read` reads the words itself, since argparse stops at the first that is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="pretrain_gpt.py",
+        description="Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags.",
+        epilog="A switch --x is also --no-x and --x=false. More of Megatron-LM's flags: docs/megatron.md.",
+    )
+    parser.add_argument("--preset", metavar="NAME", help="model shape: " + ", ".join(presets))
+    parser.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
+    groups = {name: parser.add_argument_group(name) for name in configs.SECTIONS}
+    for section, f in options():
+        kind, choices = base_type(f), f.metadata["choices"]
+        shown = "" if f.default is None or kind == "bool" or f.name in configs.REQUIRED else f" (default {f.default})"
+        for flag, constant in spellings(f):
+            negative = kind == "bool" and constant is not f.default
+            text = f.metadata["help"] + shown if flag == flag_of(f.name) else f"{flag_of(f.name)} {constant}"
+            if constant is not None:
+                if negative or flag == flag_of(f.name) or kind != "bool":  # what is so anyway is not worth a line
+                    groups[section].add_argument(flag, action="store_true", help=text.replace("%", "%%"))
+            else:
+                metavar = "{" + ",".join(choices) + "}" if choices else kind.upper()
+                groups[section].add_argument(flag, metavar=metavar, help=text.replace("%", "%%"))
+    return parser
+
+
+@dataclass
+class Words:
+    """A command line, taken apart. `given`: option -> text, texts, or the value that its flag stands for."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    foreign: list[tuple[str, list[str]]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unclear: set[str] = field(default_factory=set)  # options that were named, with a value that cannot be read
+    misspelt: set[str] = field(default_factory=set)  # options that other flags may have meant
+
+
+def _is_flag(word: str) -> bool:
+    return re.match(r"--?[A-Za-z]", word) is not None
+
+
+def take_apart(argv: Sequence[str]) -> Words:
+    """Every word of `argv` as an option, a flag of Megatron-LM, or a problem."""
+    ours = {flag: (f, constant) for _, f in options() for flag, constant in spellings(f)}
+    theirs, found, rest, before = known_flags(), Words(), list(argv), ""
+    spelt = [flag for flag, known in theirs.items() if known.verdict != INSTEAD]
+    while rest:
+        word = rest.pop(0)
+        if not _is_flag(word):
+            where = f" behind {before}" if before else ""
+            found.problems.append(f"unexpected word {word!r}{where}; a flag stands before its value, as in --lr 3e-4")
+            continue
+        before = word
+        head, equals, value = word.partition("=")
+        flag = head if head in theirs else head.replace("_", "-")
+        values = [value] if equals else []
+        f, constant = ours.get(flag, (None, None))
+        kind = "str" if flag in ("--preset", "--config") else None if f is None else base_type(f)
+        if kind is None:
+            known = theirs.get(flag)
+            unknown = known is None or known.verdict in (INSTEAD, OPTION)
+            most = None if unknown or known is None else known.values
+            while rest and not _is_flag(rest[0]) and not equals and (most is None or len(values) < most):
+                values.append(rest.pop(0))
+            if unknown:
+                remedy = known.reason if known is not None else nearest(flag, [*ours, *spelt])
+                better = "; see --help" if not remedy else f"; use {remedy}" if known else f"; did you mean {remedy}?"
+                found.problems.append(f"unknown flag {flag}{better}")
+                found.misspelt |= _named_in(remedy or "")
+            else:
+                found.foreign.append((flag, values))
+        elif f is not None and constant is not None:
+            if not equals and rest and rest[0].lower() in _BOOLS:
+                values = [rest.pop(0)]
+            holds = _BOOLS.get(values[0].lower()) if values else True
+            if holds is None:
+                found.problems.append(f"{flag}={values[0]} is neither true nor false; give one, or nothing behind it")
+                found.unclear.add(f.name)
+            else:
+                found.given[f.name] = constant if holds else not constant if kind == "bool" else f.default
+        else:
+            name = flag[2:] if f is None else f.name
+            lists = kind in ("ints", "strs")
+            while not equals and rest and not _is_flag(rest[0]) and (lists or not values):
+                values.append(rest.pop(0))
+            if not values:
+                found.problems.append(
+                    f"{flag} needs a value; give it behind the flag (one that begins with -: {flag}=-1)"
+                )
+                found.unclear.add(name)
+            else:
+                found.given[name] = values if lists else values[0]
+    return found
+
+
+def _named_in(text: str) -> set[str]:
+    """The options whose flags stand in it."""
+    flags = set(re.findall(r"--[\w-]+", text))
+    return {f.name for _, f in options() if flags & {flag for flag, _ in spellings(f)}}
+
+
+def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts of the command line as values of their options' types, where they can be."""
+    fields, made = {f.name: f for _, f in options()}, {}
+    for name, value in given.items():
+        to = _TYPES.get(base_type(fields[name]))
+        try:
+            if isinstance(value, list) and value[0][:1] == "[" and value[-1][-1:] == "]":  # a list as YAML has it
+                value = [word for word in " ".join(value)[1:-1].replace(",", " ").split()]
+            if isinstance(value, list) and to is not None:  # 4 5, or as Megatron-LM's tuples 4,5 or (4,5)
+                value = [to(v) for word in value for v in word.strip("()").split(",")]
+            elif isinstance(value, str) and to is not None:
+                value = to(value)
+        except ValueError:
+            pass  # its option says so
+        made[name] = value
+    return made
+
+
+@dataclass(frozen=True)
+class Read:
+    """A command line that holds. `warnings`: protections and logs that were asked for and are not there."""
+
+    config: Config
+    notes: list[str]
+    warnings: list[str]
+
+
+def read_all(
+    argv: Sequence[str],
+    presets: Mapping[str, Mapping[str, Any]],
+    also: Also = lambda config, problems: [],
+) -> Read:
+    """The configuration that a command line asks for. `also` finds what else is wrong with it, of the machine for
+    instance, and is told what is wrong already. Raises ConfigError with every problem of every stage, in one list."""
+    words = take_apart(argv)
+    foreign = answer(words.foreign)
+    problems = [*words.problems, *foreign.problems]
+    given, unclear = words.given, words.unclear
+    words.misspelt.update(*map(_named_in, foreign.problems))  # which the flag was to say in its own way
+    path, file = given.pop("config", None), {}
+    if path is not None:
+        try:
+            file = read_toml(path)
+        except ConfigError as error:
+            problems += error.problems
+    preset = str(given.pop("preset", "") or file.get("preset", ""))
+    file.pop("preset", None)
+    if preset and preset not in presets:
+        problems.append(f"preset={preset!r} is unknown; use one of {', '.join(sorted(presets))}")
+        words.misspelt.update(*presets.values())  # which the preset was to say
+    unclear |= words.misspelt - {**file, **given}.keys()
+    values: dict[str, Any] = {}
+    for source in (file, _typed(given)):  # a wrong type in the file is an error even where a flag wins over it
+        made, wrong = configs.convert_all(source)
+        problems += wrong.values()
+        unclear |= set(wrong)
+        values.update(made)
+    made = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
+    problems += check(made, unclear=unclear)
+    problems += [line for line in also(made, problems) if not concerns(line, unclear)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    if configs.resolved_style(made, megatron_spelling=bool(words.foreign)) == "megatron":
+        made = replace(made, log=replace(made.log, log_style="megatron"))
+    return Read(made, [*foreign.notes, *without_effect(made)], foreign.warnings)
+
+
+def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple[Config, list[str]]:
+    """The configuration and what is worth telling about it. Raises ConfigError with every problem."""
+    found = read_all(argv, presets)
+    return found.config, [*found.notes, *(f"WARNING: {line}" for line in found.warnings)]
+
+
+def read_or_exit(
+    argv: Sequence[str],
+    presets: Mapping[str, Mapping[str, Any]],
+    also: Also = lambda config, problems: [],
+    quiet: bool = False,
+) -> Read:
+    """As `read_all`, for a program: prints what is worth telling, or all problems and exits with code 2. `quiet`: a
+    rank whose notes another one prints."""
+    if any(word in ("-h", "--help") for word in argv):
+        build_parser(sorted(presets)).print_help()
+        raise SystemExit(0)
+    try:
+        found = read_all(argv, presets, also)
+    except ConfigError as error:
+        _tell(f"pretrain_gpt.py: {problem}" for problem in error.problems)
+        raise SystemExit(2) from None
+    _tell(f"note: {note}" for note in ([] if quiet else found.notes))
+    return found  # warnings are told by the run, where its log is
+
+
+def _tell(lines: Iterable[str]) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr's disk may be the one that is full
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
+
+
+def parse(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> Config:
+    return read_or_exit(argv, presets).config

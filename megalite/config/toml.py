@@ -1,0 +1,85 @@
+"""A configuration as TOML text: the file of --config, and what a run and its checkpoints keep of it."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+from megalite.config.options import SECTIONS, Config, ConfigError, gelu_form, options
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Option names to values from a TOML file. Raises ConfigError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise ConfigError([f"config={path!r} cannot be read ({error.strerror}); give a TOML file"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"config={path!r} is not UTF-8 text ({error}); give a TOML file"]) from None
+    return parse_toml(text, path)
+
+
+def parse_toml(text: str, path: str) -> dict[str, Any]:
+    """Option names to values from a TOML text, with or without [section] tables; `path` names it in errors."""
+    try:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError([f"config={path!r} is not TOML ({error}); mend that line"]) from None
+    known = {f.name: section for section, f in options()}
+    values: dict[str, Any] = {}
+    problems = []
+
+    def take(name: str, value: Any, section: str | None) -> None:
+        name = name.replace("-", "_")
+        if name != "preset" and (name not in known or (section is not None and known[name] != section)):
+            hint = f"it belongs in [{known[name]}]" if name in known else "see --help for the options"
+            problems.append(f"config={path!r}: unknown key {name} in [{section or 'top level'}]; {hint}")
+        elif name in values:
+            problems.append(f"config={path!r}: {name} is given twice; keep one")
+        else:
+            values[name] = value
+
+    for key, value in data.items():
+        if isinstance(value, dict):
+            if key not in SECTIONS:
+                problems.append(f"config={path!r}: unknown section [{key}]; sections are {', '.join(SECTIONS)}")
+                continue
+            for name, inner in value.items():
+                take(name, inner, key)
+        else:
+            take(key, value, None)
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def differences(config: Config) -> dict[str, dict[str, Any]]:
+    """Section -> option -> value, for what differs from the defaults, and from what `completed` would put in place."""
+    result: dict[str, dict[str, Any]] = {}
+    m = config.model
+    plain = gelu_form(add_bias_linear=m.add_bias_linear, bias_gelu_fusion=m.bias_gelu_fusion, openai_gelu=m.openai_gelu)
+    for section, f in options():
+        value = getattr(getattr(config, section), f.name)
+        if value != f.default or (f.name == "activation" and value != plain):
+            result.setdefault(section, {})[f.name] = value
+    return result
+
+
+def to_toml(config: Config) -> str:
+    """A TOML text that makes the same run again with --config."""
+
+    def literal(value: Any) -> str:
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, tuple):
+            return "[" + ", ".join(literal(v) for v in value) + "]"
+        if isinstance(value, str):
+            escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\' or ord(c) == 127 else c for c in value)
+            return f'"{escaped}"'
+        return repr(value)
+
+    lines = []
+    for section, values in differences(config).items():
+        lines += [f"[{section}]", *(f"{name} = {literal(value)}" for name, value in values.items()), ""]
+    return "\n".join(lines)

@@ -1,0 +1,271 @@
+"""Megatron's token files: `prefix.bin` holds every token in order, `prefix.idx` says where each document lies.
+
+    .idx   "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | documents + 1 u64
+           lengths i32 [sequences] | pointers i64 [sequences], bytes | document ends i64 [documents + 1] | modes i8
+
+Both files are mapped; nothing is copied until tokens are asked for. Opening takes bounded time and memory: an index of
+up to FULL_CHECK entries is checked completely, of a larger one the header, the sizes, both ends and some hundred places
+(`verify` does the rest), and `spans`, which every access goes through, checks the entries it uses. So no index, however
+damaged, makes the reader look outside the file. The rules are in index_rules.py.
+A .bin file that is truncated while it is mapped ends the process with SIGBUS: do not edit data in place, or read it
+with mmap_bin_files=False.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.errors import DataError
+from megalite.data.files.index_rules import Layout, damage
+from megalite.data.files.near_misses import missing
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document entries
+VERSION = 1
+DTYPES: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
+FULL_CHECK = 1 << 24  # index entries; 2 ns each warm (10 M documents: 19 ms), 20 bytes each to read when cold
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that Megatron-LM stores: two bytes below 65500 tokens, else four."""
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+def _open(path: Path | str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise DataError(missing(str(path)[:-4])) from error
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _map(file: int, path: Path | str) -> NDArray[np.uint8]:
+    try:
+        if os.fstat(file).st_size == 0:  # an empty file cannot be mapped
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mmap.mmap(file, 0, access=mmap.ACCESS_READ), np.uint8)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be mapped: {error}; try mmap_bin_files=False") from error
+
+
+class FileTokens:
+    """`tokens[a:b]` and `len(tokens)` of a .bin file by reading instead of mapping it.
+
+    A read of a few KB costs 2 to 3 us where the map takes 1 to 2, but a file that is truncated meanwhile is a
+    DataError and not the end of the process, and file systems on which maps are slow or stale are served as well.
+    """
+
+    def __init__(self, path: str, dtype: np.dtype[Any]):
+        self.dtype, self._path = dtype, path
+        self._file = _open(path)
+        self._length = os.fstat(self._file).st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        start, stop, step = part.indices(self._length)
+        if step != 1:
+            raise ValueError(f"tokens are read in steps of 1, not {step}")
+        wanted = max(0, stop - start) * self.dtype.itemsize
+        try:
+            raw = os.pread(self._file, wanted, start * self.dtype.itemsize)
+        except OSError as error:
+            raise DataError(f"{self._path}: {error.strerror} at token {start}") from error
+        if len(raw) != wanted:
+            now = os.fstat(self._file).st_size // self.dtype.itemsize
+            raise DataError(
+                f"{self._path}: ends at token {now} of {self._length}; it was truncated while it was open: write the "
+                "pair again"
+            )
+        return np.frombuffer(raw, self.dtype)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._file)
+
+
+class IndexedDataset:
+    """The sequences of one `.bin/.idx` pair; for GPT data one sequence is one document.
+
+    prefix          path without suffix, or a URL (s3://, gs://, ...: see remote.py)
+    mmap_bin_files  False: tokens are read, not mapped (`FileTokens`); False is --no-mmap-bin-files
+    cache_path      directory for what is fetched from a URL (default: see remote.py); not used for local files
+    cache_bytes     how much may lie there; None: half of what its disk could give
+
+    tokens          every token of the file: an array [num_tokens], or with the same slices `FileTokens`, `RemoteTokens`
+    lengths         tokens per sequence [len(self)], int32
+    pointers        where each begins in the file, bytes, int64
+    document_ends   sequences before each document, and their number, int64
+    checked         whether opening has checked the whole index; otherwise `verify` does
+
+    DataError names file, field and index of what is wrong.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        mmap_bin_files: bool = True,
+        cache_path: str | Path | None = None,
+        cache_bytes: int | None = None,
+    ):
+        self.prefix = str(prefix)
+        self._index_path = self.prefix + ".idx"
+        bin_path = self.prefix + ".bin"
+        self._remote = "://" in self.prefix
+        if self._remote:
+            from megalite.data.files.remote import RemotePair
+
+            pair = RemotePair(self.prefix, cache_path, cache_bytes)
+            self._index_file = pair.fetch_index(self._read_index)
+            self.tokens: Any = pair.tokens(self._little)
+            return
+        self._index_file = self._index_path
+        index, data = _open(self._index_path), _open(bin_path)
+        try:
+            self._read_index(index, os.fstat(data).st_size)
+            self.tokens = (
+                _map(data, bin_path).view(self._little) if mmap_bin_files else FileTokens(bin_path, self._little)
+            )
+        finally:
+            os.close(index)
+            os.close(data)
+
+    def _read_index(self, file: int, bin_size: int) -> None:
+        """Map the index in `file`, after a check of all of it, or of parts when it has more than FULL_CHECK entries."""
+        start = len(MAGIC) + HEADER.size
+        head, state = os.pread(file, start, 0), os.fstat(file)
+        actual, self._inode = state.st_size, (state.st_dev, state.st_ino)
+        if head[: len(MAGIC)] != MAGIC:
+            raise self._refuse("magic", f"is {head[: len(MAGIC)]!r}, not {MAGIC!r}")
+        if len(head) < start:
+            raise self._refuse("header", f"ends after {len(head)} of {start} bytes")
+        version, code, count, entries = HEADER.unpack(head[len(MAGIC) :])
+        if version != VERSION:
+            raise self._refuse("version", f"is {version}, not {VERSION}")
+        if code not in DTYPES:
+            raise self._refuse("dtype code", f"is {code}, not one of {sorted(DTYPES)} (integers)")
+        size = start + 12 * count + 8 * entries
+        if actual not in (size, size + count):  # with modes: one byte more per sequence
+            raise self._refuse(
+                "size", f"is {actual} bytes, not the {size} of {count} sequences and {entries} documents"
+            )
+        self.dtype = np.dtype(DTYPES[code])
+        self._little = self.dtype.newbyteorder("<")
+        self._bin_size, self._layout = bin_size, (start, count, entries)
+        self.checked = max(count, entries) <= FULL_CHECK
+        self._check(file, self.checked)
+        raw = _map(file, self._index_path)
+
+        def column(offset: int, kind: str, n: int) -> NDArray[Any]:
+            return np.frombuffer(raw, kind, n, offset) if n else np.empty(0, kind)
+
+        self.lengths: NDArray[np.int32] = column(start, "<i4", count)
+        self.pointers: NDArray[np.int64] = column(start + 4 * count, "<i8", count)
+        self.document_ends: NDArray[np.int64] = column(start + 12 * count, "<i8", entries)
+
+    def _refuse(self, field: str, rule: str) -> DataError:
+        return DataError(
+            f"{self._index_path}: {field} {rule}; the index is damaged or of another format: write it again"
+        )
+
+    def _check(self, file: int, whole: bool) -> None:
+        try:
+            found = damage(Layout(file, *self._layout, self.dtype.itemsize, self._bin_size), whole)
+        except OSError as error:
+            raise self._refuse("size", f"cannot be read: {error.strerror}") from error
+        if found and found[0] == "size":
+            raise DataError(
+                f"{self.prefix}.bin: size is {self._bin_size} bytes of {self.dtype}, but {self._index_path} "
+                f"{found[1]}; the file is truncated or belongs to another index: write the pair again"
+            )
+        if found:
+            raise self._refuse(*found)
+
+    def verify(self) -> None:
+        """Check every entry of the index; 2 ns each. Opening has done so when `checked`, up to FULL_CHECK entries."""
+        with self._again() as file:
+            self._check(file.fileno(), whole=True)
+        self.checked = True
+
+    def read_lengths(self, documents: range) -> NDArray[np.int32]:
+        """Tokens of each of `documents`, consecutive ones, in memory of their own: 4 bytes each.
+
+        Aligned, as the column of the file is not, and read beside the map, whose pages would count as resident, too.
+        """
+        with self._again() as file:
+            lengths = np.fromfile(file, "<i4", len(documents), offset=self._layout[0] + 4 * documents.start)
+        if len(lengths) != len(documents):
+            raise self._refuse("size", f"ends before length {documents.start + len(lengths)}")
+        return lengths
+
+    def _again(self) -> BinaryIO:
+        """The index, opened once more; refused when another one has taken its place."""
+        file = os.fdopen(_open(self._index_file), "rb")
+        state = os.fstat(file.fileno())
+        if (state.st_dev, state.st_ino) != self._inode:
+            file.close()
+            raise DataError(f"{self._index_path}: was replaced while it was in use; start again to use the new data")
+        return file
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def spans(self, documents: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(first token, number of tokens) of each of `documents` [n], as positions in `tokens`; checked, so inside it.
+
+        IndexError for a number that is no document, DataError for one whose entries in the index are damaged.
+        """
+        documents = np.asarray(documents, np.int64)
+        n, width = len(self.lengths), self.dtype.itemsize
+        if documents.size and not 0 <= int(documents.min()) <= int(documents.max()) < n:
+            raise IndexError(f"documents {documents.min()}..{documents.max()} are outside 0..{n - 1}")
+        counts = self.lengths[documents].astype(np.int64)
+        begins = self.pointers[documents]
+        ends = begins + counts * width
+        after = self.pointers[np.minimum(documents + 1, n - 1)] if n else ends
+        after = np.where(documents == n - 1, self._bin_size, after)
+        bad = (begins < 0) | (ends < begins) | (ends > self._bin_size) | (ends != after) | (begins % width != 0)
+        if bad.any():
+            k = int(bad.argmax())
+            i, begin, end = int(documents[k]), int(begins[k]), int(ends[k])
+            if counts[k] < 0:
+                raise self._refuse(f"lengths[{i}]", f"is {counts[k]}, negative")
+            if begin < 0 or begin % width or end > self._bin_size or end < begin:
+                raise self._refuse(f"pointers[{i}]", f"is {begin}, not the place of {counts[k]} tokens of {self.dtype}")
+            raise self._refuse(f"pointers[{i + 1}]", f"is {after[k]}, but the sequence before ends at {end}")
+        return begins // width, counts
+
+    def copy(self, begins: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Tokens begins[k] .. begins[k] + counts[k] for all k, end to end, into `out` [sum of counts], of any dtype."""
+        if self._remote:
+            self.tokens.copy(begins, counts, out)
+            return
+        tokens, done = self.tokens, 0
+        for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
+            out[done : done + count] = tokens[begin : begin + count]
+            done += count
+
+    def start(self, document: int) -> int:
+        """Position of the document's first token in `tokens`."""
+        return int(self.spans(np.array([document]))[0][0])
+
+    def document(self, document: int) -> NDArray[Any]:
+        """The tokens of one document; a view of the file where it is mapped."""
+        begins, counts = self.spans(np.array([document]))
+        return self.tokens[int(begins[0]) : int(begins[0] + counts[0])]

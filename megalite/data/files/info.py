@@ -1,0 +1,88 @@
+"""`prefix.json` beside a token file: who made it. Catches data of another tokenizer before training on it.
+
+It is no part of Megatron's format: data without it is used as it is, and then only the ids are checked, batch by
+batch. Keys: tokenizer (fingerprint, name, vocabulary size, end of document), documents, tokens, sources, version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.tokenizer import Tokenizer
+
+VERSION = 1
+LIMIT_BYTES = 16 << 20  # far above any list of sources; bounds what a damaged file can cost
+
+
+def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequence[str]) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "tokenizer": {
+            "name": tokenizer.name,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        },
+        "documents": documents,
+        "tokens": tokens,
+        "sources": list(sources),
+    }
+
+
+def read_info(prefix: str | Path) -> dict[str, Any] | None:
+    """The contents of prefix.json, None when there is none."""
+    path = f"{prefix}.json"
+    if "://" in path:
+        from megalite.data.files.remote import read_whole
+
+        text = read_whole(path, LIMIT_BYTES + 1)
+    else:
+        try:
+            with open(path, "rb") as file:
+                text = file.read(LIMIT_BYTES + 1)
+        except FileNotFoundError:
+            text = None
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+    if text is None:
+        return None
+    try:
+        info = json.loads(text) if len(text) <= LIMIT_BYTES else None
+    except (ValueError, RecursionError):
+        info = None
+    made_by = info.get("tokenizer") if isinstance(info, dict) else None
+    if (
+        not isinstance(info, dict)
+        or not isinstance(made_by, dict)
+        or not isinstance(made_by.get("fingerprint"), str)
+        or type(made_by.get("vocab_size")) is not int
+    ):
+        raise DataError(f"{path}: damaged; write the data again with tools/preprocess_data.py, or remove this file")
+    return info
+
+
+def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
+    """Refuse data that another tokenizer made. NullTokenizer, which stands for any, must be large enough."""
+    info = read_info(prefix)
+    if info is None:
+        return
+    made_by = info["tokenizer"]
+    small = made_by["vocab_size"] > tokenizer.vocab_size
+    if not small and (tokenizer.is_null or made_by["fingerprint"] == tokenizer.fingerprint):
+        return
+    theirs, ours = (
+        (made_by["vocab_size"], tokenizer.vocab_size)
+        if small
+        else (
+            made_by["fingerprint"][:12],
+            tokenizer.fingerprint[:12],
+        )
+    )
+    raise DataError(
+        f"{prefix}: made with {made_by.get('name')} ({'vocabulary' if small else 'fingerprint'} {theirs}), but this "
+        f"run has {tokenizer.name} ({ours}): give the tokenizer that made the data, or preprocess it again"
+    )

@@ -1,0 +1,85 @@
+"""Files of the options that are not there, and those that may have been meant. Pure but for looking."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+from pathlib import Path
+
+from megalite.config.options import DataConfig
+
+MOST = 5  # that a message names
+
+
+def absent(data: DataConfig) -> list[str]:
+    """A line for each token file and tokenizer file of the options that does not exist; URLs are not looked at."""
+    lines = []
+    for paths in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
+        for word in paths or ():
+            _, named, rest = word.partition("=")  # of NAME=PREFIX, or NAME= and the prefix behind it
+            prefix = rest if named and not _is_pair(word) else word
+            if prefix and "://" not in prefix and not _is_number(prefix) and not _is_pair(prefix):
+                lines.append(missing(prefix))
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = getattr(data, name)
+        if path is not None and "://" not in path and not Path(path).exists():
+            lines.append(f"{name}={path!r}: {os.strerror(errno.ENOENT)}; give a file here, nothing is downloaded")
+    return list(dict.fromkeys(lines))
+
+
+def missing(prefix: str) -> str:
+    """What is wrong with `prefix`, of which a file is not there, and what to give instead."""
+    reason = os.strerror(errno.ENOENT)
+    stem = prefix.removesuffix(".bin").removesuffix(".idx")
+    if stem != prefix and _is_pair(stem):
+        return f"{prefix}: the prefix of a pair is given without suffix; give {stem}"
+    if Path(prefix).is_dir():
+        found = _pairs(Path(prefix), "")
+        return f"{prefix}: is a directory" + (
+            f"; give a prefix in it: {_list(found)}"
+            if found
+            else " without token files; tools/preprocess_data.py makes them"
+        )
+    if Path(prefix).is_file():
+        return f"{prefix}: is a file, not the prefix of a .bin/.idx pair; tools/preprocess_data.py makes one of text"
+    there = [suffix for suffix in (".bin", ".idx") if Path(prefix + suffix).is_file()]
+    if len(there) == 1:
+        lost = ".idx" if there == [".bin"] else ".bin"
+        return f"{prefix}{lost}: {reason}, but {prefix}{there[0]} is there; a pair needs both, write it again"
+    folder = Path(prefix).parent
+    if not folder.is_dir():
+        return f"{prefix}.idx: {reason}; there is no directory {folder}"
+    begun, others = _pairs(folder, Path(stem).name), _pairs(folder, "")
+    near = difflib.get_close_matches(Path(stem).name, [Path(other).name for other in others], n=MOST)
+    if begun or near:
+        return f"{prefix}.idx: {reason}; did you mean {_list(begun or [str(folder / name) for name in near])}?"
+    return f"{prefix}.idx: {reason}; " + (
+        f"in {folder} there is {_list(others)}" if others else "tools/preprocess_data.py makes such files"
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+        return True
+    except ValueError:
+        return False
+
+
+def _is_pair(prefix: str) -> bool:
+    return Path(prefix + ".bin").is_file() and Path(prefix + ".idx").is_file()
+
+
+def _pairs(folder: Path, begin: str) -> list[str]:
+    """The prefixes in `folder` whose names begin so, in order; nothing where it cannot be read."""
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.suffix == ".idx" and path.name.startswith(begin))
+    except OSError:
+        return []
+    found = [str(folder / name.removesuffix(".idx")) for name in names]
+    return [prefix for prefix in found if _is_pair(prefix)]
+
+
+def _list(found: list[str]) -> str:
+    return ", ".join(found[:MOST]) + (f" and {len(found) - MOST} more" if len(found) > MOST else "")

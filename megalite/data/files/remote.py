@@ -1,0 +1,239 @@
+"""A pair of token files behind a URL, through fsspec: s3://, gs://, http://, file://, memory:// and what else it knows.
+
+    cache_path/remote/NAME-HASH/     HASH of both URLs, sizes and versions (ETag or time of change)
+        copy.index                   the .idx, fetched once and mapped
+        00000a3f.block ...           blocks of the .bin, fetched when they are first needed (fetched_blocks.py)
+
+A pair that is replaced gets another directory at the next start; while it is in use, every fetch is followed by a look
+at the source, and one that has changed ends the run instead of mixing two versions. Documents are read in random
+order, so the local disk should hold the whole pair: then each byte is fetched once per node. fsspec and the package of
+a protocol (s3fs, gcsfs) are imported here, when the first URL is opened; credentials are theirs to find.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.errors import DataError
+from megalite.data.files.fetched_blocks import BLOCK, FETCHES, INDEX, Blocks, contents
+from megalite.data.samples.epoch_cache import locked
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 6
+FIRST_WAIT_SECONDS = 0.5  # doubles each time: 15 s in all, and up to half as much again by chance
+GROUP = 64  # blocks fetched before their tokens are copied: 256 MiB
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
+PERMANENT = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    NotImplementedError,
+    ImportError,
+)
+T = TypeVar("T")
+
+
+def cache_root(cache_path: str | Path | None) -> Path:
+    """cache_path, else $MEGALITE_CACHE, else the user's cache directory."""
+    own = cache_path or os.environ.get("MEGALITE_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "megalite").expanduser() / "remote"
+
+
+class Source:
+    """One file behind a URL, as it was when this object was made: `size` bytes, `version`."""
+
+    def __init__(self, url: str):
+        self.url = url
+        try:
+            import fsspec.core
+        except ImportError as error:
+            raise DataError(f"{url}: reading from a URL needs the package fsspec: pip install fsspec") from error
+        try:
+            self._fs, self._path = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:  # the message names the package, or the protocol nobody knows
+            raise DataError(f"{url}: {error}; install what it names, or give a local path") from error
+        self.size, self.version = self._look()
+
+    def _look(self) -> tuple[int, str]:
+        def info() -> dict[str, Any]:
+            self._fs.invalidate_cache(self._path)
+            return self._fs.info(self._path)
+
+        found = self._retry("looking it up", info)
+        if found.get("type") == "directory" or not isinstance(found.get("size"), int):
+            raise DataError(f"{self.url}: is a {found.get('type')} of unknown size, not a file")
+        return found["size"], next((f"{key}={found[key]}" for key in VERSION_KEYS if found.get(key)), "")
+
+    def confirm(self) -> None:
+        """Refuse when the file is not what it was."""
+        now = self._look()
+        if now != (self.size, self.version):
+            raise DataError(
+                f"{self.url}: changed while it was in use: {self.size} bytes, {self.version or 'no version'} before, "
+                f"now {now[0]} bytes, {now[1] or 'no version'}; start the run again to use the new data"
+            )
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Bytes start..stop-1, all of them."""
+
+        def read() -> bytes:
+            part = self._fs.cat_file(self._path, start=start, end=stop)
+            if len(part) != stop - start:
+                raise OSError(f"{len(part)} bytes came instead of {stop - start}")
+            return part
+
+        return self._retry(f"reading bytes {start}..{stop - 1}", read)
+
+    def _retry(self, what: str, call: Callable[[], T]) -> T:
+        last: Exception | None = None
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1) * random.uniform(1, 1.5))
+            try:
+                return call()
+            except PERMANENT as error:
+                hint = "; the prefix is given without .bin or .idx" if isinstance(error, FileNotFoundError) else ""
+                raise DataError(f"{self.url}: {what}: {type(error).__name__}: {error}{hint}") from error
+            except Exception as error:  # the packages of the protocols raise kinds of their own
+                last = error
+        raise DataError(
+            f"{self.url}: {what} failed {ATTEMPTS} times, at last with {type(last).__name__}: {last}; check the "
+            "network and the credentials, then start again: what was fetched is kept"
+        ) from last
+
+
+def read_whole(url: str, limit: int) -> bytes | None:
+    """A small file, its first `limit` bytes at most; None when there is none."""
+    try:
+        source = Source(url)
+    except DataError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    return source.fetch(0, min(source.size, limit)) if source.size else b""
+
+
+class RemotePair:
+    """The index and the tokens of the pair at `prefix`, cached under `cache_path`.
+
+    cache_bytes  limit for all that is cached there; None: half of what the disk could give to it
+    """
+
+    def __init__(self, prefix: str, cache_path: str | Path | None, cache_bytes: int | None = None):
+        self._index, self._bin = Source(prefix + ".idx"), Source(prefix + ".bin")
+        self.size = self._bin.size
+        parts = [part for source in (self._index, self._bin) for part in (source.url, str(source.size), source.version)]
+        digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+        root = cache_root(cache_path)
+        self._directory = root / f"{prefix.rsplit('/', 1)[-1][:80]}-{digest}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(root).free
+        except OSError as error:
+            raise DataError(f"{self._directory}: {error.strerror}; give a directory for copies of {prefix}") from error
+        if cache_bytes is None:
+            cache_bytes = (free + sum(size for _, size, _ in contents(root))) // 2
+        self._limit, total = cache_bytes, self.size + self._index.size
+        if total > cache_bytes:
+            log.warning(
+                f"{prefix}: has {total / 1e9:.3g} GB, but the cache at {root} holds {cache_bytes / 1e9:.3g} GB: "
+                f"documents are read in random order, so most will be fetched anew, {BLOCK / 1e6:.3g} MB each; copy "
+                "the data to the nodes, or give a larger disk"
+            )
+
+    def fetch_index(self, use: Callable[[int, int], None]) -> str:
+        """Path of the local copy of the .idx, once `use(its file, size of the .bin)` has not refused it."""
+        path = self._directory / INDEX
+        try:
+            with locked(self._directory / "index.lock", f"{self._index.url} -> {path}"):
+                for fresh in (False, True):
+                    if fresh or not path.exists():
+                        self._download(path)
+                        fresh = True
+                    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    try:
+                        use(file, self.size)
+                        os.utime(path)
+                        break
+                    except DataError:
+                        if fresh:
+                            raise
+                        log.warning("%s: damaged copy; fetching it again", path)
+                    finally:
+                        os.close(file)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; give another directory for copies") from error
+        return str(path)
+
+    def _download(self, path: Path) -> None:
+        source = self._index
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+        try:
+            with os.fdopen(handle, "wb") as file, ThreadPoolExecutor(FETCHES) as pool:
+                for group in range(0, source.size, GROUP * BLOCK):
+                    starts = range(group, min(group + GROUP * BLOCK, source.size), BLOCK)
+                    for part in pool.map(lambda start: source.fetch(start, min(start + BLOCK, source.size)), starts):
+                        file.write(part)
+            source.confirm()
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    def tokens(self, dtype: np.dtype[Any]) -> RemoteTokens:
+        blocks = Blocks(self._directory, self.size, self._limit, self._bin.fetch, self._bin.confirm)
+        return RemoteTokens(blocks, self.size // dtype.itemsize, dtype)
+
+
+class RemoteTokens:
+    """`tokens[a:b]` and `len(tokens)` of a remote .bin; `copy` takes many places at once and fetches them together."""
+
+    def __init__(self, blocks: Blocks, length: int, dtype: np.dtype[Any]):
+        self.dtype, self._length, self._blocks = dtype, length, blocks
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        start, stop, step = part.indices(self._length)
+        if step != 1:
+            raise ValueError(f"tokens are read in steps of 1, not {step}")
+        out = np.empty(max(0, stop - start), self.dtype)
+        self.copy(np.array([start]), np.array([len(out)]), out)
+        return out
+
+    def copy(self, begins: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Tokens begins[k] .. begins[k] + counts[k] for all k, end to end, into `out`."""
+        if len(begins) and (int(begins.min()) < 0 or int((begins + counts).max()) > self._length):
+            raise IndexError(f"tokens {begins.min()}..{(begins + counts).max()} are outside 0..{self._length}")
+        per_block = BLOCK // self.dtype.itemsize
+        pieces: dict[int, list[tuple[int, int, int]]] = {}  # of a block: from which token, how many, where to
+        place = 0
+        for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
+            while count > 0:
+                number, at = divmod(begin, per_block)
+                n = min(count, per_block - at)
+                pieces.setdefault(number, []).append((at, n, place))
+                begin, count, place = begin + n, count - n, place + n
+        numbers = sorted(pieces)
+        for a in range(0, len(numbers), GROUP):
+            group = numbers[a : a + GROUP]
+            for number, block in zip(group, self._blocks.get(group), strict=True):
+                tokens = block.view(self.dtype)
+                for at, n, place in pieces[number]:
+                    out[place : place + n] = tokens[at : at + n]

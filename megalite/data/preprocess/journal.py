@@ -1,0 +1,109 @@
+"""How far an interrupted run had come: one line per entry, each written after the data it vouches for is on disk.
+
+crc32 of the rest, 8 hex digits | JSON
+line 1: what the run is (tokenizer, inputs, keys): a run that differs cannot go on from it
+others: one `Progress` each; the last whole one counts, a line cut by the end of power does not
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalite.data.errors import DataError
+from megalite.data.files.indexed_writer import open_locked, sync_directory
+from megalite.data.preprocess.text_input import Position
+
+
+@dataclass
+class Progress:
+    """Everything that a run knows after a block; with the partial files it is all that going on needs."""
+
+    position: Position = field(default_factory=Position)
+    documents: list[int] = field(default_factory=list)  # per key
+    tokens: list[int] = field(default_factory=list)
+    empty: list[int] = field(default_factory=list)
+    text_bytes: list[int] = field(default_factory=list)  # UTF-8
+    records: int = 0  # good and bad
+    bad: dict[str, int] = field(default_factory=dict)  # by reason
+    rejects_bytes: int = 0
+    input_bytes: int = 0  # uncompressed
+    complete: bool = False  # all input was read; what is left is to name the files
+
+
+class Journal:
+    """Locked as long as it is open. `last` is where an interrupted run of the same kind stopped, if there is one."""
+
+    def __init__(self, path: Path, header: dict[str, Any], resume: bool, overwrite: bool):
+        self.path, self.last = path, None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open_locked(path)
+        try:
+            found = _read(path)
+            if len(found) > 1 and not overwrite:
+                if not resume:
+                    raise DataError(
+                        f"{path}: an interrupted run was kept here: --resume goes on with it, --overwrite begins anew"
+                    )
+                self._compare(found[0], header)
+                self.last = _progress(path, found[-1])
+            whole = sum(len(_line(entry)) for entry in found) if self.last else 0
+            self._file.truncate(whole)  # a cut line must not stand between whole ones
+            if not self.last:
+                self._write(header)
+                sync_directory(path.parent)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        for name in new:
+            if old.get(name) != new[name]:
+                was, now = (json.dumps(x, ensure_ascii=False)[:500] for x in (old.get(name), new[name]))
+                raise DataError(
+                    f"{self.path}: the interrupted run had {name} {was}, this one has {now}: give the same, or "
+                    "--overwrite to begin anew"
+                )
+
+    def append(self, progress: Progress) -> None:
+        """To be called when all that `progress` counts has been synced."""
+        self._write(asdict(progress))
+        self.last = progress
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._file.write(_line(entry))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self, remove: bool) -> None:
+        if remove and not self._file.closed:
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    text = json.dumps(entry).encode("ascii")
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """All entries up to the first line that is cut or damaged."""
+    found = []
+    with open(path, "rb") as file:
+        for line in file:
+            crc, _, text = line.partition(b" ")
+            if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text[:-1]):
+                break
+            found.append(json.loads(text))
+    return found
+
+
+def _progress(path: Path, entry: dict[str, Any]) -> Progress:
+    try:
+        return Progress(**{**entry, "position": Position(**entry["position"])})
+    except (TypeError, KeyError) as error:
+        raise DataError(f"{path}: written by another version; --overwrite begins anew") from error

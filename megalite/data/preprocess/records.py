@@ -1,0 +1,131 @@
+"""The texts of one record, a line of JSON or a row of columns, or the reason why it has none.
+
+JSON is read strictly: what other readers would understand differently (a key given twice, NaN, half a surrogate pair, a
+byte order mark) is bad and never guessed. Every reason has a short name, by which bad lines are counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megalite.data.errors import DataError
+from megalite.data.preprocess.text_input import LINES, MAX_DOCUMENT_BYTES, ROWS, read_blocks
+
+SAMPLE_BYTES = 200  # of a bad line that are kept to look at
+
+
+class BadLine(ValueError):
+    """A record without usable text. reason: a short name to count by; text: the begin of what was there."""
+
+    def __init__(self, reason: str, detail: str, raw: bytes = b""):
+        super().__init__(detail)
+        self.reason = reason
+        self.text = raw[:SAMPLE_BYTES].decode("utf-8", "backslashreplace")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise BadLine("duplicate-key", "an object has the same key twice")
+    return made
+
+
+def _constant(text: str) -> Any:
+    raise BadLine("not-json", f"{text} is not JSON")
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadLine("not-utf-8", str(error)) from None
+
+
+def parse_line(raw: bytes, keys: Sequence[str]) -> list[str] | None:
+    """The texts under `keys` of one JSON line; None for a blank line. BadLine says what is wrong with it."""
+    text = _decode(raw).strip(" \t\r\n")
+    if not text:
+        return None
+    if text.startswith("\ufeff"):
+        raise BadLine("byte-order-mark", "begins with a byte order mark")
+    try:
+        record = DECODER.decode(text)
+    except RecursionError:
+        raise BadLine("nested-too-deeply", "is nested too deeply") from None
+    except BadLine:
+        raise
+    except ValueError as error:
+        raise BadLine("not-json", str(error)) from None
+    if not isinstance(record, dict):
+        raise BadLine("not-an-object", f"is not a JSON object but {type(record).__name__}")
+    for key in keys:
+        if key not in record:
+            raise BadLine("key-missing", f"key {key!r} is missing")
+        if not isinstance(record[key], str):
+            raise BadLine("not-a-string", f"key {key!r} is not a string")
+        try:
+            record[key].encode("utf-8")
+        except UnicodeEncodeError as error:  # half a surrogate pair is no text
+            raise BadLine("lone-surrogate", str(error)) from None
+    return [record[key] for key in keys]
+
+
+def parse_rows(payload: bytes, keys: Sequence[str]) -> Iterator[list[str] | BadLine]:
+    """The records of a block of rows (see `text_input.pack_rows`)."""
+    count = int.from_bytes(payload[:8], "little")
+    lengths = np.frombuffer(payload, "<i8", len(keys) * count, 8).reshape(len(keys), count)
+    sizes = np.maximum(lengths, 0)
+    ends = 8 + lengths.nbytes + np.cumsum(sizes).reshape(len(keys), count)
+    for row in range(count):
+        texts: list[str] = []
+        raw = b""
+        try:
+            for k, key in enumerate(keys):
+                end, size = int(ends[k, row]), int(lengths[k, row])
+                raw = payload[end - max(size, 0) : end]
+                if size < 0:
+                    raise BadLine("not-a-string", f"key {key!r} is null")
+                if size > MAX_DOCUMENT_BYTES:
+                    raise too_long(size)
+                texts.append(_decode(raw))
+            yield texts
+        except BadLine as error:
+            yield BadLine(error.reason, str(error), raw)
+
+
+def too_long(size: int) -> BadLine:
+    return BadLine("too-long", f"is {size} bytes long, more than the {MAX_DOCUMENT_BYTES} of one document: split it")
+
+
+def parse_block(kind: int, line: int, payload: bytes, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | BadLine]]:
+    """(line, texts or what is wrong) of each record of a block; blank lines are passed over."""
+    if kind == ROWS:
+        yield from enumerate(parse_rows(payload, keys), line)
+    elif kind == LINES:
+        for number, raw in enumerate(payload.split(b"\n"), line):
+            try:
+                if len(raw) > MAX_DOCUMENT_BYTES:  # whether a block could hold it depends on where blocks end
+                    raise too_long(len(raw))
+                texts = parse_line(raw, keys)
+                if texts is not None:
+                    yield number, texts
+            except BadLine as error:
+                yield number, BadLine(error.reason, str(error), raw if error.reason != "too-long" else b"")
+    else:
+        yield line, too_long(int.from_bytes(payload, "little"))
+
+
+def read_texts(files: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
+    """Every text of the files under every key, in order. DataError names file, line and reason of a bad one."""
+    for block in read_blocks(files, keys):
+        for line, found in parse_block(block.kind, block.line, block.payload, keys):
+            if isinstance(found, BadLine):
+                raise DataError(f"{files[block.file]}:{line}: {found}")
+            yield from found

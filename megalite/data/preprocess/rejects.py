@@ -1,0 +1,80 @@
+"""Bad lines: a sample of them in `PREFIX.rejects.jsonl`, and how many a run may have.
+
+At most SAMPLES lines of each reason are written, with file, line, reason, what exactly is wrong and the begin of its
+text; the counts, which are complete, are in `Progress.bad` and in `prefix.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.data.errors import DataError
+from megalite.data.preprocess.journal import Progress
+from megalite.data.preprocess.workers import SAMPLES, Result
+
+JUDGED_AFTER = 1000  # records, before which no share is taken for that of the whole input
+
+
+class Rejects:
+    def __init__(self, path: Path, files: Sequence[str], size: int):
+        self.path, self._files = path, files
+        self._partial = Path(f"{path}.partial")
+        self._file = open(self._partial, "ab")  # noqa: SIM115, stays open until finish()
+        if os.fstat(self._file.fileno()).st_size < size:
+            self._file.close()
+            raise DataError(f"{self._partial}: shorter than the {size} bytes written before; begin anew")
+        self._file.truncate(size)
+
+    def add(self, file: int, result: Result, progress: Progress) -> None:
+        """Write what there is room for and count it in `progress`, which has the counts before this block."""
+        taken = dict(progress.bad)
+        for line, reason, detail, text in result.samples:
+            taken[reason] = taken.get(reason, 0) + 1
+            if taken[reason] <= SAMPLES:
+                row = {"file": self._files[file], "line": line, "reason": reason, "detail": detail, "text": text}
+                raw = json.dumps(row).encode("ascii") + b"\n"
+                self._file.write(raw)
+                progress.rejects_bytes += len(raw)
+        for reason, count in result.bad.items():
+            progress.bad[reason] = progress.bad.get(reason, 0) + count
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def finish(self, size: int) -> None:
+        self.sync()
+        if size:
+            os.replace(self._partial, self.path)
+        else:  # nor does that of an earlier run under this name say anything about this one
+            self._partial.unlink()
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def close(self, remove: bool) -> None:
+        if remove and not self._file.closed:
+            self._partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk refuses the last bytes again
+            self._file.close()
+
+
+def judge(progress: Progress, limit: float, share_read: float, path: Path) -> None:
+    """Raise when more than `limit` of the records are bad; before the end, when the rest can hardly change that.
+
+    share_read: of the input, 1 at the end. Before the end the whole input is taken to have twice the
+    records that its size lets expect, all of the further ones good.
+    """
+    bad = sum(progress.bad.values())
+    if share_read < 1 and progress.records < JUDGED_AFTER:
+        return
+    whole = progress.records if share_read >= 1 else 2 * progress.records / max(share_read, 1e-9)
+    if bad > limit * whole:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(progress.bad.items()))
+        raise DataError(
+            f"{bad} of {progress.records} lines are bad ({reasons}), more than max_bad_fraction={limit} of the input; "
+            f"samples are in {path}"
+        )

@@ -1,0 +1,220 @@
+"""One preprocessing run: its pairs, rejects and journal, what is done so far, and how it ends or is taken up again.
+
+    write    results, in order -> .bin.partial, .lengths.partial, .rejects.jsonl.partial; now and then sync + journal
+    finish   the journal says complete -> pairs visible one by one -> rejects -> journal removed
+
+A crash at any point leaves either a journal, from which the same files come out, or the finished files.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import token_dtype
+from megalite.data.files.indexed_writer import IndexedWriter, sync_directory
+from megalite.data.files.info import make_info, read_info
+from megalite.data.preprocess.journal import Journal, Progress
+from megalite.data.preprocess.meter import Meter
+from megalite.data.preprocess.rejects import Rejects, judge
+from megalite.data.preprocess.text_input import MAX_DOCUMENT_BYTES, Block
+from megalite.data.preprocess.workers import Job, Result
+from megalite.data.tokenizers.tokenizer import Tokenizer
+
+JOURNAL_SECONDS = 30.0  # work that an interruption can cost; an entry costs one fsync of what was written since
+JOURNAL_BYTES = 256 << 20  # of tokens
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Run:
+    """files: input, in order; output_prefix: as the user gave it; max_bad: share of bad lines that is let pass."""
+
+    def __init__(self, files: Sequence[str], output_prefix: str, job: Job, model: Tokenizer, max_bad: float):
+        self.files, self.job, self.model, self.max_bad = files, job, model, max_bad
+        self.prefixes = [f"{output_prefix}_{key}_document" for key in job.keys]
+        self.journal_path, self._rejects_path = (Path(f"{output_prefix}.{x}") for x in ("journal", "rejects.jsonl"))
+        self._stats = [None if name == "-" else os.stat(name) for name in files]
+        self._sizes = [about.st_size if about else None for about in self._stats]
+        self.progress, self.resumed = Progress(), False
+        self._journal: Journal | None = None
+        self._writers: list[IndexedWriter | None] = []  # None: that pair is visible already
+        self._rejects: Rejects | None = None
+
+    # what the run is
+
+    def _header(self) -> dict[str, Any]:
+        """What has to be the same for a run to go on where another one stopped."""
+        stats = zip(self.files, self._stats, strict=True)
+        return {
+            "version": 1,
+            "tokenizer": self.model.fingerprint,
+            "keys": list(self.job.keys),
+            "append_eod": self.job.append_eod,
+            "max_document_bytes": MAX_DOCUMENT_BYTES,
+            "files": [[name, about.st_size, about.st_mtime_ns] if about else [name] for name, about in stats],
+        }
+
+    def _names(self) -> list[str]:
+        return [Path(name).name for name in self.files]
+
+    def _source_bytes(self) -> int:
+        """On disk; of standard input what was read of it."""
+        known = [size for size in self._sizes if size is not None]
+        return sum(known) if len(known) == len(self._sizes) else self.progress.input_bytes
+
+    def _info(self, k: int) -> dict[str, Any]:
+        p = self.progress
+        return make_info(self.model, p.documents[k], p.tokens[k], self._names()) | {
+            "append_eod": self.job.append_eod,
+            "bytes": p.text_bytes[k],
+            "source_bytes": self._source_bytes(),
+            "records": p.records,
+            "empty": p.empty[k],
+            "bad": p.bad,
+        }
+
+    def is_complete(self) -> bool:
+        """Are the files there that this run would make? Told by their sidecars and by the times of the inputs."""
+        if None in self._stats:
+            return False
+        want = (self.model.fingerprint, self.job.append_eod, self._source_bytes(), self._names())
+        newest = max(about.st_mtime for about in self._stats if about)
+        for prefix in self.prefixes:
+            try:
+                info, written = read_info(prefix), os.stat(prefix + ".idx").st_mtime
+            except (OSError, DataError):
+                return False
+            keys = ("append_eod", "source_bytes", "sources")
+            if not info or (info["tokenizer"]["fingerprint"], *(info.get(key) for key in keys)) != want:
+                return False
+            if written < newest:
+                return False
+        return True
+
+    # begin and end
+
+    def open(self, resume: bool, overwrite: bool) -> Run:
+        """Take the journal and the files; begin anew, or where an interrupted run stopped."""
+        n, dtype = len(self.prefixes), token_dtype(self.model.vocab_size)
+        self._journal = Journal(self.journal_path, self._header(), resume, overwrite)
+        self.resumed = self._journal.last is not None
+        self.progress = p = self._journal.last or Progress(
+            documents=[0] * n, tokens=[0] * n, empty=[0] * n, text_bytes=[0] * n
+        )
+        try:
+            for k, prefix in enumerate(self.prefixes):
+                # `finish` of a pair removes the lengths last, and the rejects follow when all pairs are done
+                visible = p.complete and not Path(prefix + ".lengths.partial").exists()
+                at = (p.documents[k], p.tokens[k]) if self.resumed else None
+                self._writers.append(None if visible else IndexedWriter(prefix, dtype, at))
+            if not p.complete or Path(f"{self._rejects_path}.partial").exists():
+                self._rejects = Rejects(self._rejects_path, self.files, p.rejects_bytes)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """After an error: keep what the journal vouches for; without an entry there is nothing to keep."""
+        keep = self._journal is not None and self._journal.last is not None
+        for writer in self._writers:
+            if writer and keep:
+                writer.keep()
+            elif writer:
+                writer.abort()
+        if self._rejects:
+            self._rejects.close(remove=not keep)
+        if self._journal:
+            self._journal.close(remove=not keep)
+
+    def outlook(self) -> str:
+        """What an error leaves behind, as the end of its message."""
+        if self._journal is None:
+            return ""
+        if self._journal.last is None:
+            return "; nothing was written under the final names"
+        return f"; what was done is kept in {self.journal_path}: --resume goes on from there"
+
+    def finish(self) -> None:
+        """Give all files their final names. Interrupted anywhere, it is done again by resuming."""
+        for k, writer in enumerate(self._writers):
+            if writer:
+                writer.finish(self._info(k))
+        if self._rejects:
+            self._rejects.finish(self.progress.rejects_bytes)
+        if self._journal:
+            self._journal.close(remove=True)
+        p = self.progress
+        if p.bad or any(p.empty):
+            bad = ", ".join(f"{count} {reason}" for reason, count in sorted(p.bad.items())) or "none"
+            see = f" (samples in {self._rejects_path})" if p.bad else ""
+            tell(f"left out: {sum(p.empty)} texts without tokens; bad lines: {bad}{see}")
+
+    # the work
+
+    def write(self, results: Iterator[tuple[Block, Result]], log_interval: int) -> None:
+        """Append every result, and an entry to the journal now and then; the last entry says that all is there."""
+        p, meter = self.progress, Meter(self.progress, self._sizes)
+        noted, noted_bytes, told = time.monotonic(), 0, p.documents[0]
+        for block, result in results:
+            if result.bad and not self.max_bad:
+                line, _, detail, _ = result.samples[0]
+                raise DataError(f"{self.files[block.file]}:{line}: {detail}; --max-bad-fraction leaves bad lines out")
+            noted_bytes += self._append(block, result)
+            meter.read(block)
+            if time.monotonic() - noted >= JOURNAL_SECONDS or noted_bytes >= JOURNAL_BYTES:
+                self._note()
+                noted, noted_bytes = time.monotonic(), 0
+            if p.documents[0] - told >= log_interval:
+                told = p.documents[0]
+                tell(meter.line())
+            if meter.share is not None:
+                self._judge(min(meter.share, 0.999))
+        self._judge(1.0)
+        if not any(p.tokens):
+            raise DataError(f"input={' '.join(self.files[:9])} holds no text")
+        p.complete = True
+        self._note()
+
+    def _append(self, block: Block, result: Result) -> int:
+        """Bytes of tokens written."""
+        p = self.progress
+        if self._rejects:
+            self._rejects.add(block.file, result, p)
+        for k, writer in enumerate(self._writers):
+            if writer:
+                writer.add_many(result.tokens[k], result.lengths[k])
+                p.documents[k], p.tokens[k] = writer.num_documents, writer.num_tokens
+            p.empty[k] += result.empty[k]
+            p.text_bytes[k] += result.text_bytes[k]
+        p.records += result.records
+        p.input_bytes += result.size
+        p.position = block.next
+        return sum(tokens.nbytes for tokens in result.tokens)
+
+    def _judge(self, share: float) -> None:
+        try:
+            judge(self.progress, self.max_bad, share, Path(f"{self._rejects_path}.partial"))
+        except DataError:
+            self._note()  # another limit may be chosen, and the samples are to be looked at
+            raise
+
+    def _note(self) -> None:
+        for writer in self._writers:
+            if writer:
+                writer.sync()
+        if self._rejects and self._journal:
+            self._rejects.sync()
+            sync_directory(self._rejects_path.parent)
+            self._journal.append(self.progress)

@@ -1,0 +1,189 @@
+"""The batch of a step, as a pure function: `Batches.at(consumed, n)` -> this data-parallel rank's micro-batches.
+
+    samples consumed .. consumed + n - 1 are the step's. Micro-batch m of rank r holds, with B rows,
+    consumed + m * (B * dp) + r * B + [0..B)          so dp, B and the number of workers may change on the way
+
+There is no iterator and no state to save: a resume needs `consumed`, one integer. `Prefetcher` reads the next step's
+batches in a thread while this one computes, and measures what is still waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.errors import DataError
+from megalite.data.samples.packed_dataset import label_mask
+from megalite.data.samples.source import Dataset
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """tokens        [B, S + 1]
+    sample_ids    [B], numbers in the global order
+    loss_mask     [B, S], 1 where the label counts; None: all count
+    first         [B, S], position of the first token of the document that each token is of; None: not asked for
+    """
+
+    tokens: NDArray[np.int64]
+    sample_ids: NDArray[np.int64]
+    loss_mask: NDArray[np.float32] | None
+    first: NDArray[np.int32] | None = None
+
+    @property
+    def counted_tokens(self) -> int:
+        return self.tokens[:, 1:].size if self.loss_mask is None else int(self.loss_mask.sum(dtype=np.float64))
+
+
+class Unread:
+    """What a rank reads that needs no tokens, in the middle of the pipeline: nothing, in the right shape."""
+
+    def __init__(self, seq_length: int):
+        self.seq_length = seq_length
+
+    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.zeros((len(index), self.seq_length + 1), np.int64)
+
+    def layout(self, index: NDArray[np.int64]) -> None:
+        return None
+
+    def where(self, i: int, position: int) -> str:
+        return f"sample {i}, which this rank does not read"
+
+    def describe(self, samples: int) -> str:
+        return "not read by this rank"
+
+
+class Batches:
+    """Cuts the samples of one dataset into micro-batches. Ids outside [0, vocab_size) are refused by name.
+
+    eod            ends a document; needed by the next two unless the samples are packed
+    eod_mask_loss  the label after an eod does not count: what follows is an unrelated text
+    documents      say where each token's document begins (MicroBatch.first)
+    ignored_label  an id that only fills samples: it does not count as a label
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        seq_length: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        vocab_size: int,
+        eod: int | None = None,
+        eod_mask_loss: bool = False,
+        documents: bool = False,
+        ignored_label: int | None = None,
+    ):
+        if dataset.seq_length != seq_length:
+            raise ValueError(f"seq_length={seq_length} is not the dataset's {dataset.seq_length}")
+        if (eod_mask_loss or documents) and eod is None:
+            raise ValueError("eod_mask_loss and documents need the id of the end-of-document token (eod)")
+        self.dataset, self.vocab_size = dataset, vocab_size
+        self._micro, self._rank, self._dp = micro_batch_size, dp_rank, dp_size
+        self._eod, self._mask, self._documents = eod, eod_mask_loss, documents
+        self._ignored = ignored_label
+
+    def at(self, consumed: int, global_batch_size: int) -> list[MicroBatch]:
+        """The micro-batches of the step that has `consumed` samples before it."""
+        per_micro = self._micro * self._dp
+        if global_batch_size < 1 or global_batch_size % per_micro:
+            raise ValueError(
+                f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size {self._micro} "
+                f"x data parallel {self._dp} = {per_micro}"
+            )
+        micro, row = np.meshgrid(np.arange(global_batch_size // per_micro), np.arange(self._micro), indexing="ij")
+        ids_MB = consumed + micro * per_micro + self._rank * self._micro + row
+        ids = ids_MB.reshape(-1)
+        tokens = self.dataset.samples(ids)
+        self._check(ids, tokens)
+        mask, first = self._borders(tokens, self.dataset.layout(ids))
+        if self._ignored is not None and (filled := tokens[:, 1:] == self._ignored).any():
+            mask = np.where(filled, np.float32(0), np.float32(1) if mask is None else mask)
+
+        def cut(rows: NDArray[np.generic] | None, m: int) -> NDArray[np.generic] | None:
+            return None if rows is None else rows[m * self._micro : (m + 1) * self._micro]
+
+        return [
+            MicroBatch(cut(tokens, m), ids_B, cut(mask, m), cut(first, m))  # type: ignore[arg-type]
+            for m, ids_B in enumerate(ids_MB)
+        ]
+
+    def _borders(
+        self, tokens: NDArray[np.int64], layout: list[NDArray[np.int32]] | None
+    ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
+        """(loss mask, position of the first token of each token's document), each None when it is not needed."""
+        inputs = tokens[:, :-1]
+        if layout is None and not (self._mask or self._documents):
+            return None, None
+        begins = np.zeros(tokens.shape, bool)  # a document begins here
+        if layout is None:
+            begins[:, 1:] = inputs == self._eod
+            counts = ~begins[:, 1:] if self._mask else None
+        else:
+            for row, pieces in enumerate(layout):
+                ends = np.cumsum(pieces)
+                begins[row, ends[ends < tokens.shape[1]]] = True
+            counts = label_mask(layout, inputs.shape[1])
+        begins[:, 0] = True
+        first = None
+        if self._documents:
+            positions = np.where(begins[:, :-1], np.arange(inputs.shape[1], dtype=np.int32), np.int32(0))
+            first = np.maximum.accumulate(positions, axis=1)
+        return None if counts is None else counts.astype(np.float32, copy=False), first
+
+    def _check(self, ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            row, position = (int(i) for i in np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0])
+            raise DataError(
+                f"{self.dataset.where(int(ids[row]), position)}: token id {int(tokens[row, position])} is outside the "
+                f"vocabulary 0..{self.vocab_size - 1} (sample {int(ids[row])}): use the tokenizer that made the data"
+            )
+
+
+class Prefetcher(Generic[T]):
+    """`get(consumed, n)` -> (micro-batches, seconds waited); meanwhile the thread reads the step after it.
+
+    Any request is answered rightly, in any order; the next one in sequence costs no wait. `size_at(consumed)` tells
+    the size of the next batch when it changes (ramp-up), 0 for the end; without it the same size is expected again.
+    `prepare` is what the thread makes of each micro-batch, tensors in pinned memory for example.
+    """
+
+    def __init__(
+        self, batches: Batches, prepare: Callable[[MicroBatch], T], size_at: Callable[[int], int] | None = None
+    ):
+        self.batches, self._prepare, self._size_at = batches, prepare, size_at
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megalite-data")
+        self._expected: tuple[int, int] | None = None
+        self._future: Future[list[T]] | None = None
+
+    def _read(self, consumed: int, global_batch_size: int) -> list[T]:
+        return [self._prepare(micro) for micro in self.batches.at(consumed, global_batch_size)]
+
+    def get(self, consumed: int, global_batch_size: int) -> tuple[list[T], float]:
+        begin = time.perf_counter()
+        wanted = (consumed, global_batch_size)
+        if self._future is None or self._expected != wanted:
+            if self._future is not None:
+                self._future.cancel()
+            self._future = self._thread.submit(self._read, *wanted)
+        batches = self._future.result()  # raises here what the thread met
+        after = consumed + global_batch_size
+        size = self._size_at(after) if self._size_at else global_batch_size
+        self._expected, self._future = (after, size), None
+        if size:
+            self._future = self._thread.submit(self._read, after, size)
+        return batches, time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Stop the thread; it finishes what it is reading."""
+        self._thread.shutdown(wait=True, cancel_futures=True)

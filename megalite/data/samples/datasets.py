@@ -1,0 +1,276 @@
+"""From --data-path and --split to a training, a validation and a test dataset.
+
+A dataset is endless and has no state: `samples(index)` -> tokens [n, seq_length + 1] for any sample numbers >= 0, in
+any order. `GptDataset` reads one token file, `Blend` mixes several; `epochs.py` and `blend.py` hold the arithmetic.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.info import check_tokenizer
+from megalite.data.samples.blend import BlendOrder
+from megalite.data.samples.epoch_cache import load_or_build
+from megalite.data.samples.epochs import Epoch, build_epoch
+from megalite.data.samples.packed_dataset import PackedDataset
+from megalite.data.samples.permutation import fold
+from megalite.data.samples.source import Source, digest_of, lengths_digest
+from megalite.data.samples.token_line import Line
+from megalite.data.tokenizers.tokenizer import Tokenizer
+
+CHUNK = 1 << 20  # samples placed at a time
+MANY_EPOCHS = 4  # up to here repeated data is nearly as good as new (arXiv:2305.16264, fig. 1)
+
+
+class GptDataset:
+    """The documents `documents` of one file, cut into samples of seq_length + 1 tokens, epoch after epoch."""
+
+    packed = False
+
+    def __init__(
+        self,
+        data: IndexedDataset,
+        documents: range,
+        seq_length: int,
+        seed: int,
+        split: str = "train",
+        cache_path: str | Path | None = None,
+    ):
+        self.seq_length, self.name, self._split = seq_length, data.prefix, split
+        self._data, self._documents = data, documents
+        if not data.checked:
+            data.verify()  # 2 ns a document, where the order costs 30
+        self._lengths = data.read_lengths(documents)
+        self.num_tokens = int(np.sum(self._lengths, dtype=np.int64))
+        if self.num_tokens < seq_length + 1:
+            raise DataError(
+                f"{data.prefix}: the {split} split has {self.num_tokens} tokens in {len(documents)} documents, fewer "
+                f"than one sample of seq_length {seq_length} + 1: use a larger part in --split, more data or a smaller "
+                "--seq-length"
+            )
+        self._key = fold(seed, split)
+        self._line, self._taken = Line(self.num_tokens, self._key), 0  # the next sample is number `taken` of the line
+        self._cache_path = cache_path
+        self._lengths_digest = lengths_digest(self._lengths) if cache_path else ""
+        self._epochs: dict[int, Epoch] = {}  # the last two used
+        self._lock = threading.Lock()  # the prefetch thread and the main one may meet here
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self._data, self._documents, self._lengths)
+
+    def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
+        line, length, count = Line(self.num_tokens, self._key), self.seq_length, 0
+        for seq_length, samples in [*taken, (self.seq_length, 0)]:
+            if seq_length != length:
+                line, length, count = line.after(count, length) if count else line, seq_length, 0
+            count += samples
+        self._line, self._taken = line, count
+        return None
+
+    def count(self, samples: range) -> tuple[int, int]:
+        moved = range(samples.start + self._taken, samples.stop + self._taken)
+        begun = self._line.documents_begun(moved, self.seq_length, lambda epoch: self._epoch(epoch).starts)
+        return len(samples) * self.seq_length, begun
+
+    def layout(self, index: NDArray[np.int64]) -> None:
+        return None
+
+    def _epoch(self, number: int) -> Epoch:
+        with self._lock:
+            epoch = self._epochs.pop(number, None) or self._make_epoch(number)
+            self._epochs[number] = epoch
+            while len(self._epochs) > 2:
+                del self._epochs[next(iter(self._epochs))]
+            return epoch
+
+    def _make_epoch(self, number: int) -> Epoch:
+        key = fold(self._key, "documents", number)
+        if not self._cache_path:
+            return build_epoch(self._lengths, key)
+        stem = Path(self._data.prefix).name
+        file = f"{stem}-{self._split}-{fold('epoch order 1', self._lengths_digest, len(self._lengths), key):016x}"
+        return load_or_build(self._cache_path, file, self._lengths, lambda: build_epoch(self._lengths, key))
+
+    def prepare(self, samples: int) -> None:
+        """Build the orders of the epochs that the first `samples` samples read, or find them in the cache."""
+        for a in range(0, samples, CHUNK):
+            index = np.arange(a, min(a + CHUNK, samples)) + self._taken
+            starts = self._line.place(index, self.seq_length)
+            ends = (int(starts.min()), int(starts.max()) + self.seq_length)  # the last label may lie in the next epoch
+            first, last = (next(self._line.spans(at, 1))[0] for at in ends)
+            for number in range(first, last + 1):
+                self._epoch(number)
+
+    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        width = self.seq_length + 1
+        out = np.empty((len(index), width), np.int64)
+        starts = self._line.place(np.asarray(index) + self._taken, self.seq_length)
+        epochs, offsets, counts, rows = self._line.cover(starts, width)
+        numbers = np.unique(epochs).tolist()
+        parts = [self._segments(number, *(a[epochs == number] for a in (offsets, counts, rows))) for number in numbers]
+        begins, sizes, places = (
+            (np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else (starts,) * 3
+        )
+        order = np.argsort(places, kind="stable")
+        self._data.copy(begins[order], sizes[order], out.reshape(-1))
+        return out
+
+    def sample(self, i: int) -> NDArray[np.int64]:
+        return self.samples(np.array([i]))[0]
+
+    def _segments(
+        self, number: int, offsets: NDArray[np.int64], counts: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], ...]:
+        """Where the tokens offsets[k] .. offsets[k] + counts[k] of epoch `number` lie, document by document.
+
+        (first token, number of tokens, place in the output) of each part; those of k follow each other from places[k].
+        """
+        epoch = self._epoch(number)
+        ends = offsets + counts
+        first = np.searchsorted(epoch.starts, offsets, side="right") - 1  # the document that holds the first token
+        holding = np.searchsorted(epoch.starts, ends - 1, side="right") - first  # documents up to the last token
+        if (holding < 1).any():
+            raise self._misfit(number)
+        owner = np.repeat(np.arange(len(offsets)), holding)
+        at = np.arange(len(owner)) + np.repeat(first - (np.cumsum(holding) - holding), holding)
+        documents, starts = epoch.order[at], epoch.starts[at]
+        if int(documents.min()) < 0 or int(documents.max()) >= len(self._documents):
+            raise self._misfit(number)
+        begins, lengths = self._data.spans(documents + np.int64(self._documents.start))
+        skip = np.maximum(offsets[owner] - starts, 0)
+        sizes = np.minimum(starts + lengths, ends[owner]) - starts - skip
+        if (epoch.starts[at + 1] - starts != lengths).any() or int(sizes.min()) < 0 or sizes.sum() != counts.sum():
+            raise self._misfit(number)
+        return begins + skip, sizes, places[owner] + starts + skip - offsets[owner]
+
+    def _misfit(self, number: int) -> DataError:
+        """Damage between the places that epoch_cache.py looks at when it loads an order."""
+        return DataError(
+            f"{self._data.prefix}: the order of epoch {number} does not fit the documents' lengths; remove its files "
+            f"from data_cache_path={self._cache_path}"
+        )
+
+    def where(self, i: int, position: int) -> str:
+        start = int(self._line.place(np.array([i + self._taken]), self.seq_length)[0]) + position
+        number, offset, _ = next(self._line.spans(start, 1))
+        epoch = self._epoch(number)
+        at = int(np.searchsorted(epoch.starts, offset, side="right")) - 1
+        document = int(epoch.order[at]) + self._documents.start
+        return f"{self._data.prefix}.bin, document {document}, token {offset - int(epoch.starts[at])}"
+
+    def describe(self, samples: int) -> str:
+        epochs = samples * self.seq_length / self.num_tokens
+        many = f"; more than {MANY_EPOCHS} teach little" if epochs > MANY_EPOCHS else ""
+        counts = f"{len(self._documents)} documents, {self.num_tokens} tokens"
+        return f"{self._data.prefix}: {counts}, {epochs:.2f} epochs{many}"
+
+
+class Blend:
+    """Samples of several datasets, interleaved so that every prefix holds the weights (see blend.py)."""
+
+    def __init__(self, datasets: Sequence[Source], weights: Sequence[float | int]):
+        if len(datasets) != len(weights):
+            raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
+        self.datasets, self.weights, self.order = list(datasets), list(weights), BlendOrder(weights)
+        self.seq_length = datasets[0].seq_length
+
+    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        sources, numbers = self.order.at(index)
+        out = np.empty((len(index), self.seq_length + 1), np.int64)
+        for k in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == k)
+            out[rows] = self.datasets[k].samples(numbers[rows])
+        return out
+
+    def sample(self, i: int) -> NDArray[np.int64]:
+        return self.samples(np.array([i]))[0]
+
+    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None:
+        sources, numbers = self.order.at(index)
+        found: dict[int, NDArray[np.int32]] = {}
+        for k in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == k)
+            pieces = self.datasets[k].layout(numbers[rows])
+            if pieces is None:
+                return None  # the sources of a blend are all packed, or none
+            found |= dict(zip(rows.tolist(), pieces, strict=True))
+        return [found[row] for row in range(len(numbers))]
+
+    def where(self, i: int, position: int) -> str:
+        source, number = (int(a[0]) for a in self.order.at(np.array([i])))
+        return self.datasets[source].where(number, position)
+
+    def describe(self, samples: int) -> str:
+        if len(self.datasets) == 1:
+            return self.datasets[0].describe(samples)
+        total = sum(self.weights)
+        shares = [(weight / total, dataset) for weight, dataset in zip(self.weights, self.datasets, strict=True)]
+        return "\n".join(f"{share:.4f} of {dataset.describe(round(samples * share))}" for share, dataset in shares)
+
+
+def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """(prefixes, weights); weights None when only prefixes are given.
+
+    >>> parse_data_path(["0.3", "a", "0.7", "b"])
+    (['a', 'b'], [0.3, 0.7])
+    """
+
+    def number(text: str) -> float | None:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+    numbers = [number(text) for text in data_path]
+    if not data_path:
+        raise DataError("data_path is empty; give --data-path PREFIX, or WEIGHT PREFIX pairs")
+    if numbers[0] is None:
+        return list(data_path), None
+    weights = [value for value in numbers[::2] if value is not None]
+    if len(data_path) % 2 or len(weights) * 2 != len(data_path):
+        raise DataError(
+            f"data_path={' '.join(data_path)} is not a list of WEIGHT PREFIX pairs; give each prefix a weight, or none"
+        )
+    return list(data_path[1::2]), weights
+
+
+def build_blend(
+    data_path: Sequence[str],
+    seq_length: int,
+    seed: int,
+    split: str,
+    part: tuple[float, float] = (0.0, 1.0),
+    data_cache_path: str | Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    packed: bool = False,
+    mmap_bin_files: bool = True,
+) -> Blend:
+    """The files of `data_path`, mixed.
+
+    data_path  prefixes, or weight prefix pairs; without weights each file counts by its tokens
+    split      its name, a coordinate of the shuffle; `part`: which documents of each file, begin and end as parts of 1
+    tokenizer  when given, data made by another one is refused; needed to pack, for the id that fills
+    packed     best-fit packing of whole documents (packing.py) instead of one line of tokens
+    """
+    prefixes, weights = parse_data_path(data_path)
+    sources: list[Source] = []
+    for prefix in prefixes:
+        file = IndexedDataset(prefix, cache_path=data_cache_path, mmap_bin_files=mmap_bin_files)
+        if tokenizer is not None:
+            check_tokenizer(prefix, tokenizer)
+        documents = range(round(part[0] * len(file)), round(part[1] * len(file)))
+        if packed:
+            if tokenizer is None:
+                raise DataError("packing fills samples with the end-of-document token: give --tokenizer-type")
+            sources.append(PackedDataset(file, documents, seq_length, seed, tokenizer.eod, split))
+        else:
+            sources.append(GptDataset(file, documents, seq_length, seed, split, data_cache_path))
+    return Blend(sources, weights or [source.num_tokens for source in sources])

@@ -1,0 +1,175 @@
+"""Samples read by a packing: `PackedDataset`, and which of their labels count.
+
+    epoch e    all bins, in the order of a shuffle of (seed, e); the pieces of a bin are shuffled too, since best fit
+               leaves the longest first, which would teach that a position tells a document's length
+    sample i   bin permute(i mod bins) of epoch i // bins
+    tokens     piece | piece | ... | padding     S + 1 of them, as from GptDataset; layout() tells the pieces' lengths
+
+Labels across the border of two pieces, and in the padding, predict nothing: `label_mask` leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.samples.packing import CHUNK, Packing, pack
+from megalite.data.samples.permutation import fold, mix32, permute
+from megalite.data.samples.source import digest_of
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The pieces of some samples, sample after sample: those of row r are ends[r] : ends[r + 1]."""
+
+    ends: NDArray[np.int64]
+    document: NDArray[np.int64]
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+
+class PackedDataset:
+    """The documents `documents` of one file, packed into samples of seq_length + 1 tokens, epoch after epoch.
+
+    pad   fills what no piece does; usually the end-of-document id
+    plan  a packing of these documents for capacity seq_length + 1 (see packing.from_arrays); else it is made here
+    """
+
+    def __init__(
+        self,
+        data: IndexedDataset,
+        documents: range,
+        seq_length: int,
+        seed: int,
+        pad: int,
+        split: str = "train",
+        plan: Packing | None = None,
+    ):
+        self.seq_length, self.name, self.pad = seq_length, data.prefix, pad
+        self._data, self._documents, self._first = data, documents, 0
+        if not data.checked:
+            data.verify()
+        lengths = data.read_lengths(documents)
+        if not len(lengths) or int(lengths.max()) < 2:
+            raise DataError(
+                f"{data.prefix}: the {split} split has no document of two tokens or more among {len(documents)}, so "
+                "nothing to predict: use a larger part in --split, or more data"
+            )
+        self.plan = plan or pack(lengths, seq_length + 1)
+        if self.plan.pieces.capacity != seq_length + 1 or len(self.plan.pieces.lengths) != len(lengths):
+            raise DataError(
+                f"{data.prefix}: the packing is for {len(self.plan.pieces.lengths)} documents in samples of "
+                f"{self.plan.pieces.capacity}, not for {len(lengths)} in {seq_length + 1}: pack them again"
+            )
+        self.num_tokens = self.plan.pieces.num_tokens
+        self._key = fold(seed, split)
+
+    packed = True
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self._data, self._documents, self.plan.pieces.lengths)
+
+    def go_on(self, taken: Sequence[tuple[int, int]]) -> str | None:
+        """Bins of another length are other bins: after such ones the next epoch begins."""
+        self._first, note = 0, None
+        for seq_length, samples in taken:
+            if seq_length == self.seq_length:
+                self._first += samples
+            elif samples:
+                bins = pack(self.plan.pieces.lengths, seq_length + 1).num_bins
+                self._first += -(-samples // bins) * self.plan.num_bins
+                note = f"{self.name} was packed for {seq_length} tokens before: it goes on with its next epoch"
+        return note
+
+    def count(self, samples: range) -> tuple[int, int]:
+        tokens = documents = 0
+        for a in range(samples.start, samples.stop, CHUNK):
+            rows = self._rows(np.arange(a, min(a + CHUNK, samples.stop)))
+            tokens += int(rows.length.sum())
+            documents += int((rows.start == 0).sum())
+        return tokens, documents
+
+    def prepare(self, samples: int) -> None:
+        """There is nothing beyond the plan, which exists."""
+
+    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens [len(index), seq_length + 1]."""
+        rows = self._rows(index)
+        out = np.full((len(index), self.seq_length + 1), self.pad, np.int64)
+        begins = self._data.spans(rows.document + self._documents.start)[0] + rows.start
+        together = np.empty(int(rows.length.sum()), np.int64)
+        self._data.copy(begins, rows.length, together)
+        used = np.add.reduceat(rows.length, rows.ends[:-1]) if len(index) else rows.length
+        out[np.arange(self.seq_length + 1) < used[:, None]] = together
+        return out
+
+    def sample(self, i: int) -> NDArray[np.int64]:
+        return self.samples(np.array([i]))[0]
+
+    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+        """For each sample the lengths of its pieces, in order; they sum to seq_length + 1 less the padding."""
+        rows = self._rows(index)
+        return np.split(rows.length.astype(np.int32), rows.ends[1:-1]) if len(index) else []
+
+    def _rows(self, index: NDArray[np.int64]) -> _Rows:
+        epochs, numbers = np.divmod(np.asarray(index, np.int64) + self._first, self.plan.num_bins)
+        bins = np.empty_like(numbers)
+        keys = np.empty(len(numbers), np.uint64)
+        for e in np.unique(epochs).tolist():
+            here = epochs == e
+            bins[here] = permute(numbers[here], self.plan.num_bins, fold(self._key, "bins", e))
+            keys[here] = fold(self._key, "pieces", e)
+        starts, counts = self.plan.starts[bins], self.plan.starts[bins + 1] - self.plan.starts[bins]
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        row = np.repeat(np.arange(len(bins)), counts)
+        piece = self.plan.order[starts[row] + np.arange(len(row)) - ends[row]].astype(np.int64)
+        turn = np.empty(len(row), np.uint32)
+        for key in np.unique(keys).tolist():
+            here = keys[row] == key
+            turn[here] = mix32(piece[here].astype(np.uint32), key)
+        piece = piece[np.lexsort((piece, turn, row))]
+        return _Rows(ends, *self.plan.pieces.find(piece))
+
+    def where(self, i: int, position: int) -> str:
+        rows = self._rows(np.array([i]))
+        ends = np.cumsum(rows.length)
+        at = int(np.searchsorted(ends, position, side="right"))
+        if at == len(ends):
+            return f"{self._data.prefix}.bin, padding of sample {i}, position {position}"
+        token = int(rows.start[at]) + position - int(ends[at] - rows.length[at])
+        return f"{self._data.prefix}.bin, document {int(rows.document[at]) + self._documents.start}, token {token}"
+
+    def describe(self, samples: int) -> str:
+        plan = self.plan
+        return (
+            f"{self._data.prefix}: {len(self._documents)} documents, {self.num_tokens} tokens, "
+            f"{samples / plan.num_bins:.2f} epochs; packed into {plan.num_bins} samples, {100 * plan.padding:.2f} % "
+            f"padding, {plan.pieces.num_cut} documents cut (end to end: about "
+            f"{cut_end_to_end(plan.pieces.lengths, self.seq_length):.0f})"
+        )
+
+
+def label_mask(layout: Sequence[NDArray[np.int32]], seq_length: int) -> NDArray[np.float32]:
+    """[n, seq_length]: 1 where a token and the one after it, its label, belong to the same piece."""
+    mask = np.zeros((len(layout), seq_length), np.float32)
+    for row, lengths in enumerate(layout):
+        ends = np.cumsum(lengths)
+        mask[row, : ends[-1] if len(ends) else 0] = 1
+        mask[row, (ends - 1)[ends <= seq_length]] = 0
+    return mask
+
+
+def cut_end_to_end(lengths: NDArray[np.int32], seq_length: int) -> float:
+    """How many documents samples of GptDataset cut, on average over where they happen to lie.
+
+    Cuts lie seq_length apart and the token there belongs to both samples, so L tokens meet one in (L - 2) / S of the
+    places, for 2 <= L <= S + 2.
+    """
+    parts = (lengths[a : a + CHUNK] for a in range(0, len(lengths), CHUNK))
+    return sum(float(np.sum(np.clip((part - 2.0) / seq_length, 0, 1))) for part in parts)

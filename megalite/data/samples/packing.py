@@ -1,0 +1,211 @@
+"""Best-fit packing: samples of whole documents, so that only those longer than a sample are cut.
+
+    document   S + 1 tokens or fewer: one piece. Longer: pieces of S + 1, each beginning with the last token of the one
+               before, so that every token but the document's first is a label in exactly one piece
+    bin        a sample of S + 1 places, filled by best-fit decreasing: the longest piece first, each into the fullest
+               bin that has room for it (arXiv:2404.10830); what stays free is padding, at the end
+
+Pieces of one length are alike, and so are bins with the same room: the plan is made for groups of them, exactly as
+piece by piece. A bin of room r takes r // s pieces of length s and keeps r mod s < r / 2, so a group is touched at
+most log2(S) times, and each length leaves one bin half done: O(S log S) group steps and a few numpy passes, whatever
+the number of documents. Piece by piece, the search for a bin would be a Python loop, or compiled code.
+
+The plan depends on the lengths and S alone: it is made once for all epochs and seeds, and can be stored.
+packed_dataset.py reads samples by it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.errors import DataError
+
+CHUNK = 1 << 18  # documents or pieces at a time: temporaries stay in the cache
+Step = tuple[int, int, int]  # first bin, number of bins, pieces that each of them takes
+
+
+class Pieces:
+    """The pieces of documents of `lengths` [D], numbered in document order; those of one document are neighbours.
+
+    Most documents are one piece, so only the others are listed: a table over all would cost 4 bytes per document.
+    """
+
+    def __init__(self, lengths: NDArray[Any], capacity: int):
+        if capacity < 2:
+            raise DataError(f"capacity={capacity} tokens hold no label; use a seq_length of at least 1")
+        self.lengths, self.capacity = lengths, capacity
+        special, counts, self.num_tokens = [], [], 0
+        for a in range(0, len(lengths), CHUNK):
+            here = lengths[a : a + CHUNK].astype(np.int64)
+            count = np.where(here > 1, -(-(here - 1) // (capacity - 1)), here)
+            at = np.flatnonzero(count != 1)
+            special.append(at + a)
+            counts.append(count[at])
+            self.num_tokens += int(here.sum())
+        self._special = np.concatenate(special) if special else np.empty(0, np.int64)
+        self._count = np.concatenate(counts) if counts else np.empty(0, np.int64)
+        self._shift = np.concatenate([[0], np.cumsum(self._count - 1)])  # piece number - document number
+        self._after = self._special + 1 + self._shift[1:]  # number of the piece behind each special document
+        self.num_cut = int((self._count > 1).sum())
+
+    def __len__(self) -> int:
+        return len(self.lengths) + int(self._shift[-1])
+
+    def find(self, piece: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(document, first token in it, length) of each of the pieces numbered `piece`."""
+        piece = np.asarray(piece, np.int64)
+        before = np.searchsorted(self._after, piece, side="right")  # special documents that end before the piece
+        document = piece - self._shift[before]
+        chunk = np.zeros_like(piece)
+        if len(self._special):
+            nearest = np.minimum(before, len(self._special) - 1)
+            inside = (before < len(self._special)) & (piece >= self._after[nearest] - self._count[nearest])
+            document[inside] = self._special[nearest[inside]]
+            chunk[inside] = (piece - self._after[nearest] + self._count[nearest])[inside]
+        start = chunk * (self.capacity - 1)
+        return document, start, np.minimum(self.lengths[document] - start, self.capacity)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """pieces.find() tells what a piece is. Bin b holds the pieces order[starts[b] : starts[b + 1]], longest first.
+
+    order [P] int32 (int64 from 2^31 pieces on), starts [bins + 1] int64: 4 bytes per piece and 8 per bin.
+    """
+
+    pieces: Pieces
+    order: NDArray[Any]
+    starts: NDArray[np.int64]
+
+    @property
+    def num_bins(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def padding(self) -> float:
+        """The share of all places in bins that no piece fills."""
+        whole = self.num_bins * self.pieces.capacity
+        repeated = len(self.pieces) - int(np.count_nonzero(self.pieces.lengths))  # the tokens that two pieces share
+        return 1 - (self.pieces.num_tokens + repeated) / whole if whole else 0.0
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """What is to be stored; `from_arrays` takes it back, mapped or not."""
+        return {"order": self.order, "starts": self.starts}
+
+
+def from_arrays(arrays: Mapping[str, NDArray[Any]], lengths: NDArray[Any], capacity: int) -> Packing:
+    """The plan of `to_arrays`. Checks its form and a thousand bins; DataError when it is not one of these documents."""
+    pieces = Pieces(lengths, capacity)
+    order, starts = (np.asarray(arrays[name]).reshape(-1) for name in ("order", "starts"))
+    bins, total = len(starts) - 1, len(pieces)
+    kind = np.dtype(np.int32 if total < 1 << 31 else np.int64)
+    if bins >= 0 and (order.dtype, order.shape, starts.dtype) == (kind, (total,), np.dtype(np.int64)):
+        at = np.unique(np.linspace(0, bins - 1, min(bins, 1024)).astype(np.int64))
+        begin, end = starts[at], starts[at + 1]
+        if starts[0] == 0 and starts[-1] == total and ((begin >= 0) & (begin < end) & (end <= total)).all():
+            some = [order[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
+            if all(part.min() >= 0 and part.max() < total and pieces.find(part)[2].sum() <= capacity for part in some):
+                return Packing(pieces, order, starts)
+    raise DataError(
+        f"the stored packing does not fit {len(lengths)} documents in samples of {capacity}: pack them again"
+    )
+
+
+def pack(lengths: NDArray[Any], capacity: int) -> Packing:
+    """The plan for documents of `lengths` [D] in bins of `capacity` tokens. Empty documents are in no bin."""
+    pieces = Pieces(lengths, capacity)
+    by_length, counts = _sorted(pieces)
+    steps, num_bins = _best_fit(counts)
+    used = np.zeros(num_bins, by_length.dtype)  # pieces per bin
+    for first, n, each in steps:
+        used[first : first + n] += each
+    starts = np.zeros(num_bins + 1, np.int64)
+    np.cumsum(used, dtype=np.int64, out=starts[1:])
+    used[:] = 0
+    order, done = np.empty_like(by_length), 0
+    for first, n, each in steps:
+        most = max(1, CHUNK // each)  # bins at a time
+        for a in range(first, first + n, most):
+            b = min(a + most, first + n)
+            places = (starts[a:b] + used[a:b])[:, None] + np.arange(each)
+            order[places] = by_length[done : done + places.size].reshape(places.shape)
+            used[a:b] += each
+            done += places.size
+    return Packing(pieces, order, starts)
+
+
+def _sorted(pieces: Pieces) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Piece numbers, longest first and in order among equals; how many there are of each length [capacity + 1].
+
+    A counting sort in chunks: 4 bytes per piece, where argsort needs 16.
+    """
+    total, capacity = len(pieces), pieces.capacity
+    narrow = np.uint16 if capacity < 1 << 16 else np.int32  # numpy sorts 16 bits by radix, much faster
+
+    def chunks() -> Any:
+        for a in range(0, total, CHUNK):
+            numbers = np.arange(a, min(a + CHUNK, total))
+            yield a, capacity - pieces.find(numbers)[2]  # the room that the piece leaves: smallest first
+
+    counts = np.zeros(capacity + 1, np.int64)
+    for _, room in chunks():
+        counts += np.bincount(room, minlength=capacity + 1)
+    next_place = np.cumsum(counts) - counts
+    out = np.empty(total, np.int32 if total < 1 << 31 else np.int64)
+    for a, room in chunks():
+        at = np.argsort(room.astype(narrow), kind="stable")
+        here = np.bincount(room, minlength=capacity + 1)
+        shift = next_place - (np.cumsum(here) - here)
+        out[shift[room[at]] + np.arange(len(at))] = at + a
+        next_place += here
+    return out, counts[::-1]
+
+
+def _best_fit(counts: NDArray[np.int64]) -> tuple[list[Step], int]:
+    """Best-fit decreasing over groups: what each bin takes, in the order of the pieces; and the number of bins.
+
+    With room r the fullest bin that fits length s, it stays so until it has no room for another s. So the bins of
+    that room are filled one after the other, r // s pieces each, then those of the next larger room.
+    """
+    capacity = len(counts) - 1
+    groups: dict[int, list[tuple[int, int]]] = {}  # room -> ranges of bins (first, number)
+    rooms: list[int] = []  # keys of groups, sorted
+    steps: list[Step] = []
+    num_bins = 0
+
+    def give(room: int, first: int, n: int) -> None:
+        if room and n:
+            if room not in groups:
+                groups[room] = []
+                insort(rooms, room)
+            groups[room].append((first, n))
+
+    for length in (np.flatnonzero(counts)[::-1]).tolist():
+        left = int(counts[length])
+        while left:
+            at = bisect_left(rooms, length)
+            if at < len(rooms):
+                room = rooms[at]
+                first, n = groups[room].pop()
+                if not groups[room]:
+                    del groups[room], rooms[at]
+            else:
+                room, first, n = capacity, num_bins, -(-left // (capacity // length))
+                num_bins += n
+            each = room // length
+            full = min(n, left // each)
+            rest = left % each if full < n else 0  # for one bin more: the last that this length reaches
+            behind = full + bool(rest)
+            for at, bins, taken in ((first, full, each), (first + full, int(rest > 0), rest)):
+                if bins:
+                    steps.append((at, bins, taken))
+                    left -= bins * taken
+                    give(room - taken * length, at, bins)
+            give(room, first + behind, n - behind)
+    return steps, num_bins

@@ -1,0 +1,223 @@
+"""Tokenizers under Megatron's names: text <-> ids, vocabulary size, end-of-document id, fingerprint.
+
+    SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer   a SentencePiece .model; eod is its eos
+    HuggingFaceTokenizer   a tokenizer.json, or a directory with one; its own rules for special tokens are kept
+    GPT2BPETokenizer       vocab.json + merges.txt; eod is <|endoftext|>
+    TikTokenizer           ranks for tiktoken, in its own format or as Megatron-LM's JSON list (tiktoken_files.py)
+    ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; needs no file and no training
+    NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
+
+The fingerprint is a sha256 over kind, model files and eod: equal exactly when equal text gives equal ids. The
+libraries are imported when a tokenizer of their kind is built; no code of a model directory is ever run.
+These are the references; fast_tokenizer.py makes the same ids faster where it can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.errors import DataError
+
+SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TYPES = (
+    *SENTENCEPIECE,
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "TikTokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+)
+EOD_BYTE = 256
+
+
+class Tokenizer(ABC):
+    """name: for people; fingerprint: 64 hex digits; eod: the id that ends a document."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    eod: int
+    is_null = False
+    literal: tuple[str, ...] = ()  # special tokens which, written out in a text, are ordinary text; not so to gigatoken
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The ids of all texts end to end, in some integer dtype, and how many each text has: [tokens], [texts].
+
+        The same ids as `encode_batch`, without a Python object for each where the library can do so.
+        """
+        documents = self.encode_batch(texts)
+        lengths = _lengths(documents)
+        return np.fromiter(chain.from_iterable(documents), np.int32, int(lengths.sum())), lengths
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    @property
+    def unknown(self) -> int | None:
+        """The id that stands for special tokens which it has not; None: nothing does."""
+        return None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a (special) token by its name; None where there is no such token."""
+        return None
+
+    def load_gigatoken(self) -> Any:
+        """The same model as the package gigatoken reads it; None where it cannot. May raise what the package does."""
+        return None
+
+    def _identify(self, name: str, kind: str, *contents: bytes) -> None:
+        digest = hashlib.sha256()
+        for part in (kind.encode(), *contents, str(self.eod).encode()):
+            digest.update(hashlib.sha256(part).digest())
+        self.name, self.fingerprint = name, digest.hexdigest()
+
+
+class NullTokenizer(Tokenizer):
+    is_null = True
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size, self.eod = vocab_size, vocab_size - 1
+        self._identify(f"NullTokenizer({vocab_size})", "null")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._ids(text) for text in texts]
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise DataError(
+                f"{self.name} reads ids, as in '17 4 25', not {text[:40]!r}; give the tokenizer of your text"
+            ) from None
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise DataError(
+                f"{self.name} has ids 0 to {self.vocab_size - 1}, not {min(ids)} to {max(ids)}; raise --vocab-size"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in ids)
+
+
+class ByteTokenizer(Tokenizer):
+    def __init__(self) -> None:
+        self.vocab_size, self.eod = EOD_BYTE + 1, EOD_BYTE
+        self._identify("ByteTokenizer", "bytes")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode("utf-8")) for text in texts]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        raw = [text.encode("utf-8") for text in texts]
+        return np.frombuffer(b"".join(raw), np.uint8), _lengths(raw)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The end of a document has no text; bytes that are no UTF-8 become U+FFFD."""
+        return bytes(i for i in ids if i != self.eod).decode("utf-8", "replace")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    def __init__(self, path: Path):
+        import sentencepiece
+
+        self.content = content = read(path)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, OSError) as error:
+            other = "; it may be a HuggingFaceTokenizer" if content.lstrip().startswith(b"{") else ""
+            raise DataError(f"tokenizer_model={path} is not a SentencePiece model{other}: {error}") from error
+        self.vocab_size, self.eod = int(self._model.get_piece_size()), int(self._model.eos_id())
+        if self.eod < 0:
+            raise DataError(f"tokenizer_model={path} has no end-of-sentence piece; train it with an eos_id")
+        special = [i for i in range(self.vocab_size) if self._model.is_control(i) or self._model.is_unknown(i)]
+        self.literal = tuple(self._model.id_to_piece(i) for i in special)
+        self._identify(str(path), "sentencepiece", content)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._model.encode(list(texts), num_threads=1)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        if not texts or not hasattr(self._model, "encode_as_numpy"):  # since sentencepiece 0.2.2
+            return super().encode_flat(texts)
+        documents = self._model.encode(list(texts), num_threads=1, return_type="numpy")
+        return np.concatenate(documents), _lengths(documents)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids])
+
+    def token_id(self, token: str) -> int | None:
+        found = int(self._model.piece_to_id(token))
+        return found if self._model.id_to_piece(found) == token else None
+
+    def begin_end_unknown(self) -> list[str | None]:
+        ids = (int(self._model.bos_id()), self.eod, int(self._model.unk_id()))
+        return [self._model.id_to_piece(i) if i >= 0 else None for i in ids]
+
+    def load_gigatoken(self) -> Any:
+        import gigatoken
+
+        return gigatoken.Tokenizer.from_sentencepiece(self.content)
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    vocab_size: int | None = None,
+    tiktoken_pattern: str | None = None,
+) -> Tokenizer:
+    """The tokenizer that the flags of the same names describe; DataError says which one is missing or wrong."""
+
+    def need(name: str, value: Any) -> Any:
+        if value is None:
+            raise DataError(f"tokenizer_type={tokenizer_type} needs --{name.replace('_', '-')}")
+        return value
+
+    if tokenizer_type == "NullTokenizer":
+        if need("vocab_size", vocab_size) < 2:
+            raise DataError(f"vocab_size={vocab_size} has no id beside the end of document; give 2 or more")
+        return NullTokenizer(int(vocab_size or 0))
+    if tokenizer_type == "ByteTokenizer":
+        return ByteTokenizer()
+    if tokenizer_type == "TikTokenizer":
+        from megalite.data.tokenizers.tiktoken_files import open_tiktoken
+
+        return open_tiktoken(Path(need("tokenizer_model", tokenizer_model)), tiktoken_pattern, vocab_size)
+    if tokenizer_type in SENTENCEPIECE:
+        return SentencePieceTokenizer(Path(need("tokenizer_model", tokenizer_model)))
+    if tokenizer_type == "HuggingFaceTokenizer":
+        from megalite.data.tokenizers.hugging_face_files import open_tokenizer_json
+
+        return open_tokenizer_json(Path(need("tokenizer_model", tokenizer_model)))
+    if tokenizer_type == "GPT2BPETokenizer":
+        from megalite.data.tokenizers.hugging_face_files import open_gpt2
+
+        return open_gpt2(Path(need("vocab_file", vocab_file)), Path(need("merge_file", merge_file)))
+    raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {', '.join(TYPES)}")
+
+
+def read(path: Path) -> bytes:
+    """The whole file; DataError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; give the tokenizer's file") from error
+
+
+def _lengths(items: Sequence[Any]) -> NDArray[np.int64]:
+    return np.fromiter(map(len, items), np.int64, len(items))

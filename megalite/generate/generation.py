@@ -1,0 +1,174 @@
+"""Text from a checkpoint or a Hugging Face directory, under any tp x pp.
+
+    prompts [B, S] --stage 0 .. pp-1--> logits of each one's last token --choose--> a token of each, to all ranks
+    then the new tokens alone, [tp, B]: sequence parallelism needs a multiple of tp, so all but the first are filling
+
+Each rank keeps the keys and values of its layers and heads (nn/cache.py). The stages work one after the other: a token
+depends on the one before it, so a pipeline is for models that do not fit otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.checkpoint.format import reader
+from megalite.checkpoint.run.agreement import together
+from megalite.checkpoint.storage import protocol as storage
+from megalite.config.check import check
+from megalite.config.options import Config, ParallelConfig, build
+from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
+from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megalite.generate.sampling import Sampling, choose
+from megalite.interop.hugging_face.model_files import open_model, stop_ids
+from megalite.interop.load import fill_from
+from megalite.interop.rules import specs_of
+from megalite.models.gpt import Batch, Stage
+from megalite.nn.cache import KeyValueCache
+from megalite.nn.parameter import weight_pieces
+from megalite.parallel.comm import broadcast_, start_all_gather
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import Piece
+from megalite.train.datasets import open_tokenizer
+from megalite.train.setup import SetupError, build_stages
+from megalite.train.start.foreign_weights import usable
+from megalite.train.start.resume import saved_config, tokenizer_differences
+
+
+@dataclass(frozen=True)
+class Generator:
+    """This rank's stage of a model, and what belongs to it. `stops`: tokens that end a text; `step`: of training."""
+
+    stage: Stage
+    mesh: Mesh
+    config: Config
+    tokenizer: Tokenizer
+    stops: frozenset[int]
+    step: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """`ids`: the prompt's and, from `begin`, those generated; `stop`: "eod" (then it is the last id) or "length"."""
+
+    ids: list[int]
+    begin: int
+    stop: str
+
+
+def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Generator:
+    """The newest checkpoint in `directory`, or the Hugging Face model that it is; collective over mesh.pp and mesh.tp.
+    Raises SetupError, CheckpointError, DataError."""
+    folder = Path(directory)
+    if (folder / "config.json").is_file() and not storage.steps_in(folder):
+        return _from_hugging_face(folder, mesh, dtype)
+    found = reader.newest(directory, mesh)
+    if found is None:
+        raise SetupError(f"load={str(directory)!r} holds no checkpoint; give the --save directory of a run")
+    folder, manifest = found
+    config = saved_config(manifest, folder)
+    tokenizer = open_tokenizer(config.data)
+    if tokenizer is None:
+        raise SetupError(f"{folder} was trained without a tokenizer; only its loss can be looked at")
+    if differences := tokenizer_differences(tokenizer, manifest):
+        raise SetupError(f"{folder}: {differences[0]}; put back the tokenizer that it was trained with")
+    rows = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
+    config, stage, pieces = _empty(config, mesh, rows, dtype)
+    reader.fill(folder, manifest, pieces, mesh)
+    step = int(manifest.state["progress"]["step"])
+    return Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step)
+
+
+def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generator:
+    theirs = together(mesh, lambda: open_model(folder), f"reading {folder}")
+    options = usable(tokenizer_beside(theirs.folder), theirs.vocab_size)
+    if not options:
+        raise SetupError(f"{theirs.folder} has no tokenizer that fits; put its tokenizer.json there")
+    config, stage, pieces = _empty(build(theirs.options), mesh, theirs.vocab_size, dtype)
+    specs = specs_of(theirs.model, theirs.vocab_size)
+    fill = lambda: fill_from(theirs.tensors, pieces, specs, str(folder))  # noqa: E731
+    together(mesh, fill, f"reading the weights of {folder}")
+    tokenizer = build_tokenizer(**options)
+    return Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod, *stop_ids(theirs.folder)]), 0)
+
+
+def _empty(config: Config, mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[Config, Stage, list[Piece]]:
+    """(configuration of this layout, stage, what of it a checkpoint fills)."""
+    tp, pp = mesh.tp.size, mesh.pp.size
+    layout = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    config = replace(config, parallel=layout, train=replace(config.train, recompute_granularity=None))
+    length = config.model.positions  # a run's seq_length must divide by tp; a text need not
+    shape = replace(config.model, seq_length=-(-length // tp) * tp, max_position_embeddings=length + tp)
+    problems = check(replace(build({"micro_batch_size": 1, "lr": 1.0}), model=shape, parallel=layout))
+    if wrong := [line for line in problems if "parallel_size" in line]:
+        raise SetupError("\n".join(wrong))
+    (stage,) = build_stages(config, mesh, rows, dtype)
+    return config, stage.eval(), weight_pieces(stage, mesh)
+
+
+@torch.no_grad()
+def continue_texts(
+    model: Generator, prompts: Sequence[Sequence[int]], most: int, sampling: Sampling, first: int = 0
+) -> list[Text]:
+    """At most `most` new tokens for each prompt, as long as there are positions; the same on all ranks; collective.
+
+    `first`: number of the first prompt, a coordinate of what is drawn. Raises SetupError for a prompt that is empty or
+    fills all positions.
+    """
+    tp, limit = model.mesh.tp.size, model.config.model.positions
+    for number, prompt in enumerate(prompts, first):
+        if not 0 < len(prompt) < limit:
+            raise SetupError(f"prompt {number} has {len(prompt)} tokens, the model {limit} positions; shorten it")
+    rows = [list(prompt) for prompt in prompts]
+    ends = [min(len(prompt) + most, limit) for prompt in prompts]
+    going = set(range(len(rows)))
+    longest = -(-max(map(len, rows)) // tp) * tp
+    tokens_SB = torch.tensor([row + [0] * (longest - len(row)) for row in rows]).T
+    places_SB = torch.arange(longest).unsqueeze(1).expand(-1, len(rows))
+    chosen_B = torch.tensor([len(row) - 1 for row in rows])
+    cache = KeyValueCache(max(ends) + tp, places_SB)
+    while going:
+        logits_BV = _logits(model, cache, tokens_SB, places_SB, chosen_B)
+        new_B = torch.zeros(len(rows), dtype=torch.int64, device=model.mesh.device)
+        if logits_BV is not None:
+            new_B.copy_(choose(logits_BV, sampling, [(first + b, len(row)) for b, row in enumerate(rows)]))
+        new = broadcast_(new_B, model.mesh.pp, model.mesh.pp.size - 1).tolist()
+        for b in sorted(going):
+            rows[b].append(new[b])
+            if new[b] in model.stops or len(rows[b]) == ends[b]:
+                going.remove(b)
+        tokens_SB = torch.zeros(tp, len(rows), dtype=torch.int64)
+        tokens_SB[0] = torch.tensor([row[-1] for row in rows])
+        places_SB = torch.tensor([len(row) - 1 for row in rows]) + torch.arange(tp).unsqueeze(1)
+        chosen_B = torch.zeros(len(rows), dtype=torch.int64)
+    return [
+        Text(row, len(prompt), "eod" if row[-1] in model.stops else "length")
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
+
+
+def _logits(
+    model: Generator, cache: KeyValueCache, tokens_SB: Tensor, places_SB: Tensor, chosen_B: Tensor
+) -> Tensor | None:
+    """Logits [B, V] of the chosen positions, in fp32 on the CPU, on the ranks of the last stage; None elsewhere."""
+    mesh, (S, B) = model.mesh, tokens_SB.shape
+    cache.go_to(places_SB, mesh.device)
+    tokens_SB, places_SB, chosen_B = (x.to(mesh.device) for x in (tokens_SB, cache.places_SB, chosen_B))
+    positions_SB = places_SB.clamp(max=model.config.model.positions - 1)  # filling may lie behind the last one
+    batch = Batch(tokens_SB, None, None, torch.zeros_like(chosen_B), 0, positions_SB, None, cache, chosen_B)
+    x_sBD = None
+    if not mesh.pp.is_first:
+        dtype = next(model.stage.parameters()).dtype
+        x_sBD = torch.empty(S // mesh.tp.size, B, model.config.model.hidden_size, dtype=dtype, device=mesh.device)
+        dist.recv(x_sBD, mesh.pp.ranks[mesh.pp.rank - 1], group=mesh.pp.group)
+    y: Tensor = model.stage(x_sBD, batch)
+    if not mesh.pp.is_last:
+        dist.send(y.contiguous(), mesh.pp.ranks[mesh.pp.rank + 1], group=mesh.pp.group)
+        return None
+    logits_VB = start_all_gather(y[0].T, mesh.tp).wait()
+    return logits_VB[: model.tokenizer.vocab_size].T.float().cpu()  # rows without a token have no text

@@ -1,0 +1,298 @@
+"""Megatron-LM's checkpoints of one file per (tp, pp) rank, read without Megatron-LM; export.py writes.
+
+    DIR/latest_checkpointed_iteration.txt        a number, or "release"
+    DIR/iter_0000500/mp_rank_00/model_optim_rng.pt            mp_rank_TT, or mp_rank_TT_PPP where pp > 1
+        args, checkpoint_version, model (or model0, model1, .. with virtual stages): name -> tensor
+
+The files are pickles. They are opened with torch's restricted loader and an exact list of names: tensors, plain
+containers, argparse.Namespace; what else Megatron-LM is known to put in (random states, enumerations) becomes an
+`Inert`, an object without any content. Anything else is refused by name, and no code of a file runs. Tensors stay
+on disk until they are read. A layer's number counts within its stage; stages are numbered on, virtual ones in turn.
+"""
+
+from __future__ import annotations
+
+import pickle  # its error only; torch's restricted loader does the reading
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.format.planned_files import CODES
+from megalite.checkpoint.storage.location import is_megatron
+from megalite.config.options import ModelConfig
+from megalite.interop.convert import Foreign, model_of
+from megalite.interop.megatron.args import read_args
+from megalite.interop.rules import entries, specs_of
+from megalite.models.families import MEGATRON, MEGATRON_SYNONYMS
+
+TRACKER = "latest_checkpointed_iteration.txt"
+FILES = ("model_optim_rng.pt", "model_rng.pt")
+# what the restricted loader raises for bytes that are no file of its own, as mutated files have shown
+DAMAGED = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError)
+DAMAGED += (RuntimeError, TypeError, ValueError)
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+class Inert:
+    """Stands for an object that is not needed: made of anything, holds nothing, calls nothing."""
+
+    def __init__(self, *args: object, **kwargs: object):
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+INERT = (
+    "_codecs.encode",
+    "_io.BytesIO",
+    "pathlib.PosixPath",
+    "signal.Signals",
+    "types.SimpleNamespace",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.dtypes.UInt32DType",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "megatron.core.enums.ModelType",
+    "megatron.model.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+)
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """A checkpoint that was opened: `padded_vocab_size` rows in embedding and head, `args` as they were saved.
+
+    shards(name within its layer, layer), or of what is outside the layers: the tensor of each tp rank. KeyError.
+    """
+
+    folder: Path
+    options: dict[str, Any]
+    model: ModelConfig
+    padded_vocab_size: int
+    dtype: torch.dtype
+    tensors: list[Foreign]
+    args: Namespace
+    shards: Callable[[str, int], list[Tensor]]
+
+
+def load_pickle(path: Path) -> dict[str, Any]:
+    """The dictionary of a .pt file; tensors stay on disk. Raises CheckpointError, naming what is not on the list."""
+    allowed = [Namespace, *((Inert, name) for name in INERT)]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        name = re.search(r"(?:GLOBAL|global) (?:`)?([\w.]+)", str(error))
+        what = f"it names {name[1]}, which is not on the list of types" if name else "it is not a plain file of tensors"
+        raise CheckpointError(f"{path}: refused: {what}; a file like this can run code") from None
+    except DAMAGED as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); it is damaged, or of torch before 1.6") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds a {type(found).__name__}, not the dictionary of a checkpoint")
+    return found
+
+
+def folder_of(directory: Path) -> Path:
+    """The folder of the newest iteration, or `directory` where that holds the ranks. Raises CheckpointError."""
+    tracker = directory / TRACKER
+    if not tracker.is_file():
+        return directory
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text != "release" and not (text.isascii() and text.isdigit()):
+        raise CheckpointError(f"{tracker}: {text[:40]!r} is neither a number nor release; give the iteration's folder")
+    return directory / (text if text == "release" else f"iter_{int(text):07d}")
+
+
+def holds(directory: Path) -> bool:
+    """Whether it has a checkpoint of Megatron-LM in it."""
+    return any(is_megatron(folder) for folder in (*directory.glob("iter_*"), directory / "release"))
+
+
+def find(directory: Path, step: int | None = None) -> Path | None:
+    """The folder of the checkpoint of Megatron-LM that `directory` is or holds, the one that its tracker file names or
+    that of `step`; None where it holds none. Raises CheckpointError where the named one is not there."""
+    if is_megatron(directory):
+        if step is not None and directory.name != f"iter_{step:07d}":
+            raise CheckpointError(f"{directory} is not the checkpoint of step {step}; give the folder above it")
+        return directory
+    iterations = [p.name for p in sorted(directory.glob("iter_*")) if is_megatron(p)]
+    folder = folder_of(directory) if step is None else directory / f"iter_{step:07d}"
+    if is_megatron(folder):
+        return folder
+    if not iterations:
+        return None
+    where = f"{directory / TRACKER} names" if step is None and folder != directory else f"{directory} holds"
+    raise CheckpointError(
+        f"{where} no checkpoint that is there, but it has {', '.join(iterations[-3:])}; give --ckpt-step, or the folder"
+    )
+
+
+def true_vocab_size(args: Namespace, rows: int, tokenizer: int | None = None) -> int | None:
+    """How many of the embedding's `rows` are tokens, as our converter has written it, or as `tokenizer` has them, or as
+    --vocab-size said; None where nothing does: Megatron-LM itself keeps the padded size alone."""
+    found = (getattr(args, "true_vocab_size", None), tokenizer, getattr(args, "vocab_size", None))
+    return next((n for n in found if type(n) is int and 0 < n <= rows), None)
+
+
+def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """(tp rank, pp rank) -> file. Raises CheckpointError where one is missing."""
+    found: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _RANK.fullmatch(path.name)
+        file = next((path / name for name in FILES if (path / name).is_file()), None)
+        if match is not None:
+            if file is None:
+                raise CheckpointError(f"{path}: has no {FILES[0]}; it is not whole")
+            found[int(match[1]), int(match[2] or 0)] = file
+    if not found:
+        raise CheckpointError(f"{folder}: has no folder mp_rank_00; give the directory of a checkpoint")
+    tp, pp = (1 + max(key[i] for key in found) for i in (0, 1))
+    for t in range(tp):
+        for p in range(pp):
+            if (t, p) not in found:
+                raise CheckpointError(f"{folder}: tp rank {t}, pp rank {p} of {tp} x {pp} is missing")
+    return found
+
+
+def open_megatron(directory: Path, say: Any = print) -> MegatronModel:
+    """Read args and the names of all tensors. Raises CheckpointError listing what is wrong."""
+    folder = folder_of(directory)
+    files = rank_files(folder)
+    tp, pp = (1 + max(key[i] for key in files) for i in (0, 1))
+    loaded: dict[tuple[int, int], dict[str, Any]] = {}
+    for key, path in files.items():
+        say(f"opening {path}: a pickle, of which tensors and {1 + len(INERT)} listed types are accepted")
+        loaded[key] = load_pickle(path)
+    first = loaded[0, 0]
+    args, version = first.get("args"), first.get("checkpoint_version", 0)
+    if not isinstance(args, Namespace):
+        raise CheckpointError(f"{files[0, 0]}: has no args; it is not a checkpoint of Megatron-LM")
+    if not isinstance(version, (int, float)) or version < 2:
+        raise CheckpointError(f"{files[0, 0]}: checkpoint_version={version!r} is below 2, when qkv had another order")
+    options = read_args(args, str(files[0, 0]))
+    model = model_of(options, str(files[0, 0]))
+    stages = {key: _stages(file, str(files[key])) for key, file in loaded.items()}
+    if model.groups % tp or model.num_attention_heads % model.groups:
+        raise CheckpointError(f"{folder}: num_query_groups={model.groups} does not split over tp={tp}")
+    rows = stages[0, 0][0].get("embedding.word_embeddings.weight")
+    if rows is None or rows.dim() != 2:
+        raise CheckpointError(f"{files[0, 0]}: has no word embeddings; it is not the first stage of a GPT")
+    padded = rows.shape[0] * tp
+    tensors = _tensors(model, stages, files, padded, tp, pp)
+    dtypes = [one.dtype for one in tensors]
+    usual = max(set(dtypes), key=dtypes.count)
+    return MegatronModel(folder, options, model, padded, usual, tensors, args, _shards(stages, tp, pp))
+
+
+def _shards(stages: dict[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int) -> Callable[..., list[Tensor]]:
+    """Of MegatronModel: the stages in the order of the depth, each rank's chunks in turn."""
+    depth = [(p, chunk) for chunk in range(len(stages[0, 0])) for p in range(pp)]
+    layers: list[tuple[int, int, int]] = []
+    for p, chunk in depth:
+        numbers = {int(found[1]) for name in stages[0, p][chunk] if (found := _LAYER.match(name))}
+        layers += [(p, chunk, n) for n in sorted(numbers)]
+
+    def shards(name: str, layer: int) -> list[Tensor]:
+        if name.startswith(("self_attention.", "mlp.", "input_layernorm.", "pre_mlp_layernorm.")):
+            p, chunk, n = layers[layer]
+            name = f"decoder.layers.{n}.{name}"
+        else:
+            p, chunk = depth[0 if name.startswith("embedding.") else -1]
+        return [stages[t, p][chunk][name] for t in range(tp)]
+
+    return shards
+
+
+def _stages(file: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
+    """The virtual stages of one rank, each as Megatron core's names -> tensors."""
+    chunks = (
+        [file["model"]] if "model" in file else [file[f"model{i}"] for i in range(len(file)) if f"model{i}" in file]
+    )
+    if not chunks:
+        raise CheckpointError(f"{where}: has no model")
+    return [_named(_flat(chunk, where), where) for chunk in chunks]
+
+
+def _flat(node: Any, where: str, prefix: str = "", depth: int = 0) -> dict[str, Any]:
+    if not isinstance(node, Mapping) or depth > 8:
+        raise CheckpointError(f"{where}: {prefix or 'model'} is not a dictionary of tensors")
+    result: dict[str, Any] = {}
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        result |= _flat(value, where, name + ".", depth + 1) if isinstance(value, Mapping) else {name: value}
+    return result
+
+
+def _named(flat: dict[str, Any], where: str) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = {}
+    for name, value in flat.items():
+        if name.endswith(MEGATRON.ignored):
+            continue
+        for old, new in MEGATRON_SYNONYMS:
+            name = name.replace(old, new)
+        if not isinstance(value, Tensor) or value.dtype not in CODES:
+            raise CheckpointError(f"{where}: {name} is not a floating-point tensor")
+        if name in result:
+            raise CheckpointError(f"{where}: {name} is there under two names")
+        result[name] = value
+    return result
+
+
+def _tensors(
+    model: ModelConfig,
+    stages: dict[tuple[int, int], list[dict[str, Tensor]]],
+    files: dict[tuple[int, int], Path],
+    padded: int,
+    tp: int,
+    pp: int,
+) -> list[Foreign]:
+    """Every tensor of every rank once. Raises CheckpointError listing what does not fit."""
+    specs = specs_of(model, padded)
+    tied = not model.untie_embeddings_and_output_weights
+    problems, found = [], []
+    begin = 0
+    for chunk in range(max(len(rank) for rank in stages.values())):
+        for p in range(pp):
+            here = [stages[t, p][chunk] if chunk < len(stages[t, p]) else {} for t in range(tp)]
+            count = max((1 + int(m[1]) for names in here for name in names if (m := _LAYER.match(name))), default=0)
+            if begin + count > model.num_layers:
+                raise CheckpointError(f"{files[0, p]}: layer {begin + count} is above num_layers={model.num_layers}")
+            layers = range(begin, begin + count)
+            begin += count
+            for t, names in enumerate(here):
+                wanted = {e.theirs: e for e in entries(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)}
+                for name, values in names.items():
+                    place = f"{name} in {files[t, p]}"
+                    if name == "output_layer.weight" and tied:  # the last stage's copy of the embedding
+                        if not torch.equal(values, stages[t, 0][0]["embedding.word_embeddings.weight"]):
+                            problems.append(f"{place}: differs from the embedding that it is tied to")
+                        continue
+                    entry = wanted.get(name)
+                    if entry is None:
+                        problems.append(f"{place}: not a tensor of this model")
+                    elif tuple(values.shape) != entry.shape:
+                        problems.append(f"{place}: shape {tuple(values.shape)}, not {entry.shape}")
+                    elif t > 0 and not any(specs[part].shards for part, _ in entry.parts):  # a replica
+                        if not torch.equal(values, here[0].get(name, values.new_zeros(0))):
+                            problems.append(f"{place}: differs from tp rank 0's copy")
+                    else:
+                        found.append(Foreign(entry, values.dtype, place, lambda values=values: values))
+    if begin != model.num_layers:
+        problems.append(f"{begin} of num_layers={model.num_layers} layers are there")
+    if problems:
+        raise CheckpointError("the files do not fit their args:\n  " + "\n  ".join(problems[:20]))
+    return found

@@ -1,0 +1,244 @@
+"""Megatron-LM's checkpoints of format torch_dist, read without torch.distributed.checkpoint.
+
+    common.pt          args and the like, a torch file          .metadata   a pickle: every tensor's shape and chunks
+    __0_0.distcp ...   one torch file after the other, each a chunk of one tensor
+
+`.metadata` is read by an unpickler that knows an exact list of names, and gives for each a `Record`, an object that
+keeps its state and does nothing; no class or function of torch is called. Each chunk goes through torch's restricted
+loader. Layers are stacked, [L, ...] under one name, or numbered; both are read. Gate and up are two halves of one
+tensor whatever tp was.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle  # for an Unpickler that finds no class but those listed here
+import re
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.format.pieces import inside, intersect
+from megalite.checkpoint.format.planned_files import CODES
+from megalite.interop.convert import Foreign, model_of
+from megalite.interop.megatron.args import read_args
+from megalite.interop.megatron.rank_files import DAMAGED, INERT, MegatronModel, load_pickle, open_megatron
+from megalite.interop.rules import entries, specs_of
+from megalite.models.families import MEGATRON, MEGATRON_SYNONYMS
+from megalite.parallel.spec import Box
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+RECORDS = (
+    *(f"{_METADATA}.{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
+    *(f"{_METADATA}.{name}" for name in ("ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta")),
+    f"{_METADATA}._MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+)
+_FILE = re.compile(r"__\d+_\d+\.distcp")
+_STACKED = re.compile(r"decoder\.layers\.(?!\d)")
+_OTHER = ("optimizer.", "rng_state", "rerun_state_machine_state", "chained_")  # what is there beside the model
+_LARGEST = 1 << 30  # bytes of .metadata
+
+
+@dataclass(frozen=True)
+class Chunk:
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass
+class Reader:
+    """Rectangles of stored tensors; the last chunk is kept, since stacked layers are read one after the other."""
+
+    folder: Path
+    last: tuple[Chunk, Tensor] | None = field(default=None)
+
+    def read(self, key: str, stored: Stored, box: Box) -> Tensor:
+        result = torch.empty(box.shape, dtype=stored.dtype)
+        filled = 0
+        for chunk in stored.chunks:
+            both = intersect(box, chunk.box)
+            if both is not None:
+                result[inside(both, box)] = self._load(key, chunk, stored)[inside(both, chunk.box)]
+                filled += both.numel
+        if filled != box.numel:
+            raise CheckpointError(f"{self.folder}: {key} has a hole: {filled} of {box.numel} elements are there")
+        return result
+
+    def _load(self, key: str, chunk: Chunk, stored: Stored) -> Tensor:
+        if self.last is not None and self.last[0] == chunk:
+            return self.last[1]
+        path = self.folder / chunk.file
+        try:
+            with open(path, "rb") as file:
+                file.seek(chunk.offset)
+                data = io.BytesIO(file.read(chunk.length))
+            values = torch.load(data, map_location="cpu", weights_only=True)
+        except (*DAMAGED, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path}: {key} cannot be read ({type(error).__name__})") from None
+        if not isinstance(values, Tensor) or tuple(values.shape) != chunk.box.shape or values.dtype != stored.dtype:
+            raise CheckpointError(f"{path}: {key} is not the tensor that .metadata says; it is damaged")
+        self.last = (chunk, values)
+        return values
+
+
+def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> MegatronModel:
+    """One of the two formats that can be read. Raises CheckpointError."""
+    if not (folder / ".metadata").is_file() and not (folder / "metadata.json").is_file():
+        return open_megatron(folder, say)
+    if not (folder / "common.pt").is_file() or not (folder / ".metadata").is_file():
+        raise CheckpointError(
+            f"{folder}: cannot be read: of Megatron-LM's formats only torch_dist and torch are; "
+            "convert it there with --ckpt-convert-format torch_dist"
+        )
+    return open_dist(folder, say)
+
+
+def open_dist(folder: Path, say: Any = print) -> MegatronModel:
+    """Read args and the list of all tensors. Raises CheckpointError listing what is wrong."""
+    say(f"opening {folder / 'common.pt'}: a pickle, of which tensors and {1 + len(INERT)} listed types are accepted")
+    args = load_pickle(folder / "common.pt").get("args")
+    if not isinstance(args, Namespace):
+        raise CheckpointError(f"{folder / 'common.pt'}: has no args; it is not a checkpoint of Megatron-LM")
+    say(
+        f"opening {folder / '.metadata'}: a pickle, of which {2 + len(RECORDS)} listed names are accepted as plain data"
+    )
+    stored = read_metadata(folder)
+    options = read_args(args, str(folder / "common.pt"))
+    model = model_of(options, str(folder / "common.pt"))
+    named: dict[str, tuple[str, int | None]] = {}
+    for key in stored:
+        name = key
+        for old, new in MEGATRON_SYNONYMS:
+            name = name.replace(old, new)
+        stacked = _STACKED.match(name)
+        for n in range(model.num_layers) if stacked else (None,):
+            named[name if n is None else f"decoder.layers.{n}.{name[stacked.end() :]}"] = (key, n)  # type: ignore[union-attr]
+    word = stored.get("embedding.word_embeddings.weight")
+    if word is None or len(word.shape) != 2:
+        raise CheckpointError(f"{folder}: has no word embeddings; it is not the checkpoint of a GPT")
+    problems, found, reader, places = [], [], Reader(folder), dict(named)
+    for entry in entries(MEGATRON, specs_of(model, word.shape[0]), model.groups, range(model.num_layers)):
+        key, n = named.pop(entry.theirs, (None, None))
+        if key is None:
+            problems.append(f"{entry.theirs} is missing")
+            continue
+        shape = stored[key].shape if n is None else stored[key].shape[1:]
+        if shape != entry.shape or (n is not None and stored[key].shape[0] != model.num_layers):
+            problems.append(f"{key}: shape {stored[key].shape}, not {entry.shape} for each layer")
+            continue
+        lead = () if n is None else (n,)
+        box = Box((*lead, *(0 for _ in shape)), (*(i + 1 for i in lead), *shape))
+
+        def read(key: str = key, box: Box = box, shape: tuple[int, ...] = shape) -> Tensor:
+            return reader.read(key, stored[key], box).view(shape)
+
+        found.append(Foreign(entry, stored[key].dtype, f"{entry.theirs} in {folder}", read))
+    problems += [f"{key}: not a tensor of this model" for key, _ in named.values()]
+    if problems:
+        raise CheckpointError(f"{folder}: the tensors do not fit the args:\n  " + "\n  ".join(problems[:20]))
+
+    def shards(name: str, layer: int) -> list[Tensor]:  # there are none: a tensor is whole whatever tp was
+        key, n = places[name if name in places else f"decoder.layers.{layer}.{name}"]
+        shape = stored[key].shape
+        begin = (0,) * len(shape) if n is None else (n, *(0 for _ in shape[1:]))
+        values = reader.read(key, stored[key], Box(begin, shape if n is None else (n + 1, *shape[1:])))
+        return [values if n is None else values[0]]
+
+    dtypes = [one.dtype for one in found]
+    usual = max(set(dtypes), key=dtypes.count)
+    return MegatronModel(folder, options, model, word.shape[0], usual, found, args, shards)
+
+
+def read_metadata(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the model. Raises CheckpointError for anything that is not on the list, or makes no sense."""
+    path = folder / ".metadata"
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise CheckpointError(f"{path}: implausibly large; it is damaged")
+        root = _unpickle(path.read_bytes())
+        places = {
+            (index.state["fqn"], tuple(index.state["offset"])): info.state
+            for index, info in root.state["storage_data"].items()
+            if index.state.get("offset") is not None
+        }
+        result = {}
+        for key, value in root.state["state_dict_metadata"].items():
+            if "size" not in value.state or str(key).startswith(_OTHER) or "_extra_state" in str(key):
+                continue
+            result[str(key)] = _stored(str(key), value.state, places, folder)
+        return result
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: refused: {error}; a file like this can run code") from None
+    except Exception as error:  # any opcode may meet any object here
+        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); it is damaged") from None
+
+
+def _stored(key: str, state: dict[str, Any], places: dict[Any, dict[str, Any]], folder: Path) -> Stored:
+    shape, dtype = tuple(int(n) for n in state["size"]), state["properties"].state[0]
+    chunks = []
+    for chunk in state["chunks"]:
+        start, sizes = (tuple(int(n) for n in chunk.state[name]) for name in ("offsets", "sizes"))
+        place = places[key, start]
+        if not _FILE.fullmatch(place["relative_path"]) or not (folder / place["relative_path"]).is_file():
+            raise CheckpointError(f"{folder}: {key} is in {place['relative_path']!r}, which is not a file of it")
+        if place.get("transform_descriptors"):
+            raise CheckpointError(f"{folder}: {key} is compressed ({place['transform_descriptors']}); save it plainly")
+        box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+        begin, length = int(place["offset"]), int(place["length"])
+        if min(begin, length) < 0 or begin + length > (folder / place["relative_path"]).stat().st_size:
+            raise CheckpointError(f"{folder / place['relative_path']}: ends before {key}; it is damaged")
+        chunks.append(Chunk(box, place["relative_path"], begin, length))
+        if any(not 0 <= a < b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)):
+            raise CheckpointError(f"{folder}: {key} has a chunk outside {shape}; it is damaged")
+    if dtype not in CODES:
+        raise CheckpointError(f"{folder}: {key} is {dtype}, not a floating-point tensor")
+    return Stored(shape, dtype, tuple(chunks))
+
+
+def _unpickle(data: bytes) -> Any:
+    class Record:  # of this call alone: what a file does to it ends with it
+        state: Any = MappingProxyType({})  # where a file gives none
+
+        def __init__(self, *args: object):
+            pass
+
+        def __setstate__(self, state: object) -> None:
+            self.state = state
+
+    known = {name: Record for name in RECORDS}
+    known |= {"torch.Size": tuple, "collections.OrderedDict": OrderedDict}
+    known |= {str(dtype): dtype for dtype in CODES}  # type: ignore[dict-item]
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found = known.get(f"{module}.{name}")
+            if found is None:
+                raise pickle.UnpicklingError(f"it names {module}.{name}, which is not on the list")
+            return found
+
+    return Unpickler(io.BytesIO(data)).load()

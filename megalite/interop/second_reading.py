@@ -1,0 +1,227 @@
+"""A second reading of foreign files, to check a conversion with: does a layer of theirs compute what ours computes?
+
+The tables that convert (models/families.py, interop/rules.py, ParamSpec) are not used: names, the order of rows
+and what is stored as a difference are said here once more, in another form, so that a mistake in one of them is seen.
+Layer after layer is filled from the files and run in fp64 beside ours, on the same states; embedding, final norm and
+head are one more layer. One layer of each is in memory at a time, and transformers is not needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.whole import Source
+from megalite.config.options import ModelConfig
+from megalite.interop.logits import fill_stage
+from megalite.models.gpt import Batch, Stage
+from megalite.nn.parameter import Maker, named_specs
+from megalite.parallel.mesh import Mesh
+
+TOKENS = 24  # of the sequence that is computed
+EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 sums; in roundings of the weights
+
+Get = Callable[[str], Tensor]  # the file's name -> its tensor; KeyError
+Weight = Callable[[str, int], Tensor]  # (our name within a layer, or outside of them; the layer) -> what is used
+
+# ours -> theirs; of two the one comes above the other
+_LLAMA = {
+    "attention.norm.weight": "input_layernorm.weight",
+    "attention.q": "self_attn.q_proj.weight",
+    "attention.q_bias": "self_attn.q_proj.bias",
+    "attention.kv": "self_attn.k_proj.weight self_attn.v_proj.weight",
+    "attention.kv_bias": "self_attn.k_proj.bias self_attn.v_proj.bias",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "attention.out": "self_attn.o_proj.weight",
+    "attention.out_bias": "self_attn.o_proj.bias",
+    "mlp.norm.weight": "post_attention_layernorm.weight",
+    "mlp.gate_up": "mlp.gate_proj.weight mlp.up_proj.weight",
+    "mlp.gate_up_bias": "mlp.gate_proj.bias mlp.up_proj.bias",
+    "mlp.down": "mlp.down_proj.weight",
+    "mlp.down_bias": "mlp.down_proj.bias",
+}
+_ENDS = {
+    "llama": ("model.embed_tokens.weight", "", "model.norm", "lm_head.weight"),
+    "gpt2": ("transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f", "lm_head.weight"),
+    "gpt_neox": ("gpt_neox.embed_in.weight", "", "gpt_neox.final_layer_norm", "embed_out.weight"),
+    "megatron": (
+        "embedding.word_embeddings.weight",
+        "embedding.position_embeddings.weight",
+        "decoder.final_layernorm",
+        "output_layer.weight",
+    ),
+}
+
+
+def _end(name: str, kind: str) -> str:
+    """What `kind` of files calls a parameter outside the layers."""
+    word, position, norm, head = _ENDS[kind]
+    norms = {f"final_norm.{part}": f"{norm}.{part}" for part in ("weight", "bias")}
+    return {"embedding.word": word, "embedding.position": position, "head": head, **norms}[name]
+
+
+def _linear(name: str, which: Mapping[str, str]) -> str:
+    """The matrix or bias of `which` that our name is."""
+    bare = name.removesuffix("_bias")
+    return f"{which[bare]}.{'bias' if bare != name else 'weight'}"
+
+
+def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
+    """The weights in the safetensors files of a directory."""
+    from safetensors import safe_open
+
+    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def get(name: str) -> Tensor:
+        bare = name.partition(".")[2]  # some files leave the first word away
+        return places[name if name in places or bare not in places else bare].get_tensor(
+            name if name in places else bare
+        )
+
+    kind = family if family in ("gpt2", "gpt_neox") else "llama"
+    H, K = model.num_attention_heads, model.head_size
+
+    def weight(name: str, n: int) -> Tensor:
+        if not name.startswith(("attention.", "mlp.")):
+            return get(_end(name, kind))
+        if kind == "llama":
+            found = [get(f"model.layers.{n}.{theirs}") for theirs in _LLAMA[name].split()]
+            return torch.stack(found) if len(found) > 1 else found[0]
+        if kind == "gpt2":
+            at = f"transformer.h.{n}."
+            if ".norm." in name:
+                return get(at + name.replace("attention.norm", "ln_1").replace("mlp.norm", "ln_2"))
+            which = {"attention.q": "attn.c_attn", "attention.kv": "attn.c_attn", "attention.out": "attn.c_proj"}
+            found = get(at + _linear(name, which | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}))
+            found = found if found.dim() == 1 else found.T.contiguous()
+            q, k, v = found.chunk(3) if ".q" in name or ".kv" in name else (found,) * 3
+            return torch.stack([k, v]) if ".kv" in name else q
+        at = f"gpt_neox.layers.{n}."
+        if ".norm." in name:
+            return get(at + {"a": "input_layernorm.", "m": "post_attention_layernorm."}[name[0]] + name.split(".")[-1])
+        which = {name: "attention.query_key_value" for name in ("attention.q", "attention.kv")}
+        which |= {"attention.out": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
+        found = get(at + _linear(name, which))
+        if ".q" not in name and ".kv" not in name:
+            return found
+        heads = found.view(H, 3, K, *found.shape[1:])
+        return heads[:, 0].flatten(0, 1) if ".q" in name else heads[:, 1:].transpose(0, 1).flatten(1, 2)
+
+    return weight
+
+
+def megatron(shards: Callable[[str, int], list[Tensor]], args: Any, model: ModelConfig) -> Weight:
+    """The weights of Megatron core's tensors. `shards(name within the layer, layer)`: of each tp rank."""
+    which = {name: "self_attention.linear_qkv" for name in ("attention.q", "attention.kv")}
+    which |= {"attention.out": "self_attention.linear_proj", "mlp.down": "mlp.linear_fc2"}
+    which |= {"mlp.up": "mlp.linear_fc1", "mlp.gate_up": "mlp.linear_fc1"}
+    norms = {"attention.norm": "input_layernorm", "mlp.norm": "pre_mlp_layernorm", "final_norm": _ENDS["megatron"][2]}
+    norms |= {f"attention.{x}_norm": f"self_attention.{x}_layernorm" for x in "qk"}
+
+    def weight(name: str, n: int) -> Tensor:
+        first, _, last = name.rpartition(".")
+        if first in norms:  # Transformer Engine's zero_centered_gamma, for every norm that there is
+            less = 1 if last == "weight" and getattr(args, "apply_layernorm_1p", False) else 0
+            return shards(f"{norms[first]}.{last}", n)[0].double() + less
+        if name == "embedding.position":
+            return shards(_end(name, "megatron"), n)[0]
+        if not name.startswith(("attention.", "mlp.")):
+            return torch.cat(shards(_end(name, "megatron"), n))
+        found = shards(_linear(name, which), n)
+        if name in ("attention.out_bias", "mlp.down_bias"):
+            return found[0]
+        if name in ("attention.out", "mlp.down"):
+            return torch.cat(found, 1)
+        if name.startswith("mlp.gate_up"):
+            return torch.stack([torch.cat([one.chunk(2)[half] for one in found]) for half in (0, 1)])
+        if name.startswith("mlp.up"):
+            return torch.cat(found)
+        each, K = model.num_attention_heads // model.groups, model.head_size
+        groups = torch.cat(found).unflatten(0, (model.groups, each + 2, K))
+        if ".q" in name:
+            return groups[:, :each].flatten(0, 2)
+        return torch.stack([groups[:, each + half].flatten(0, 1) for half in (0, 1)])
+
+    return weight
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """`largest`: difference of what a layer adds to its input, in parts of the largest such value; `where`: there."""
+
+    layers: int
+    largest: float
+    where: str
+    bound: float
+
+    @property
+    def good(self) -> bool:
+        return self.largest <= self.bound
+
+    def __str__(self) -> str:
+        if self.good:
+            return f"check: {self.layers} layers read a second way compute the same, to {self.largest:.1e}"
+        return f"check: {self.where}, read a second way, computes something else: it differs by {self.largest:.2g}"
+
+
+@torch.no_grad()
+def compare_layers(
+    weight: Weight,
+    theirs: ModelConfig,
+    source: Source,
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    main_weights: bool = False,
+    rounding: float = 0.0,
+) -> Agreement:
+    """Each layer of foreign files beside that of our checkpoint. `main_weights`: of ours, those that the optimizer
+    keeps; `rounding`: what it changed in theirs at most, relative. Raises CheckpointError where a tensor is lacking.
+    """
+    S = min(TOKENS, model.positions)
+    generator = torch.Generator().manual_seed(1234)
+    ids_SB = torch.randint(0, vocab_size, (S, 1), generator=generator)
+    x_SBD = torch.randn(S, 1, model.hidden_size, generator=generator, dtype=torch.float64)
+    batch = Batch(ids_SB, None, None, torch.zeros(1, dtype=torch.int64), 0)
+    rows = source.shape("model/embedding.word")[0]
+    worst, where = 0.0, "no layer"
+    for n in range(-1, model.num_layers):
+        mine = _stage(model, n, rows, S)
+        fill_stage(mine, source, main_weights)
+        other = _stage(replace(theirs, apply_layernorm_1p=False), n, vocab_size, S)
+        try:
+            for spec, parameter in named_specs(other):
+                used = weight(spec.name.removeprefix(f"layers.{n}."), n)
+                if spec.name in ("embedding.word", "head"):
+                    used = used[:vocab_size]
+                parameter.copy_(used.view(parameter.shape))
+        except (KeyError, RuntimeError) as error:
+            raise CheckpointError(f"the second reading of the files ends at layer {n}: {error}") from None
+        want, got = mine(x_SBD, batch), other(x_SBD, batch)
+        if n >= 0:
+            want, got = want - x_SBD, got - x_SBD
+        want = want[..., :vocab_size]
+        differs = float((want - got[..., :vocab_size]).abs().max() / want.abs().max().clamp(min=1e-30))
+        differs = math.inf if math.isnan(differs) else differs
+        if differs > worst:
+            worst, where = differs, f"layer {n}" if n >= 0 else "the embedding with the final norm and the head"
+    return Agreement(model.num_layers, worst, where, EXACT + ROUNDED * rounding)
+
+
+def _stage(model: ModelConfig, n: int, rows: int, length: int) -> Stage:
+    """Layer n alone in fp64, or for -1 the embedding and the head without a layer between."""
+    make, ends = Maker(Mesh.alone(), torch.float64, seed=0), n < 0
+    if model.position_embedding_type != "learned_absolute":  # no longer tables than needed
+        model = replace(model, seq_length=length, max_position_embeddings=length)
+    layers = range(0) if ends else range(n, n + 1)
+    sizes = {"vocab_size": rows, "padded_vocab_size": rows, "dropout_seed": 0}
+    return Stage(make, model, layers, first=ends, last=ends, **sizes).eval()  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,139 @@
+"""Where a run begins: with which checkpoint, and what becomes of those that it does not go on from."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from dataclasses import fields, replace
+from pathlib import Path
+
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.run.agreement import as_first_says, together
+from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse
+from megalite.config.options import CheckpointConfig, Config, LogConfig, OperationsConfig, ParallelConfig, TrainConfig
+from megalite.config.toml import to_toml
+from megalite.interop.megatron import rank_files as megatron
+from megalite.parallel.mesh import Mesh
+from megalite.train.setup import SetupError
+from megalite.train.start.resume import Start, resume, saved_config
+from megalite.train.state import Run
+
+
+def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
+    """What --load, --finetune, --pretrained-checkpoint and their like ask for: (the checkpoint, notes); collective."""
+    c = config.checkpoint
+    if c.load is not None:
+        # symbolic links may differ between machines
+        here = c.save is not None and as_first_says(run.mesh, _same(c.load, c.save))
+        local = c.save_local if here else None  # it may hold newer ones that are not uploaded yet
+        start = Start(c.ckpt_step, c.no_load_optim or config.train.skip_train, c.finetune)
+        again = here and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, local)
+        if again:
+            bare = c.no_save_optim and (c.no_load_optim or c.finetune)  # there is no more to load
+            start = Start(1 if c.finetune else c.ckpt_step, bare, later=True)
+        found = resume(run, c.load, config, start, local)
+        if found is not None:
+            notes = [f"this same training has saved that: it goes on, {AGAIN}"] if again else []
+            return found[0], [*notes, *found[1]]
+        if c.exit_on_missing_checkpoint:
+            near = near_names(c.load)
+            raise SetupError(f"load={c.load!r} holds no checkpoint{near}; leave --exit-on-missing-checkpoint away")
+    if c.pretrained_checkpoint is not None:
+        found = resume(run, c.pretrained_checkpoint, config, Start(afresh=True))
+        if found is None:
+            raise SetupError(
+                f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
+            )
+        return found
+    if (load := c.load) is None:
+        return None, []
+    together(run.mesh, lambda: _none_was_left(parse(load)), f"looking for checkpoints in {load}")
+    return None, [f"load={load!r} holds no checkpoint{near_names(load)}: the run starts from scratch"]
+
+
+def near_names(load: str) -> str:
+    """Where `load` does not exist: which directories beside it are spelt alike and do hold checkpoints."""
+    place = parse(load)
+    if not isinstance(place, Path) or place.exists() or not place.parent.is_dir():
+        return ""
+    there = [p.name for p in place.parent.iterdir() if p.is_dir() and (storage.steps_in(p) or megatron.holds(p))]
+    near = difflib.get_close_matches(place.name, there, n=3)
+    return f", but {' and '.join(str(place.with_name(name)) for name in near)} does" if near else " and is not there"
+
+
+def _none_was_left(directory: Location) -> None:
+    """Raises CheckpointError where all that is there was left by a run, as --finetune leaves what it began with: when
+    the disk of --save-local is lost before anything was sent, nobody wants a training from scratch."""
+    if isinstance(directory, Path) and (left := sorted(directory.glob("abandoned-iter_*"))):
+        raise CheckpointError(
+            f"load={str(directory)!r} holds no checkpoint but those that a run has left, as {left[-1].name}: rename "
+            "the one to begin with to iter_NUMBER, or, to start from scratch, move them away"
+        )
+
+
+AGAIN = "and does not begin again; for that, change an option of the training, or rename what it has saved"
+
+
+def started_again(mesh: Mesh, config: Config, local: str | None) -> bool:
+    """Whether the run that --ckpt-step or --finetune begins in --load has saved there already: its newest checkpoint
+    was written by a run that begins and trains alike. Collective; rank 0 looks. Beginning again would make the same
+    steps once more, and a scheduler that restarts a command would never get beyond them."""
+    c = config.checkpoint
+    assert c.load is not None
+    roots = [root for root in (c.load, local) if root is not None]
+    begin = 0 if c.finetune or c.ckpt_step is None else c.ckpt_step
+
+    def look() -> bool:
+        found = [(step, root) for root in roots for step in storage.steps_in(root) if step > begin]
+        for step, root in sorted(found, reverse=True) if mesh.world.is_first else []:
+            folder = storage.folder_of(root, step)
+            with contextlib.suppress(CheckpointError):  # damaged: the load will say so
+                return _training(saved_config(manifests.load(folder), folder)) == _training(config)
+        return False
+
+    return as_first_says(mesh, together(mesh, look, f"looking for checkpoints in {c.load}"))
+
+
+def _training(config: Config) -> str:
+    """What decides which weights a run that resumes in its own directory has at a step: not its layout, its log, how
+    often it saves and evaluates, when it stops, and how the same step is computed."""
+    c = config.checkpoint
+    here = c.load is not None and c.save is not None and _same(c.load, c.save)
+    begin = CheckpointConfig(
+        load=None if here else c.load, ckpt_step=c.ckpt_step, finetune=c.finetune, no_load_optim=c.no_load_optim
+    )
+    stops = {"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False, "exit_signal": None}
+    how = {f.name: f.default for f in fields(TrainConfig) if f.name.startswith(("recompute", "compile", "cuda_graph"))}
+    if config.train.global_batch_size is not None:
+        how["micro_batch_size"] = 0  # of which the batch is made
+    evaluation = {"eval_interval": None, "eval_iters": 0, "eval_global_batch_size": None, "eval_micro_batch_size": None}
+    train = replace(config.train, **evaluation, **stops, **how)
+    watched = {"log": LogConfig(), "operations": OperationsConfig()}
+    return to_toml(replace(config, checkpoint=begin, train=train, parallel=ParallelConfig(), **watched))
+
+
+def begin_branch(run: Run, config: Config, saver: Saver | None, saved: int | None) -> list[str]:
+    """Tell the saver where the run begins; `saved`: of `already_saved`. Collective; notes for people on rank 0. Raises
+    CheckpointError."""
+    if saver is None:
+        return []
+    chosen = saved is None or config.checkpoint.ckpt_step == saved  # else what is later was tried, and is damaged
+    note = saver.begins_at(run.state.step, damaged=not chosen)
+    return [] if note is None else [note]
+
+
+def _same(a: str, b: str) -> bool:
+    one, two = parse(a), parse(b)
+    return one.resolve() == two.resolve() if isinstance(one, Path) and isinstance(two, Path) else one == two
+
+
+def already_saved(run: Run, saver: Saver | None, loaded: Location | None) -> int | None:
+    """The step of the checkpoint that the run has come from, if it is one of the directory that it saves to: a run
+    that was at its end already writes nothing."""
+    if saver is None or loaded is None:
+        return None
+    final = saver.folder_of(run.state.step)
+    same = loaded.resolve() == final.resolve() if isinstance(loaded, Path) and isinstance(final, Path) else None
+    return run.state.step if same or loaded in (final, saver.kept_at(run.state.step)) else None

@@ -1,0 +1,335 @@
+"""What of a run goes into a checkpoint, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import reader
+from megalite.checkpoint.format.manifest import Manifest
+from megalite.checkpoint.progress import show
+from megalite.checkpoint.run.saver import Saver
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.config.check import check
+from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build
+from megalite.config.toml import parse_toml
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.interop.convert import ANY_RUN
+from megalite.optim.loss_scale import LossScaler
+from megalite.optim.lr import Rates
+from megalite.parallel.spec import Piece
+from megalite.train.setup import SetupError
+from megalite.train.start.fit import MAIN, across_precisions, kinds_of, misfit
+from megalite.train.state import Run
+
+# of the model's options, those that a run may change on the way: what is stored fits, and means the same
+FREE = {
+    "no_weight_decay_cond_type",
+    "seq_length",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "embedding_init_method_std",
+}
+_EFFECTIVE = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "num_query_groups": "groups"}
+# by the number of groups, the activation, the kind of positions
+_IMPLIED = {"group_query_attention", "bias_gelu_fusion", "openai_gelu", "add_position_embedding"}
+_PATTERNS = {"window_attn_skip_freq": "windows", "no_rope_freq": "rotary"}  # 2 and [1,0]*4 are the same
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: step and data do too;
+    `later`: `step` is the earliest."""
+
+    step: int | None = None
+    weights_only: bool = False
+    afresh: bool = False
+    later: bool = False
+
+
+def pieces_to_save(run: Run, optimizer: bool = True) -> list[Piece]:
+    """What this rank writes; without optimizer state the main weights are left out too."""
+    owned = [entry.piece for entry in run.optimizer.pieces() if entry.owned]
+    return [piece for piece in owned if optimizer or piece.name.startswith("model/")]
+
+
+def open_saver(run: Run, config: Config) -> Saver | None:
+    """Lock and try the directory of --save; None without one; collective. Raises CheckpointError."""
+    c = config.checkpoint
+    if c.save is None:
+        return None
+    pieces = pieces_to_save(run, not c.no_save_optim)
+    background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
+    saver = Saver.open(
+        c.save_local or c.save,
+        run.mesh,
+        sum(piece.data.numel() * piece.data.element_size() for piece in pieces),
+        keep_last=c.keep_last,
+        retain_interval=c.save_retain_interval,
+        background=background,
+        upload_to=c.save if c.save_local else None,
+    )
+    saver.megatron = config.log.log_style == "megatron"
+    return saver
+
+
+def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
+    """Write a checkpoint of the run as it is, or start to: the next update waits for the copy. Collective. Raises
+    CheckpointError on all ranks."""
+    run.buffer.wait_gather()
+    run.before_update = saver.before_update
+    state: dict[str, Any] = {
+        "progress": run.state.to_json(),
+        "updates": run.optimizer.updates,
+        "rates": run.rates.to_json(),
+        "loss_scaler": run.loss_scaler.to_json(),
+        "config": config_toml,
+        "vocab_size": run.vocab_size,
+        "tokenizer": _identity(run.tokenizer),
+    }
+    if run.ledger is not None and run.mesh.world.is_first:  # the first rank's copy is the one that is written
+        state["data"] = run.ledger.to_json(run.state.consumed_samples)
+    return saver.save(run.state.step, pieces_to_save(run, optimizer), state, last=last)
+
+
+def resume(
+    run: Run, directory: str, config: Config, start: Start, first: str | None = None
+) -> tuple[Location, list[str]] | None:
+    """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, what is
+    worth telling); None where there is none; collective. Raises SetupError where it does not fit, and
+    CheckpointError."""
+    weights_only = start.weights_only or start.afresh
+    notes: list[str] = []
+    numbers: list[tuple[dict[str, int], int, LossScaler, Rates]] = []  # of the last one looked at
+
+    def wanted(folder: Location, manifest: Manifest) -> reader.Wanted:
+        here, there = run.optimizer.kinds(), kinds_of(manifest)
+        numbers[:] = [_numbers(run, folder, manifest, config.checkpoint)]
+        asked = config.checkpoint.override_opt_param_scheduler or config.checkpoint.use_checkpoint_opt_param_scheduler
+        rates = [] if weights_only or asked else rates_that_differ(run.rates, numbers[0][3])
+        apart, theirs = numbers[0][3].decoupled, config.checkpoint.use_checkpoint_opt_param_scheduler
+        if theirs and apart and not run.rates.decoupled and not weights_only:  # no bucket would follow it
+            rates = [f"decoupled_lr={apart.peak:g} in the checkpoint, but none here; add --decoupled-lr {apart.peak:g}"]
+        options = model_differences(config, manifest, folder, run.vocab_size)
+        tokenizer = tokenizer_differences(run.tokenizer, manifest)
+        notes.clear()  # those of a damaged one
+        if start.afresh:
+            notes.extend(f"changed since the checkpoint: {line}" for line in [*options, *tokenizer])
+            options, tokenizer = [], []
+        pieces = [e.piece for e in run.optimizer.pieces() if not weights_only or e.piece.name.startswith("model/")]
+        states = any(name.startswith("optimizer.") for name in manifest.tensors)
+        bare = []
+        if not weights_only and run.optimizer.rule.states and not states:
+            remedy = "add --no-load-optim to go on without, or --finetune to start afresh"
+            bare = [f"{folder} holds no optimizer state: {remedy}"]
+        kept = {} if weights_only or bare else {k: v for k, v in here.items() if k not in ("model", MAIN)}
+        why = misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, kept)
+        if lines := [*why, *bare, *rates]:
+            raise SetupError("\n".join(lines))
+        if not weights_only and here["model"] != there["model"]:
+            pieces = across_precisions(pieces, here, there)
+            notes.append(f"saved in {there['model']}: the main weights go on bit for bit, in {here['model']}")
+        return reader.Wanted(pieces, not weights_only, tell=_tell_load(run, config, folder, manifest))
+
+    found = reader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
+    if found is None:
+        return None
+    folder, manifest = found
+    progress, updates, scaler, rates = numbers[0]
+    run.optimizer.after_load(main_loaded=not weights_only)
+    if start.afresh:
+        return folder, [*notes, "only the weights are loaded: step, optimizer and data begin afresh"]
+    for name, value in progress.items():
+        setattr(run.state, name, value)
+    if weights_only:
+        notes.append("the optimizer's state is not loaded: its moments begin at zero")
+    else:
+        run.optimizer.updates = updates
+        run.loss_scaler = scaler
+        if config.checkpoint.use_checkpoint_opt_param_scheduler:
+            run.rates = rates
+        if "rates" not in manifest.state:
+            notes.append("the checkpoint does not tell its learning rate and weight decay: those of the options hold")
+    ledger = manifest.state.get("data")
+    if run.ledger is not None and ledger is not None:
+        try:
+            notes += run.ledger.go_on(ledger)
+        except DataError:
+            raise
+        except (ArithmeticError, TypeError, ValueError, LookupError) as error:
+            raise CheckpointError(f"{folder}: its ledger of data is damaged ({error!r}); use another one") from None
+    return folder, notes
+
+
+def _tell_load(run: Run, config: Config, folder: Location, manifest: Manifest) -> str | None:
+    """Say that it is being loaded; what that is called; on the first rank."""
+    if not run.mesh.world.is_first:
+        return None
+    if config.log.log_style == "megatron":
+        step = manifest.state["progress"]["step"]
+        show(f" loading distributed checkpoint from {folder.parent} at iteration {step}")
+    else:
+        gib = sum(stamp.size for stamp in manifest.files.values()) / 2**30
+        show(f"loading {folder} ({gib:.3g} GiB)")
+    return f"loading {folder}"
+
+
+def loaded_line(run: Run, config: Config, folder: Location) -> str:
+    """What the log says of a start from a checkpoint."""
+    if config.log.log_style == "megatron":
+        where = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
+        return f"  successfully loaded checkpoint from {folder.parent} {where}"
+    return f"{'resumed from' if run.state.step else 'begins with'} {folder} at step {run.state.step}"
+
+
+def _numbers(
+    run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig
+) -> tuple[dict[str, int], int, LossScaler, Rates]:
+    """(progress, updates, loss scaler, rates) of the checkpoint. Raises CheckpointError, before anything changes."""
+    scaler, state = replace(run.loss_scaler), manifest.state
+    try:
+        _check_scaler(state["loss_scaler"])
+        progress = {name: int(state["progress"][name]) for name in run.state.to_json()}
+        scaler.from_json(state["loss_scaler"])
+        updates, rates = int(state["updates"]), Rates.from_json(state["rates"]) if "rates" in state else run.rates
+    except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
+        raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
+    if c.override_opt_param_scheduler and rates.facts() != run.rates.facts():
+        progress["skipped_samples"] = 0  # as Megatron-LM does: other rates count all that was consumed
+    return progress, updates, scaler, rates
+
+
+def rates_that_differ(here: Rates, there: Rates) -> list[str]:
+    """A line for every fact of learning rate and weight decay that the checkpoint has otherwise, and the remedy: going
+    on in silence would be another training."""
+    mine, theirs = here.facts(), there.facts()
+    lines = [
+        f"{name}={_short(mine.get(name))}, but {_short(theirs.get(name))} in the checkpoint"
+        for name in (*mine, *(name for name in theirs if name not in mine))
+        if mine.get(name) != theirs.get(name)
+    ]
+    if not lines:
+        return []
+    if mine.get("decay in samples") != theirs.get("decay in samples"):
+        lines.append("a decay is as long as the training unless --lr-decay-iters or --lr-decay-samples keeps it")
+    remedy = "--override-opt-param-scheduler goes on as here, --use-checkpoint-opt-param-scheduler as there"
+    return [*lines, f"the rates differ from the checkpoint's: {remedy}"]
+
+
+def _short(value: float | str | None) -> float | str | None:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _check_scaler(saved: dict[str, Any]) -> None:
+    """A scale that is NaN would skip every step there is. Raises KeyError, TypeError, ValueError."""
+    if type(saved["dynamic"]) is not bool:
+        raise TypeError(f"loss_scaler: dynamic is {str(saved['dynamic'])[:40]!r}")
+    scale, counts = saved["scale"], (saved["clean_steps"], saved["patience"] or 0)
+    if type(scale) not in (int, float) or not 0 < scale < math.inf:
+        raise ValueError(f"loss_scaler: scale is {str(scale)[:40]!r}, not a number above 0")
+    if any(type(n) is not int or n < 0 for n in counts):
+        raise ValueError(f"loss_scaler: {str(counts)[:80]} are not numbers from 0")
+
+
+def saved_config(manifest: Manifest, folder: Location) -> Config:
+    """The configuration of the run that wrote the checkpoint. Raises CheckpointError."""
+    try:
+        config = build(parse_toml(str(manifest.state["config"]), str(folder)))
+        if problems := check(replace(build(ANY_RUN), model=config.model)):
+            raise ConfigError(problems)
+        data, rows = config.data, manifest.state.get("vocab_size")
+        if data.tokenizer_type == "NullTokenizer" and data.vocab_size is not None and rows == data.vocab_size + 1:
+            config = replace(config, data=replace(data, vocab_size=rows))  # once the end of document was not counted
+        return config
+    except (KeyError, ConfigError, OverflowError) as error:
+        raise CheckpointError(f"{folder}: its configuration cannot be read ({error}); use another checkpoint") from None
+
+
+def model_differences(config: Config, manifest: Manifest, folder: Location, vocab_size: int) -> list[str]:
+    """Options that change what the weights mean, one line each; shapes are compared tensor by tensor."""
+    lines = options_that_differ(config.model, saved_config(manifest, folder).model, "the checkpoint")
+    then = manifest.state.get("vocab_size", vocab_size)
+    if then != vocab_size:
+        lines.append(f"vocab_size: {vocab_size} here, {then} in the checkpoint")
+    return lines
+
+
+def options_that_differ(here: ModelConfig, there: ModelConfig, where: str) -> list[str]:
+    """One line per option, but those that a run may change on the way; of those with a default, what it comes to."""
+    lines = []
+    for f in fields(ModelConfig):
+        if f.name in FREE or f.name in _IMPLIED:
+            continue
+        if f.name in _PATTERNS and getattr(here, _PATTERNS[f.name]) == getattr(there, _PATTERNS[f.name]):
+            continue
+        name = _EFFECTIVE.get(f.name, f.name)
+        if getattr(here, name) != getattr(there, name):
+            lines.append(f"{f.name}: {getattr(here, name)!r} here, {getattr(there, name)!r} in {where}")
+    return lines
+
+
+def _identity(tokenizer: Tokenizer | None) -> dict[str, str] | None:
+    if tokenizer is None or tokenizer.is_null:
+        return None
+    return {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
+
+
+def tokenizer_differences(tokenizer: Tokenizer | None, manifest: Manifest) -> list[str]:
+    """One line where the checkpoint was trained with another tokenizer: its ids mean different text."""
+    here, there = _identity(tokenizer), manifest.state.get("tokenizer")
+    if here is None or not isinstance(there, dict) or there.get("fingerprint") == here["fingerprint"]:
+        return []
+    then = f"{there.get('name')} {str(there.get('fingerprint'))[:12]}"
+    return [f"tokenizer: {here['name']} {here['fingerprint'][:12]} here, {then} in the checkpoint"]
+
+
+def with_checkpoint_args(config: Config) -> Config:
+    """--use-checkpoint-args: the model's options, and those of the tokenizer where none is given, from the newest
+    checkpoint that can be read. Raises SetupError where an option that is given says something else."""
+    c = config.checkpoint
+    if not c.use_checkpoint_args:
+        return config
+    source = c.load if c.load is not None and storage.steps_in(c.load) else c.pretrained_checkpoint
+    saved = _newest_config(source, c.ckpt_step if source == c.load else None) if source else None
+    if saved is None:
+        raise SetupError(f"use_checkpoint_args: load={c.load!r} holds no checkpoint; give the model's options instead")
+    config, data = with_model(config, saved.model, "the checkpoint"), config.data
+    if data.tokenizer_type is None and data.vocab_size is None:
+        data = replace(data, **{name: getattr(saved.data, name) for name in TOKENIZER})
+    return replace(config, data=data)
+
+
+def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
+    """`config` with the model of `where`. Raises SetupError where an option that is given says something else."""
+    problems, model = [], {}
+    for f in fields(ModelConfig):
+        mine, theirs = getattr(config.model, f.name), getattr(saved, f.name)
+        if f.name in FREE and mine != f.default:
+            continue  # may change on the way
+        if mine not in (f.default, theirs):
+            problems.append(f"{f.name}={mine!r}, but {theirs!r} in {where}; leave it away")
+        model[f.name] = theirs
+    if problems:
+        raise SetupError("\n".join(problems))
+    return replace(config, model=replace(config.model, **model))
+
+
+def _newest_config(directory: str, step: int | None) -> Config | None:
+    """Not collective: every rank reads the same files."""
+    steps: Sequence[int] = storage.steps_in(directory) if step is None else [step]
+    for candidate in reversed(steps):
+        folder = storage.folder_of(directory, candidate)
+        try:
+            return saved_config(manifests.load(folder), folder)
+        except CheckpointError:
+            continue
+    return None

@@ -1,0 +1,303 @@
+"""How people spell a command line: every spelling of a switch, near misses, flags of other programs, and all that is
+wrong in one list, whatever it is and in whatever order."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, answer, known_flags
+from megalite.config.options import ConfigError, base_type, options
+from megalite.models.families import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16
+ --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100""".split()
+
+
+def problems_of(words: list[str], world: int = 1) -> list[str]:
+    try:
+        cli.read_all(words, PRESETS, lambda config, _: check(config, world))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(
+    "words,on",
+    [
+        ("--bf16", True),
+        ("--bf16 true", True),
+        ("--bf16=1", True),
+        ("--bf16 --no-bf16", False),
+        ("--disable-bf16", False),
+        ("--bf16=false", False),
+        ("--bf16 False", False),
+        ("--no-bf16=false", True),
+        ("--preset tiny --bf16 off", False),
+    ],
+)
+def test_a_switch_has_both_spellings_and_takes_a_value(words: str, on: bool) -> None:
+    assert cli.read([*GOOD, *words.split()], PRESETS)[0].precision.bf16 is on
+
+
+def test_every_switch_can_be_switched_off_over_a_file(tmp_path: Path) -> None:
+    switches = [f for _, f in options() if base_type(f) == "bool"]
+    assert len(switches) > 20
+    for f in switches:
+        for flag, value in cli.spellings(f):
+            assert cli.take_apart([flag]).given[f.name] is value
+            assert cli.take_apart([f"{flag}=false"]).given[f.name] is not value
+        assert {value for _, value in cli.spellings(f)} == {True, False}
+    path = tmp_path / "run.toml"
+    path.write_text("bf16 = true\nno_save_optim = true\nsave = 'x'\n")
+    config, _ = cli.read([*GOOD, "--config", str(path), "--no-bf16", "--save-optim"], PRESETS)
+    assert (config.precision.bf16, config.checkpoint.no_save_optim) == (False, False)
+
+
+def test_underscores_and_short_names_are_taken() -> None:
+    words = "--tp 2 --pp=2 --dp 3 --cp 1 --log_interval 7 --swiglu".split()
+    config, _ = cli.read([*GOOD, *words], PRESETS)
+    p = config.parallel
+    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size) == (2, 2, 3)
+    assert config.log.log_interval == 7 and config.model.activation == "swiglu"
+    assert cli.read([*GOOD, "--preset", "tiny", "--swiglu=false"], PRESETS)[0].model.activation != "swiglu"
+    spelt = "--use-checkpoint-opt_param-scheduler"
+    assert not any("unknown" in line for line in problems_of([*GOOD, "--load", "x", spelt]))
+
+
+def test_dp_says_how_many_ranks_there_are() -> None:
+    words = [*GOOD, "--tp", "2", "--dp", "4"]
+    assert problems_of(words, 8) == []
+    assert problems_of(words, 2) == [
+        "data_parallel_size=4 x tp 2 x pp 1 is not the world size 2; start 8 ranks, or leave it out"
+    ]
+    run = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0 and "dp 4" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize(
+    "flag,answered",
+    [
+        ("--learning-rate", "use --lr"),
+        ("--epochs", "use --train-iters or --train-samples"),
+        ("--model", "use --preset NAME"),
+        ("--dtype", "use --bf16 or --fp16"),
+        ("--tensor-model-paralel-size", "did you mean --tensor-model-parallel-size?"),
+        ("--train-itres", "did you mean --train-iters?"),
+        ("--micro-batchsize", "did you mean --micro-batch-size?"),
+        ("--swigl", "did you mean --swiglu?"),
+        ("--disable-bias-liner", "did you mean --disable-bias-linear?"),
+        ("--moe-router-topkk", "did you mean --moe-router-topk?"),
+        ("--quantum", "see --help"),
+        ("--no-sequence-parallel", "see --help"),
+        ("--stage", "see --help"),
+        ("--deeep", "see --help"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_what_is_meant_or_with_no_guess(flag: str, answered: str) -> None:
+    (problem,) = problems_of([*GOOD, flag, "3"])
+    assert problem.startswith(f"unknown flag {flag}; {answered}")
+
+
+@pytest.mark.parametrize("flag", ["--deepspeed", "--zero-stage=3", "--embed-layernorm", "--patch-tokenizer-type=x"])
+def test_flags_of_other_programs_are_named_as_such(flag: str) -> None:
+    (problem,) = problems_of([*GOOD, flag])
+    assert re.match(rf"{flag.partition('=')[0]}: a flag of (DeepSpeed|BLOOM's fork|Pai-Megatron-Patch)", problem)
+
+
+# words that break a good line, and what must be said of them: nothing else is
+FAULTS = [
+    ("--hidden-sise 4", "unknown flag --hidden-sise"),
+    ("--learning-rate 4", "unknown flag --learning-rate"),
+    ("--deepspeed", "a flag of DeepSpeed"),
+    ("--num-experts 8 --moe-router-topk 2", "mixtures of experts"),
+    ("--fp8-format hybrid --fp8-recipe delayed", "FP8 and FP4 are not supported"),
+    ("--bf16=perhaps", "--bf16=perhaps is neither"),
+    ("--fp16 --loss-scale", "--loss-scale needs a value"),
+    ("--clip-grad x", "clip_grad='x' is not a float"),
+    ("--adam-beta1 1.5", "adam_beta1=1.5"),
+    ("--lr-decay-style round", "lr_decay_style='round' is not one of"),
+    ("--min-lr -1", "min_lr=-1.0 is negative"),
+    ("--weight-decay nan", "weight_decay=nan is not finite"),
+    ("--tp 3", "tensor_model_parallel_size=3 does not divide num_attention_heads=4"),
+    ("--hidden-dropout 2", "hidden_dropout=2.0 drops everything"),
+    ("--ddp-bucket-size 0", "ddp_bucket_size=0 is too small"),
+    ("--max-position-embeddings 3", "max_position_embeddings=3 is below"),
+    ("--recompute-method block", "recompute_method=block has no effect"),
+    ("--keep-last 3", "keep_last=3 has no effect; add --save"),
+    ("--context-parallel-size 2", "context_parallel_size=2"),
+    ("--num-query-groups 3 --group-query-attention", "num_query_groups=3 does not divide"),
+    ("--eod-mask-loss", "eod_mask_loss needs a tokenizer"),
+    ("--preset gpt9", "preset='gpt9' is unknown"),
+    ("--config /no/such.toml", "cannot be read"),
+    ("--rotary-percent 1.5", "rotary_percent=1.5"),
+    ("--train-samples 5", "train_iters and train_samples exclude each other"),
+    ("--trust-remote-code", "may run code"),
+    ("--dp 5", "data_parallel_size=5 x"),
+    ("--global-batch-size 7", "global_batch_size=7 is not a multiple"),
+]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(FAULTS), min_size=1, max_size=8, unique=True), st.randoms(use_true_random=False))
+def test_whatever_is_wrong_is_said_at_once(faults: list[tuple[str, str]], order: random.Random) -> None:
+    parts = [words.split() for words, _ in faults]
+    order.shuffle(parts)
+    problems = problems_of([*GOOD, *(word for part in parts for word in part)])
+    told = {words: [p for p in problems if message in p] for words, message in faults}
+    clashes = {"--tp 3", "--dp 5", "--global-batch-size 7"}  # of these a world of one rank says more than one thing
+    assert all(told.values()), (told, problems)
+    if not clashes & told.keys():
+        assert len(problems) == len(faults), problems
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(
+                sorted({flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys())
+            ),
+            st.sampled_from(
+                [
+                    "0",
+                    "-1",
+                    "2",
+                    "1e300",
+                    "nan",
+                    "x",
+                    "",
+                    "true",
+                    "[1]*9",
+                    "-",
+                    "--",
+                    "--=",
+                    "=",
+                    "1,2",
+                    "'99,1,0'",
+                    "tiny",
+                    "\x00",
+                ]
+            ),
+            st.text(max_size=6),
+        ),
+        max_size=24,
+    )
+)
+def test_no_command_line_ends_in_a_traceback(words: list[str]) -> None:
+    for line in problems_of([*GOOD, *words], 4):
+        assert line and "\n" not in line
+
+
+def test_a_feature_is_named_once_and_what_only_matters_beside_it_is_not_refused() -> None:
+    flags = [("--moe-router-topk", ["2"]), ("--moe-grouped-gemm", []), ("--expert-tensor-parallel-size", ["4"])]
+    alone = answer(flags)
+    assert not alone.problems and len(alone.notes) == 1 and "only beside --" in alone.notes[0]
+    beside = answer([*flags, ("--num-experts", ["8"]), ("--expert-model-parallel-size", ["2"])])
+    assert beside.problems == [
+        "--num-experts, --expert-model-parallel-size: mixtures of experts are not supported (yet); train a dense model"
+    ]
+    assert not beside.notes
+    assert not answer([("--expert-model-parallel-size", ["1"]), ("--main-grads-dtype", ["fp32"])]).problems
+    assert (
+        answer([("--rerun-mode", ["validate_results"])]).warnings
+        and not answer([("--rerun-mode", ["disabled"])]).warnings
+    )
+
+
+def test_the_table_of_flags_is_whole() -> None:
+    known = known_flags()
+    parser = [
+        f
+        for f in known.values()
+        if f.group
+        not in (
+            "gone from Megatron-LM",
+            "other programs of Megatron-LM",
+            "DeepSpeed",
+            "forks of Megatron-LM",
+            "spellings of other programs",
+        )
+    ]
+    assert len(parser) == 874  # spellings of its parser at d98e8a64 without --help, - and _ taken as one
+    for name, flag in known.items():
+        assert flag.group and (flag.reason or flag.verdict in (DEPENDENT, "+")), name
+        if flag.verdict == DEPENDENT:
+            assert any(f.feature == flag.feature and f.verdict in (REFUSED, WARNED) for f in known.values()), name
+        if flag.verdict == NO_EFFECT:
+            assert "yet" not in flag.reason, f"{name}: what is not here yet is refused or warned of"
+
+
+def test_help_names_the_options() -> None:
+    run = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert (
+        run.returncode == 0
+        and "--tensor-model-parallel-size" in run.stdout
+        and "--no-overlap-grad-reduce" in run.stdout
+    )
+
+
+def test_files_that_are_not_there_are_in_the_same_list(tmp_path: Path) -> None:
+    lost = [
+        "--data-path",
+        "0.3",
+        str(tmp_path / "a"),
+        "0.7",
+        str(tmp_path / "b"),
+        "--tokenizer-type",
+        "Llama2Tokenizer",
+    ]
+    lost += ["--tokenizer-model", str(tmp_path / "none.model")]
+    words = [word for word in GOOD if word != "--mock-data"] + lost
+    for more, code, lines in (([], 3, 3), (["--bf16", "--fp16", "--lr", "x"], 2, 5)):
+        run = subprocess.run(
+            [sys.executable, "pretrain_gpt.py", *words, *more], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        told = run.stderr.splitlines()
+        assert run.returncode == code and len(told) == lines, run.stderr
+        assert sum("No such file or directory" in line for line in told) == 3
+
+
+def test_what_would_change_the_training_is_not_taken_in_silence() -> None:
+    given = [*GOOD, "--load", "x"]
+    old = cli.read([*given, "--override-lr-scheduler"], PRESETS)[0]  # the spelling of older scripts
+    assert old.checkpoint.override_opt_param_scheduler
+    old = cli.read([*given, "--use-checkpoint-lr-scheduler"], PRESETS)[0]
+    assert old.checkpoint.use_checkpoint_opt_param_scheduler
+    assert "main weights begin as the weights" in problems_of([*given, "--load-main-params-from-ckpt"])[0]
+    assert "--position-embedding-type" in problems_of([*GOOD, "--rope-type", "yarn"])[0]
+    assert problems_of([*GOOD, "--rope-type", "rope"]) == []
+    assert cli.read_all([*GOOD, "--ddp-reduce-scatter-with-fp32-accumulation"], PRESETS).warnings
+
+
+def test_one_rank_tells_the_notes(tmp_path: Path) -> None:
+    words = [*GOOD, "--sequence-parallel", "--dry-run", "--save", str(tmp_path)]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    told = []
+    for rank in "01":
+        run = subprocess.run(
+            [sys.executable, "pretrain_gpt.py", *words],
+            cwd=ROOT,
+            env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert run.returncode == 0, run.stderr
+        told.append(run.stderr.count("note: "))
+    assert told[0] > 0 and told[1] == 0

@@ -1,0 +1,403 @@
+"""The command line: Megatron-LM's spellings, every problem at once, exit code 2, no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megatron_lines import LINES
+
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.megatron_flags import OPTION, known_flags
+from megalite.config.options import ConfigError, build, options, padded_vocab_size
+from megalite.config.toml import parse_toml, to_toml
+from megalite.models.families import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16
+ --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100"""
+
+# flags added to GOOD -> what the one message must contain (name=value and the remedy's key word)
+BAD: list[tuple[str, str]] = [
+    ("--num-layers 0", "num_layers=0"),
+    ("--hidden-size 65", "hidden_size=65 is not a multiple"),
+    ("--tensor-model-parallel-size 3", "use 1, 2 or 4"),
+    ("--tensor-model-parallel-size 0", "tensor_model_parallel_size=0"),
+    ("--group-query-attention --num-query-groups 3", "num_query_groups=3 does not divide"),
+    ("--ffn-hidden-size 129 --tensor-model-parallel-size 2", "ffn_hidden_size=129"),
+    ("--seq-length 31 --tensor-model-parallel-size 2", "seq_length=31"),
+    ("--max-position-embeddings 16", "max_position_embeddings=16 is below"),
+    ("--hidden-dropout 1.0", "hidden_dropout=1.0"),
+    ("--attention-dropout 2", "attention_dropout=2.0"),
+    ("--hidden-dropout -0.1", "hidden_dropout=-0.1 is negative"),
+    ("--rotary-percent 0", "rotary_percent=0.0"),
+    ("--rotary-percent 1.5", "rotary_percent=1.5"),
+    ("--position-embedding-type rope --rotary-percent 0.2", "odd number"),
+    ("--no-position-embedding", "position_embedding_type=learned_absolute; use none, or rope"),
+    ("--position-embedding-type mrope", "position_embedding_type='mrope' is not one of"),
+    ("--position-embedding-type relative", "position_embedding_type='relative' is not one of"),
+    ("--position-embedding-type rope --no-rope-freq 0", "no_rope_freq=0 is below 1"),
+    ("--position-embedding-type rope --no-rope-freq [1,0]", "no_rope_freq=[1,0] has 2 numbers for 4 layers"),
+    ("--position-embedding-type yarn --kv-channels 15", "odd number"),
+    ("--position-embedding-type yarn --rotary-percent 0.5", "rotary_percent=0.5 with position_embedding_type=yarn"),
+    (
+        "--position-embedding-type yarn --rotary-interleaved",
+        "rotary_interleaved=True with position_embedding_type=yarn",
+    ),
+    ("--position-embedding-type yarn --use-rope-scaling", "use_rope_scaling=True with position_embedding_type=yarn"),
+    (
+        "--position-embedding-type yarn --rotary-seq-len-interpolation-factor 2",
+        "rotary_seq_len_interpolation_factor=2.0 with position_embedding_type=yarn",
+    ),
+    ("--position-embedding-type yarn --yarn-beta-slow 40", "yarn_beta_fast=32 is not above yarn_beta_slow=40"),
+    ("--position-embedding-type yarn --rotary-base 1", "rotary_base=1.0 turns all channels alike"),
+    ("--rotary-seq-len-interpolation-factor 0", "rotary_seq_len_interpolation_factor=0"),
+    ("--recompute-activations --recompute-modules moe_act", "recompute_modules=moe_act is no part of a dense block"),
+    ("--recompute-activations --recompute-modules mlp mla_up_proj", "use core_attn, layernorm, mlp"),
+    ("--context-parallel-size 2", "context_parallel_size=2"),
+    ("--pipeline-model-parallel-size 8", "is above num_layers=4"),
+    ("--num-virtual-stages-per-pipeline-rank 2", "virtual pipeline stages need"),
+    ("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline stages need"),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "does not divide the 2 layers"),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
+        "give one",
+    ),
+    ("--train-samples 100", "exclude each other"),
+    ("--lr-decay-samples 100", "use lr_decay_iters"),
+    ("--lr-warmup-samples 100", "use lr_warmup_iters"),
+    ("--lr-warmup-iters 20", "lr_warmup_iters=20 is not below"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "give one"),
+    ("--lr-warmup-fraction 1.5", "lr_warmup_fraction=1.5"),
+    ("--lr-warmup-init 5", "lr_warmup_init=5.0 is above lr"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-warmup-fraction 0.9", "lr_wsd_decay_iters=2 is longer"),
+    ("--peak-tflops 0", "peak_tflops=0 is too small"),
+    ("--distributed-timeout-minutes 1e300", "longer than any collective"),
+    ("--distributed-backend nccl --device cpu", "use gloo"),
+    ("--distributed-backend mpi", "distributed_backend=mpi is in no torch wheel"),
+    ("--keep-last 1", "keep_last=1 has no effect"),
+    ("--exit-on-missing-checkpoint", "add --load"),
+    ("--num-layers x", "num_layers='x' is not an int"),
+    ("--min-lr 1.0", "min_lr=1.0 is above"),
+    ("--lr nan", "lr=nan is not finite"),
+    ("--lr inf", "lr=inf is not finite"),
+    ("--lr -1", "lr=-1.0 is negative"),
+    ("--lr x", "lr='x' is not a float"),
+    ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2", "lr_wsd_decay_iters=9 is longer"),
+    ("--lr-decay-style round", "lr_decay_style='round' is not one of"),
+    ("--swiglu --hidden-size 16", "give --ffn-hidden-size"),
+    ("--adam-beta1 1.0", "adam_beta1=1.0"),
+    ("--adam-beta2 1.5", "adam_beta2=1.5"),
+    ("--exp-avg-dtype bf16 --optimizer sgd", "exp_avg_dtype=bf16 is for the AdamW that is built in"),
+    ("--exp-avg-sq-dtype fp8", "exp_avg_sq_dtype='fp8' is not one of"),
+    ("--weight-decay -1", "weight_decay=-1.0"),
+    ("--clip-grad -1", "clip_grad=-1.0"),
+    ("--bf16 --fp16", "bf16 and fp16 exclude"),
+    ("--recompute-granularity full", "needs --recompute-method"),
+    ("--recompute-method block", "no effect"),
+    ("--rampup-batch-size 4 4", "three numbers"),
+    ("--rampup-batch-size 4 5 100", "is not reached"),
+    ("--rampup-batch-size 32 4 100", "is not reached"),
+    ("--save-interval 0 --save x", "save_interval=0"),
+    ("--data-path x", "mock_data and data_path"),
+    ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
+    ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model"),
+    ("--tokenizer-type GPT2BPETokenizer", "needs --vocab-file"),
+    ("--vocab-file v.json", "vocab_file=v.json is half of GPT-2's tokenizer; give --merge-file too"),
+    ("--merge-file m.txt", "merge_file=m.txt is half of GPT-2's tokenizer; give --vocab-file too"),
+    ("--tokenizer-type BertWordPieceCase", "tokenizer_type=BertWordPieceCase is not supported: BERT's; use"),
+    ("--tokenizer-type MultimodalTokenizer", "images are not supported"),
+    ("--tokenizer-type NullMultimodalTokenizer", "use NullTokenizer"),
+    ("--tokenizer-type SFTTokenizer", "conversations are not supported"),
+    ("--dataloader-type external", "dataloader_type=external is not supported: it takes a loader of your own"),
+    ("--padded-vocab-size 0", "padded_vocab_size=0 is too small"),
+    ("--padded-vocab-size 90 --tensor-model-parallel-size 4", "does not divide padded_vocab_size=90"),
+    ("--split a,b", "split='a,b' is not up to three numbers"),
+    ("--tokenizer-type Magic", "tokenizer_type='Magic' is not one of"),
+    ("--micro-batch-size 0", "micro_batch_size=0"),
+    ("--log-interval 0", "log_interval=0"),
+    ("--vocab-size 0", "vocab_size=0"),
+    ("--num-layer 3", "did you mean --num-layers?"),
+    ("--tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size?"),
+    ("--num-experts 8", "experts are not supported"),
+    ("--window-size 7", "window_size=7 is not two numbers; give LEFT,RIGHT"),
+    ("--window-size 7,0,0", "window_size=7,0,0 is not two numbers"),
+    ("--window-size 7,x", "window_size=['7,x'] is not an ints"),
+    ("--window-size 7,1", "window_size=7,1 has 1 on the right, where a causal model sees nothing; use 7,0"),
+    ("--window-size 7,-2", "window_size=7,-2 has -2 on the right"),
+    ("--window-size 0,0", "window_size=0,0 leaves a token itself alone; give at least 1,0"),
+    ("--window-size=-2,0", "window_size=-2,0 is no window; give at least 1,0, or -1,0 for no limit"),
+    ("--window-attn-skip-freq 2", "window_attn_skip_freq=2 has no effect; add --window-size"),
+    ("--window-size 7,0 --window-attn-skip-freq 0", "window_attn_skip_freq=0 is below 1"),
+    ("--window-size 7,0 --window-attn-skip-freq 1", "window_attn_skip_freq=1 leaves no layer with the window"),
+    ("--window-size 7,0 --window-attn-skip-freq [1,0]", "has 2 numbers for 4 layers; give one for each"),
+    ("--window-size 7,0 --window-attn-skip-freq [2]*4", "is neither a number nor a list of 0 and 1"),
+    ("--window-size 7,0 --window-attn-skip-freq exit()", "window_attn_skip_freq=exit() is neither"),
+    ("--fp8-format hybrid", "use --bf16"),
+    ("--batch-size 3", "use --micro-batch-size"),
+    ("--trust-remote-code", "may run code"),
+    ("--preset gpt9", "preset='gpt9' is unknown"),
+    ("--config /no/such.toml", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize("flags,message", BAD, ids=[b[0] for b in BAD])
+def test_a_bad_configuration_is_refused_with_value_rule_and_remedy(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cli.read([*GOOD.split(), *flags.split()], PRESETS)
+    assert any(message in problem for problem in error.value.problems), error.value.problems
+    assert all("\n" not in problem for problem in error.value.problems)
+
+
+def test_gpt2s_two_files_are_the_default_tokenizer() -> None:
+    both = "--vocab-file v.json --merge-file m.txt"
+    config, notes = cli.read([*GOOD.split(), *both.split()], PRESETS)
+    assert config.data.tokenizer_type == "GPT2BPETokenizer" and notes == []
+    assert build(parse_toml(to_toml(config), "x")) == config
+    config, notes = cli.read([*GOOD.split(), *both.split(), "--tokenizer-type", "NullTokenizer"], PRESETS)
+    assert config.data.tokenizer_type == "NullTokenizer"
+    assert notes == [
+        f"{x} has no effect with --tokenizer-type NullTokenizer" for x in ("vocab_file=v.json", "merge_file=m.txt")
+    ]
+
+
+@pytest.mark.parametrize(
+    "tokenizer,size",
+    [
+        ("", 8192),
+        ("--tokenizer-type NullTokenizer", 8192),
+        ("--tokenizer-type NullTokenizer --vocab-size 99", 99),
+        ("--tokenizer-type ByteTokenizer", None),
+        ("--vocab-file v.json --merge-file m.txt", None),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model x.model", None),
+        ("--tokenizer-type ByteTokenizer --vocab-size 300", 300),
+    ],
+)
+def test_a_presets_vocabulary_is_for_runs_without_a_tokenizer(tokenizer: str, size: int | None) -> None:
+    flags = "--preset tiny --mock-data --micro-batch-size 1 --train-iters 1"
+    assert cli.read([*flags.split(), *tokenizer.split()], PRESETS)[0].data.vocab_size == size
+
+
+def test_an_unknown_preset_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as error:
+        cli.read("--preset gpt9 --micro-batch-size 1 --train-iters 1 --mock-data --vocab-size 9".split(), PRESETS)
+    (problem,) = error.value.problems
+    assert problem.startswith("preset='gpt9' is unknown; use one of gpt2, ")
+
+
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_a_preset_to_try_out_has_a_rate_which_a_flag_changes(name: str) -> None:
+    flags = f"--preset {name} --mock-data --micro-batch-size 1 --train-iters 1"
+    assert cli.read(flags.split(), PRESETS)[0].optim.lr == PRESETS[name]["lr"]
+    assert cli.read([*flags.split(), "--lr", "7e-5"], PRESETS)[0].optim.lr == 7e-5
+
+
+def test_rows_of_the_embedding_can_be_given() -> None:
+    for tp in ("1", "2"):
+        flags = ["--padded-vocab-size", "160", "--tensor-model-parallel-size", tp]
+        model = cli.read([*GOOD.split(), *flags], PRESETS)[0].model
+        assert padded_vocab_size(97, model.make_vocab_size_divisible_by, int(tp)) == 160
+
+
+def test_a_flag_without_its_value_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as error:
+        cli.read([*GOOD.split(), "--window-size", "--bf16"], PRESETS)
+    (problem,) = error.value.problems
+    assert problem.startswith("--window-size needs a value")
+
+
+def test_a_save_without_an_interval_is_told_to_be_only_at_the_end() -> None:
+    _, notes = cli.read([*GOOD.split(), "--save", "x"], PRESETS)
+    assert notes == ["save=x without --save-interval saves only when the run ends or stops; a crash loses all"]
+    assert cli.read([*GOOD.split(), "--save", "x", "--save-interval-mins", "9"], PRESETS)[1] == []
+
+
+NO_EFFECT = {
+    "--num-query-groups 2": ["num_query_groups=2 has no effect without --group-query-attention"],
+    "--no-rope-freq 2": ["no_rope_freq=2 has no effect without --position-embedding-type rope"],
+    "--position-embedding-type rope --mscale 0.7 --yarn-beta-fast 8": [
+        "yarn_beta_fast=8.0 has no effect without --position-embedding-type yarn",
+        "mscale=0.7 has no effect without --position-embedding-type yarn",
+    ],
+    "--recompute-modules mlp": ["recompute_modules=mlp has no effect without --recompute-granularity selective"],
+    "--recompute-activations --recompute-modules moe shared_experts mlp": [],  # of experts that a dense model has not
+    # values that mean nothing out of the ordinary
+    "--mscale 1.0 --mscale-all-dim 0 --rotary-scaling-factor 1.0 --rotary-seq-len-interpolation-factor 1": [],
+    "--position-embedding-type rope --no-position-embedding": [],
+    "--position-embedding-type none --no-position-embedding": [],
+}
+
+
+@pytest.mark.parametrize("flags", NO_EFFECT)
+def test_what_megatron_takes_in_silence_is_a_note(flags: str) -> None:
+    assert cli.read([*GOOD.split(), *flags.split()], PRESETS)[1] == NO_EFFECT[flags]
+
+
+# what a line leaves open -> what Megatron-LM makes of it
+MEANS: dict[str, dict[str, object]] = {
+    "": {"activation": "gelu"},
+    "--disable-bias-linear": {"activation": "gelu_erf"},
+    "--no-bias-gelu-fusion": {"activation": "gelu_erf"},
+    "--add-qkv-bias --disable-bias-linear": {"activation": "gelu_erf"},
+    "--no-bias-gelu-fusion --openai-gelu": {"activation": "gelu"},
+    "--swiglu --disable-bias-linear": {"activation": "swiglu"},
+    "--disable-bias-linear --openai-gelu --swiglu --no-bias-gelu-fusion": {"activation": "swiglu"},
+    "--squared-relu --disable-bias-linear": {"activation": "squared_relu"},
+    "--activation gelu --disable-bias-linear": {"activation": "gelu"},
+    "--activation gelu_erf": {"activation": "gelu_erf"},
+    "--preset gpt2 --disable-bias-linear": {"activation": "gelu_erf"},
+    "--preset tiny": {"activation": "swiglu", "groups": 4},
+    "--preset tiny --num-query-groups 2": {"groups": 2},
+    "--group-query-attention": {"groups": 1},
+    "--group-query-attention --num-query-groups 2": {"groups": 2},
+    "--num-query-groups 2": {"groups": 4},
+    "--use-rotary-position-embeddings --no-position-embedding": {"rotary": (True,) * 4},
+    "--no-position-embedding --position-embedding-type rope": {"rotary": (True,) * 4},
+    "--position-embedding-type rope --no-rope-freq 2": {"rotary": (True, False) * 2},
+    "--position-embedding-type rope --no-rope-freq ([0]*3+[1]*1)*1": {"rotary": (True, True, True, False)},
+    "--position-embedding-type none --no-rope-freq 2": {"rotary": (False,) * 4},
+}
+
+
+@pytest.mark.parametrize("flags", MEANS)
+def test_what_a_line_leaves_open_is_what_megatron_makes_of_it(flags: str, tmp_path: Path) -> None:
+    """And the run's own TOML file says it again."""
+    config, _ = cli.read([*GOOD.split(), *flags.split()], PRESETS)
+    assert {name: getattr(config.model, name) for name in MEANS[flags]} == MEANS[flags]
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(config))
+    assert cli.read(["--config", str(path)], PRESETS)[0] == config
+    assert build(parse_toml(to_toml(config), "x")) == config
+
+
+def test_what_an_older_checkpoint_stores_keeps_its_meaning() -> None:
+    """Before `completed`, gelu was the tanh form and there were as many groups as heads, unless it said otherwise."""
+    stored = "num_layers = 1\nhidden_size = 64\nnum_attention_heads = 4\nadd_bias_linear = false\n"
+    model = build(parse_toml(stored + "group_query_attention = true", "x")).model
+    assert (model.activation, model.groups) == ("gelu", 4)
+
+
+def test_all_problems_come_at_once_and_before_torch() -> None:
+    flags = [*GOOD.split(), "--hidden-dropout", "3", "--min-lr", "9", "--bf16", "--fp16"]
+    with pytest.raises(ConfigError) as error:
+        cli.read(flags, PRESETS)
+    assert len(error.value.problems) == 3
+    more = ["--hidden-sise", "4", "--train-iters", "x", "--lr-decay-style", "round"]
+    with pytest.raises(ConfigError) as error:
+        cli.read([*flags, *more], PRESETS)
+    assert len(error.value.problems) == 6
+    code = (
+        "import sys\nfrom megalite.config import cli\nfrom megalite.models.families import PRESETS\n"
+        "try:\n    cli.parse(sys.argv[1:], PRESETS)\nfinally:\n    print('torch' in sys.modules)"
+    )
+    for options_ in ([], ["-O"]):
+        words = [sys.executable, *options_, "-c", code, *flags]
+        result = subprocess.run(words, capture_output=True, text=True, timeout=30, cwd=ROOT)
+        assert result.returncode == 2 and result.stdout == "False\n" and result.stderr.count("pretrain_gpt.py:") == 3
+
+
+@pytest.mark.parametrize("spelt", ["7,0", "(7,0)", "7 0", "(7, 0)"])
+def test_a_window_is_spelt_as_megatrons_or_as_two_words(spelt: str) -> None:
+    words = [spelt] if "(" in spelt else spelt.split()
+    config, notes = cli.read([*GOOD.split(), "--window-size", *words, "--window-attn-skip-freq", "3"], PRESETS)
+    assert config.model.windows == (8, 8, None, 8) and notes == []
+    assert build(parse_toml(to_toml(config), "x")) == config
+    config, notes = cli.read([*GOOD.split(), "--window-size=31,0", "--window-attn-skip-freq=[0]*2+[1]*2"], PRESETS)
+    assert config.model.windows == (None, None, 32, 32)
+    assert notes == ["window_size=31,0 has no effect on sequences of 32 tokens"]
+
+
+@pytest.mark.parametrize("world,message", [(3, "world size 3"), (16, "use 16 or 32")])
+def test_what_depends_on_the_world_size(world: int, message: str) -> None:
+    config, _ = cli.read([*GOOD.split(), "--tensor-model-parallel-size", "2", "--global-batch-size", "20"], PRESETS)
+    assert any(message in problem for problem in check(config, world))
+    assert check(config, 4) == []
+
+
+@pytest.mark.parametrize("name", sorted(LINES))
+def test_megatron_lines_parse_with_notes(name: str) -> None:
+    world, line = LINES[name]
+    config, notes = cli.read(line.split(), PRESETS)
+    assert check(config, world) == []
+    assert any("--use-mcore-models" in note and note.startswith("no effect here: ") for note in notes)
+
+
+def test_layers_of_precedence(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'preset = "tiny"\nlr = 0.5\n[model]\nnum_layers = 3\n[train]\nmicro_batch_size = 2\ntrain_iters = 5\n'
+    )
+    config, _ = cli.read(["--config", str(path), "--mock-data", "--num-layers", "2"], PRESETS)
+    assert (config.model.num_layers, config.model.hidden_size, config.optim.lr) == (2, 256, 0.5)
+    again = build(parse_toml(to_toml(config), "x"))
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ('lr = "3e-4"', "lr='3e-4' is not a float"),
+        ("num_layers = 2.5", "num_layers=2.5 is not an int"),
+        ("num_layers = true", "num_layers=True is not an int"),
+        ("[model]\nlr = 1.0", "belongs in [optim]"),
+        ("lr = 1.0\nlr = 2.0", "is not TOML"),
+        ("lr = 1.0\n[optim]\nlr = 2.0", "given twice"),
+        ("[modle]\nx = 1", "unknown section"),
+        ("colour = 1", "unknown key colour"),
+    ],
+)
+def test_a_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        cli.read([*[w for w in GOOD.split()], "--config", str(path)], PRESETS)
+    assert message in str(error.value)
+
+
+def test_a_flag_has_one_meaning() -> None:
+    ours = [flag for _, f in options() for flag, _ in cli.spellings(f)]
+    assert len(ours) == len(set(ours))
+    listed = {flag for flag, known in known_flags().items() if known.verdict == OPTION}
+    assert listed <= set(ours), "in megatron_flags.txt as options, and there is none"
+    assert not set(ours) & (known_flags().keys() - listed), "options that megatron_flags.txt knows as no option"
+
+
+def test_the_padded_vocabulary_does_not_depend_on_usual_tp() -> None:
+    assert {padded_vocab_size(50257, 128, tp) for tp in (1, 2, 4, 8, 16, 64, 128)} == {50304}
+    assert padded_vocab_size(100, 1, 3) == 102
+
+
+def test_documents_and_examples_are_up_to_date() -> None:
+    for page, flags in (("docs/flags.md", []), ("docs/megatron.md", ["--megatron"])):
+        words = [sys.executable, "tools/document_flags.py", *flags]
+        made = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
+        assert made.stdout == (ROOT / page).read_text(), f"python tools/document_flags.py {' '.join(flags)} > {page}"
+    worlds = {"llama2_70b_64gpu.toml": 64}
+    found = sorted((ROOT / "examples").glob("*.toml"))
+    assert len(found) >= 3
+    for path in found:
+        extra = [] if "data_path" in path.read_text() else ["--mock-data"]
+        config, _ = cli.read(["--config", str(path), *extra], PRESETS)
+        assert check(config, worlds.get(path.name, 1)) == []
+
+
+@pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "examples").glob("*.toml")))
+def test_examples_dry_run(path: str) -> None:
+    words = [sys.executable, "pretrain_gpt.py", "--config", f"examples/{path}", "--dry-run"]
+    text = (ROOT / "examples" / path).read_text()
+    env_world = {"RANK": "0", "WORLD_SIZE": "64" if "64gpu" in path else "1", "LOCAL_RANK": "0"}
+    env_world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "PATH": "", "OMP_NUM_THREADS": "1"}
+    if "tokenizer_model" in text:  # the quickstart's data may not be there: the plan needs only a vocabulary
+        kept = [line for line in text.splitlines() if not line.startswith(("data_path", "tokenizer_", "split"))]
+        copy = ROOT / "runs" / f".{path}"
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text("\n".join(kept).replace("[data]", "[data]\nvocab_size = 8000\nmock_data = true"))
+        words[3] = str(copy)
+    else:
+        words += ["--mock-data"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env_world)
+    assert result.returncode == 0 and "layers per stage" in result.stdout, result.stderr

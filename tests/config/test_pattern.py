@@ -1,0 +1,62 @@
+"""Patterns of layers: what Megatron-LM's expressions mean, without running them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.config.pattern import read_pattern, write_pattern
+
+lists = st.recursive(  # (text, what it means)
+    st.lists(st.sampled_from([0, 1]), max_size=4).map(lambda bits: (str(bits), bits)),
+    lambda inner: (
+        st.tuples(inner, inner).map(lambda ab: (f"({ab[0][0]}+{ab[1][0]})", ab[0][1] + ab[1][1]))
+        | st.tuples(inner, st.integers(0, 3)).map(lambda an: (f"{an[0][0]} * {an[1]}", an[0][1] * an[1]))
+        | st.tuples(st.integers(0, 3), inner).map(lambda na: (f"({na[0]}*{na[1][0]})", na[0] * na[1][1]))
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lists)
+def test_an_expression_means_what_python_says(pair: tuple[str, list[int]]) -> None:
+    text, want = pair
+    assert read_pattern(text, len(want)) == tuple(map(bool, want))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=20))
+def test_what_is_written_reads_back(bits: list[bool]) -> None:
+    assert read_pattern(write_pattern(bits), len(bits)) == tuple(bits)
+
+
+def test_a_number_is_how_many_layers_apart() -> None:
+    """As in Megatron-LM, where layers count from 1: layer n has no window where n % N == 0."""
+    assert read_pattern("4", 9) == tuple(n % 4 != 0 for n in range(1, 10))
+    assert write_pattern([True, True, True, False] * 2) == "4" and write_pattern([True] * 5) == "[1]*5"
+    assert write_pattern([False, True] * 3) == "[0,1]*3" and write_pattern([False] * 4 + [True]) == "[0]*4+[1]"
+
+
+@pytest.mark.parametrize(
+    "text,says",
+    [
+        ("0", "below 1"),
+        ("-2", "below 1"),
+        ("", "neither a number nor a list"),
+        ("[1]*(2)*x", "neither"),
+        ("[1.0]", "neither"),
+        ("[True]", "neither"),
+        ("[1]*-1", "neither"),
+        ("[1]*1000000000", "neither"),
+        ("[1]*99999*99999*99999", "neither"),
+        ("'ab'*2", "neither"),
+        ("__import__('os')", "neither"),
+        ("(" * 3000 + "[1]" + ")" * 3000, "neither"),
+        ("[1,0]", "has 2 numbers for 3 layers"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_pattern(text, 3)

@@ -1,0 +1,293 @@
+"""Generated text: transformers' greedy text for every family, the same under every layout, and what is drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hugging_face_cases import MODELS, S, V, collection
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from megalite.checkpoint.format import writer
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.config import cli
+from megalite.generate.generation import continue_texts, load_model
+from megalite.generate.sampling import Sampling, choose, distribution, uniform
+from megalite.interop.hugging_face.model_files import open_model, stop_ids
+from megalite.kernels.attention import attention
+from megalite.kernels.cached_attention import cached_attention
+from megalite.models.families import PRESETS
+from megalite.models.gpt import Batch, Stage
+from megalite.nn.cache import KeyValueCache
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.train.setup import SetupError, build_stages
+
+ROOT = Path(__file__).resolve().parents[2]
+GREEDY = Sampling()
+PROMPTS = [[5, 17, 60], [11], [40, 41, 42, 43, 44, 3, 9], [7, 90, 8, 6]]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """(model of transformers, the directory it is saved in with a tokenizer of as many tokens as it has rows)."""
+    return collection(tmp_path_factory.mktemp("hf"), tokenizer=True)
+
+
+def their_text(model: Any, prompt: list[int], most: int, stops: list[int] | int = 2) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=most,
+            eos_token_id=stops,
+            pad_token_id=0,
+        )
+    return found[0].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_that_of_transformers(models, name: str) -> None:
+    theirs, folder = models(name)
+    found = continue_texts(load_model(folder, Mesh.alone()), PROMPTS, NEW, GREEDY)
+    assert [text.ids for text in found] == [their_text(theirs, prompt, NEW) for prompt in PROMPTS]
+    assert [text.begin for text in found] == [len(prompt) for prompt in PROMPTS]
+    assert len({tuple(text.ids[text.begin :]) for text in found}) > 1
+
+
+def test_a_text_ends_at_the_id_that_ends_a_document(models, tmp_path: Path) -> None:
+    theirs, folder = models("llama")
+    model = load_model(folder, Mesh.alone())
+    plain = [text.ids for text in continue_texts(model, PROMPTS, NEW, GREEDY)]
+    stops = [plain[0][5], plain[2][9]]  # ids that come up on the way
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    model = load_model(tmp_path, Mesh.alone())
+    assert model.stops == {2, *stops}
+    found = continue_texts(model, PROMPTS, NEW, GREEDY)
+    assert [text.ids for text in found] == [their_text(theirs, prompt, NEW, [2, *stops]) for prompt in PROMPTS]
+    assert found[0].stop == "eod" and len(found[0].ids) <= 6
+    assert {text.stop == "eod" for text in found} == {text.ids[-1] in model.stops for text in found}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "2"}))
+    with pytest.raises(CheckpointError, match="eos_token_id='2' is no token id"):
+        stop_ids(tmp_path)
+
+
+def test_a_text_ends_with_the_positions_and_prompts_must_leave_one(models) -> None:
+    theirs, folder = models("gpt2")
+    model = load_model(folder, Mesh.alone())
+    long = [1 + i % 90 for i in range(S - 3)]
+    (found, short) = continue_texts(model, [long, [5]], 10, GREEDY)
+    assert len(found.ids) == S and found.stop == "length" and len(short.ids) <= 11
+    with torch.no_grad():  # the last token from the last position but one
+        assert found.ids[-1] == int(theirs(torch.tensor([found.ids[:-1]])).logits[0, -1].argmax())
+    for prompt in ([], [1] * S):
+        with pytest.raises(SetupError, match=f"prompt 0 has {len(prompt)} tokens, the model 48 positions"):
+            continue_texts(model, [prompt], 1, GREEDY)
+
+
+# ---- layouts
+
+HOT = Sampling(temperature=1.3, top_k=60, top_p=0.95, seed=7)
+
+
+def _texts(folder: str, tp: int, pp: int) -> list[list[list[int]]]:
+    model = load_model(folder, build_mesh(tp=tp, pp=pp, device=torch.device("cpu")))
+    return [[t.ids for t in continue_texts(model, PROMPTS, NEW, sampling)] for sampling in (GREEDY, HOT)]
+
+
+LAYOUTS = [(2, 2), (2, 1), (1, 2), (4, 1)]
+CASES = [(name, *at) for name in ("llama", "gpt2", "qwen2", "gpt_neox") for at in LAYOUTS]  # qwen2: one group of heads
+
+
+@pytest.mark.parametrize("name,tp,pp", [*CASES, ("qwen2 window", 2, 2)])
+def test_every_rank_of_every_layout_has_the_same_texts(models, name: str, tp: int, pp: int) -> None:
+    _, folder = models(name)
+    alone = _texts(str(folder), 1, 1)
+    assert alone[0] != alone[1]
+    for texts in run_ranks(tp * pp, _texts, str(folder), tp, pp):
+        assert texts == alone
+
+
+def test_a_layout_that_does_not_fit_is_refused(models) -> None:
+    with pytest.raises(AssertionError, match="SetupError: tensor_model_parallel_size=3 does not divide num_attention"):
+        run_ranks(3, _texts, str(models("llama")[1]), 3, 1)
+
+
+def test_a_checkpoint_says_the_same_as_the_directory_it_came_from(models, tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    import convert_checkpoint
+
+    _, folder = models("qwen3")
+    assert convert_checkpoint.main(["--from-hf", str(folder), "--save", str(tmp_path)]) == 0
+    assert _texts(str(tmp_path), 1, 1) == _texts(str(folder), 1, 1)
+
+
+# ---- the cache
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.sampled_from([1, 3]),
+    st.integers(2, 9),
+    st.none() | st.integers(1, 10),
+    st.data(),
+)
+def test_attention_to_a_cache_is_attention(
+    B: int, G: int, repeat: int, T: int, window: int | None, data: st.DataObject
+) -> None:
+    """A few queries per sample, at a place of its own; what lies behind them, or before the window, does not matter."""
+    torch.manual_seed(0)
+    q = torch.randn(T, B, G * repeat, 4, dtype=torch.float64)
+    k, v = torch.randn(2, T, B, G, 4, dtype=torch.float64)
+    want = attention(q, k, v, scale=0.3, window=window)
+    S_new = data.draw(st.integers(1, T))
+    begins = [data.draw(st.integers(0, T - S_new)) for _ in range(B)]
+    places = torch.tensor(begins) + torch.arange(S_new).unsqueeze(1)
+    samples = torch.arange(B)
+    for b, begin in enumerate(begins):
+        k[begin + S_new :, b] = v[begin + S_new :, b] = 1e6
+        if window is not None:
+            before = max(0, begin - window + 1)
+            k[:before, b] = v[:before, b] = 1e6
+    got = cached_attention(q[places, samples], k, v, places, scale=0.3, window=window)
+    torch.testing.assert_close(got, want[places, samples], rtol=1e-12, atol=1e-12)
+
+
+def stage_of_line(flags: str) -> Stage:
+    line = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size 1 --lr 1
+     --train-iters 1 --mock-data --vocab-size {V} --init-method-std 0.3"""
+    config, _ = cli.read([*line.split(), *flags.split()], PRESETS)
+    return build_stages(config, Mesh.alone(), V, torch.float64)[0].eval()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "llama yarn", "llama linear", "gpt2", "qwen2 window"),
+        "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5 --no-rope-freq 2 --qk-layernorm",
+        "--position-embedding-type yarn --rotary-scaling-factor 4 --no-rope-freq [1,0,0] --window-size 5,0",
+    ],
+)
+def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> None:
+    own = name.startswith("--")
+    stage = stage_of_line(name) if own else load_model(models(name)[1], Mesh.alone(), torch.float64).stage
+    tokens_SB = torch.randint(0, V, (20, 3), generator=torch.Generator().manual_seed(3))
+    zero = torch.zeros(3, dtype=torch.int64)
+    with torch.no_grad():
+        want = stage(None, Batch(tokens_SB, None, None, zero, 0))
+        cache, got, begins = KeyValueCache(24, zero), [], torch.tensor([3, 9, 5])
+        for i in range(11):
+            places = torch.arange(12)[:, None].expand(-1, 3) if i == 0 else (begins + i)[None]
+            cache.go_to(places, places.device)
+            chosen = begins if i == 0 else zero
+            new = tokens_SB[places, torch.arange(3)]
+            got.append(stage(None, Batch(new, None, None, zero, 0, places, None, cache, chosen))[0])
+    for i, logits_BV in enumerate(got):
+        torch.testing.assert_close(logits_BV, want[begins + i, torch.arange(3)], rtol=1e-9, atol=1e-9)
+
+
+# ---- drawing
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 30), st.floats(0.1, 3.0), st.integers(0, 40), st.floats(0.05, 1.0))
+def test_what_is_left_to_choose_from_is_what_transformers_leaves(
+    seed: int, size: int, temperature: float, top_k: int, top_p: float
+) -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * torch.randn(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    p, order = distribution(logits, Sampling(temperature, top_k, top_p))
+    ids: Any = None
+    want = TemperatureLogitsWarper(temperature)(ids, logits)
+    want = TopKLogitsWarper(min(top_k, size))(ids, want) if top_k else want
+    want = TopPLogitsWarper(top_p)(ids, want) if top_p < 1 else want
+    torch.testing.assert_close(torch.zeros_like(p).scatter(-1, order, p), want.softmax(-1), rtol=1e-9, atol=1e-12)
+    drawn = choose(logits, Sampling(temperature, top_k, top_p, seed), [(0, 1), (1, 1)])
+    assert (want.gather(-1, drawn[:, None]) > float("-inf")).all()
+
+
+def test_draws_follow_the_distribution_and_their_coordinates() -> None:
+    p = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
+    n = 20_000
+    places = [(i % 40, i // 40) for i in range(n)]
+    counts = torch.bincount(choose(p.log().expand(n, -1), Sampling(1.0, seed=3), places), minlength=5)
+    chi2 = float(((counts - n * p) ** 2 / (n * p)).sum())
+    assert chi2 < 18.5  # 4 degrees of freedom: passed by 99.9 %
+    drawn = torch.tensor([[uniform(3, prompt, position) for position in range(200)] for prompt in range(100)])
+    rows = torch.corrcoef(drawn)[~torch.eye(100, dtype=torch.bool)]
+    assert rows.abs().max() < 5.5 / math.sqrt(200)  # prompts know nothing of each other
+    assert abs(float((drawn[:, 1:] * drawn[:, :-1]).mean()) - 0.25) < 0.01
+    assert len({uniform(seed, 0, 0) for seed in range(1000)}) > 995
+
+
+def test_a_prompt_draws_the_same_alone_and_among_others(models) -> None:
+    model = load_model(models("llama")[1], Mesh.alone())
+    together = continue_texts(model, PROMPTS, NEW, HOT)
+    for number, prompt in enumerate(PROMPTS):
+        assert continue_texts(model, [prompt], NEW, HOT, number)[0].ids == together[number].ids
+    assert continue_texts(model, [PROMPTS[0]], NEW, HOT, 9)[0].ids != together[0].ids  # another prompt number
+
+
+# ---- the tool
+
+
+def tool(*flags: str, ok: bool = True) -> str:
+    words = [sys.executable, str(ROOT / "tools/generate.py"), *flags]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if ok else done.stderr
+
+
+def test_the_program_on_one_process_and_on_four(models, tmp_path: Path) -> None:
+    theirs, folder = models("llama")
+    (tmp_path / "some.jsonl").write_text('"w20 of the"\n{"text": "in w33 . was"}\n')
+    flags = ["--load", str(folder), "--prompt", "the w10", "--prompts-file", str(tmp_path / "some.jsonl")]
+    flags += ["--max-new-tokens", "5", "--temperature", "0", "--batch-size", "2", "--device", "cpu"]
+    rows = [json.loads(line) for line in tool(*flags, "--json").splitlines()]
+    assert [row["prompt"] for row in rows] == ["the w10", "w20 of the", "in w33 . was"]
+    assert rows[0]["ids"][:2] == [3, 18] and [row["number"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        begin = len(row["ids"]) - len(row["new_ids"])
+        assert row["ids"] == their_text(theirs, row["ids"][:begin], 5) and row["step"] == 0
+        assert row["stop"] == ("eod" if row["ids"][-1] == 2 else "length") and row["text"]
+    four = ["--nproc", "4", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    assert [json.loads(line) for line in tool(*flags, "--json", *four).splitlines()] == rows
+    plain = tool(*flags).splitlines()
+    assert [line.startswith("[step 0] ") for line in plain] == [True] * 3 and rows[1]["text"] in plain[1]
+
+
+def test_bad_prompts_and_models_are_told_in_one_line(models, tmp_path: Path) -> None:
+    _, folder = models("gpt2")
+    (tmp_path / "a.jsonl").write_text('"x"\n7\n')
+    assert "line 2: no string" in tool("--load", str(folder), "--prompts-file", str(tmp_path / "a.jsonl"), ok=False)
+    long = tool("--load", str(folder), "--prompt", " ".join(["the"] * S), "--device", "cpu", ok=False)
+    assert long == f"generate.py: prompt 0 has {S} tokens, the model {S} positions; shorten it\n"
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    assert "has no tokenizer that fits" in tool("--load", str(tmp_path), ok=False)
+
+
+def test_a_run_without_a_tokenizer_is_refused(models, tmp_path: Path) -> None:
+    theirs = open_model(models("gpt2")[1])
+    toml = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 4\nseq_length = 48\nvocab_size = 93\n"
+    assert theirs.model.num_layers == 2
+    writer.save(tmp_path, 1, [], {"config": toml}, Mesh.alone())
+    with pytest.raises(SetupError, match="was trained without a tokenizer"):
+        load_model(tmp_path, Mesh.alone())

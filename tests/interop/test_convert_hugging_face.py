@@ -1,0 +1,728 @@
+"""Hugging Face to megalite and back: logits as in transformers, tensors bit for bit, under any layout; hostile input."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hugging_face_cases import GPT2, MODELS, SCALED, SHAPE, S, V, collection, make, with_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import convert_checkpoint  # noqa: E402
+
+from megalite.checkpoint.format import reader, writer  # noqa: E402
+from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
+from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
+from megalite.config.options import ModelConfig, build  # noqa: E402
+from megalite.config.pattern import write_pattern  # noqa: E402
+from megalite.config.toml import parse_toml, to_toml  # noqa: E402
+from megalite.generate.generation import load_model  # noqa: E402
+from megalite.interop import logits  # noqa: E402
+from megalite.interop.convert import Ours, compare, saved_model, write_import  # noqa: E402
+from megalite.interop.hugging_face.config_json import choose_family, read_config, write_config  # noqa: E402
+from megalite.interop.hugging_face.model_files import open_model  # noqa: E402
+from megalite.interop.rules import entries, join, specs_of, split  # noqa: E402
+from megalite.models.families import HUGGING_FACE  # noqa: E402
+from megalite.parallel.launch import Ranks  # noqa: E402
+from megalite.parallel.mesh import Mesh  # noqa: E402
+from megalite.parallel.spec import Box, Piece  # noqa: E402
+from megalite.train.setup import build_run  # noqa: E402
+
+TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
+
+
+def tool(*words: object) -> int:
+    return convert_checkpoint.main([str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """(model of transformers, the directory it is saved in)."""
+    return collection(tmp_path_factory.mktemp("hf"))
+
+
+def tokens_BS() -> Tensor:
+    return torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(5))
+
+
+def our_logits(directory: Path) -> Tensor:
+    source = open_checkpoint(directory)
+    return logits.our_logits(source, saved_model(source), tokens_BS(), V)
+
+
+@torch.no_grad()
+def their_logits(model: Any) -> Tensor:
+    return model(tokens_BS()).logits
+
+
+def loaded(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), (
+            name
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_and_the_way_back_keeps_every_bit(models, name: str, tmp_path: Path, capsys) -> None:
+    theirs, folder = models(name)
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 0
+    want = their_logits(theirs)
+    assert want.abs().max() > 1
+    torch.testing.assert_close(our_logits(tmp_path / "ours"), want, rtol=0, atol=TOLERANCE)
+    assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / "back", "--like", folder, "--check") == 0
+    out = capsys.readouterr().out
+    assert out.count("all bits equal") == 2
+    differences = re.findall(r"logits of 96 random tokens differ by at most (\S+) .* the same in 100.00%", out)
+    assert len(differences) == 2 and max(map(float, differences)) < TOLERANCE
+    assert_same_bits(tensors_in(tmp_path / "back"), tensors_in(folder))
+    again = loaded(tmp_path / "back")
+    assert again.config.model_type == name.split()[0] and (again.config.bos_token_id, again.config.eos_token_id) == (
+        1,
+        2,
+    )
+    assert torch.equal(their_logits(again), their_logits(loaded(folder)))
+
+
+def test_scaling_of_rotary_waves_is_seen_by_the_logits(models, tmp_path: Path) -> None:
+    """Without it the test above would fail: the model is sensitive to what it checks."""
+    theirs, folder = models("llama")
+    tool("--from-hf", folder, "--save", tmp_path / "ours")
+    source = open_checkpoint(tmp_path / "ours")
+    state = dict(source.manifest.state)
+    state["config"] = state["config"].replace("use_rope_scaling = true", "use_rope_scaling = false")
+    assert state["config"] != source.manifest.state["config"]
+    pieces = [
+        Piece(
+            name, w.shape, box := Box((0,) * len(w.shape), w.shape), range(box.numel), source.read(name, box).view(-1)
+        )
+        for name, w in source.manifest.tensors.items()
+    ]
+    writer.save(tmp_path / "other", 0, pieces, state, Mesh.alone())
+    assert (our_logits(tmp_path / "other") - their_logits(theirs)).abs().max() > 100 * TOLERANCE
+
+
+def test_half_precision_and_many_files(models, tmp_path: Path) -> None:
+    theirs, _ = models("qwen3")
+    folder = tmp_path / "bf16"
+    theirs.to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
+    theirs.to(torch.float32)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    found = open_model(folder)
+    state = convert_checkpoint.start_state(found.options, found.dtype, {})
+    write_import(tmp_path / "ours", found.tensors, specs_of(found.model, V), V, state, file_bytes=20_000)
+    source = open_checkpoint(tmp_path / "ours")
+    assert len(source.manifest.files) > 2
+    assert build(parse_toml(source.manifest.state["config"], "")).precision.bf16
+    back = tmp_path / "back"
+    assert tool("--load", tmp_path / "ours", "--to-hf", back, "--max-shard-size", "20kB", "--check") == 0
+    assert max(path.stat().st_size for path in back.glob("*.safetensors")) < 25_000
+    assert len(json.loads((back / "model.safetensors.index.json").read_text())["weight_map"]) == len(tensors_in(back))
+    assert_same_bits(tensors_in(back), tensors_in(folder))
+    wide = tmp_path / "wide"
+    assert tool("--load", tmp_path / "ours", "--to-hf", wide, "--dtype", "float32", "--check") == 0
+    assert all(torch.equal(t, tensors_in(folder)[n].float()) for n, t in tensors_in(wide).items())
+    assert loaded(wide).dtype == torch.float32 and loaded(back).dtype == torch.bfloat16
+
+
+COMMON = {"micro_batch_size": 1, "train_iters": 1, "lr": 0.01, "mock_data": True, "eval_iters": 0, "vocab_size": V}
+
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+LAYOUTS = {"gpt2": TP2 | PP2, "llama": TP2 | PP2, "qwen2": TP2, "gpt_neox": PP2}  # dp is what is left of 4
+
+
+def _through(folder: str) -> None:
+    """On one rank: load each model's weights into a run under some layout, and save it."""
+    import torch.distributed as dist
+
+    for name, flags in LAYOUTS.items():
+        directory = f"{folder}/ours {name}"
+        toml = open_checkpoint(Path(directory)).manifest.state["config"]
+        config = build({**parse_toml(toml, ""), **COMMON, **flags})
+        run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
+        found = reader.newest(directory, run.mesh)
+        assert found is not None
+        pieces = [entry for entry in run.optimizer.pieces() if entry.piece.name.startswith("model/")]
+        reader.fill(*found, [entry.piece for entry in pieces], run.mesh)
+        owned = [entry.piece for entry in pieces if entry.owned]
+        writer.save(f"{folder}/ranks {name}", 3, owned, found[1].state, run.mesh)
+        run.close()
+
+
+def test_through_checkpoints_of_many_ranks(models, tmp_path: Path) -> None:
+    for name in LAYOUTS:
+        assert tool("--from-hf", models(name)[1], "--save", tmp_path / f"ours {name}") == 0
+    run_ranks(4, _through, str(tmp_path))
+    for name in LAYOUTS:
+        assert len(open_checkpoint(tmp_path / f"ranks {name}").manifest.files) == 4
+        back = tmp_path / f"back {name}"
+        assert tool("--load", tmp_path / f"ranks {name}", "--to-hf", back, "--family", name, "--check") == 0
+        assert_same_bits(tensors_in(back), tensors_in(models(name)[1]))
+
+
+def test_main_weights_and_weights_stored_as_their_difference_from_one(tmp_path: Path) -> None:
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=4, apply_layernorm_1p=True)
+    pieces = []
+    for name, spec in specs_of(model, 7).items():
+        box = Box((0,) * len(spec.shape), spec.shape)
+        main = torch.randn(box.numel)
+        for kind, values in (("model", main.bfloat16()), ("optimizer.main", main)):
+            pieces.append(Piece(f"{kind}/{name}", spec.shape, box, range(box.numel), values))
+    options = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, "apply_layernorm_1p": True}
+    text = "\n".join(f"{key} = {str(value).lower()}" for key, value in {**options, "vocab_size": 7}.items())
+    writer.save(tmp_path / "ours", 1, pieces, {"config": text}, Mesh.alone())
+    for dtype, kind in (("float32", "optimizer.main"), ("bfloat16", "model")):
+        assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / dtype, "--dtype", dtype, "--check") == 0
+        stored, found = {p.name: p.data for p in pieces}, tensors_in(tmp_path / dtype)
+        assert found["transformer.wte.weight"].shape == (7, 8)
+        assert torch.equal(found["transformer.ln_f.weight"], stored[f"{kind}/final_norm.weight"] + 1)
+        assert torch.equal(found["transformer.ln_f.bias"], stored[f"{kind}/final_norm.bias"])
+
+
+LLAMA_OPTIONS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "ffn_hidden_size": 24,
+}
+TP = ("--target-tensor-parallel-size",)
+FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt_neox": {"position_embedding_type": "rope", "activation": "gelu_erf"},
+    "llama": LLAMA_OPTIONS,
+    "mistral": {**LLAMA_OPTIONS, "window_size": [6, 0]},
+    "qwen2": {**LLAMA_OPTIONS, "add_qkv_bias": True, "group_query_attention": True, "num_query_groups": 2},
+    "qwen3": {**LLAMA_OPTIONS, "qk_layernorm": True, "untie_embeddings_and_output_weights": True},
+}
+MEGATRONS = {  # of the words: the model's options
+    "gpt": {},
+    "gpt qk": {"qk_layernorm": True},
+    "llama": {**LLAMA_OPTIONS, "untie_embeddings_and_output_weights": True},
+    "llama qk": {**LLAMA_OPTIONS, "qk_layernorm": True, "group_query_attention": True, "num_query_groups": 2},
+}
+
+
+def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool = False) -> ModelConfig:
+    """A checkpoint of random weights, norms near 1 as they are used, of a model of the options."""
+    shape = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 12}
+    values = {**shape, **options, "apply_layernorm_1p": one_plus, "vocab_size": 9}
+    model, generator = build(values).model, torch.Generator().manual_seed(5)
+    pieces = []
+    for name, spec in specs_of(model, 9).items():
+        box = Box((0,) * len(spec.shape), spec.shape)
+        data = 0.3 * torch.randn(box.numel, generator=generator)
+        data += 1 - one_plus if name.endswith("norm.weight") else 0
+        pieces.append(Piece(f"model/{name}", spec.shape, box, range(box.numel), data.bfloat16() if bf16 else data))
+    writer.save(folder, 1, pieces, {"config": to_toml(build(values)), "vocab_size": 9}, Mesh.alone())
+    return model
+
+
+@pytest.mark.parametrize("one_plus", [False, True], ids=["plain", "1p"])
+@pytest.mark.parametrize("family", FAMILY_OPTIONS)
+def test_norms_stored_less_one_are_what_transformers_computes_with(family: str, one_plus: bool, tmp_path: Path) -> None:
+    model = saved_run(tmp_path / "ours", FAMILY_OPTIONS[family], one_plus)
+    words = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--family", family, "--dtype", "float32"]
+    assert tool(*words, "--check") == 0  # logits of transformers among it
+    used, stored = tensors_in(tmp_path / "hf"), open_checkpoint(tmp_path / "ours").manifest.tensors
+    norms = [values for name, values in used.items() if re.search(r"(norm|ln_[12f])\.weight", name)]
+    assert len(norms) == sum(name.endswith("norm.weight") for name in stored) == 5 + 4 * model.qk_layernorm
+    assert all(0.5 < float(values.mean()) < 1.5 for values in norms)
+
+
+def _by_name(ours: Ours, name: str) -> float:
+    """The rule that wrote q_norm and k_norm as 0.0005 where 1.0005 was meant."""
+    return float(ours.used is not None and (name.endswith(".norm.weight") or name == "final_norm.weight"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_sees_an_offset_that_the_writer_forgets(dtype: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    saved_run(tmp_path / "ours", FAMILY_OPTIONS["qwen3"], True)
+    monkeypatch.setattr(Ours, "offset", _by_name)
+    words = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--dtype", dtype]
+    assert tool(*words, "--check-bits") == 1
+    out = capsys.readouterr().out
+    assert "all bits equal" in out and re.search("layer [01], read a second way, computes something else", out)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("one_plus", [False, True], ids=["plain", "1p"])
+@pytest.mark.parametrize("kind", MEGATRONS)
+def test_norms_stored_less_one_go_to_megatron_and_back(kind: str, one_plus: bool, tp: int, tmp_path: Path) -> None:
+    model, there = saved_run(tmp_path / "ours", MEGATRONS[kind], one_plus), tmp_path / "there"
+    assert tool("--load", tmp_path / "ours", "--to-megatron", there, *TP, tp, "--check") == 0
+    assert tool("--from-megatron", there, "--save", tmp_path / "again", "--check") == 0
+    first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
+    assert saved_model(again).apply_layernorm_1p == one_plus
+    for name, spec in specs_of(model, 9).items():
+        box = Box((0,) * len(spec.shape), spec.shape)
+        assert torch.equal(first.read(f"model/{name}", box), again.read(f"model/{name}", box)), name
+
+
+def test_the_check_sees_an_offset_that_is_added_for_megatron(tmp_path: Path, monkeypatch, capsys) -> None:
+    saved_run(tmp_path / "ours", MEGATRONS["gpt qk"], True)
+    monkeypatch.setattr(Ours, "offset", lambda ours, name: float(name.endswith("norm.weight")))
+    assert tool("--load", tmp_path / "ours", "--to-megatron", tmp_path / "there", "--check") == 1
+    assert "all bits equal" in (out := capsys.readouterr().out) and "computes something else" in out
+
+
+def copied(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_bytes((folder / name).read_bytes())
+    return target
+
+
+def test_the_tokenizer_goes_with_the_model_and_back(models, tmp_path: Path, capsys) -> None:
+    folder = copied(models("mistral")[1], tmp_path / "model")
+    with_tokenizer(folder, V - 20)  # fewer tokens than rows, as Qwen's
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 0
+    assert re.search("logits of 27 positions of a text .* likeliest token the same in 100.00%", capsys.readouterr().out)
+    data = build(parse_toml(open_checkpoint(tmp_path / "ours").manifest.state["config"], "")).data
+    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
+    model = load_model(tmp_path / "ours", Mesh.alone())  # what generate.py does
+    assert (model.tokenizer.vocab_size, model.tokenizer.eod, model.step) == (V - 20, 2, 0)
+    assert model.stage.embedding is not None and model.stage.embedding.word.shape[0] == 128
+    back = tmp_path / "back"
+    assert tool("--load", tmp_path / "ours", "--to-hf", back, "--check") == 0
+    assert_same_bits(tensors_in(back), tensors_in(folder))
+    kept = {p.name for p in folder.iterdir()} - {"modeling_evil.py"}
+    assert {p.name for p in back.iterdir()} == kept
+    for name in kept - {"config.json", "model.safetensors"}:
+        assert (back / name).read_bytes() == (folder / name).read_bytes()
+    written = json.loads((back / "config.json").read_text())
+    assert (written["model_type"], written["vocab_size"], written["eos_token_id"]) == ("mistral", V, 2)
+    with_tokenizer(folder, V + 1)
+    assert tool("--from-hf", folder, "--save", tmp_path / "more") == 0
+    assert "94 tokens, but 93 rows" in capsys.readouterr().err
+    assert (
+        build(parse_toml(open_checkpoint(tmp_path / "more").manifest.state["config"], "")).data.tokenizer_type is None
+    )
+
+
+def test_other_logits_are_seen(models, tmp_path: Path, capsys) -> None:
+    folder = copied(models("gpt2")[1], tmp_path / "model")
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours") == 0
+    _tensors(folder, lambda t: t["transformer.ln_f.bias"].add_(1.0))
+    found = logits.compare_logits(folder, source := open_checkpoint(tmp_path / "ours"), saved_model(source), V)
+    assert found.largest > 0.1 and found.agreement < 1 and found.positions == 2 * S
+
+
+def test_the_check_fails_with_other_logits(models, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Right weights under options that compute something else."""
+    folder = models("gpt2")[1]
+    real = convert_checkpoint.saved_model
+    monkeypatch.setattr(convert_checkpoint, "saved_model", lambda s: replace(real(s), activation="gelu_erf"))
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 1
+    out = capsys.readouterr().out
+    assert "all bits equal" in out and "logits of 96 random tokens differ by" in out
+    assert tool("--from-hf", folder, "--save", tmp_path / "again", "--check-bits") == 1
+    out = capsys.readouterr().out
+    assert "layer 0, read a second way, computes something else" in out and "logits" not in out
+
+
+ALONE = """
+import sys, threading, time
+sys.modules["transformers"] = None  # an import of it fails
+sys.path.insert(0, sys.argv[1])
+import convert_checkpoint as tool
+
+def used():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(x.split()[1]) / 1024 for x in lines if x.startswith("RssAnon"))
+
+tiny, big, folder = sys.argv[2:]
+assert tool.main(["--from-hf", tiny, "--save", folder + "/a", "--check"]) == 0  # what is imported late is there now
+assert tool.main(["--load", folder + "/a", "--to-hf", folder + "/b", "--check"]) == 0
+for words in (["--from-hf", big, "--save", folder + "/c"], ["--load", folder + "/c", "--to-hf", folder + "/d"]):
+    before, most, going = used(), [used()], [True]
+    def watch():
+        while going:
+            most.append(used())
+            time.sleep(0.001)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert tool.main([*words, "--check-bits"]) == 0
+    going.clear()
+    thread.join()
+    print("peak", max(most) - before)
+"""
+
+
+def test_one_layer_at_a_time_and_without_transformers(models, tmp_path: Path) -> None:
+    theirs = make("llama", tmp_path / "big", hidden_size=256, intermediate_size=1024, num_hidden_layers=32)
+    total = sum(p.numel() * 4 for p in theirs.parameters()) / 2**20
+    largest = max(p.numel() * 4 for p in theirs.parameters()) / 2**20
+    layer = sum(p.numel() * 8 for p in theirs.model.layers[0].parameters()) / 2**20
+    del theirs
+    words = [
+        sys.executable,
+        "-c",
+        ALONE,
+        str(ROOT / "tools"),
+        str(models("gpt2")[1]),
+        str(tmp_path / "big"),
+        str(tmp_path),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("logits are not compared; pip install transformers") == 2
+    peaks = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak")]
+    reading = 4 * 4  # by threads that verify, MiB
+    assert len(peaks) == 2 and total > 100 and max(peaks) < 8 + reading + 4 * largest + 2 * layer, peaks
+
+
+def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
+    """The first GPT-2 files have no prefix, and the causal mask among the weights."""
+    _, folder = models("gpt2")
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = {name.removeprefix("transformer."): values for name, values in tensors_in(folder).items()}
+    masks = {f"h.{n}.attn.bias": torch.ones(1, 1, S, S) for n in range(2)}
+    head = {"lm_head.weight": tensors["wte.weight"].clone()}  # tied, and there all the same
+    save_file(tensors | masks | head, old / "model.safetensors")
+    assert tool("--from-hf", old, "--save", tmp_path / "ours") == 0
+    assert not compare(open_model(folder).tensors, Ours(open_checkpoint(tmp_path / "ours")), V).differing
+    head["lm_head.weight"][0, 0] += 1
+    save_file(tensors | masks | head, old / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight .* differs from the embedding"):
+        open_model(old)
+
+
+def test_the_check_finds_one_bit(models, tmp_path: Path, capsys) -> None:
+    _, folder = models("llama")
+    tool("--from-hf", folder, "--save", tmp_path / "ours")
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    (changed / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = tensors_in(folder)
+    bits = tensors["model.layers.1.self_attn.v_proj.weight"].view(torch.int32)
+    bits[3, 7] ^= 1
+    tensors["model.norm.weight"][4] += 2.0
+    save_file(tensors, changed / "model.safetensors")
+    verdict = compare(open_model(changed).tensors, Ours(open_checkpoint(tmp_path / "ours")), V)
+    assert [(d.place.split()[0], d.count, d.index) for d in verdict.differing] == [
+        ("model.layers.1.self_attn.v_proj.weight", 1, (1, 3, 7)),
+        ("model.norm.weight", 1, (4,)),
+    ]
+    assert "2 parts of" in str(verdict) and "largest: model.norm.weight" in str(verdict)
+    assert "by at most 2" in str(verdict)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    family=st.sampled_from(sorted(HUGGING_FACE)),
+    groups=st.sampled_from([1, 2, 4]),
+    head=st.sampled_from([2, 6]),
+    tp=st.sampled_from([1, 2, 4]),
+)
+def test_split_and_join_are_inverse_and_shards_cover_everything(family: str, groups: int, head: int, tp: int) -> None:
+    llama = family not in ("gpt2", "gpt_neox")
+    groups = groups if llama else 4
+    tp = min(tp, groups)
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=4 * head,
+        ffn_hidden_size=12,
+        num_attention_heads=4,
+        seq_length=4,
+        group_query_attention=True,
+        num_query_groups=groups,
+        activation="swiglu" if llama else "gelu",
+        normalization="RMSNorm" if llama else "LayerNorm",
+        position_embedding_type="learned_absolute" if family == "gpt2" else "rope",
+    )
+    if llama:
+        model = ModelConfig(**{**vars(model), "add_bias_linear": True})
+    specs = specs_of(model, 8)
+    held = {name: torch.zeros(spec.shape, dtype=torch.int32) for name, spec in specs.items()}
+    for rank in range(tp):
+        for entry in entries(HUGGING_FACE[family], specs, groups, range(2), tp=tp, rank=rank):
+            theirs = torch.randn(entry.shape)
+            parts = {(name, box): values for name, box, values in split(entry, theirs)}
+            for name, box in parts:
+                held[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] += 1
+            assert torch.equal(join(entry, lambda name, box, parts=parts: parts[name, box]), theirs)
+    for name, counts in held.items():
+        times = 1 if specs[name].shards else tp
+        assert (counts == times).all(), name
+
+
+CONFIG = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-6}
+NEOX = {**SHAPE, "model_type": "gpt_neox"}
+QWEN: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "seq_length": 4,
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "add_qkv_bias": True,
+}
+REFUSED = {
+    "model_type='mamba' is not one of": {"model_type": "mamba"},
+    "model_type=None": {"model_type": None},
+    "hidden_act='gelu' is not silu": {"hidden_act": "gelu"},
+    "rope scaling without factor": {"rope_scaling": {"rope_type": "yarn"}},
+    "with attention_factor=2.0 is not 1.06931": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 2.0}
+    },
+    "rope scaling of type 'yarn' is not default": {**NEOX, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "rope scaling of type 'dynamic'": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+    "low_freq_factor=2.0 is not 1.0": {"rope_scaling": {**SCALED, "low_freq_factor": 2.0}},
+    "partial_rotary_factor=0.5": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "attention_bias=True with mlp_bias=False": {"attention_bias": True},
+    "the weights are quantised": {"quantization_config": {"bits": 4}},
+    "hidden_size is missing": {"hidden_size": ...},
+    "sliding_window=1 is not a number of 2 or more": {"model_type": "mistral", "sliding_window": 1},
+    "sliding_window='8' is not": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": "8"},
+    "layer_types is not a list of 2 kinds": {"model_type": "qwen3", "layer_types": ["sliding_attention"]},
+    "'chunked_attention', which qwen3 has not": {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2},
+    "'sliding_attention', which llama has not": {"layer_types": ["full_attention", "sliding_attention"]},
+    "but there is no sliding_window in use": {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2},
+    "beside sliding_window=9, which mistral": {
+        "model_type": "mistral",
+        "sliding_window": 9,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "max_window_layers=None": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": None},
+    "attention_bias=False is not True": {**NEOX, "attention_bias": False},
+    "scale_attn_by_inverse_layer_idx=True": {**GPT2, "model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
+    "activation_function='relu'": {**GPT2, "model_type": "gpt2", "activation_function": "relu"},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_the_model_cannot_express_is_refused_by_name(reason: str) -> None:
+    config = {key: value for key, value in {**CONFIG, **REFUSED[reason]}.items() if value is not ...}
+    with pytest.raises(CheckpointError) as error:
+        read_config(config, None, "config.json")
+    assert reason in str(error.value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(bits=st.lists(st.booleans(), min_size=1, max_size=9), window=st.integers(2, 40))
+def test_windows_of_layers_are_what_transformers_makes_of_them(bits: list[bool], window: int) -> None:
+    from transformers import Qwen2Config
+
+    options = {**QWEN, "num_layers": len(bits)}
+    if any(bits):
+        options |= {"window_size": (window - 1, 0), "window_attn_skip_freq": write_pattern(bits)}
+    model = build(options).model
+    assert choose_family(model, None, None) == "qwen2"
+    written = write_config(model, "qwen2", V, "float32", {})
+    theirs = Qwen2Config(**written)
+    assert [kind == "sliding_attention" for kind in theirs.layer_types] == bits
+    assert theirs.sliding_window == (window if any(bits) else None)
+    assert build(read_config(written, None, "")[1]).model.windows == model.windows
+    written.pop("layer_types", None)  # as old releases read it: with the keys that they know, or else without a window
+    if bits == sorted(bits):
+        assert build(read_config(written, None, "")[1]).model.windows == model.windows
+    else:
+        assert set(build(read_config(written, None, "")[1]).model.windows) == {None}
+
+
+def test_keys_of_windows_that_are_left_away_have_the_values_of_transformers() -> None:
+    from transformers import MistralConfig, Qwen3Config
+
+    def windows(**config: Any) -> tuple[int | None, ...]:
+        return build(read_config({**CONFIG, **config}, None, "")[1]).model.windows
+
+    assert windows(model_type="mistral") == (MistralConfig().sliding_window,) * 2
+    assert windows(model_type="mistral", sliding_window=None) == (None, None)
+    theirs = Qwen3Config(use_sliding_window=True, num_hidden_layers=30)
+    want = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert windows(model_type="qwen3", use_sliding_window=True, num_hidden_layers=30) == tuple(want)
+    assert windows(model_type="qwen3", sliding_window=16, max_window_layers=0) == (None, None)
+
+
+def test_only_families_with_windows_are_chosen_for_them() -> None:
+    plain = {name: value for name, value in QWEN.items() if name != "add_qkv_bias"} | {"window_size": (7, 0)}
+    assert choose_family(build(plain).model, None, None) == "mistral"
+    with pytest.raises(CheckpointError, match="family=llama cannot .*\n  window_size=7,0: it has no window"):
+        choose_family(build(plain).model, "llama", None)
+    with pytest.raises(CheckpointError, match="window_attn_skip_freq=2: it has a window in all layers or in none"):
+        choose_family(build(plain | {"window_attn_skip_freq": "2"}).model, "mistral", None)
+
+
+@pytest.mark.parametrize(
+    "options,family,line",
+    [
+        ({"no_rope_freq": "2"}, "llama", "no_rope_freq=2: every layer has rotary"),
+        ({"no_rope_freq": "1", "position_embedding_type": "yarn"}, "llama", "no_rope_freq=1: every layer has rotary"),
+        ({"rotary_interleaved": True}, "mistral", "rotary_interleaved=True: a pair is"),
+        (
+            {"rotary_seq_len_interpolation_factor": 2.0, "use_rope_scaling": True},
+            "llama",
+            "rotary_seq_len_interpolation_factor=2 has no key",
+        ),
+        ({"rotary_seq_len_interpolation_factor": 2.0}, "gpt_neox", "rotary_seq_len_interpolation_factor=2 has no key"),
+        ({"position_embedding_type": "yarn"}, "gpt_neox", "position_embedding_type=yarn is not rope"),
+        ({"position_embedding_type": "none"}, "llama", "position_embedding_type=none is not rope"),
+    ],
+)
+def test_rotary_positions_that_a_family_has_not_are_refused_at_export(
+    options: dict[str, Any], family: str, line: str
+) -> None:
+    plain = {name: value for name, value in QWEN.items() if name != "add_qkv_bias"}
+    assert choose_family(build(plain).model, "llama", None) == "llama"
+    with pytest.raises(CheckpointError, match=f"(?s)family={family} cannot.*{line}"):
+        choose_family(build(plain | options).model, family, None)
+
+
+def test_an_export_that_no_family_has_says_why() -> None:
+    odd = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=4, activation="squared_relu")
+    with pytest.raises(CheckpointError, match=r"(?s)llama: .*normalization=LayerNorm is not RMSNorm.*gpt2: activation"):
+        choose_family(odd, None, None)
+    with pytest.raises(CheckpointError, match="family=qwen3 cannot express"):
+        choose_family(odd, "qwen3", None)
+
+
+def _index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
+    """Split the one file into two with an index, then change the index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    half = len(names) // 2
+    weight_map = {}
+    for number, part in enumerate((names[:half], names[half:]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    change(weight_map)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _raw(folder: Path, header: bytes, length: int | None = None) -> None:
+    content = struct.pack("<Q", len(header) if length is None else length) + header
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def _config(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def _tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+LAST = "model-00002-of-00002.safetensors"
+NORM = "model.norm.weight"
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "parent": (lambda f: _index(f, lambda m: m.update({NORM: "../evil.safetensors"})), "not the plain name"),
+    "absolute": (lambda f: _index(f, lambda m: m.update({NORM: "/etc/passwd"})), "not the plain name"),
+    "backslash": (lambda f: _index(f, lambda m: m.update({NORM: "..\\e.safetensors"})), "not the plain name"),
+    "pickle": (lambda f: _index(f, lambda m: m.update({NORM: "model.bin"})), "not the plain name"),
+    "number": (lambda f: _index(f, lambda m: m.update({NORM: 3})), "has no weight_map"),  # type: ignore[dict-item]
+    "shard": (lambda f: (_index(f, lambda m: None), (f / LAST).unlink()), f"{LAST}: missing"),
+    "hole": (lambda f: _index(f, lambda m: m.update({NORM: "model-00001-of-00002.safetensors"})), f"has no {NORM}"),
+    "twice": (
+        lambda f: (
+            _tensors(f, lambda t: t.update({NORM.removeprefix("model."): torch.ones(32)})),
+            _index(f, lambda m: None),
+        ),
+        "norm.weight in .*not a tensor of this model, or twice",
+    ),
+    "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]), "not a whole"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a whole"),
+    "huge header": (lambda f: _raw(f, b"{}", 1 << 62), "not a whole"),
+    "beyond the end": (lambda f: _raw(f, b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'), "not a whole"),
+    "overlap": (lambda f: _raw(f, b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}' + b" " * 9), "not a whole"),
+    "not JSON": (lambda f: _raw(f, b"\x80\x04cos\nsystem\n."), "not a whole"),
+    "nested": (lambda f: (f / "config.json").write_text("[" * 100_000), "cannot be read"),
+    "list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
+    "negative": (lambda f: _config(f, num_hidden_layers=-3), "num_layers=-3"),
+    "many layers": (lambda f: _config(f, num_hidden_layers=1 << 30), "num_layers=1073741824"),
+    "text": (lambda f: _config(f, hidden_size="32"), "hidden_size='32' is not an int"),
+    "no vocabulary": (lambda f: _config(f, vocab_size=None), "vocab_size"),
+    "heads": (lambda f: _config(f, num_key_value_heads=3), "num_query_groups=3"),
+    "other shape": (lambda f: _config(f, intermediate_size=64), r"mlp.down_proj.weight .*shape \(32, 48\), not \(32, 64\)"),
+    "other vocabulary": (lambda f: _config(f, vocab_size=94), r"embed_tokens.weight .*shape \(93, 32\), not \(94, 32\)"),
+    "missing tensor": (lambda f: _tensors(f, lambda t: t.pop(NORM)), f"{NORM} is missing"),
+    "stranger": (lambda f: _tensors(f, lambda t: t.update(extra=torch.ones(1))), "extra in model.safetensors: not a tensor"),
+    "integers": (lambda f: _tensors(f, lambda t: t.update({NORM: torch.ones(32).int()})), "I32 is not a floating-point"),
+    "only pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin can run code"),
+    "nothing": (lambda f: (f / "model.safetensors").unlink(), "has neither"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_directories_are_refused_and_nothing_is_written(models, attack: str, tmp_path: Path, capsys) -> None:
+    _, good = models("llama")
+    folder = copied(good, tmp_path / "hf")
+    change, reason = HOSTILE[attack]
+    change(folder)
+    capsys.readouterr()  # what making the model has printed
+    assert tool("--from-hf", folder, "--save", tmp_path / "ours") == 3
+    error = capsys.readouterr().err
+    assert error.startswith("convert_checkpoint.py: ") and "Traceback" not in error
+    assert re.search(reason, error, re.DOTALL), error
+    assert not (tmp_path / "ours").exists()
+
+
+def test_nothing_is_overwritten(models, tmp_path: Path, capsys) -> None:
+    _, folder = models("gpt2")
+    ours, target = tmp_path / "ours", tmp_path / "hf"
+    assert tool("--from-hf", folder, "--save", ours) == 0
+    assert tool("--from-hf", folder, "--save", ours) == 3
+    assert "already holds checkpoints" in capsys.readouterr().err
+    target.mkdir()
+    (target / "mine").write_text("x")
+    assert tool("--load", ours, "--to-hf", target) == 3
+    assert "is not empty" in capsys.readouterr().err and [p.name for p in target.iterdir()] == ["mine"]
+    assert tool("--load", tmp_path / "none", "--to-hf", tmp_path / "new") == 3
+    assert "holds no checkpoint" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert tool("--load", ours, "--to-hf", tmp_path / "new", "--vocab-size", 200) == 3
+    assert "vocab_size=200 is above the 93 rows" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--from-hf a --to-hf b",
+        "--load a --save b",
+        "--from-hf a --save b --dtype float32",
+        "--load a --to-hf b --seq-length 3",
+    ],
+)
+def test_flags_that_do_not_go_together(words: str) -> None:
+    with pytest.raises(SystemExit) as error:
+        tool(*words.split())
+    assert error.value.code == 2

@@ -1,0 +1,492 @@
+"""Megatron-LM's files to megalite and back. The fixtures are written here from the description of the format, tensor by
+tensor, without the rules that are tested."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import math
+import os
+import pickle
+import random
+import re
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import convert_checkpoint  # noqa: E402
+
+from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
+from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
+from megalite.config.options import build  # noqa: E402
+from megalite.config.toml import parse_toml  # noqa: E402
+from megalite.interop.megatron.args import read_args, write_args  # noqa: E402
+from megalite.interop.megatron.rank_files import load_pickle, open_megatron  # noqa: E402
+from megalite.parallel.spec import Box  # noqa: E402
+from megalite.train.start.resume import options_that_differ  # noqa: E402
+
+L, D, H, K, F, S, V, ROWS = 4, 16, 4, 4, 24, 8, 50, 64
+
+
+def tool(*words: object) -> int:
+    return convert_checkpoint.main([str(word) for word in words])
+
+
+@dataclass(frozen=True)
+class Case:
+    groups: int = H
+    llama: bool = False
+    tied: bool = True
+    old: bool = False  # the names from before Megatron core
+    fused: bool = True  # Transformer Engine's names
+
+    @property
+    def args(self) -> dict[str, Any]:
+        shared = {"num_layers": L, "hidden_size": D, "num_attention_heads": H, "ffn_hidden_size": F, "seq_length": S}
+        more = {"max_position_embeddings": S, "padded_vocab_size": ROWS, "params_dtype": torch.float32}
+        if not self.llama:
+            return shared | more | {"add_bias_linear": True, "untie_embeddings_and_output_weights": not self.tied}
+        return {
+            **shared,
+            **more,
+            "swiglu": True,
+            "normalization": "RMSNorm",
+            "position_embedding_type": "rope",
+            "add_bias_linear": False,
+            "untie_embeddings_and_output_weights": not self.tied,
+            "group_query_attention": True,
+            "num_query_groups": self.groups,
+        }
+
+
+def whole(case: Case) -> dict[str, Tensor]:
+    """Random weights under our names and in our shapes."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    G = case.groups
+    weights = {"embedding.word": draw(ROWS, D)}
+    if not case.llama:
+        weights["embedding.position"] = draw(S, D)
+    for n in range(L):
+        at = f"layers.{n}."
+        weights |= {f"{at}attention.norm.weight": draw(D), f"{at}mlp.norm.weight": draw(D)}
+        weights |= {f"{at}attention.q": draw(H * K, D), f"{at}attention.kv": draw(2, G * K, D)}
+        weights |= {f"{at}attention.out": draw(D, H * K), f"{at}mlp.down": draw(D, F)}
+        if case.llama:
+            weights[f"{at}mlp.gate_up"] = draw(2, F, D)
+        else:
+            weights |= {f"{at}attention.norm.bias": draw(D), f"{at}mlp.norm.bias": draw(D)}
+            weights |= {f"{at}attention.q_bias": draw(H * K), f"{at}attention.kv_bias": draw(2, G * K)}
+            weights |= {f"{at}attention.out_bias": draw(D), f"{at}mlp.up": draw(F, D), f"{at}mlp.up_bias": draw(F)}
+            weights[f"{at}mlp.down_bias"] = draw(D)
+    weights["final_norm.weight"] = draw(D)
+    if not case.llama:
+        weights["final_norm.bias"] = draw(D)
+    if not case.tied:
+        weights["head"] = draw(ROWS, D)
+    return weights
+
+
+def stage(case: Case, weights: dict[str, Tensor], tp: int, t: int, layers: range) -> dict[str, Tensor]:
+    """One (virtual) stage of tp rank t under Megatron core's names."""
+
+    def share(values: Tensor, dim: int = 0) -> Tensor:
+        return values.chunk(tp, dim)[t]
+
+    G = case.groups
+    result: dict[str, Tensor] = {}
+    if layers.start == 0:
+        result["embedding.word_embeddings.weight"] = share(weights["embedding.word"])
+        if not case.llama:
+            result["embedding.position_embeddings.weight"] = weights["embedding.position"]
+    for local, n in enumerate(layers):
+        from_, to = f"layers.{n}.", f"decoder.layers.{local}."
+        for kind in ("", "_bias"):
+            if kind and case.llama:
+                continue
+            rest = () if kind else (D,)
+            q = weights[f"{from_}attention.q{kind}"].view(G, H // G * K, *rest)
+            k, v = weights[f"{from_}attention.kv{kind}"].view(2, G, K, *rest)
+            rows = [torch.cat([q[g], k[g], v[g]]) for g in range(t * G // tp, (t + 1) * G // tp)]
+            end = "bias" if kind else "weight"
+            result[f"{to}self_attention.linear_qkv.{end}"] = torch.cat(rows)
+            if case.llama:
+                gate, up = weights[f"{from_}mlp.gate_up"]
+                result[f"{to}mlp.linear_fc1.{end}"] = torch.cat([share(gate), share(up)])
+            else:
+                result[f"{to}mlp.linear_fc1.{end}"] = share(weights[f"{from_}mlp.up{kind}"])
+            for there, ours in (("self_attention.linear_proj", "attention.out"), ("mlp.linear_fc2", "mlp.down")):
+                values = weights[f"{from_}{ours}{kind}"]
+                result[f"{to}{there}.{end}"] = values if kind else share(values, 1)
+            for there, fused, ours in (
+                ("input_layernorm.", "self_attention.linear_qkv.layer_norm_", "attention.norm"),
+                ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", "mlp.norm"),
+            ):
+                result[f"{to}{fused if case.fused else there}{end}"] = weights[f"{from_}{ours}.{end}"]
+    if layers.stop == L:
+        for end in ("weight",) if case.llama else ("weight", "bias"):
+            result[f"decoder.final_layernorm.{end}"] = weights[f"final_norm.{end}"]
+        if not case.tied:
+            result["output_layer.weight"] = share(weights["head"])
+        elif layers.start > 0:
+            result["output_layer.weight"] = share(weights["embedding.word"])
+    return result
+
+
+OLD = (
+    ("self_attention.linear_qkv", "self_attention.query_key_value"),
+    ("self_attention.linear_proj", "self_attention.dense"),
+    ("mlp.linear_fc1", "mlp.dense_h_to_4h"),
+    ("mlp.linear_fc2", "mlp.dense_4h_to_h"),
+    ("pre_mlp_layernorm", "post_attention_layernorm"),
+)
+
+
+def as_old(names: dict[str, Tensor]) -> dict[str, Any]:
+    """The nested dictionaries from before Megatron core."""
+    encoder, language = {}, {}
+    head: dict[str, Any] = {}
+    for name, values in names.items():
+        for new, old in OLD:
+            name = name.replace(new, old)
+        if name.startswith("decoder."):
+            encoder[name.removeprefix("decoder.")] = values
+        elif name.startswith("embedding."):
+            _, table, end = name.split(".")
+            language.setdefault("embedding", {}).setdefault(table, {})[end] = values
+        else:
+            head = {"weight": values}
+    return {"language_model": language | {"encoder": encoder}} | ({"word_embeddings_for_head": head} if head else {})
+
+
+class Backend(enum.Enum):
+    auto = 5
+
+
+Backend.__module__, Backend.__qualname__ = "megatron.core.transformer.enums", "AttnBackend"
+
+
+def extras() -> dict[str, Any]:
+    """What else is in such a file: random states, an optimizer, enumerations of Megatron's own."""
+    state = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "rng_tracker_states": {}}
+    optimizer = {"optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}}
+    return {"iteration": 7, "rng_state": [state | {"torch_rng_state": torch.get_rng_state()}], "optimizer": optimizer}
+
+
+def write(folder: Path, case: Case, tp: int = 1, pp: int = 1, vpp: int = 1, **args: Any) -> dict[str, Tensor]:
+    weights = whole(case)
+    with importable(Backend):
+        _write_ranks(folder, case, weights, tp, pp, vpp, args)
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return weights
+
+
+@contextlib.contextmanager
+def importable(cls: type) -> Iterator[None]:
+    """So that it can be pickled under the name of a module that is not installed."""
+    parts = cls.__module__.split(".")
+    names = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    modules = {name: types.ModuleType(name) for name in names}
+    setattr(modules[names[-1]], cls.__qualname__, cls)
+    sys.modules |= modules
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def _write_ranks(
+    folder: Path, case: Case, weights: dict[str, Tensor], tp: int, pp: int, vpp: int, args: dict[str, Any]
+) -> None:
+    size = L // (pp * vpp)
+    for t in range(tp):
+        for p in range(pp):
+            chunks = []
+            for c in range(vpp):
+                begin = (c * pp + p) * size
+                names = stage(case, weights, tp, t, range(begin, begin + size))
+                extra = {"decoder.layers.0.self_attention.linear_qkv._extra_state": None}
+                chunks.append(as_old(names) if case.old else OrderedDict(names | extra))
+            models = {"model": chunks[0]} if vpp == 1 else {f"model{c}": chunk for c, chunk in enumerate(chunks)}
+            given = argparse.Namespace(**{**case.args, "attention_backend": Backend.auto, **args})
+            rank = folder / "iter_0000007" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else ""))
+            rank.mkdir(parents=True)
+            torch.save({"args": given, "checkpoint_version": 3.0, **models, **extras()}, rank / "model_optim_rng.pt")
+
+
+def read(source: Source, name: str) -> Tensor:
+    shape = source.shape(f"model/{name}")
+    return source.read(f"model/{name}", Box((0,) * len(shape), shape))
+
+
+def assert_holds(directory: Path, weights: dict[str, Tensor], vocab: int = ROWS) -> None:
+    source = open_checkpoint(directory)
+    assert {name.removeprefix("model/") for name in source.manifest.tensors} == weights.keys()
+    for name, want in weights.items():
+        got = read(source, name)
+        if name in ("embedding.word", "head"):
+            assert torch.equal(got[:vocab], want[:vocab]) and not got[vocab:].any(), name
+        else:
+            assert torch.equal(got, want), name
+
+
+LAYOUTS = [
+    ("gpt", Case(), 1, 1, 1),
+    ("gpt tp2 pp2", Case(), 2, 2, 1),
+    ("gpt tp2 pp2 vpp2", Case(fused=False), 2, 2, 2),
+    ("gpt old names tp2 pp2", Case(old=True, fused=False), 2, 2, 1),
+    ("llama groups 2 tp2 pp4", Case(groups=2, llama=True, tied=False), 2, 4, 1),
+    ("llama one group pp2 vpp2", Case(groups=1, llama=True, fused=False), 1, 2, 2),
+    ("llama old names tp4", Case(llama=True, tied=False, old=True, fused=False), 4, 1, 1),
+]
+
+
+@pytest.mark.parametrize("case,tp,pp,vpp", [row[1:] for row in LAYOUTS], ids=[row[0] for row in LAYOUTS])
+def test_every_layout_is_read_bit_for_bit(case: Case, tp: int, pp: int, vpp: int, tmp_path: Path, capsys) -> None:
+    weights = write(tmp_path / "theirs", case, tp, pp, vpp)
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V, "--check") == 0
+    out = capsys.readouterr().out
+    assert out.count("opening ") == tp * pp and "all bits equal" in out
+    assert_holds(tmp_path / "ours", weights, V)
+    config = build(parse_toml(open_checkpoint(tmp_path / "ours").manifest.state["config"], ""))
+    assert (config.data.vocab_size, config.model.groups, config.model.ffn_size) == (V, case.groups, F)
+    assert config.model.activation == ("swiglu" if case.llama else "gelu")
+    iteration = tmp_path / "theirs" / "iter_0000007"
+    assert len(open_megatron(iteration, say=lambda text: None).tensors) == len(
+        open_megatron(tmp_path / "theirs").tensors
+    )
+
+
+@pytest.mark.parametrize(
+    "case,tp,pp,impl",
+    [
+        (Case(), 1, 1, "local"),
+        (Case(), 2, 2, "transformer_engine"),
+        (Case(groups=2, llama=True, tied=False), 2, 4, "transformer_engine"),
+        (Case(groups=1, llama=True), 1, 2, "local"),
+    ],
+)
+def test_what_is_written_is_what_megatron_writes(
+    case: Case, tp: int, pp: int, impl: str, tmp_path: Path, capsys
+) -> None:
+    weights = write(tmp_path / "theirs", case)
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V) == 0
+    flags = ["--target-tensor-parallel-size", tp, "--target-pipeline-parallel-size", pp, "--transformer-impl", impl]
+    back = tmp_path / "back"
+    assert tool("--load", tmp_path / "ours", "--to-megatron", back, "--check", *flags) == 0
+    assert "all bits equal" in capsys.readouterr().out
+    assert (back / "latest_checkpointed_iteration.txt").read_text() == "release\n"
+    padded = math.ceil(V / (128 * tp)) * 128 * tp
+    wide = {
+        n: torch.cat([w[:V], torch.zeros(padded - V, D)]) for n, w in weights.items() if n in ("embedding.word", "head")
+    }
+    spelt = Case(case.groups, case.llama, case.tied, fused=impl != "local")
+    for t in range(tp):
+        for p in range(pp):
+            file = load_pickle(
+                back / "release" / f"mp_rank_{t:02d}{f'_{p:03d}' if pp > 1 else ''}" / "model_optim_rng.pt"
+            )
+            want = stage(spelt, weights | wide, tp, t, range(p * L // pp, (p + 1) * L // pp))
+            assert file["model"].keys() == want.keys()
+            for name in want:
+                assert torch.equal(file["model"][name], want[name]), name
+            assert file["checkpoint_version"] == 3.0
+    args = read_args(file["args"], "")
+    assert args.pop("kv_channels") == K and args == read_args(argparse.Namespace(**case.args), "")
+    assert tool("--from-megatron", back, "--save", tmp_path / "again", "--vocab-size", V) == 0
+    first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
+    for name in first.manifest.tensors:
+        assert torch.equal(read(first, name[6:]), read(again, name[6:])), name
+
+
+class Evil:
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.canary}",)
+
+
+class EvilState(dict):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, ("__import__('os').abort()",)
+
+
+def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = next(folder.rglob("model_optim_rng.pt"))
+    data = torch.load(path, weights_only=False)
+    change(data)
+    torch.save(data, path)
+
+
+def _file(folder: Path) -> Path:
+    return next(folder.rglob("model_optim_rng.pt"))
+
+
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "command in args": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "x", Evil(c))), "names posix.system, which is not"),
+    "command in model": (lambda f, c: _edit(f, lambda d: d["model"].update({QKV: Evil(c)})), "names posix.system"),
+    "command in optimizer": (lambda f, c: _edit(f, lambda d: d.update(optimizer=Evil(c))), "names posix.system"),
+    "eval": (lambda f, c: _edit(f, lambda d: d.update(rng_state=EvilState())), r"names (\w+\.)?eval,"),
+    "plain pickle": (lambda f, c: _file(f).write_bytes(pickle.dumps(Evil(c))), "refused|cannot be read"),
+    "truncated": (lambda f, c: os.truncate(_file(f), _file(f).stat().st_size // 2), "cannot be read"),
+    "empty": (lambda f, c: _file(f).write_bytes(b""), "cannot be read"),
+    "text": (lambda f, c: _file(f).write_text("hello"), "refused|cannot be read"),
+    "list": (lambda f, c: torch.save([1], _file(f)), "holds a list"),
+    "no args": (lambda f, c: _edit(f, lambda d: d.pop("args")), "has no args"),
+    "no model": (lambda f, c: _edit(f, lambda d: d.pop("model")), "has no model"),
+    "old order": (lambda f, c: _edit(f, lambda d: d.update(checkpoint_version=1.0)), "checkpoint_version=1.0 is below 2"),
+    "no version": (lambda f, c: _edit(f, lambda d: d.pop("checkpoint_version")), "checkpoint_version=0 is below 2"),
+    "missing tensor": (lambda f, c: _edit(f, lambda d: d["model"].pop(QKV)), "layers.1.attention.q: 0 of"),
+    "stranger": (lambda f, c: _edit(f, lambda d: d["model"].update(x=torch.ones(2))), "not a tensor of this model"),
+    "shape": (lambda f, c: _edit(f, lambda d: d["model"].update({QKV: torch.ones(2, 2)})), r"shape \(2, 2\), not"),
+    "integers": (lambda f, c: _edit(f, lambda d: d["model"].update({QKV: torch.ones(48, 16).int()})), "not a floating-point"),
+    "no tensor": (lambda f, c: _edit(f, lambda d: d["model"].update({QKV: "text"})), "not a floating-point tensor"),
+    "more layers": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "num_layers", 5)), "4 of num_layers=5 layers"),
+    "fewer layers": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "num_layers", 3)), "layer 4 is above num_layers=3"),
+    "experts": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "num_experts", 8)), "num_experts=8"),
+    "wrong type": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "hidden_size", "16")), "hidden_size='16' is not an int"),
+    "tracker": (lambda f, c: (f / "latest_checkpointed_iteration.txt").write_text("../x"), "is neither a number"),
+    "no rank": (lambda f, c: _file(f).parent.rename(f / "iter_0000007" / "x"), "has no folder mp_rank_00"),
+    "no file": (lambda f, c: _file(f).unlink(), "has no model_optim_rng.pt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_files_are_refused_and_run_nothing(attack: str, tmp_path: Path, capsys) -> None:
+    folder, canary = tmp_path / "theirs", tmp_path / "canary"
+    write(folder, Case(fused=False), attention_backend=None)
+    change, reason = HOSTILE[attack]
+    change(folder, canary)
+    assert tool("--from-megatron", folder, "--save", tmp_path / "ours") == 3
+    error = capsys.readouterr().err
+    assert error.startswith("convert_checkpoint.py: ") and "Traceback" not in error
+    assert re.search(reason, error, re.DOTALL), error
+    assert not canary.exists() and not list(tmp_path.glob("ours/iter*"))
+
+
+def test_copies_must_agree_and_no_rank_may_be_missing(tmp_path: Path, capsys) -> None:
+    case = Case(fused=False)
+    norm, word = "decoder.layers.0.input_layernorm.weight", "output_layer.weight"
+    for number, (rank, name, reason) in enumerate(
+        [
+            ("mp_rank_01_000", norm, "differs from tp rank 0's copy"),
+            ("mp_rank_00_001", word, "differs from the embedding"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        write(folder, case, 2, 2, attention_backend=None)
+        _edit(folder / "iter_0000007" / rank, lambda d, name=name: d["model"][name].view(-1)[3:4].add_(1))
+        with pytest.raises(CheckpointError, match=reason):
+            open_megatron(folder)
+        _file(folder / "iter_0000007" / rank).unlink()
+        (folder / "iter_0000007" / rank).rmdir()
+        with pytest.raises(CheckpointError, match=rf"tp rank {rank[9]}, pp rank {rank[-1]} of 2 x 2 is missing"):
+            open_megatron(folder)
+
+
+def test_activations_and_flags_that_change_the_model() -> None:
+    base = Case().args
+    for flags, want in (
+        ({}, "gelu"),
+        ({"bias_gelu_fusion": False}, "gelu_erf"),
+        ({"add_bias_linear": False}, "gelu_erf"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu"),
+        ({"squared_relu": True}, "squared_relu"),
+    ):
+        assert read_args(argparse.Namespace(**{**base, **flags}), "")["activation"] == want
+    with pytest.raises(CheckpointError, match="(?s)window_size=\\(128, 128\\).*softmax_type='learnable'"):
+        read_args(argparse.Namespace(**base, softmax_type="learnable", window_size=(128, 128)), "")
+
+
+ROPE = {"position_embedding_type": "rope"}
+YARN = {"position_embedding_type": "yarn"}
+
+
+@pytest.mark.parametrize(
+    "args,options",
+    [
+        (ROPE | {"rotary_interleaved": True, "rotary_percent": 0.5}, {"rotary_interleaved": True}),
+        (ROPE | {"rotary_seq_len_interpolation_factor": 4}, {"rotary_seq_len_interpolation_factor": 4.0}),
+        (ROPE | {"rotary_seq_len_interpolation_factor": None}, {"rotary_seq_len_interpolation_factor": 1.0}),
+        (ROPE | {"no_rope_freq": 2}, {"rotary": (True, False) * 2}),
+        (ROPE | {"no_rope_freq": [1, 0, 0, 1]}, {"rotary": (False, True, True, False)}),
+        (ROPE | {"no_rope_freq": None}, {"rotary": (True,) * L}),
+        (YARN | {"rotary_scaling_factor": 4.0, "yarn_beta_slow": None}, {"rotary_scaling_factor": 4.0}),
+        (
+            YARN | {"yarn_original_max_position_embeddings": 64, "yarn_beta_fast": 8.0, "mscale_all_dim": 1.0},
+            {"yarn_original_max_position_embeddings": 64, "yarn_beta_fast": 8.0, "mscale_all_dim": 1.0},
+        ),
+        (
+            YARN | {"yarn_correction_range_round_to_int": False, "mscale": 0.5, "no_rope_freq": 4},
+            {"yarn_correction_range_round_to_int": False, "mscale": 0.5, "rotary": (True,) * 3 + (False,)},
+        ),
+        ({"embedding_init_method_std": 1.0}, {"embedding_init_method_std": 1.0}),
+    ],
+)
+def test_positions_are_read_and_written_as_megatrons(args: dict[str, Any], options: dict[str, Any]) -> None:
+    model = build(read_args(argparse.Namespace(**Case().args, **args), "")).model
+    assert {name: getattr(model, name) for name in options} == options
+    written = write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
+    assert {name: getattr(written, name) for name, value in args.items() if value is not None} == {
+        name: value for name, value in args.items() if value is not None
+    }
+    again = build(read_args(written, "")).model
+    assert options_that_differ(again, model, "") == []
+    assert {name: getattr(again, name) for name in options} == options
+
+
+@pytest.mark.parametrize("pattern", [[1, 0], "x", -2, [2, 0, 0, 0], True])
+def test_odd_patterns_of_rotary_layers_are_refused(pattern: Any) -> None:
+    args = argparse.Namespace(**Case().args, **ROPE, no_rope_freq=pattern)
+    with pytest.raises(CheckpointError, match="no_rope_freq="):
+        read_args(args, "")
+
+
+@pytest.mark.parametrize(
+    "size,skip,windows",
+    [
+        ((127, 0), None, (128,) * L),
+        ([127, 0], 2, (128, None, 128, None)),
+        ((127, 0), [1, 0, 0, 1], (128, None, None, 128)),
+        ((127, 0), [1] * L, (128,) * L),
+        ((127, 0), [0] * L, (None,) * L),
+        ((127, 0), 1, (None,) * L),
+        ((-1, 0), 2, (None,) * L),
+        (None, 2, (None,) * L),
+    ],
+)
+def test_windows_are_read_and_written_as_megatrons(size: Any, skip: Any, windows: tuple[int | None, ...]) -> None:
+    args = argparse.Namespace(**Case().args, window_size=size, window_attn_skip_freq=skip)
+    model = build({**read_args(args, ""), "num_layers": L}).model
+    assert model.windows == windows
+    written = write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
+    assert build({**read_args(written, "")}).model.windows == windows
+    if len(set(windows)) == 2:
+        assert (tuple(size), skip) == (written.window_size, written.window_attn_skip_freq)
+
+
+@pytest.mark.parametrize(
+    "size,skip", [((7,), None), (7, None), ("7,0", None), ((0, 0), 2), ((7, 0), [1]), ((7, 0), "x")]
+)
+def test_odd_windows_are_refused(size: Any, skip: Any) -> None:
+    args = argparse.Namespace(**Case().args, window_size=size, window_attn_skip_freq=skip)
+    with pytest.raises(CheckpointError, match="window_"):
+        read_args(args, "")

@@ -1,0 +1,101 @@
+"""Seeded mutations of foreign files: read, or refused with one clear error; never another exception, never slow."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import test_convert_megatron as megatron_files
+import test_convert_megatron_dist as dist_files
+import torch
+from safetensors.torch import save_file
+
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.interop.convert import Foreign, model_of
+from megalite.interop.hugging_face import model_files as hugging_face
+from megalite.interop.hugging_face.config_json import read_config
+from megalite.interop.megatron import rank_files as megatron
+from megalite.interop.megatron import torch_dist as megatron_dist
+from megalite.interop.rules import entries, specs_of
+from megalite.models.families import HUGGING_FACE
+
+ROUNDS = 120
+
+
+def mutated(content: bytes, seed: int) -> bytes:
+    """A few bytes changed, taken out or put in; or the end cut off. Half of the places are near the begin."""
+    draw, data = random.Random(seed), bytearray(content)
+    for _ in range(draw.choice([1, 1, 2, 5])):
+        place = draw.randrange(len(data) if draw.random() < 0.5 else min(len(data), 3000))
+        kind = draw.random()
+        if kind < 0.6:
+            data[place] = draw.randrange(256)
+        elif kind < 0.7:
+            del data[place : place + draw.randrange(1, 9)]
+        elif kind < 0.8:
+            data[place:place] = draw.randbytes(draw.randrange(1, 9))
+        elif kind < 0.9:
+            data[place : place + 8] = b"9" * 8
+        else:
+            del data[place:]
+        data = data or bytearray(b"x")
+    return bytes(data)
+
+
+def legacy(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
+    megatron_files.write(folder, megatron_files.Case(fused=False), attention_backend=None)
+    return next(folder.rglob("*.pt")), lambda: megatron.open_megatron(folder, say=lambda text: None).tensors
+
+
+def dist(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[Foreign]]]]:
+    def make(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
+        target = dist_files.write(folder, dist_files.GPT)
+        return target / name, lambda: megatron_dist.open_dist(target, say=lambda text: None).tensors
+
+    return make
+
+
+def hub(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[Foreign]]]]:
+    def make(folder: Path) -> tuple[Path, Callable[[], list[Foreign]]]:
+        folder.mkdir()
+        sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 20}
+        config = {"model_type": "qwen3", "intermediate_size": 24, "max_position_embeddings": 8, **sizes}
+        (folder / "config.json").write_text(json.dumps(config))
+        model = model_of(read_config(config, None, "")[1], "")
+        wanted = entries(HUGGING_FACE["qwen3"], specs_of(model, 20), model.groups, range(2))
+        save_file({entry.theirs: torch.ones(entry.shape) for entry in wanted}, folder / "model.safetensors")
+        return folder / name, lambda: hugging_face.open_model(folder).tensors
+
+    return make
+
+
+TARGETS = {
+    "Megatron-LM": legacy,
+    ".metadata": dist(".metadata"),
+    "distcp": dist("__0_0.distcp"),
+    "config.json": hub("config.json"),
+    "safetensors": hub("model.safetensors"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("target", TARGETS)
+def test_mutated_files_are_read_or_refused(target: str, tmp_path: Path) -> None:
+    path, read = TARGETS[target](tmp_path / "files")
+    content = path.read_bytes()
+    assert all(one.read().shape == one.entry.shape for one in read())
+    refused, slowest = 0, 0.0
+    for seed in range(ROUNDS):
+        path.write_bytes(mutated(content, seed))
+        begin = time.process_time()
+        try:
+            for one in read():
+                assert one.read().shape == one.entry.shape
+        except CheckpointError:
+            refused += 1
+        slowest = max(slowest, time.process_time() - begin)
+    assert refused > ROUNDS // 4 and slowest < 5

@@ -1,0 +1,197 @@
+"""Runs that begin with a directory of Megatron-LM's, of either format; and the vocabulary on the way there and back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import test_convert_megatron_dist as dist_format
+import torch
+from make_fixtures import FOLDER
+from ranks import run_ranks
+from test_convert_megatron import Case, V, tool, write
+
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.storage.location import is_megatron
+from megalite.checkpoint.storage.protocol import steps_in
+from megalite.checkpoint.whole import open_checkpoint
+from megalite.config import cli
+from megalite.config.options import Config
+from megalite.interop.megatron.rank_files import find
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train.setup import SetupError, build_run
+from megalite.train.start import foreign_weights as foreign
+from megalite.train.start.origin import start_run
+from megalite.train.start.resume import saved_config
+from megalite.train.step import train_step
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+BASE = (
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu "
+    "--hidden-dropout 0 --attention-dropout 0 --use-checkpoint-args --finetune"
+)
+GPT, LLAMA = Case(), Case(groups=2, llama=True, tied=False)
+TP2 = "--tensor-model-parallel-size 2"
+FORMATS = ("torch", "torch_dist")
+
+
+def parse(folder: Path | str, *flags: str) -> Config:
+    return foreign.with_source(cli.parse([*BASE.split(), "--load", str(folder), *flags], PRESETS))
+
+
+def first_loss(folder: str, flags: str) -> tuple[float, list[str]]:
+    """(loss of the first step of a run that begins with `folder`, the notes of its start) on this rank."""
+    import torch.distributed as dist
+
+    config = parse(folder, *flags.split())
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    run = build_run(config, ranks, CPU)
+    _, notes = foreign.start(run, config) or start_run(run, config)
+    loss = train_step(run).loss
+    run.close()
+    return loss, notes
+
+
+def theirs(folder: Path, kind: str, case: Case) -> Path:
+    if kind == "torch_dist":
+        return dist_format.write(folder, case).parent
+    write(folder, case, tp=2, pp=2)
+    return folder
+
+
+@pytest.mark.parametrize("case", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_first_loss_is_that_of_the_converted_checkpoint(kind: str, case: Case, tmp_path: Path) -> None:
+    folder, ours = theirs(tmp_path / "theirs", kind, case), tmp_path / "ours"
+    assert tool("--from-megatron", folder, "--save", ours, "--vocab-size", V) == 0
+    want, _ = first_loss(str(ours), "")
+    loss, notes = first_loss(str(folder), f"--vocab-size {V}")
+    assert loss == want and "weights of Megatron-LM's iter_0000007 in float32; step, optimizer" in notes[0]
+    for words in (f"--vocab-size {V} {TP2}", f"--vocab-size {V} {TP2} --bf16"):
+        again = [f"{words} --load {ours}", words]  # the last --load counts
+        (here, there) = (run_ranks(2, first_loss, str(folder), flags)[0][0] for flags in again)
+        assert here == there and there == pytest.approx(want, rel=3e-2 if "bf16" in words else 1e-5)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_pretrained_checkpoint_and_the_folder_of_one_iteration(kind: str, tmp_path: Path) -> None:
+    folder, flags = theirs(tmp_path / "theirs", kind, GPT), f"--vocab-size {V}"
+    want, notes = first_loss(str(folder), flags)
+    assert first_loss(str(one := find(folder)), flags)[0] == want
+    with pytest.raises(SetupError, match="iter_0000007 is not the checkpoint of step 8; give the folder above it"):
+        parse(str(one), "--ckpt-step", "8")
+    assert first_loss(str(folder), f"{flags} --ckpt-step 7")[0] == want
+    assert first_loss(str(tmp_path / "none"), f"{flags} --pretrained-checkpoint {folder}")[0] == want
+    with pytest.raises(
+        SetupError, match="holds no checkpoint that is there, but it has iter_0000007; give --ckpt-step"
+    ):
+        parse(folder, "--ckpt-step", "8", "--vocab-size", str(V))
+
+
+def test_a_release_is_found_and_a_tracker_that_is_wrong_is_named(tmp_path: Path) -> None:
+    folder = theirs(tmp_path, "torch", GPT)
+    (folder / "latest_checkpointed_iteration.txt").write_text("9")
+    with pytest.raises(SetupError, match="iteration.txt names no checkpoint that is there, but it has iter_0000007"):
+        parse(folder, "--vocab-size", str(V))
+    (folder / "iter_0000007").rename(folder / "release")
+    (folder / "latest_checkpointed_iteration.txt").write_text("release\n")
+    assert "Megatron-LM's release" in first_loss(str(folder), f"--vocab-size {V}")[1][0]
+
+
+def test_what_contradicts_is_named_and_nothing_of_theirs_is_overwritten(tmp_path: Path) -> None:
+    folder = theirs(tmp_path, "torch", LLAMA)
+    with pytest.raises(SetupError, match="num_layers=3, but 4 in"):
+        parse(folder, "--num-layers", "3")
+    with pytest.raises(SetupError, match="vocab_size: 65 here, 64 in"):
+        parse(folder, "--vocab-size", "65")
+    with pytest.raises(SetupError, match="holds checkpoints of Megatron-LM, which are kept; give another directory"):
+        parse(folder, "--save", str(folder))
+
+
+@pytest.mark.parametrize("files", [("__0_0.distcp", ".metadata"), ("metadata.json",)], ids=["torch_dcp", "zarr"])
+def test_a_format_that_is_not_read_says_what_to_do(files: tuple[str, ...], tmp_path: Path) -> None:
+    inner = tmp_path / "iter_0000007"
+    inner.mkdir()
+    for name in files:
+        (inner / name).write_text("{}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(SetupError, match="only torch_dist and torch are; convert it there with --ckpt-convert-format"):
+        parse(tmp_path)
+
+
+# ---- the vocabulary
+
+
+def test_an_unknown_vocabulary_is_told_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = theirs(tmp_path / "theirs", "torch", GPT)
+    _, notes = first_loss(str(folder), "")
+    assert any("does not tell its true vocabulary" in note and "--vocab-size" in note for note in notes)
+    assert tool("--from-megatron", folder, "--save", tmp_path / "ours") == 0
+    assert "note: the checkpoint does not tell its true vocabulary" in capsys.readouterr().err
+    write(tmp_path / "told", GPT, vocab_size=V)  # what --vocab-size said there
+    assert tool("--from-megatron", tmp_path / "told", "--save", tmp_path / "known") == 0
+    assert "note" not in capsys.readouterr().err
+    assert open_checkpoint(tmp_path / "known").manifest.state["vocab_size"] == V
+    config = parse(tmp_path / "told")
+    assert config.data.vocab_size == V
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [[], ["--tokenizer-type", "NullTokenizer"], ["--tokenizer-type", "ByteTokenizer"]]
+)
+def test_the_vocabulary_survives_the_way_there_and_back(tokenizer: list[str], tmp_path: Path) -> None:
+    flags = (
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1 --train-iters 1"
+    )
+    size = [] if "ByteTokenizer" in tokenizer else ["--vocab-size", "101"]
+    true = {0: 101, 2: 101 if size else 257}[len(tokenizer)]
+    words = [*flags.split(), *size, *tokenizer, "--lr", "1", "--mock-data", "--eval-iters", "0", "--device", "cpu"]
+    words += ["--save", str(tmp_path / "run"), "--log-interval", "1"]
+    done = subprocess.run([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tp = ["--target-tensor-parallel-size", "2"]
+    assert tool("--load", tmp_path / "run", "--to-megatron", tmp_path / "there", *tp, "--check") == 0
+    assert tool("--from-megatron", tmp_path / "there", "--save", tmp_path / "again", "--check") == 0
+    first, again = open_checkpoint(tmp_path / "run"), open_checkpoint(tmp_path / "again")
+    assert again.manifest.state["vocab_size"] == first.manifest.state["vocab_size"] == true
+    assert again.shape("model/embedding.word") == (true, 16)
+    data = parse(tmp_path / "there", "--train-iters", "1").data
+    assert data.tokenizer_type == (tokenizer[1] if tokenizer else None)
+    run = build_run(parse(tmp_path / "there"), Ranks(), CPU)
+    assert run.vocab_size == true
+    run.close()
+
+
+def test_a_stray_file_of_theirs_does_not_hide_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    assert tool("--from-megatron", theirs(tmp_path / "theirs", "torch", GPT), "--save", tmp_path / "ours") == 0
+    (tmp_path / "ours" / "iter_0000000" / ".metadata").write_bytes(b"")
+    (tmp_path / "ours" / ".metadata").write_bytes(b"")
+    assert steps_in(tmp_path / "ours") == [0] and not is_megatron(tmp_path / "ours" / "iter_0000000")
+    assert parse(tmp_path / "ours", "--save", str(tmp_path / "ours")).model.num_layers == 4
+
+
+# ---- the vocabulary of NullTokenizer, which once had an id more than --vocab-size said
+
+
+def test_rows_of_the_weights_count_where_the_tokenizers_options_say_less(tmp_path: Path) -> None:
+    write(tmp_path, GPT, tokenizer_type="NullTokenizer", vocab_size=V - 1, true_vocab_size=V)
+    data = parse(tmp_path).data
+    assert (data.tokenizer_type, data.vocab_size) == ("NullTokenizer", V)
+
+
+def test_a_checkpoint_from_when_the_end_of_document_was_not_counted() -> None:
+    folder = FOLDER / "0.1.0" / "fp64" / "iter_0000002"
+    manifest = manifests.load(folder)
+    rows = manifest.state["vocab_size"]
+    text = manifest.state["config"].replace(
+        f"\nvocab_size = {rows}\n", f'\ntokenizer_type = "NullTokenizer"\nvocab_size = {rows - 1}\n'
+    )
+    for size in (rows, rows - 1):
+        state = {**manifest.state, "config": text, "vocab_size": size}
+        data = saved_config(replace(manifest, state=state), folder).data
+        assert (data.tokenizer_type, data.vocab_size) == ("NullTokenizer", size)

@@ -1,0 +1,207 @@
+"""A pickle in the place of every file that is read, of a run and of a foreign model: refused by name or left alone, by
+the trainer and by every tool. Nothing is unpickled on the way of a model from text to text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hugging_face_cases import with_tokenizer
+from make_fixtures import CASES, FOLDER, write_tokens
+from safetensors import safe_open
+from test_convert_mutations import hub
+
+import megalite
+from megalite.checkpoint.storage.location import CheckpointError
+from megalite.config import cli
+from megalite.data.errors import DataError
+from megalite.generate import generation as generate
+from megalite.interop.hugging_face.model_files import INDEX
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks, start_local
+from megalite.parallel.mesh import Mesh
+from megalite.train.setup import SetupError, build_run
+from megalite.train.start import foreign_weights as foreign
+from megalite.train.start.origin import start_run
+
+ROOT = Path(__file__).resolve().parents[2]
+STORED = FOLDER / megalite.__version__ / "fp64" / "iter_0000002"
+EVENTS = {"pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "os.fork"}
+watching: list[str] | None = None
+
+
+def _hook(event: str, args: Any) -> None:
+    if watching is not None and event in EVENTS:
+        watching.append(f"{event} {args}")
+
+
+sys.addaudithook(_hook)  # there is no way to take one out; it costs a comparison
+
+
+@pytest.fixture
+def ran() -> Iterator[list[str]]:
+    """What looks up a class for a pickle, or starts a program, in this process during the test."""
+    global watching
+    watching = []
+    yield watching
+    watching = None
+
+
+def tool_of(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"planted_{name}", ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+checkpoint, convert, preprocess = (tool_of(n) for n in ("checkpoint", "convert_checkpoint", "preprocess_data"))
+
+
+class Evil:
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.canary),)
+
+
+def refused(do: Callable[[], Any]) -> str:
+    """What a refusal says; empty where there is none."""
+    try:
+        do()
+    except (CheckpointError, SetupError, DataError) as error:
+        return str(error)
+    return ""
+
+
+def test_the_hook_sees_a_pickle(ran: list[str], tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Evil(tmp_path / "canary")))
+    assert (tmp_path / "canary").is_dir() and "pickle.find_class" in ran[0]
+
+
+@pytest.mark.parametrize("protocol", [0, 4])
+def test_in_every_file_of_a_run(
+    protocol: int, tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, canary, run_folder = CASES["fp64"], tmp_path / "canary", tmp_path / "run"
+    evil = pickle.dumps(Evil(canary), protocol)
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path)
+    config = cli.parse([*case["flags"].split(), "--load", str(run_folder)], PRESETS)
+    run = build_run(config, Ranks(), torch.device("cpu"), dtype=torch.float64)
+    names = sorted(path.name for path in STORED.iterdir())
+    assert len(names) == 6
+    for name in names:
+        shutil.copytree(STORED, run_folder / STORED.name)
+        (run_folder / STORED.name / name).write_bytes(evil)
+        shown = "manifest.json" if name == "COMPLETE" else name  # which says that they do not belong together
+        for reads in (lambda: start_run(run, config), lambda: generate.load_model(run_folder, Mesh.alone())):
+            assert shown in refused(reads)
+        for words in (["verify", run_folder], ["reshard", run_folder, tmp_path / "out"]):
+            assert checkpoint.main([str(word) for word in words]) != 0 and shown in "".join(capsys.readouterr())
+        for target in ("--to-hf", "--to-megatron"):
+            assert convert.main(["--load", str(run_folder), target, str(tmp_path / "out")]) == 3
+            assert shown in "".join(capsys.readouterr())
+        shutil.rmtree(run_folder)
+    run.close()
+    assert run.state.step == 0 and ran == [] and not canary.exists()
+    left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["tokens.bin", "tokens.idx"]  # nothing is written of what is refused
+
+
+def _pretrain(ranks: Ranks, flags: list[str], output: str) -> None:
+    from megalite.train.run import pretrain
+
+    sys.stdout = sys.stderr = open(output, "w", buffering=1)  # noqa: SIM115
+    sys.exit(pretrain(cli.parse(flags, PRESETS), ranks))
+
+
+def test_in_what_lies_beside_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program goes on. With one in each checkpoint it ends with an error, and not with a fresh start."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run with späces"
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
+    shape += "--vocab-size 21 --micro-batch-size 2 --global-batch-size 2 --lr 0.01 --lr-decay-iters 9 --mock-data --eval-iters 0"
+    where = ["--save", str(folder), "--load", str(folder), "--save-interval", "2"]
+
+    def program(last: int) -> tuple[int, str]:
+        output = tmp_path / "output"
+        flags = [*shape.split(), "--train-iters", str(last), *where]
+        code = start_local(1, _pretrain, (flags, str(output)), threads=1, timeout_s=60)
+        return code, output.read_text()
+
+    assert program(2)[0] == 0
+    evil = pickle.dumps(Evil(tmp_path / "canary"), 4)
+    beside = [path for path in folder.rglob("*") if path.is_file() and "iter_" not in str(path)]
+    assert len(beside) >= 5
+    for path in [*beside, *(folder / name for name in ("iter_0000002/evil.pt", "iter_0000002/KEEP", ".metadata"))]:
+        path.write_bytes(evil)
+    code, said = program(4)
+    assert code == 0 and "at step 2" in said, said
+    for name in ("iter_0000002/manifest.json", "iter_0000004/rank-00000.safetensors"):
+        (folder / name).write_bytes(evil)
+    code, said = program(6)
+    assert code == 1 and "no checkpoint in it is valid" in said and "Traceback" not in said, said
+    assert not (folder / "iter_0000006").exists() and not (tmp_path / "canary").exists()
+    where[1] = str(folder / "metrics.jsonl")  # a file: found at the start, not by the first save
+    code, said = program(6)
+    assert code == 3 and "cannot be written" in said and "step" not in said, said
+
+
+def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    hub("config.json")(tmp_path / "model")
+    with_tokenizer(tmp_path / "model", 20)
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        index = {"weight_map": dict.fromkeys(file.keys(), "model.safetensors")}
+    (tmp_path / "model" / INDEX).write_text(json.dumps(index))
+    evil = pickle.dumps(Evil(tmp_path / "canary"), 4)
+    flags = (
+        "--micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr 1 --mock-data --use-checkpoint-args".split()
+    )
+    names = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert len(names) == 7
+    ran.clear()  # what has made the model
+    for name in names:
+        folder = shutil.copytree(tmp_path / "model", tmp_path / "bad")
+        (folder / name).write_bytes(evil)
+        weights = name in ("config.json", "model.safetensors", INDEX)
+        begin = lambda: foreign.with_source(cli.parse([*flags, "--load", str(folder)], PRESETS))  # noqa: B023, E731
+        text = refused(lambda: generate.load_model(folder, Mesh.alone()))  # noqa: B023
+        code = convert.main(["--from-hf", str(folder), "--save", str(tmp_path / "out")])
+        said = "".join(capsys.readouterr())
+        if weights:
+            assert name in refused(begin) and name in text and code == 3 and name in said
+        else:  # a tokenizer that cannot be read is left away, or what needs it says so
+            refused(begin)
+            assert code == 0 or name in said
+        assert "Traceback" not in said
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        shutil.rmtree(folder)
+    assert ran == [] and not (tmp_path / "canary").exists()
+
+
+def test_from_text_to_text_nothing_is_unpickled(
+    tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "the river rose"}\n' * 20)
+    words = "--input text.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1 --append-eod"
+    assert preprocess.main(words.split()) == 0
+    hub("config.json")(tmp_path / "model")
+    with_tokenizer(tmp_path / "model", 20)
+    assert convert.main(["--from-hf", "model", "--save", "begin", "--check-bits"]) == 0
+    assert generate.load_model("begin", Mesh.alone()).step == 0
+    assert checkpoint.main(["verify", "begin"]) == 0
+    assert convert.main(["--load", "begin", "--to-hf", "back", "--check-bits"]) == 0
+    assert ran == []
