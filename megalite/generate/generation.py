@@ -27,8 +27,8 @@ from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megalite.generate.sampling import Sampling, choose
 from megalite.interop.hugging_face.model_files import open_model, stop_ids
 from megalite.interop.load import fill_from
-from megalite.interop.rules import specs_of
 from megalite.models.gpt import Batch, Stage
+from megalite.models.specs import specs_of
 from megalite.nn.cache import KeyValueCache
 from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
