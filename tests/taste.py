@@ -1,5 +1,5 @@
 """What keeps the house in order, measured from the source: `python tests/taste.py` prints every place that breaks a rule;
-`--path` the files that a training step runs through, with their lines.
+`python tests/taste.py path` the files that a training step runs through, with their lines.
 
 Nothing of the package is imported: the files are read as text and syntax trees, which takes seconds. A rule takes the
 root of a repository and yields a line per place; tests/test_taste.py runs each, and shows that each can fail.
@@ -257,7 +257,7 @@ def path_of_a_step(root: Path) -> dict[str, int]:
 
 
 def main(argv: list[str]) -> int:
-    if argv == ["--path"]:
+    if argv == ["path"]:
         counted = path_of_a_step(ROOT)
         for file, lines in counted.items():
             print(f"{lines:6,d}  {file}")
