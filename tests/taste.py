@@ -187,6 +187,11 @@ def suffix(name: str) -> str:
     return tail if re.search("[A-Z]", tail) and re.search("[a-z]", head) else ""
 
 
+SHAPE = re.compile(
+    r"\[((?:[A-Za-z0-9]{1,2}|\.\.\.)(?:[ ,*/+-]+(?:[A-Za-z0-9]{1,2}|\.\.\.))*)\]"
+)  # in a docstring or comment
+
+
 def shapes(root: Path) -> Iterator[str]:
     """Letters that docs/shapes.md does not define, and names that are given to a tensor of other axes."""
     known = letters(root)
@@ -198,6 +203,10 @@ def shapes(root: Path) -> Iterator[str]:
                     lost.setdefault(name, node.lineno)  # type: ignore[attr-defined]
             yield from (f"{path}:{node.lineno}: {line}" for line in _renamed(node))  # type: ignore[attr-defined]
         yield from (f"{path}:{at}: {name} ends in an axis that docs/shapes.md lacks" for name, at in lost.items())
+        for text in (root / path).read_text(encoding="utf-8").split('"""')[1::2]:
+            for shape in SHAPE.findall(text):
+                if re.search("[A-Z]", shape) and set(re.findall("[A-Z]", shape.upper())) - known:
+                    yield f"{path}: [{shape}] has an axis that docs/shapes.md lacks"
 
 
 def _renamed(node: ast.AST) -> Iterator[str]:

@@ -42,6 +42,7 @@ FAULTS: dict[str, dict[str, str]] = {
     "shapes ": {"megalite/nn/a.py": "def f(x_sBD):\n    x_SBD = x_sBD\n"},
     "shapes  ": {"megalite/nn/a.py": "def f(x_sBD):\n    g(x_SBD=x_sBD)\n"},
     "shapes   ": {"megalite/nn/a.py": "def f(x_SBD):\n    B, S, D = x_SBD.shape\n"},
+    "shapes    ": {"megalite/nn/a.py": 'def f(x):\n    """x [S, B, Q] -> [..., 2D], see [1]."""\n'},
     "lost_files": {"README.md": "see [this](docs/nothing.md)\n"},
     "lost_files ": {"docs/a.md": "`tools/nothing.py`\n"},
     "lost_names": {"docs/a.md": "`no_such_name`\n", "pyproject.toml": ""},
