@@ -23,7 +23,6 @@ from megalite.kernels.attention import Documents
 from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
 from megalite.nn.attention import Attention, Coordinates
-from megalite.nn.cache import KeyValueCache
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, vocabulary_spec
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
@@ -31,7 +30,6 @@ from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker
 from megalite.nn.recompute import recompute, without_keeping
-from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import ParamSpec
 
 
@@ -41,7 +39,6 @@ class Batch:
 
     sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
     positions_SB: of each token for the position embedding; None: 0 .. S - 1. documents: kernels/attention.py.
-    cache, to generate text: nn/cache.py. chosen_B, without labels: logits of this position of each sample alone.
     loss_weight: what the loss's gradient will be in backward, where the loss may count on it (nn/loss.py).
     """
 
@@ -52,8 +49,6 @@ class Batch:
     step: int
     positions_SB: Tensor | None = None
     documents: Documents | None = None
-    cache: KeyValueCache | None = None
-    chosen_B: Tensor | None = None
     loss_weight: float | Tensor | None = None
 
 
@@ -191,10 +186,6 @@ class Head(nn.Module):
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         h_sBD = self.norm(x_sBD)
-        if batch.chosen_B is not None:
-            h_SBD = start_all_gather(h_sBD, self.tp).wait()
-            samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
-            return h_SBD[batch.chosen_B, samples_B].unsqueeze(0) @ self.weight.T
         if batch.labels_SB is None:
             return gather_linear(h_sBD, [self.weight], self.tp)[0]
         args = (batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
@@ -255,6 +246,11 @@ class Stage(nn.Module):
 
     def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states x_sBD; on the last stage the summed loss (with a z-loss [2], both); or logits if no labels."""
+        x_sBD = self.hidden(received_sBD, batch)
+        return x_sBD if self.head is None else self.head(x_sBD, batch)
+
+    def hidden(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
+        """x_sBD after the stage's layers, before the head."""
         if self.embedding is not None:
             x_sBD: Tensor = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB)
         else:
@@ -269,7 +265,7 @@ class Stage(nn.Module):
                 return x_sBD
 
             x_sBD = recompute(run, x_sBD) if again and self.training else run(x_sBD)
-        return x_sBD if self.head is None else self.head(x_sBD, batch)
+        return x_sBD
 
     def coordinates(self, batch: Batch) -> Coordinates:
         """What the blocks must know of a micro-batch."""
@@ -277,7 +273,7 @@ class Stage(nn.Module):
         if self.rope is not None:
             chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
             rope = (self.rope[0][chosen], self.rope[1][chosen])
-        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.cache)
+        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents)
 
     def _groups(self) -> list[tuple[list[nn.Module], bool]]:
         """Consecutive blocks, and whether their activations are recomputed as one."""

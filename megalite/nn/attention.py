@@ -10,6 +10,7 @@ summed over tp with the norms' (grad="partial"). One fused qkv tensor has no box
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from megalite.kernels.attention import Documents, attention
 from megalite.kernels.dropout import fold
 from megalite.kernels.rope import apply_rope, pairs_to_halves
-from megalite.nn.cache import KeyValueCache
 from megalite.nn.embedding import SITE_ATTENTION
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
 from megalite.nn.norm import Norm
@@ -33,14 +33,12 @@ class Coordinates:
     rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
     sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
     documents     what may attend to what (kernels/attention.py); None: each sample is one document
-    cache         keys and values of earlier positions, when text is generated (nn/cache.py)
     """
 
     rope: tuple[Tensor, Tensor] | None
     sample_ids_B: Tensor
     step: int
     documents: Documents | None = None
-    cache: KeyValueCache | None = None
 
 
 def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,6 +78,7 @@ class Attention(nn.Module):
         self.head_size, self.window, self.recompute_core = head_size, window, recompute_core
         self.rotary, self.interleaved = rotary, interleaved
         self.rotate = rotate  # or compiled (models/compiled.py)
+        self.attend: Callable[..., Tensor] = attention  # or what keeps keys and values (generate/cache.py)
         D, H, G, K = hidden_size, heads, groups, head_size
         self.replicated = tp.size > G
         self.group = tp.rank * G // tp.size  # the one group of this rank when replicated
@@ -123,7 +122,7 @@ class Attention(nn.Module):
         dropout_p = self.dropout_p if self.training else 0.0
 
         def core(q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor) -> Tensor:
-            return attention(
+            return self.attend(
                 q_SBhK,
                 k_SBgK,
                 v_SBgK,
@@ -136,12 +135,6 @@ class Attention(nn.Module):
                 window=self.window,
             )
 
-        if where.cache is not None:
-            o_SBhK = where.cache.attend(
-                self.layer, q_SBhK, k_SBgK, v_SBgK, scale=1.0 / math.sqrt(K), window=self.window
-            )
-        elif self.recompute_core and self.training:
-            o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK)
-        else:
-            o_SBhK = core(q_SBhK, k_SBgK, v_SBgK)
+        again = self.recompute_core and self.training
+        o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK) if again else core(q_SBhK, k_SBgK, v_SBgK)
         return add_bias(linear_scatter(o_SBhK.flatten(-2), self.out, self.tp), self.out_bias)
