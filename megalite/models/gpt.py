@@ -12,7 +12,7 @@ Everything but the schedule is called here, where it happens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from megalite.config.options import ModelConfig
 from megalite.kernels.attention import Documents
 from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
-from megalite.nn.attention import Attention, Coordinates
+from megalite.nn.attention import Attention, AttentionShape, Coordinates
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, vocabulary_spec
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
@@ -84,10 +84,10 @@ def rope_scaling(model: ModelConfig) -> Scaling:
 
 
 class Block(nn.Module):
-    def __init__(self, make: Maker, model: ModelConfig, layer: int, seed: int, again: tuple[str, ...] = ()):
+    def __init__(self, make: Maker, model: ModelConfig, layer: int, again: tuple[str, ...] = ()):
         """`again`: the parts that are computed again in backward (Recompute.parts)."""
         super().__init__()
-        self.layer, self.seed, self.dropout_p = layer, seed, model.hidden_dropout
+        self.layer, self.seed, self.dropout_p = layer, make.seed, model.hidden_dropout
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
         self.norms_again, self.mlp_again = "layernorm" in again, "mlp" in again
         self.dropout_add: Callable[..., Tensor] = dropout_add  # or compiled (models/compiled.py)
@@ -95,9 +95,7 @@ class Block(nn.Module):
         out_std = std / math.sqrt(2.0 * model.num_layers)
         norm = (model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
         self.attention_norm = Norm(make, f"layers.{layer}.attention.norm", *norm)
-        self.attention = Attention(
-            make,
-            f"layers.{layer}.attention",
+        shape = AttentionShape(
             hidden_size=model.hidden_size,
             heads=model.num_attention_heads,
             groups=model.groups,
@@ -111,10 +109,8 @@ class Block(nn.Module):
             rotary=model.rotary[layer],
             interleaved=model.rotary_interleaved,
             dropout_p=model.attention_dropout,
-            layer=layer,
-            seed=seed,
-            recompute_core="core_attn" in again,
         )
+        self.attention = Attention(make, f"layers.{layer}.attention", shape, layer, "core_attn" in again)
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
         self.mlp = MLP(
             make,
@@ -193,22 +189,20 @@ class Head(nn.Module):
 
 
 class Stage(nn.Module):
-    """Layers `layers` (global numbers), with the embedding when `first` and the head when `last`.
+    """Stage `number` of those that the layers are cut into; the first has the embedding, the last the head.
 
-    vocab_size is the true one; padded_vocab_size what the tensors have.
+    stages: the layers of each. vocab_size is the true one; padded_vocab_size what the tensors have.
     """
 
     def __init__(
         self,
         make: Maker,
         model: ModelConfig,
-        layers: range,
+        stages: Sequence[range],
+        number: int,
         *,
-        first: bool,
-        last: bool,
         vocab_size: int,
         padded_vocab_size: int,
-        dropout_seed: int,
         recompute: Recompute | None = None,
         z_loss: float = 0.0,
     ):
@@ -220,15 +214,12 @@ class Stage(nn.Module):
         word_std = std if model.embedding_init_method_std is None else model.embedding_init_method_std
         word = vocabulary_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
         self.embedding = None
-        if first:
+        if number == 0:
             positions = model.positions if model.position_embedding_type == "learned_absolute" else None
-            self.embedding = Embedding(
-                make, word, positions=positions, dropout_p=model.hidden_dropout, seed=dropout_seed
-            )
-        again = self.recompute.parts
-        self.blocks = nn.ModuleList(Block(make, model, layer, dropout_seed, again) for layer in layers)
+            self.embedding = Embedding(make, word, positions=positions, dropout_p=model.hidden_dropout)
+        self.blocks = nn.ModuleList(Block(make, model, layer, self.recompute.parts) for layer in stages[number])
         self.head = None
-        if last:
+        if number == len(stages) - 1:
             spec = word if tied else vocabulary_spec("head", *sizes, std, tied=False)
             shared = self.embedding.word if tied and self.embedding is not None else None
             self.head = Head(make, model, spec, shared, vocab_size, z_loss)

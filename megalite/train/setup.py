@@ -173,12 +173,10 @@ def build_stages(config: Config, mesh: Mesh, vocab_size: int, dtype: torch.dtype
         Stage(
             make,
             model,
-            layers[s],
-            first=s == 0,
-            last=s == len(layers) - 1,
+            layers,
+            s,
             vocab_size=vocab_size,
             padded_vocab_size=padded,
-            dropout_seed=t.seed,
             recompute=recompute,
             z_loss=t.z_loss_coeff,
         )
