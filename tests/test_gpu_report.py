@@ -13,16 +13,16 @@ import pytest
 import torch
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
-sys.path.insert(0, str(TOOLS))
+sys.path[:0] = [str(TOOLS), str(TOOLS / "bench")]
 
 import gpu_report  # noqa: E402
 import gpu_report_goals  # noqa: E402
 import gpu_report_parts  # noqa: E402
 import gpu_report_tests  # noqa: E402
-from benchmark_kernels import SIZES  # noqa: E402
 from gpu_report_parts import Part, Setting  # noqa: E402
 from kernel_case import Sizes  # noqa: E402
 from kernel_cases import CASES  # noqa: E402
+from kernels import SIZES  # noqa: E402
 
 # What else a developer's machine has. Found when Python starts, so that it holds for every process of the report.
 BLOCK = """
@@ -229,7 +229,7 @@ def test_the_estimate_of_memory_is_what_a_step_takes() -> None:
         f"{shape} --num-layers 2 --vocab-size 128 --seq-length 64",
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "MEGALITE_KERNELS": "triton"}
-    environment["PYTHONPATH"] = f"{TOOLS.parent}:{TOOLS}"
+    environment["PYTHONPATH"] = f"{TOOLS.parent}:{TOOLS}:{TOOLS}/bench"
     command = [sys.executable, "-c", COUNT, json.dumps([case.split() for case in cases])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Measuring one case of tools/benchmark_kernels.py after the other: rows, sweeps over tiles, and their best."""
+"""Measuring one case of tools/bench/kernels.py after the other: rows, sweeps over tiles, and their best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of tools/benchmark_kernels.py: the update of the weights and the gradient norm, over flat tensors."""
+"""Cases of tools/bench/kernels.py: the update of the weights and the gradient norm, over flat tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of tools/benchmark_kernels.py: causal attention, by who computes it."""
+"""Cases of tools/bench/kernels.py: causal attention, by who computes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of tools/benchmark_kernels.py: cross entropy, and the head's matmul with it."""
+"""Cases of tools/bench/kernels.py: cross entropy, and the head's matmul with it."""
 
 from __future__ import annotations
 

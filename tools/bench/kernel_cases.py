@@ -1,4 +1,4 @@
-"""What tools/benchmark_kernels.py measures: kernels whose limit is memory, over [N, D]; each with its peers."""
+"""What tools/bench/kernels.py measures: kernels whose limit is memory, over [N, D]; each with its peers."""
 
 from __future__ import annotations
 
