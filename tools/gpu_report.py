@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools" / "bench"))
+sys.path.insert(0, str(ROOT))
 
-import gpu_report_goals  # noqa: E402
-from gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, load, parts_of  # noqa: E402
+from tools.bench import gpu_report_goals  # noqa: E402
+from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, load, parts_of  # noqa: E402
 
 LEAST_S = 10.0  # a part is not begun with less
 TAIL = 25  # lines of a failed part

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches
-from megalite.data.samples.datasets import build_blend
+from megalite.data.samples.blend import build_blend
 from megalite.data.samples.ledger import Ledger, Total, table
 
 

@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[2] / "tools" / "bench"
-sys.path.insert(0, str(BENCH))
+from tools.bench import kernels
 
-import kernels  # noqa: E402
+BENCH = Path(__file__).parents[2] / "tools" / "bench"
 
 # In a process of its own, because the interpreter is chosen when Triton is imported. Bytes: what goes in and comes out,
 # where the tensors are those of the formula.
 TINY = """
 import torch
-from kernel_case import Sizes, peers_of
-from kernel_cases import CASES
+from tools.bench.kernel_case import Sizes, peers_of
+from tools.bench.kernel_cases import CASES
 size = Sizes(24, 128, torch.bfloat16, torch.device("cpu"), vocab_size=300, sequence=24, numel=3000)
 for case in CASES:
     wanted = ["megalite", "torch", "triton"]
@@ -43,7 +42,7 @@ for case in CASES:
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | variables | {"PYTHONPATH": f"{BENCH.parents[1]}:{BENCH}"}
+    env = os.environ | variables | {"PYTHONPATH": str(BENCH.parents[1])}
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, env=env)
 
 

@@ -14,11 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import data_preprocess  # noqa: E402
-import data_samples  # noqa: E402
-import data_tokenizer  # noqa: E402
+from tools.bench import data_preprocess, data_samples, data_tokenizer  # noqa: E402
 
 SUBJECTS = {"samples": data_samples, "preprocess": data_preprocess, "tokenizer": data_tokenizer}
 

@@ -33,7 +33,7 @@ from megalite.data.files import indexed
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches
-from megalite.data.samples.datasets import GptDataset
+from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import permutation
 
 MEAN = 760  # tokens per document: 38 G tokens in 50 M documents

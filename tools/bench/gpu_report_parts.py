@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gpu_report_tests
+from tools.bench import gpu_report_tests
 
 BENCH = Path(__file__).resolve().parent
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 --bf16"

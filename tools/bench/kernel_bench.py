@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from kernel_case import Case, Sizes, Tile, peers_of
-from kernel_clock import Clock, copy_rate, matmul_rate
+
+from tools.bench.kernel_case import Case, Sizes, Tile, peers_of
+from tools.bench.kernel_clock import Clock, copy_rate, matmul_rate
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from kernel_bench import Bench, Row, best_of, build  # noqa: E402
-from kernel_case import Case, Sizes, absent  # noqa: E402
-from kernel_cases import CASES  # noqa: E402
 
 from megalite.kernels.dispatch import KernelError, installed, runs_triton  # noqa: E402
+from tools.bench.kernel_bench import Bench, Row, best_of, build  # noqa: E402
+from tools.bench.kernel_case import Case, Sizes, absent  # noqa: E402
+from tools.bench.kernel_cases import CASES  # noqa: E402
 
 PEERS = ("megalite", "torch", "compile", "liger", "apex", "triton", "cudnn", "flash")
 # flag and field of Sizes: values on a card, and on a CPU
