@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megalite.config.options import ModelConfig
@@ -16,15 +18,12 @@ def specs_of(
     vocab_size: int,
     *,
     padded: int | None = None,
-    layers: range | None = None,
-    first: bool = True,
-    last: bool = True,
+    stages: Sequence[range] | None = None,
+    number: int = 0,
 ) -> dict[str, ParamSpec]:
-    """Every parameter by name, in order of use: of the whole model, or of a stage with `layers`. `padded`: rows of
+    """Every parameter by name, in order of use: of the whole model, or of stage `number` of `stages`. `padded`: rows of
     embedding and head; default: `vocab_size`. A tied head of a stage without the embedding has the embedding's spec."""
     make, rows = Maker(Mesh.alone(), torch.float32, seed=0, meta=True), padded or vocab_size
-    layers = range(model.num_layers) if layers is None else layers
-    stage = Stage(
-        make, model, layers, first=first, last=last, vocab_size=vocab_size, padded_vocab_size=rows, dropout_seed=0
-    )
+    cut = [range(model.num_layers)] if stages is None else stages
+    stage = Stage(make, model, cut, number, vocab_size=vocab_size, padded_vocab_size=rows)
     return {spec.name: spec for spec, _ in named_specs(stage)}

@@ -108,15 +108,13 @@ def _files(folder: Path) -> list[str]:
     for file in files:
         if not file or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: file {file!r} is not the plain name of a safetensors file; do not use this model"
+                f"{index}: {file!r} is not the plain name of a safetensors file; do not use this model"
             )
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file}: missing, but {INDEX} names it; fetch the model again")
         found = set(_open(folder / file).keys())
         if lost := sorted(name for name, f in weight_map.items() if f == file and name not in found):
-            raise CheckpointError(
-                f"{folder / file}: has no {lost[0]}, although {INDEX} places it there; fetch the model again"
-            )
+            raise CheckpointError(f"{folder / file}: has no {lost[0]}, but {INDEX} lists it; fetch the model again")
     return files
 
 
@@ -193,7 +191,5 @@ def stop_ids(folder: Path) -> list[int]:
     found = token_ids(folder).get("eos_token_id") if given is None else given
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(
-            f"{folder}: eos_token_id={found!r} is neither a token id nor a list of them; correct it in the JSON files"
-        )
+        raise CheckpointError(f"{folder}: eos_token_id={found!r} is neither a token id nor a list of them; correct it")
     return ids

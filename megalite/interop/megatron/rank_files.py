@@ -262,35 +262,35 @@ def _tensors(
 ) -> list[Foreign]:
     """Every tensor of every rank once. Raises CheckpointError listing what does not fit."""
     problems, found = [], []
-    begin, chunks = 0, max(len(rank) for rank in stages.values())
-    for chunk in range(chunks):
-        for p in range(pp):
-            here = [stages[t, p][chunk] if chunk < len(stages[t, p]) else {} for t in range(tp)]
-            count = max((1 + int(m[1]) for names in here for name in names if (m := LAYER.match(name))), default=0)
-            if begin + count > model.num_layers:
-                raise CheckpointError(f"{files[0, p]}: layer {begin + count} is above num_layers={model.num_layers}")
-            layers = range(begin, begin + count)
-            begin += count
-            first, last = (chunk, p) == (0, 0), (chunk, p) == (chunks - 1, pp - 1)
-            specs = specs_of(model, padded, layers=layers, first=first, last=last)
-            for t, names in enumerate(here):
-                wanted = {r.theirs: r for r in recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)}
-                for name, values in names.items():
-                    place = f"{name} in {files[t, p]}"
-                    recipe = wanted.get(name)
-                    if recipe is None:
-                        problems.append(f"{place}: not a tensor of this model on this stage")
-                    elif tuple(values.shape) != recipe.shape:
-                        problems.append(f"{place}: shape {tuple(values.shape)}, not {recipe.shape}")
-                    elif recipe.copy:  # of the first stage's embedding, on the last
-                        if not torch.equal(values, stages[t, 0][0][WORD]):
-                            problems.append(f"{place}: differs from the embedding that it is tied to")
-                    elif t > 0 and not any(spec.shards for spec, _ in recipe.parts):  # a replica
-                        if not torch.equal(values, here[0].get(name, values.new_zeros(0))):
-                            problems.append(f"{place}: differs from tp rank 0's copy")
-                    else:
-                        found.append(Foreign(recipe, values.dtype, place, lambda values=values: values))
-    if begin != model.num_layers:
-        problems.append(f"the files hold {begin} of num_layers={model.num_layers} layers")
+    depth = [(p, chunk) for chunk in range(max(len(rank) for rank in stages.values())) for p in range(pp)]
+    held = [[stages[t, p][chunk] if chunk < len(stages[t, p]) else {} for t in range(tp)] for p, chunk in depth]
+    ranges: list[range] = []
+    for (p, _), here in zip(depth, held, strict=True):
+        begin = ranges[-1].stop if ranges else 0
+        count = max((1 + int(m[1]) for names in here for name in names if (m := LAYER.match(name))), default=0)
+        if begin + count > model.num_layers:
+            raise CheckpointError(f"{files[0, p]}: layer {begin + count} is above num_layers={model.num_layers}")
+        ranges.append(range(begin, begin + count))
+    for number, ((p, _), layers, here) in enumerate(zip(depth, ranges, held, strict=True)):
+        specs = specs_of(model, padded, stages=ranges, number=number)
+        for t, names in enumerate(here):
+            wanted = {r.theirs: r for r in recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)}
+            for name, values in names.items():
+                place = f"{name} in {files[t, p]}"
+                recipe = wanted.get(name)
+                if recipe is None:
+                    problems.append(f"{place}: not a tensor of this model on this stage")
+                elif tuple(values.shape) != recipe.shape:
+                    problems.append(f"{place}: shape {tuple(values.shape)}, not {recipe.shape}")
+                elif recipe.copy:  # of the first stage's embedding, on the last
+                    if not torch.equal(values, stages[t, 0][0][WORD]):
+                        problems.append(f"{place}: differs from the embedding that it is tied to")
+                elif t > 0 and not any(spec.shards for spec, _ in recipe.parts):  # a replica
+                    if not torch.equal(values, here[0].get(name, values.new_zeros(0))):
+                        problems.append(f"{place}: differs from tp rank 0's copy")
+                else:
+                    found.append(Foreign(recipe, values.dtype, place, lambda values=values: values))
+    if ranges[-1].stop != model.num_layers:
+        problems.append(f"the files hold {ranges[-1].stop} of num_layers={model.num_layers} layers")
     refuse(problems, "the files do not fit their args")
     return found

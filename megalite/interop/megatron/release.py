@@ -44,26 +44,23 @@ def write_megatron(
     """
     padded = -(-vocab_size // (128 * tp)) * 128 * tp
     if model.num_layers % pp or model.groups % tp or model.ffn_size % tp or model.num_attention_heads % tp:
-        raise CheckpointError(
-            f"num_layers={model.num_layers} does not split evenly over pp={pp}, or num_query_groups={model.groups}, "
-            f"num_attention_heads={model.num_attention_heads} or ffn_hidden_size={model.ffn_size} over tp={tp}; "
-            "choose sizes that divide them"
-        )
+        uneven = f"heads, groups and ffn_hidden_size do not all split over tp={tp}, or layers not over pp={pp}"
+        raise CheckpointError(f"{uneven}; choose sizes that divide them")
     dtype = str(ours.dtype_of_name("embedding.word"))[6:]
     sizes = dict(vocab_size=vocab_size, padded_vocab_size=padded)
     args = write_args(model, **sizes, tokenizer=tokenizer, tp=tp, pp=pp, dtype=dtype)
+    each = model.num_layers // pp
+    stages = [range(p * each, (p + 1) * each) for p in range(pp)]
     with new_directory(directory) as part:
-        for p in range(pp):
-            layers = range(p * model.num_layers // pp, (p + 1) * model.num_layers // pp)
-            first, last = p == 0, p == pp - 1
-            specs = specs_of(model, vocab_size, padded=padded, layers=layers, first=first, last=last)
+        for p, layers in enumerate(stages):
+            specs = specs_of(model, vocab_size, padded=padded, stages=stages, number=p)
             for t in range(tp):
                 wanted = recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)
                 twice = {recipe.parts for recipe in wanted if recipe.copy}  # the first stage names it as itself
                 weights = OrderedDict(
                     (_name(recipe.theirs, fused), join(recipe, lambda spec, box: _padded(ours, spec, box)))
                     for recipe in wanted
-                    if recipe.copy != first or recipe.parts not in twice
+                    if recipe.copy == (p > 0) or recipe.parts not in twice
                 )
                 folder = part / "release" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else ""))
                 folder.mkdir(parents=True)
