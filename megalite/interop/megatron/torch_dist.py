@@ -110,7 +110,7 @@ def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> Megat
         return open_megatron(folder, say)
     if not (folder / "common.pt").is_file() or not (folder / ".metadata").is_file():
         raise CheckpointError(
-            f"{folder}: of Megatron-LM's formats only torch_dist and torch can be read; "
+            f"{folder}: cannot be read: of Megatron-LM's formats only torch_dist and torch are; "
             "convert it there with --ckpt-convert-format torch_dist"
         )
     return open_dist(folder, say)
