@@ -58,7 +58,7 @@ def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> No
     import torch
     import torch.distributed as dist
 
-    from megalite.checkpoint.format import reader
+    from megalite.checkpoint.run import loader
     from megalite.checkpoint.run.saver import Saver
     from megalite.parallel.comm import all_reduce_
     from megalite.parallel.mesh import build_mesh
@@ -104,7 +104,7 @@ def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> No
                             raise OSError(f"{raw} is shorter than what was written")
 
         def load() -> None:
-            found = reader.load(folder / "saved", mesh, lambda *_: reader.Wanted(pieces, exact=True))
+            found = loader.load(folder / "saved", mesh, lambda *_: loader.Wanted(pieces, exact=True))
             assert found is not None
 
         left = torch.randn(512, 512)

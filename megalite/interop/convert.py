@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.whole import FILE_BYTES, Item, Source, write_checkpoint
+from megalite.checkpoint.format.tensor_file import cut
+from megalite.checkpoint.offline import Checkpoint, Difference, Item, difference, write_checkpoint
+from megalite.checkpoint.storage.location import Location, folder_of
+from megalite.checkpoint.storage.protocol import steps_in
 from megalite.config.check import check
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml
 from megalite.interop.rules import Entry, Specs, join, split, trimmed
 from megalite.parallel.spec import Box
 
+FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 # what a run needs beside a model, so that what `check` finds is the model's
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
 
@@ -51,7 +55,7 @@ def items_of(foreign: Sequence[Foreign], vocab_size: int) -> list[Item]:
         boxes = [(name, trimmed(name, box, vocab_size)) for name, box in one.entry.parts]
         parts = [(name, box) for name, box in boxes if box is not None]
         if parts:
-            items.append(Item(one.dtype, parts, lambda one=one: _values(one, vocab_size)))
+            items.append(Item(one.dtype, [(f"model/{n}", b) for n, b in parts], lambda o=one: _values(o, vocab_size)))
     return items
 
 
@@ -69,13 +73,21 @@ def write_import(
     vocab_size: int,
     state: dict[str, Any],
     file_bytes: int = FILE_BYTES,
-) -> Path:
-    """A checkpoint of step 0 from foreign weights; no optimizer states. Raises CheckpointError."""
-    shapes = {name: spec.shape for name, spec in specs.items()}
-    return write_checkpoint(directory, items_of(foreign, vocab_size), shapes, state, file_bytes)
+) -> Location:
+    """A checkpoint of step 0 from foreign weights; no optimizer states. Raises CheckpointError.
+
+    No checkpoint may exist there yet: a converted model is the start of a run, not a step of one.
+    """
+    if steps_in(directory):
+        raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
+    items = items_of(foreign, vocab_size)
+    files = [[items[i] for i in chosen] for chosen in cut([item.bytes for item in items], file_bytes)]
+    folder = folder_of(directory, 0)
+    write_checkpoint(folder, files, {f"model/{name}": spec.shape for name, spec in specs.items()}, state)
+    return folder
 
 
-def saved_model(source: Source) -> ModelConfig:
+def saved_model(source: Checkpoint) -> ModelConfig:
     """The model that a checkpoint's configuration describes. Raises CheckpointError."""
     where = f"{source.folder}: its configuration"
     try:
@@ -98,7 +110,7 @@ class Ours:
     model's specs, for a format that holds values as they are used: a stored difference gets its offset back.
     """
 
-    source: Source
+    source: Checkpoint
     dtype: torch.dtype | None = None
     used: Specs | None = None
 
@@ -129,23 +141,9 @@ class Ours:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """`count` elements of our rectangle differ, the first at `index` of our tensor; largest: by how much at most."""
-
-    place: str
-    index: tuple[int, ...]
-    theirs: float
-    ours: float
-    count: int
-    largest: float
-
-    def __str__(self) -> str:
-        more = f"{self.count:,} elements of it differ, by at most {self.largest:g}"
-        return f"{self.place}{list(self.index)}: {self.theirs!r} there, {self.ours!r} here; {more}"
-
-
-@dataclass(frozen=True)
 class Verdict:
+    """`differing`: rectangles of ours, by the name of theirs and ours."""
+
     tensors: int
     elements: int
     differing: list[Difference]
@@ -155,7 +153,12 @@ class Verdict:
             return f"check: {self.tensors} tensors, {self.elements:,} elements, all bits equal"
         largest = max(self.differing, key=lambda d: d.largest)
         lines = [f"check: {len(self.differing)} parts of {self.tensors} tensors differ"]
-        return "\n".join([*lines, f"first: {self.differing[0]}", f"largest: {largest}"])
+        return "\n".join([*lines, f"first: {_told(self.differing[0])}", f"largest: {_told(largest)}"])
+
+
+def _told(d: Difference) -> str:
+    more = f"{d.count:,} elements of it differ, by at most {d.largest:g}"
+    return f"{d.name}{list(d.index or ())}: {d.there!r} there, {d.here!r} here; {d.note and d.note + ', '}{more}"
 
 
 def compare(foreign: Iterable[Foreign], ours: Ours, vocab_size: int) -> Verdict:
@@ -167,19 +170,10 @@ def compare(foreign: Iterable[Foreign], ours: Ours, vocab_size: int) -> Verdict:
             kept = trimmed(name, box, vocab_size)
             if kept is None:
                 continue
-            theirs, mine = values[: kept.shape[0]], ours.read(name, kept)
+            theirs = values[: kept.shape[0]]
             elements += theirs.numel()
-            different = _bits(theirs) != _bits(mine) if theirs.dtype == mine.dtype else torch.ones_like(mine).bool()
-            if different.any():
-                at = tuple(int(i) for i in different.nonzero()[0])
-                index = tuple(i + start for i, start in zip(at, kept.start, strict=True))
-                gap = (theirs.double() - mine.double()).abs().max()
-                values_there = float(theirs[at]), float(mine[at])
-                place = f"{one.place}, {name}"
-                differing.append(Difference(place, index, *values_there, int(different.sum()), float(gap)))
+            found = difference(f"{one.place}, {name}", ours.read(name, kept), theirs)
+            if found is not None:
+                at = zip(found.index or (), kept.start, strict=False)  # no index where only dtypes differ
+                differing.append(replace(found, index=tuple(i + start for i, start in at)))
     return Verdict(tensors, elements, differing)
-
-
-def _bits(values: Tensor) -> Tensor:
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.contiguous().view(kinds[values.dtype.itemsize])

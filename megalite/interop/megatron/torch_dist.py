@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import inside, intersect
-from megalite.checkpoint.format.planned_files import CODES
+from megalite.checkpoint.format.tensor_file import CODES
 from megalite.interop.convert import Foreign, model_of
 from megalite.interop.megatron.args import read_args
 from megalite.interop.megatron.rank_files import DAMAGED, INERT, MegatronModel, load_pickle, open_megatron
@@ -60,7 +60,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of the checkpoint."""
 
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class Reader:
     folder: Path
     last: tuple[Chunk, Tensor] | None = field(default=None)
 
-    def read(self, key: str, stored: Stored, box: Box) -> Tensor:
+    def read(self, key: str, stored: StoredTensor, box: Box) -> Tensor:
         result = torch.empty(box.shape, dtype=stored.dtype)
         filled = 0
         for chunk in stored.chunks:
@@ -87,7 +87,7 @@ class Reader:
             raise CheckpointError(f"{self.folder}: {key} has a hole: {filled} of {box.numel} elements are there")
         return result
 
-    def _load(self, key: str, chunk: Chunk, stored: Stored) -> Tensor:
+    def _load(self, key: str, chunk: Chunk, stored: StoredTensor) -> Tensor:
         if self.last is not None and self.last[0] == chunk:
             return self.last[1]
         path = self.folder / chunk.file
@@ -172,7 +172,7 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
     return MegatronModel(folder, options, model, word.shape[0], usual, found, args, shards)
 
 
-def read_metadata(folder: Path) -> dict[str, Stored]:
+def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the model. Raises CheckpointError for anything that is not on the list, or makes no sense."""
     path = folder / ".metadata"
     try:
@@ -198,7 +198,7 @@ def read_metadata(folder: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); it is damaged") from None
 
 
-def _stored(key: str, state: dict[str, Any], places: dict[Any, dict[str, Any]], folder: Path) -> Stored:
+def _stored(key: str, state: dict[str, Any], places: dict[Any, dict[str, Any]], folder: Path) -> StoredTensor:
     shape, dtype = tuple(int(n) for n in state["size"]), state["properties"].state[0]
     chunks = []
     for chunk in state["chunks"]:
@@ -217,7 +217,7 @@ def _stored(key: str, state: dict[str, Any], places: dict[Any, dict[str, Any]], 
             raise CheckpointError(f"{folder}: {key} has a chunk outside {shape}; it is damaged")
     if dtype not in CODES:
         raise CheckpointError(f"{folder}: {key} is {dtype}, not a floating-point tensor")
-    return Stored(shape, dtype, tuple(chunks))
+    return StoredTensor(shape, dtype, tuple(chunks))
 
 
 def _unpickle(data: bytes) -> Any:
