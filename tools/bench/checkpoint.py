@@ -1,0 +1,294 @@
+#!/usr/bin/env python
+"""How fast checkpoints are written and read, against the same bytes written and read raw in the same run.
+
+python tools/bench/checkpoint.py                                           # in a new folder here, half a minute
+python tools/bench/checkpoint.py --dir /data/new --mib 4096 --ranks 1 2 4 8
+
+Every round does, on all ranks at once and one after the other: raw write of the state with fsync and save; a step of
+training alone and one beside a save in the background; raw read into the state and load, hashes included, both from
+the disk. Which of a pair goes first changes by round.
+The step is simulated by products of matrices, as many as take 0.1 s or four times a copy of the rank's state, whichever
+is longer: a real one with so much state takes longer. The stall is what training waits: in the call, and before the
+update for what is left of the copy. `step_beside` is how much longer the products take while the copy and the start of
+the writing use the same processors and memory.
+Before each the last file of its kind is deleted and cached pages are dropped, since a write into memory that was just
+freed is several times faster. So all see the same disk at nearly the same time; a fraction is the median over rounds
+of one round's, as is every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megalite.parallel.launch import Ranks, process_group, start_local  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalite.parallel.spec import Piece
+
+_CHUNK = 1 << 22  # bytes per raw write and read
+
+
+def _drop_cache(folder: Path) -> None:
+    for path in list(folder.rglob("*")):
+        if path.is_file():
+            number = os.open(path, os.O_RDONLY)
+            os.fsync(number)
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(number)
+
+
+def _peak_bytes(reset: bool) -> int:
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+class Bench:
+    """`mib` of state over all ranks, and what is timed with it; methods are collective."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, folder: Path, mib: int):
+        import torch
+
+        from megalite.checkpoint.run.saver import Saver
+        from megalite.parallel.mesh import build_mesh
+        from megalite.parallel.spec import Box, Piece
+
+        self.mesh = build_mesh(tp=1, pp=1, device=device, timeout=datetime.timedelta(minutes=10))
+        rows = (mib << 20) // 4 // (1 << 18) // ranks.world
+        height = rows // min(8, rows)
+        torch.manual_seed(ranks.rank)
+        self.pieces: list[Piece] = []
+        for n in range(min(8, rows)):
+            box = Box((height * ranks.rank, 0), (height * (ranks.rank + 1), 1 << 18))
+            values = torch.randn(box.numel)
+            self.pieces.append(Piece(f"model/{n}", (height * ranks.world, 1 << 18), box, range(box.numel), values))
+        self.bytes = sum(p.data.numel() * 4 for p in self.pieces)
+        self.folder, self.raw = folder, folder / "raw" / f"{ranks.rank}"
+        self._left = torch.randn(512, 512)
+        self._number = self._enough_products()
+        self.raw.parent.mkdir(parents=True, exist_ok=True)
+        self.saver = Saver.open(folder / "saved", self.mesh, self.bytes)
+
+    def _enough_products(self) -> int:
+        """For 0.1 s, or four times a copy of the state."""
+        import torch
+        import torch.distributed as dist
+
+        from megalite.parallel.comm import all_reduce_
+
+        spare = torch.empty_like(self.pieces[0].data).fill_(0)
+        begin = time.perf_counter()
+        for piece in self.pieces:
+            spare.copy_(piece.data)
+        needed = max(0.1, 4 * (time.perf_counter() - begin))
+        self._multiply(10)
+        begin = time.perf_counter()
+        self._multiply(20)
+        number = torch.tensor(int(needed / (time.perf_counter() - begin) * 20) + 1)
+        return int(all_reduce_(number, self.mesh.world, dist.ReduceOp.MAX))
+
+    def _multiply(self, number: int) -> None:
+        for _ in range(number):
+            self._left.mm(self._left)
+
+    def _wait(self) -> None:
+        if self.mesh.world.group is not None:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+    def _seconds(self, do: Callable[[], object]) -> float:
+        """Of the slowest rank."""
+        import torch
+        import torch.distributed as dist
+
+        from megalite.parallel.comm import all_reduce_
+
+        self._wait()
+        begin = time.perf_counter()
+        do()
+        took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        return float(all_reduce_(took, self.mesh.world, dist.ReduceOp.MAX))
+
+    def _views(self) -> Iterator[memoryview]:
+        """The state, in parts of a raw write or read."""
+        for piece in self.pieces:
+            view = memoryview(piece.data.numpy()).cast("B")
+            for begin in range(0, len(view), _CHUNK):
+                yield view[begin : begin + _CHUNK]
+
+    def _clear(self, what: str = "") -> None:
+        """Delete the last files of a kind and drop all from memory; rank 0, while the others wait."""
+        if self.mesh.world.is_first:
+            kinds = {"saved": [*self.folder.glob("saved/iter_*")], "raw": [self.raw.parent]}
+            for path in kinds.get(what, []):
+                shutil.rmtree(path, ignore_errors=True)
+            self.raw.parent.mkdir(exist_ok=True)
+            _drop_cache(self.folder)
+        self._wait()
+
+    def write(self) -> dict[str, float]:
+        def write() -> None:
+            with open(self.raw, "wb", buffering=0) as file:
+                for view in self._views():
+                    file.write(view)
+                os.fsync(file.fileno())
+
+        self._clear("raw")
+        return {"raw_write_s": self._seconds(write)}
+
+    def save(self, step: int) -> dict[str, float]:
+        self._clear("saved")
+        before, self.saver.background = _peak_bytes(reset=True), False
+        took = self._seconds(lambda: self.saver.save(3 * step, self.pieces, {}))
+        return {"save_s": took, "save_extra_bytes": float(max(0, _peak_bytes(reset=False) - before))}
+
+    def step(self) -> dict[str, float]:
+        return {"step_s": self._seconds(lambda: self._multiply(self._number))}
+
+    def step_beside(self, step: int) -> dict[str, float]:
+        self._clear("saved")
+        self.saver.background = True
+        call_s = self._seconds(lambda: self.saver.save(3 * step + 1, self.pieces, {}))
+        beside_s = self._seconds(lambda: self._multiply(self._number))
+        stall_s = call_s + self._seconds(self.saver.before_update)
+        self.saver.wait()
+        return {"beside_s": beside_s, "stall_s": stall_s}
+
+    def read(self) -> dict[str, float]:
+        def read() -> None:
+            with open(self.raw, "rb", buffering=0) as file:
+                for view in self._views():
+                    if file.readinto(view) != len(view):
+                        raise OSError(f"{self.raw} is shorter than what was written")
+
+        self._clear()
+        return {"raw_read_s": self._seconds(read)}
+
+    def load(self) -> dict[str, float]:
+        from megalite.checkpoint.run import loader
+
+        def load() -> None:
+            wanted = loader.Wanted(self.pieces, exact=True)
+            assert loader.load(self.folder / "saved", self.mesh, lambda *_: wanted) is not None
+
+        self._clear()
+        return {"load_s": self._seconds(load)}
+
+
+def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> None:
+    """`mib` of state over all ranks; rank 0 writes the rounds' seconds and bytes to the JSON file `out`."""
+    with process_group(ranks, device="cpu", startup_timeout=datetime.timedelta(minutes=10)) as device:
+        bench = Bench(ranks, device, Path(directory), mib)
+        table: list[dict[str, float]] = []
+        for step in range(1, rounds + 2):
+            row = {"bytes": float(bench.bytes * ranks.world), "rank_bytes": float(bench.bytes)}
+            pairs = (
+                (bench.write, partial(bench.save, step)),
+                (bench.step, partial(bench.step_beside, step)),
+                (bench.read, bench.load),
+            )
+            for raw, ours in pairs:
+                for do in (raw, ours) if step % 2 else (ours, raw):
+                    row |= do()
+            if step > 1:  # the first warms up: it also makes the host copy
+                table.append(row)
+        bench.saver.close()
+        if ranks.rank == 0:
+            Path(out).write_text(json.dumps(table), encoding="utf-8")
+
+
+def summary(world: int, rows: list[dict[str, float]]) -> dict[str, float]:
+    def median(of: Callable[[dict[str, float]], float]) -> float:
+        return round(statistics.median(of(row) for row in rows), 4)
+
+    gib = rows[0]["bytes"] / 2**30
+    return {
+        "ranks": world,
+        "gib": round(gib, 3),
+        "raw_write_gib_s": median(lambda r: gib / r["raw_write_s"]),
+        "save_gib_s": median(lambda r: gib / r["save_s"]),
+        "save_of_raw": median(lambda r: r["raw_write_s"] / r["save_s"]),
+        "raw_read_gib_s": median(lambda r: gib / r["raw_read_s"]),
+        "load_gib_s": median(lambda r: gib / r["load_s"]),
+        "load_of_raw": median(lambda r: r["raw_read_s"] / r["load_s"]),
+        "save_extra_of_state": median(lambda r: r["save_extra_bytes"] / r["rank_bytes"]),
+        "step_s": median(lambda r: r["step_s"]),
+        "step_beside": median(lambda r: r["beside_s"] / r["step_s"]),
+        "stall_s": median(lambda r: r["stall_s"]),
+        "stall_of_save": median(lambda r: r["stall_s"] / r["save_s"]),
+    }
+
+
+# of summary(): what is wanted, and whether a figure is as good
+GOALS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "save_of_raw": ("at least 0.85", lambda value: value >= 0.85),
+    "load_of_raw": ("at least 0.85", lambda value: value >= 0.85),
+    "save_extra_of_state": ("at most 0.10", lambda value: value <= 0.10),
+    "stall_of_save": ("at most 0.05", lambda value: value <= 0.05),
+}
+
+
+def table(figures: dict[str, float]) -> str:
+    lines = [f"{figures['ranks']:.0f} ranks, {figures['gib']:.3f} GiB"]
+    for name, value in figures.items():
+        if name not in ("ranks", "gib"):
+            wanted, good = GOALS.get(name, ("", lambda _: True))
+            verdict = f"{wanted}: {'yes' if good(value) else 'NO'}" if wanted else ""
+            lines.append(f"  {name:22} {value:10.4f}  {verdict}".rstrip())
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--dir", type=Path, help="an empty or new directory on the disk to measure")
+    parser.add_argument("--mib", type=int, default=256, help="state over all ranks, MiB (default 256)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of tables")
+    a = parser.parse_args(argv)
+    if a.mib < 8 * max(a.ranks) or min(a.ranks) < 1 or a.rounds < 1:
+        parser.error(
+            f"--mib {a.mib} is too small for {max(a.ranks)} ranks, or a number is below 1; give 8 MiB per rank"
+        )
+    if a.dir is None:
+        a.dir = Path(tempfile.mkdtemp(prefix="benchmark_checkpoint_", dir=Path.cwd()))
+    if a.dir.exists() and any(a.dir.iterdir()):
+        parser.error(f"--dir {a.dir} is not empty; it is deleted afterwards: give a new one")
+    a.dir.mkdir(parents=True, exist_ok=True)
+    try:
+        for world in a.ranks:
+            place, out = a.dir / f"{world}", a.dir / f"{world}.json"
+            arguments = (str(place), a.mib, a.rounds, str(out))
+            code = start_local(world, measure, arguments) if world > 1 else measure(Ranks(), *arguments)
+            if code:
+                return 3
+            figures = summary(world, json.loads(out.read_text(encoding="utf-8")))
+            print(json.dumps(figures) if a.json else table(figures), flush=True)
+            shutil.rmtree(place)
+    finally:
+        shutil.rmtree(a.dir, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
