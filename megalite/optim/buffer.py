@@ -43,9 +43,8 @@ def lay_out_chunks(
 class ParamBuffer:
     """Takes over the storage of all parameters of `chunks` (modules whose parameters carry `.spec`).
 
-    shard    True: ZeRO-1, gradients are reduce-scattered and each dp rank owns its part of each bucket;
-             False: gradients are all-reduced and each rank owns everything
-    reduce_in_bf16  the sum over dp moves bf16 (grad_reduce.py)
+    shard      True: ZeRO-1, gradients are reduce-scattered and each dp rank owns its part of each bucket;
+               False: gradients are all-reduced and each rank owns everything
     decoupled  embedding and head have a learning rate of their own
     """
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -26,14 +27,11 @@ class ParamGather:
         parts = {id(storage.parameters[s.entry]): b for b, bucket in enumerate(layout.buckets) for s in bucket.slots}
         for module in (m for chunk in chunks for m in chunk.modules()):
             if needs := sorted({parts[id(p)] for p in module.parameters(recurse=False)}):
-                module.register_forward_pre_hook(self._waiter(needs))
+                module.register_forward_pre_hook(partial(self._finish_all, needs))
 
-    def _waiter(self, needs: list[int]) -> Callable[[nn.Module, Any], None]:
-        def wait(module: nn.Module, args: Any) -> None:
-            for b in needs:
-                self._finish(b)
-
-        return wait
+    def _finish_all(self, needs: list[int], *_: Any) -> None:
+        for b in needs:
+            self._finish(b)
 
     def start(self) -> None:
         """In order of use. GATHERS_AHEAD are under way at a time, and one that is waited for starts the next: with a
