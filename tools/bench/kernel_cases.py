@@ -1,4 +1,4 @@
-"""What tools/benchmark_kernels.py measures: kernels whose limit is memory, over [N, D]; each with its peers."""
+"""What tools/bench/kernels.py measures: kernels whose limit is memory, over [N, D]; each with its peers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernel_attention_case import attention_cases
-from kernel_case import Case, Fn, Make, Sizes, Tile, blocks, streams
-from kernel_flat_cases import flat_cases
-from kernel_loss_cases import loss_cases
 from torch import Tensor
 
 from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope, swiglu
 from megalite.kernels.dispatch import tile_for
+from tools.bench.kernel_attention_case import attention_cases
+from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, blocks, streams
+from tools.bench.kernel_flat_cases import flat_cases
+from tools.bench.kernel_loss_cases import loss_cases
 
 EPS, P, KEY = 1e-5, 0.1, 0xC0FFEE01
 Tiles = Callable[[Sizes], Iterator[tuple[Tile, Callable[[], Any]]]]

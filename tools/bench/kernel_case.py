@@ -1,4 +1,4 @@
-"""A piece of work of tools/benchmark_kernels.py: its bytes and FLOPs, who else does it, and the tiles worth trying."""
+"""A piece of work of tools/bench/kernels.py: its bytes and FLOPs, who else does it, and the tiles worth trying."""
 
 from __future__ import annotations
 
