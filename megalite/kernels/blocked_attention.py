@@ -38,13 +38,13 @@ BLOCK_BYTES = 4 << 20  # of one block's scores
 
 @dataclass(frozen=True)
 class Drop:
-    """Dropout of attention weights; its coordinates as in kernels/attention.py. first_position: the sequence position
-    of row 0."""
+    """Dropout of attention weights and its coordinates. sample_ids_B: global sample numbers. head_offset: the global
+    number of head 0. first_position: the sequence position of row 0."""
 
     p: float
     key: int
     sample_ids_B: Tensor
-    head_offset: int
+    head_offset: int = 0
     first_position: int = 0
 
     def mask(self, heads: tuple[Tensor, Tensor], queries: slice, keys: slice) -> Tensor:

@@ -14,13 +14,7 @@ from torch import Tensor
 
 
 def cached_attention(
-    q_SBHK: Tensor,
-    k_TBGK: Tensor,
-    v_TBGK: Tensor,
-    positions_SB: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, positions_SB: Tensor, *, scale: float, window: int | None = None
 ) -> Tensor:
     """o_SBHK; H is a multiple of G. `window`: how many keys a query sees, its own included."""
     S, B, H, K = q_SBHK.shape
