@@ -197,11 +197,11 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
         {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
     )
     found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh", "--capture-range"}  # the last of nsys
-    for path in sorted((ROOT / "tools").glob("*.py")):
+    for path in sorted((ROOT / "tools").rglob("*.py")):
         if "ArgumentParser(" in path.read_text():
             with documents.stopped(patch, read=False) as here:
                 try:
-                    start(f"tools/{path.name}", [], here)
+                    start(str(path.relative_to(ROOT)), [], here)
                 except documents.Parsed as parsed:
                     found |= documents.flags_of(parsed.parser)
     return found
