@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.progress import show
+from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location
@@ -111,7 +111,7 @@ def resume(
     notes: list[str] = []
     numbers: list[tuple[dict[str, int], int, LossScaler, Rates]] = []  # of the last one looked at
 
-    def wanted(folder: Location, manifest: Manifest) -> reader.Wanted:
+    def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
         here, there = run.optimizer.kinds(), kinds_of(manifest)
         numbers[:] = [_numbers(run, folder, manifest, config.checkpoint)]
         asked = config.checkpoint.override_opt_param_scheduler or config.checkpoint.use_checkpoint_opt_param_scheduler
@@ -138,9 +138,9 @@ def resume(
         if not weights_only and here["model"] != there["model"]:
             pieces = across_precisions(pieces, here, there)
             notes.append(f"saved in {there['model']}: the main weights go on bit for bit, in {here['model']}")
-        return reader.Wanted(pieces, not weights_only, tell=_tell_load(run, config, folder, manifest))
+        return loader.Wanted(pieces, not weights_only, tell=_tell_load(run, config, folder, manifest))
 
-    found = reader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
+    found = loader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if found is None:
         return None
     folder, manifest = found
