@@ -176,9 +176,7 @@ class Read:
 
 
 def read_all(
-    argv: Sequence[str],
-    presets: Mapping[str, Mapping[str, Any]],
-    also: Also = lambda config, problems: [],
+    argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]], also: Also = lambda config, problems: []
 ) -> Read:
     """The configuration that a command line asks for. `also` finds what else is wrong with it, of the machine for
     instance, and is told what is wrong already. Raises ConfigError with every problem of every stage, in one list."""

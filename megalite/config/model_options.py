@@ -7,29 +7,24 @@ from dataclasses import dataclass
 from megalite.config.field import model, training
 from megalite.config.pattern import read_pattern
 
+ALL_DROPPED = (1, "drops everything; use less than 1")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     num_layers: int = model(0, "transformer layers", flags=("--encoder-num-layers",), required=True, stand_in=2)
     hidden_size: int = model(0, "model width D", required=True, stand_in=64)
     ffn_hidden_size: int | None = model(
-        None,
-        "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu",
-        above=0,
-        same_as="ffn_size",
+        None, "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu", same_as="ffn_size"
     )
     num_attention_heads: int = model(0, "query heads H", required=True, stand_in=1)
-    kv_channels: int | None = model(None, "head size K; default D / H", above=0, same_as="head_size")
-    group_query_attention: bool = model(
-        False, "share key/value heads in --num-query-groups groups", through="num_query_groups"
-    )
+    kv_channels: int | None = model(None, "head size K; default D / H", same_as="head_size")
+    group_query_attention: bool = model(False, "share key/value heads in groups", through="num_query_groups")
     num_query_groups: int | None = model(
-        None, "key/value heads G with --group-query-attention; default 1", above=0, same_as="groups"
+        None, "key/value heads G with --group-query-attention; default 1", same_as="groups"
     )
     seq_length: int = training(0, "tokens per sequence", flags=("--encoder-seq-length",), required=True, stand_in=1)
-    max_position_embeddings: int | None = training(
-        None, "longest sequence that positions are made for; default seq_length", above=0
-    )
+    max_position_embeddings: int | None = training(None, "longest sequence that has positions; default seq_length")
     normalization: str = model("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = model(1e-5, "added to the variance in norms", flags=("--layernorm-epsilon",))
     apply_layernorm_1p: bool = model(False, "store norm weights as their difference from 1")
@@ -73,9 +68,7 @@ class ModelConfig:
         same_as="rotary",
     )
     rotary_scaling_factor: float = model(1.0, "yarn: stretch of the context", above=0)
-    yarn_original_max_position_embeddings: int = model(
-        4096, "yarn: tokens that the model was trained on before", above=0
-    )
+    yarn_original_max_position_embeddings: int = model(4096, "yarn: tokens that the model trained on before", above=0)
     yarn_beta_fast: float = model(32.0, "yarn: channels with more turns in that length keep their wavelength")
     yarn_beta_slow: float = model(1.0, "yarn: channels with fewer are stretched by the whole factor", above=0)
     yarn_correction_range_round_to_int: bool = model(True, "yarn: the border between them is of whole channels")
@@ -84,17 +77,11 @@ class ModelConfig:
     use_rope_scaling: bool = model(False, "Llama-3 scaling of rotary wavelengths")
     rope_scaling_factor: float = model(8.0, "stretch of the longest wavelengths with --use-rope-scaling", above=0)
     untie_embeddings_and_output_weights: bool = model(False, "the head has weights of its own")
-    make_vocab_size_divisible_by: int = training(
-        128, "the vocabulary is padded to a multiple of this (and of tp)", above=0
-    )
-    hidden_dropout: float = training(
-        0.1, "dropout after embedding, attention and feed-forward", below=(1, "drops everything; use less than 1")
-    )
-    attention_dropout: float = training(
-        0.1, "dropout of attention weights", below=(1, "drops everything; use less than 1")
-    )
+    make_vocab_size_divisible_by: int = training(128, "vocabulary is padded to a multiple of this (and of tp)", above=0)
+    hidden_dropout: float = training(0.1, "dropout after embedding, attention and feed-forward", below=ALL_DROPPED)
+    attention_dropout: float = training(0.1, "dropout of attention weights", below=ALL_DROPPED)
     init_method_std: float = training(0.02, "standard deviation of initial weights")
-    embedding_init_method_std: float | None = training(None, "that of embeddings; default init_method_std")
+    embedding_init_method_std: float | None = training(None, "that of embeddings; default init_method_std", least=0)
     qk_layernorm: bool = model(False, "norm on each query and key head")
     no_weight_decay_cond_type: str | None = training(
         None,

@@ -1,7 +1,7 @@
 """The configuration: frozen dataclasses with Megatron-LM's names and defaults.
 
 A field is one option (field.py): its name in kebab case is the flag, its facts stand where it is declared, in
-model_options.py, run_options.py and output_options.py. Pure: no torch, so that a bad command line is refused before
+model_options.py and run_options.py. Pure: no torch, so that a bad command line is refused before
 anything is imported or started. What may not go together: check.py; as a file: toml.py.
 """
 
@@ -14,8 +14,16 @@ from typing import Any
 
 from megalite.config.field import MODEL, TRAINING, convert, facts_of
 from megalite.config.model_options import ModelConfig
-from megalite.config.output_options import CheckpointConfig, LogConfig, OperationsConfig
-from megalite.config.run_options import DataConfig, OptimConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from megalite.config.run_options import (
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    OperationsConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 
 
 @dataclass(frozen=True)
