@@ -67,8 +67,8 @@ class Facts:
 
 
 def opt(resume: str, default: Any, help: str, **facts: Any) -> Any:
-    """A field of the configuration; `help` states the unit, `facts` are those of `Facts`. A number that may be left open
-    is above 0, unless it sets its `least`: None means none."""
+    """A field of the configuration; `help` states the unit, `facts` are those of `Facts`. A number that may be left
+    open is above 0, unless it sets its `least`: None means none."""
     if default is None and "least" not in facts:
         facts["above"] = 0
     return field(default=default, metadata={"facts": Facts(resume, help, **facts)})
