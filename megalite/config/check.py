@@ -111,8 +111,8 @@ def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
     evaluated = t.eval_global_batch_size or t.global_batch_size or unit  # as setup.eval_batch_size
     if (t.eval_global_batch_size or t.eval_micro_batch_size) and evaluated % (micro * dp):
         text = "{=eval_global_batch_size} is not a multiple of {eval_micro_batch_size} {micro} x data parallel {dp} = "
-        numbers = {"eval_global_batch_size": evaluated, "micro": micro, "dp": dp, "unit": micro * dp}
-        yield say(text + "{unit}; change one", **numbers)
+        text += "{unit}; change one"
+        yield say(text, eval_global_batch_size=evaluated, micro=micro, dp=dp, unit=micro * dp)
     sizes = [("global_batch_size", "", t.global_batch_size)]
     if t.step_batch_size_schedule is not None:
         with contextlib.suppress(ValueError):  # told already

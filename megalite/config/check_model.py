@@ -27,14 +27,16 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
     tp_breaks = "{=tensor_model_parallel_size} does not divide "
     if heads % tp:
         yield say(tp_breaks + "{=num_attention_heads}: use {fit}", fit=_divisors(heads))
-    groups = {"num_query_groups": m.groups}
     if heads % m.groups:
         yield say(
-            "{=num_query_groups} does not divide {=num_attention_heads}: use {fit}", fit=_divisors(heads), **groups
+            "{=num_query_groups} does not divide {=num_attention_heads}: use {fit}",
+            fit=_divisors(heads),
+            num_query_groups=m.groups,
         )
     elif m.groups % tp and tp % m.groups:
         yield say(
-            "{=tensor_model_parallel_size} and {=num_query_groups}: neither divides the other; change one", **groups
+            "{=tensor_model_parallel_size} and {=num_query_groups}: neither divides the other; change one",
+            num_query_groups=m.groups,
         )
     if m.ffn_size < 1:
         yield say("{=hidden_size} is too small for the default width of swiglu; give {--ffn-hidden-size}")

@@ -112,7 +112,9 @@ def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:
             yield say(
                 "{rampup_batch_size}={first} {increment}: {=global_batch_size} is not reached from {first} in steps of "
                 "{increment}; choose a divisor of {way}",
-                **{"first": first, "increment": increment, "way": way},
+                first=first,
+                increment=increment,
+                way=way,
             )
 
 

@@ -15,11 +15,9 @@ from megalite.config.field import facts_of
 from megalite.config.run_options import ParallelConfig
 
 T = TypeVar("T", str, bool)
-OVERRIDES = {
-    "kernels": "MEGALITE_KERNELS",
-    "attention_kernel": "MEGALITE_ATTENTION",
-    "shared_memory": "MEGALITE_SHARED_MEMORY",
-}
+OVERRIDES = dict(
+    kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION", shared_memory="MEGALITE_SHARED_MEMORY"
+)
 
 
 def variable(name: str, default: str = "") -> str:
@@ -49,14 +47,13 @@ def source(option: str) -> str:
 
 
 def problems() -> list[str]:
-    """Variables whose values are none."""
+    """Of the variables above, all at once."""
     found = []
-    for f in fields(ParallelConfig):
-        if f.name in OVERRIDES:
-            try:
-                override(f.name, f.default)
-            except ValueError as error:
-                found.append(str(error))
+    for option in OVERRIDES:
+        try:
+            override(option, getattr(ParallelConfig(), option))
+        except ValueError as error:
+            found.append(str(error))
     return found
 
 

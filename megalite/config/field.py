@@ -57,7 +57,7 @@ class Facts:
             return "is not finite; give a number"
         if value < self.least:
             return f"is negative; give {'0' if self.least == 0 else self.least} or more"
-        if value == self.above:
+        if self.above is not None and value == self.above:
             return "is too small; give " + (
                 f"{self.above + 1} or more" if isinstance(value, int) else f"more than {self.above}"
             )

@@ -8,7 +8,7 @@ anything is imported or started. What may not go together: check.py; as a file: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -182,6 +182,6 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
 class ConfigError(ValueError):
     """`problems`: one line each."""
 
-    def __init__(self, problems: list[str]):
+    def __init__(self, problems: Sequence[str]):
         super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = list(problems)

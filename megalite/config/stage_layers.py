@@ -13,7 +13,7 @@ import re
 
 from megalite.config.options import ParallelConfig
 
-GIVEN = (  # the options that say it
+GIVEN = (  # the options that decide it
     "num_layers",
     "pipeline_model_parallel_size",
     "pipeline_model_parallel_layout",

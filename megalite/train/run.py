@@ -137,7 +137,7 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
 def preflight(config: Config, ranks: Ranks) -> Sources:
     """All that can be refused before a process group exists, all of it at once."""
     m, p, t = config.model, config.parallel, config.train
-    problems = check(config, ranks.world, complete=True)
+    problems: list[str] = [*check(config, ranks.world, complete=True)]
     if not t.dry_run:  # which opens no log
         problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
     lost = absent(config.data)
