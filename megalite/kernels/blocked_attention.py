@@ -10,7 +10,7 @@ them and takes up to twice the time (docs/performance.md). Saved are q, k and v 
 blocks, are in fp32 (fp64 for fp64). Scores are rounded to the input's dtype, as explicit attention in half precision
 does and fused attention does not: the rms error of o is 1.7 times that of torch's SDPA where scores have a standard
 deviation of 1, and 5 times at 4. Rejected: a second product, for scores relative to their row's maximum, 1.3 times at
-any size for 1.4 times the time; MEGALITE_ATTENTION=torch is more exact and takes no more than that.
+any size for 1.4 times the time; --attention-kernel torch is more exact and takes no more than that.
 
 The work per query block grows with its end, so half of the scores' square is never computed but for the blocks on the
 diagonal. With a window a block's keys begin where its first query's do: S (W + rows) scores, where torch's fused

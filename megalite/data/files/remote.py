@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.environment import variable
 from megalite.data.errors import DataError
 from megalite.data.files.block_cache import BLOCK, FETCHES, INDEX, Blocks, contents
 from megalite.data.locks import appearing, locked
@@ -49,8 +50,8 @@ T = TypeVar("T")
 
 def cache_root(cache_path: str | Path | None) -> Path:
     """cache_path, else $MEGALITE_CACHE, else the user's cache directory."""
-    own = cache_path or os.environ.get("MEGALITE_CACHE")
-    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "megalite").expanduser() / "remote"
+    own = cache_path or variable("MEGALITE_CACHE")
+    return Path(own or Path(variable("XDG_CACHE_HOME") or "~/.cache") / "megalite").expanduser() / "remote"
 
 
 class UrlFile:

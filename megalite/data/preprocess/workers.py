@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import queue
 import struct
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.environment import set_defaults
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import token_dtype
 from megalite.data.preprocess.records import BadLine, parse_block
@@ -137,8 +137,7 @@ def _unpack(message: bytes) -> Result:
 def _work(pipe: Connection, job: Job) -> None:
     """A worker: blocks in, packed results out, until the pipe closes. An error is a message too."""
     # one process per core is the parallelism: threads of the library below it would only get in each other's way
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")
+    set_defaults(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     try:
         tokenizer = None
         while True:
