@@ -25,7 +25,7 @@ from megalite.data.samples.datasets import Blend  # noqa: E402
 from megalite.data.samples.ledger import Ledger  # noqa: E402
 from megalite.data.samples.source import Dataset, Source  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
-from megalite.train.datasets import open_sources  # noqa: E402
+from megalite.train.sources import open_sources  # noqa: E402
 
 
 def files_of(dataset: Dataset, samples: int) -> list[tuple[Source, int]]:

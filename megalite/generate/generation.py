@@ -34,8 +34,8 @@ from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
-from megalite.train.datasets import open_tokenizer
 from megalite.train.setup import SetupError, build_stages
+from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import usable
 from megalite.train.start.resume import saved_config, tokenizer_differences
 

@@ -33,8 +33,7 @@ from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process
 from megalite.train import figures as lines
 from megalite.train.allocator import keep_freed_memory
 from megalite.train.arrangement import arrange, groups_of, memory_rows, runs
-from megalite.train.datasets import Sources, open_sources
-from megalite.train.export import check_export, export
+from megalite.train.export_hf import check_export, export
 from megalite.train.figures import Speed
 from megalite.train.loop import Plan, StopSignal, Watch, train
 from megalite.train.metrics import Reporter, missing_packages
@@ -52,6 +51,7 @@ from megalite.train.setup import (
     params_dtype,
     run_length,
 )
+from megalite.train.sources import Sources, open_sources
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.origin import already_saved, begin_branch, start_run
 from megalite.train.start.resume import loaded_line, open_saver

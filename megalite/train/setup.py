@@ -34,7 +34,7 @@ from megalite.pipeline.partition import partition
 from megalite.pipeline.runtime import Pipeline
 from megalite.train.batch import HostBatch, host_batch
 from megalite.train.batch_size import BatchSizes
-from megalite.train.datasets import NamedSet, Sources, open_sources
+from megalite.train.sources import NamedSet, Sources, open_sources
 from megalite.train.state import EvaluationSet, Run
 
 

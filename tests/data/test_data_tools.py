@@ -24,7 +24,7 @@ from megalite.data.files.info import make_info, read_info
 from megalite.data.files.merge import document_blocks, expand_prefixes, merge
 from megalite.data.samples.datasets import GptDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megalite.train.datasets import open_sources
+from megalite.train.sources import open_sources
 from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

@@ -33,7 +33,7 @@ from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import build_mesh  # noqa: E402
 from megalite.train.batch import on_device  # noqa: E402
-from megalite.train.export import export  # noqa: E402
+from megalite.train.export_hf import export  # noqa: E402
 from megalite.train.run import preflight  # noqa: E402
 from megalite.train.setup import SetupError, build_run  # noqa: E402
 from megalite.train.start import foreign_weights as foreign  # noqa: E402
