@@ -105,10 +105,11 @@ def _empty(config: Config, mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[C
     config = replace(config, parallel=layout, train=replace(config.train, recompute_granularity=None))
     length = config.model.positions  # a run's seq_length must divide by tp; a text need not
     shape = replace(config.model, seq_length=-(-length // tp) * tp, max_position_embeddings=length + tp)
-    problems = check(replace(build({"micro_batch_size": 1, "lr": 1.0}), model=shape, parallel=layout))
+    bare = replace(build({"micro_batch_size": 1, "lr": 1.0}), parallel=layout)
+    problems = check(replace(bare, model=shape))
     if wrong := [line for line in problems if "parallel_size" in line]:
         raise SetupError("\n".join(wrong))
-    (stage,) = build_stages(Arrangement(config, tp * pp, rows), mesh, dtype)
+    (stage,) = build_stages(Arrangement(replace(bare, model=config.model), tp * pp, rows), mesh, dtype)
     return config, stage.eval(), weight_pieces(stage, mesh)
 
 

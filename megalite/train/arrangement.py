@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from megalite.config.options import Config, OptimConfig, padded_vocab_size
 from megalite.config.pattern import read_batch_schedule
@@ -135,20 +136,28 @@ class Arrangement:
 
     @cached_property
     def stages(self) -> list[range]:
-        """The layers of every stage: as the options give them, or balanced with the head's cost counted in layers.
-        Raises ValueError where a stage is left empty."""
-        m, p = self.config.model, self.config.parallel
-        counts = given_stages(m.num_layers, p)
-        if counts is not None:
-            stops = list(itertools.accumulate(counts))
-            return [range(stop - n, stop) for stop, n in zip(stops, counts, strict=True)]
-        stages = self.pp * (p.num_virtual_stages_per_pipeline_rank or 1)
-        return partition(m.num_layers, stages, head_cost=self._head_cost if m.num_layers > stages > 1 else 0.0)
+        """The layers of every stage: as the options give them, or balanced by time and then by memory. Raises
+        ValueError where a stage is left empty."""
+        layers = self.config.model.num_layers
+        if self._given is not None:
+            stops = list(itertools.accumulate(self._given))
+            return [range(stop - n, stop) for stop, n in zip(stops, self._given, strict=True)]
+        stages = self.pp * self.chunks
+        if not layers > stages > 1:
+            return partition(layers, stages)
+        weights = self._weigh_stages() if self.chunks == 1 else {}  # uneven chunks of a rank would cost time
+        return partition(layers, stages, head_cost=self._head_cost, **weights)
+
+    @cached_property
+    def _given(self) -> list[int] | None:
+        return given_stages(self.config.model.num_layers, self.config.parallel)
 
     @property
     def chunks(self) -> int:
         """Stages of each pipeline rank."""
-        return len(self.stages) // self.pp
+        if self._given is not None:
+            return len(self._given) // self.pp
+        return self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
 
     @property
     def _head_cost(self) -> float:
@@ -213,22 +222,51 @@ class Arrangement:
             "pp": tuple(plane[0][0][0] for plane in grid),
         }
 
-    def _holding(self, rank: int) -> Holding:
+    def _mesh(self, rank: int) -> Mesh:
+        """Of a pipeline rank: sizes alone, without groups."""
         sizes = {"dp": Axis("dp", self.dp), "cp": Axis("cp", self.cp), "tp": Axis("tp", self.tp)}
-        mesh = Mesh(pp=Axis("pp", self.pp, rank), **sizes)  # sizes alone, without groups
-        chunks = build_stages(self, mesh, self.dtype, meta=True)
-        p, decoupled = self.config.parallel, self.config.optim.decoupled_lr is not None
-        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, decoupled)
+        return Mesh(pp=Axis("pp", self.pp, rank), **sizes)
+
+    @property
+    def _bytes(self) -> tuple[int, int, int]:
+        """Of an element: weight, gradient, and what the optimizer keeps of it on the rank that updates it."""
         wide = main_dtype(self.dtype).itemsize
         main = 0 if wide == self.dtype.itemsize else wide
-        owned = layout.size // (self.dp if p.use_distributed_optimizer else 1)
+        return self.dtype.itemsize, wide, main + state_bytes(self.config.optim)
+
+    @property
+    def _owners(self) -> int:
+        """Ranks that share the optimizer's state."""
+        return self.dp if self.config.parallel.use_distributed_optimizer else 1
+
+    def _holding(self, rank: int) -> Holding:
+        mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
+        chunks = build_stages(self, mesh, self.dtype, meta=True)
+        _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)
+        weight, gradient, state = self._bytes
         return Holding(
             parameters={e.spec.name: math.prod(e.spec.stored_shape) for e in layout.entries},
             local=sum(e.numel for e in layout.entries),
-            weights=layout.size * self.dtype.itemsize,
-            gradients=layout.size * wide,
-            optimizer=owned * (main + state_bytes(self.config.optim)),
+            weights=layout.size * weight,
+            gradients=layout.size * gradient,
+            optimizer=layout.size // self._owners * state,
         )
+
+    def _weigh_stages(self) -> dict[str, list[float]]:
+        """Bytes of a layer on each of pp stages, with its activations in flight, and of the embedding and the head."""
+        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self._bytes
+        first = build_stage(self, make, range(1), first=True, last=False)
+        last = build_stage(self, make, range(0), first=False, last=True)
+
+        def of(module: nn.Module | None) -> float:
+            numel = sum(p.numel() for p in module.parameters()) if module is not None else 0
+            return numel * (weight + gradient + state / self._owners)
+
+        m = self.config.model
+        saved, _ = stage_saved(m, 1, False, self.recompute, self.dtype.itemsize, self.tp)
+        kept = saved * m.seq_length * self.config.train.micro_batch_size
+        held = [of(first.embedding), *[0.0] * (self.pp - 2), of(last.head)]
+        return {"layer": [of(first.blocks) + kept * n for n in self.in_flight], "held": held}
 
     def _rows(self, groups: int = LONG) -> tuple[int, Sequence[Sequence[Action]]]:
         """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""
@@ -262,23 +300,25 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
 
 def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
     """This rank's chunks of the model; `meta`: without memory."""
-    model, t, stages = made.config.model, made.config.train, made.stages
-    make = Maker(mesh, dtype, t.seed, meta)
-    return [
-        Stage(
-            make,
-            model,
-            stages[s],
-            first=s == 0,
-            last=s == len(stages) - 1,
-            vocab_size=made.vocab_size,
-            padded_vocab_size=made.padded_vocab,
-            dropout_seed=t.seed,
-            recompute=Recompute(*made.recompute),
-            z_loss=t.z_loss_coeff,
-        )
-        for s in range(mesh.pp.rank, len(stages), mesh.pp.size)
-    ]
+    make, last = Maker(mesh, dtype, made.config.train.seed, meta), len(made.stages) - 1
+    mine = range(mesh.pp.rank, last + 1, mesh.pp.size)
+    return [build_stage(made, make, made.stages[s], first=s == 0, last=s == last) for s in mine]
+
+
+def build_stage(made: Arrangement, make: Maker, layers: range, first: bool, last: bool) -> Stage:
+    t = made.config.train
+    return Stage(
+        make,
+        made.config.model,
+        layers,
+        first=first,
+        last=last,
+        vocab_size=made.vocab_size,
+        padded_vocab_size=made.padded_vocab,
+        dropout_seed=t.seed,
+        recompute=Recompute(*made.recompute),
+        z_loss=t.z_loss_coeff,
+    )
 
 
 def state_bytes(optim: OptimConfig) -> int:
