@@ -27,7 +27,7 @@ from megalite.models.flops import How, head_flops, layer_flops, stage_saved
 from megalite.models.gpt import Recompute, Stage
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks, main_dtype
-from megalite.parallel.mesh import Axis, Mesh, rank_grid
+from megalite.parallel.mesh import PLANNED, Axis, Mesh, rank_grid
 from megalite.pipeline.partition import partition
 from megalite.pipeline.schedule import Action, group_sizes, plan
 from megalite.pipeline.simulate import in_flight, simulate
@@ -224,8 +224,9 @@ class Arrangement:
 
     def _mesh(self, rank: int) -> Mesh:
         """Of a pipeline rank: sizes alone, without groups."""
-        sizes = {"dp": Axis("dp", self.dp), "cp": Axis("cp", self.cp), "tp": Axis("tp", self.tp)}
-        return Mesh(pp=Axis("pp", self.pp, rank), **sizes)
+        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp}
+        others = {name: Axis(name, size, 0, PLANNED) for name, size in sizes.items()}
+        return Mesh(pp=Axis("pp", self.pp, rank, PLANNED), **others)
 
     @property
     def _bytes(self) -> tuple[int, int, int]:
@@ -255,8 +256,7 @@ class Arrangement:
     def _weigh_stages(self) -> dict[str, list[float]]:
         """Bytes of a layer on each of pp stages, with its activations in flight, and of the embedding and the head."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self._bytes
-        first = build_stage(self, make, range(1), first=True, last=False)
-        last = build_stage(self, make, range(0), first=False, last=True)
+        first, last = (_build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
 
         def of(module: nn.Module | None) -> float:
             numel = sum(p.numel() for p in module.parameters()) if module is not None else 0
@@ -300,24 +300,20 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
 
 def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
     """This rank's chunks of the model; `meta`: without memory."""
-    make, last = Maker(mesh, dtype, made.config.train.seed, meta), len(made.stages) - 1
-    mine = range(mesh.pp.rank, last + 1, mesh.pp.size)
-    return [build_stage(made, make, made.stages[s], first=s == 0, last=s == last) for s in mine]
+    make = Maker(mesh, dtype, made.config.train.seed, meta)
+    return [_build_stage(made, make, made.stages, s) for s in range(mesh.pp.rank, len(made.stages), mesh.pp.size)]
 
 
-def build_stage(made: Arrangement, make: Maker, layers: range, first: bool, last: bool) -> Stage:
-    t = made.config.train
+def _build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
     return Stage(
         make,
         made.config.model,
         layers,
-        first=first,
-        last=last,
+        number,
         vocab_size=made.vocab_size,
         padded_vocab_size=made.padded_vocab,
-        dropout_seed=t.seed,
         recompute=Recompute(*made.recompute),
-        z_loss=t.z_loss_coeff,
+        z_loss=made.config.train.z_loss_coeff,
     )
 
 

@@ -20,8 +20,9 @@ from megalite.optim.adamw import AdamW, ApexAdamW
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
+from megalite.optim.rule import Rule
 from megalite.optim.sgd import SGD
-from megalite.optim.zero1 import Rule, Zero1
+from megalite.optim.zero1 import Zero1
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs, on_stream

@@ -19,7 +19,7 @@ from train_cases import SMALL
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format import reader
 from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.local import LocalStorage
+from megalite.checkpoint.storage.file_system import LocalStorage
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks, start_local

@@ -30,7 +30,7 @@ from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.local import LocalFile, LocalStorage
+from megalite.checkpoint.storage.file_system import LocalFile, LocalStorage
 from megalite.config import cli
 from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS

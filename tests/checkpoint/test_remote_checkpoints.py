@@ -28,7 +28,7 @@ from megalite.checkpoint.format import reader, tensor_file, writer
 from megalite.checkpoint.run import agreement as shared
 from megalite.checkpoint.run import retention
 from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import location, remote
+from megalite.checkpoint.storage import location, object_store
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Url, parse
 from megalite.parallel.mesh import Mesh, build_mesh
@@ -41,7 +41,7 @@ KINDS = ["memory", "s3"]
 
 
 @pytest.fixture(scope="module")
-def object_store() -> Iterator[str]:
+def s3_server() -> Iterator[str]:
     """The address of an S3 server of this process, with a bucket "runs"; children find it by their environment."""
     from moto.server import ThreadedMotoServer
     from werkzeug.serving import WSGIRequestHandler
@@ -63,13 +63,13 @@ def object_store() -> Iterator[str]:
 def base(request: pytest.FixtureRequest) -> str:
     """The URL of a --save directory that is new."""
     if request.param == "s3":
-        request.getfixturevalue("object_store")
+        request.getfixturevalue("s3_server")
     return f"{request.param}://runs/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
 def on_s3(request: pytest.FixtureRequest) -> str:
-    request.getfixturevalue("object_store")
+    request.getfixturevalue("s3_server")
     return f"s3://runs/{uuid.uuid4().hex}"
 
 
@@ -114,9 +114,9 @@ def loaded(url: str) -> float:
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    put, create = remote.RemoteStorage.put, remote.RemoteStorage.create
-    monkeypatch.setattr(remote.RemoteStorage, "put", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1])
-    monkeypatch.setattr(remote.RemoteStorage, "create", lambda s, p: (order.append(p.name), create(s, p))[1])
+    put, create = object_store.RemoteStorage.put, object_store.RemoteStorage.create
+    monkeypatch.setattr(object_store.RemoteStorage, "put", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1])
+    monkeypatch.setattr(object_store.RemoteStorage, "create", lambda s, p: (order.append(p.name), create(s, p))[1])
     assert reader.newest(base, ALONE) is None
     one = Saver.open(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
     for step in (1, 2):
@@ -181,7 +181,7 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
     assert retention.prune(place, 2, 4, set(), dry=True) == [2, 3] and len(storage.steps_in(base)) == 8
     assert retention.prune(place, 2, 4, set()) == [2, 3]
     assert storage.steps_in(base) == [1, 4, 5, 6, 7, 8]
-    real, left = remote.RemoteStorage.delete, [1]
+    real, left = object_store.RemoteStorage.delete, [1]
 
     def killed(self: Any, path: Url) -> None:
         if not left[0]:
@@ -190,7 +190,7 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
         real(self, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(remote.RemoteStorage, "delete", killed)
+        patch.setattr(object_store.RemoteStorage, "delete", killed)
         with pytest.raises(KeyboardInterrupt):
             retention.prune(place, 2, None, set())
     assert "COMPLETE" not in files(f"{base}/iter_0000004")  # first of all: no checkpoint any more
@@ -203,20 +203,20 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
 def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         writer.save(base, step, pieces(float(step)), {}, ALONE)
-    place, real, gone = parse(base), remote.RemoteFile.pread, []
+    place, real, gone = parse(base), object_store.RemoteFile.pread, []
 
     def meanwhile(self: Any, target: memoryview, begin: int) -> None:
         gone.extend(retention.prune(place, 1, None, set()))
         real(self, target, begin)
 
     with monkeypatch.context() as patch:
-        patch.setattr(remote.RemoteFile, "pread", meanwhile)
+        patch.setattr(object_store.RemoteFile, "pread", meanwhile)
         assert edit.read_whole(*edit.open_one(f"{base}/iter_0000001"), "model/0")[0, 0] == 1.0
     assert gone == [2] and storage.steps_in(base) == [1, 3]
     assert not any(".reading-" in name for name in files(base))
     folder, store = location.folder_of(base, 1), storage.storage_of(place)
-    monkeypatch.setattr(remote, "RENEW_S", 0.02)
-    monkeypatch.setattr(remote, "STALE_S", 1.0)
+    monkeypatch.setattr(object_store, "RENEW_S", 0.02)
+    monkeypatch.setattr(object_store, "STALE_S", 1.0)
     with store.reading(folder):
         time.sleep(1.3)  # longer than a mark lasts: it is renewed
         assert store.in_use(folder) and retention.prune(place, 1, None, set()) == []
@@ -224,7 +224,7 @@ def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.Monkey
         change(f"{base}/iter_0000001/.reading-{n:032x}", content)  # of a reader that was killed, or of nobody
     with monkeypatch.context() as patch:
         refused = lambda *_: (_ for _ in ()).throw(PermissionError("read only"))  # noqa: E731
-        patch.setattr(remote.RemoteStorage, "put", refused)
+        patch.setattr(object_store.RemoteStorage, "put", refused)
         with store.reading(folder):  # nothing protects it, but it is read
             assert not store.in_use(folder)
     assert retention.prune(place, 1, None, set()) == [1]
@@ -264,7 +264,7 @@ def test_taken_over_between_the_files_and_the_commit(base: str, monkeypatch: pyt
 
 
 def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PART", 5 << 20)  # the smallest that S3 takes
+    monkeypatch.setattr(object_store, "PART", 5 << 20)  # the smallest that S3 takes
     values = torch.randn(3 << 20)  # 12 MiB: two parts, since 4 MiB are handed over at a time
     box = Box((0,), (len(values),))
     piece = Piece("model/w", box.stop, box, range(len(values)), values)
@@ -273,7 +273,7 @@ def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.M
     if base.startswith("s3"):
         assert (folder / name).files.info((folder / name).path)["ETag"].strip('"').endswith("-2")
     again = Piece(piece.name, piece.shape, box, piece.span, torch.zeros_like(values))
-    monkeypatch.setattr(remote, "READ", 1 << 20)
+    monkeypatch.setattr(object_store, "READ", 1 << 20)
     reader.verify(folder, manifests.load(folder))
     reader.fill(folder, manifests.load(folder), [again], ALONE, exact=True)
     assert torch.equal(again.data, values)
@@ -329,11 +329,11 @@ def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_bucket_that_is_not_there(on_s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     with pytest.raises(CheckpointError, match="save='s3://nobodys/x' cannot be written .*check its name"):
         Saver.open("s3://nobodys/x", ALONE, 0)
     assert not fsspec.filesystem("s3").exists("nobodys")  # and is not made
-    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr(object_store, "ATTEMPTS", 1)
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
@@ -378,7 +378,7 @@ fsspec.register_implementation("unsteady", Unsteady, clobber=True)
 
 
 def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     url = f"unsteady://runs/{uuid.uuid4().hex}"
     monkeypatch.setattr(Unsteady, "bad", 2)
     one = Saver.open(url, ALONE, 0)

@@ -26,12 +26,11 @@ from megalite.checkpoint.format.hashing import BlockHash
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import intersect
 from megalite.checkpoint.run import agreement as shared
-from megalite.checkpoint.run import host_copy as beside
-from megalite.checkpoint.run import retention
-from megalite.checkpoint.run.log_lines import News
+from megalite.checkpoint.run import background_save, retention
+from megalite.checkpoint.run.log_lines import LogLines
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import local
+from megalite.checkpoint.storage import file_system
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
@@ -167,7 +166,7 @@ def test_a_failed_save_leaves_the_one_before(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(local if call == "open" else os, call, full, raising=False)
+        patch.setattr(file_system if call == "open" else os, call, full, raising=False)
         with pytest.raises(CheckpointError, match="No space left"):
             one.save(2, [whole(torch.ones(2))], {})
             one.wait()
@@ -214,7 +213,7 @@ def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(t
     hold = f"""
 import time, sys
 from pathlib import Path
-from megalite.checkpoint.storage.local import Lock
+from megalite.checkpoint.storage.file_system import Lock
 lock = Lock(Path({str(tmp_path)!r}))
 print("held", flush=True)
 time.sleep(60)
@@ -280,7 +279,7 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
     (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
     (tmp_path / "iter_0000001" / "KEEP").touch()
-    with local.LocalStorage().reading(tmp_path / "iter_0000002"):
+    with file_system.LocalStorage().reading(tmp_path / "iter_0000002"):
         gone = retention.prune(tmp_path, 2, 4, set())
     assert gone == [3, 5]  # 7 and 6 are the newest two that are whole, 4 is retained, 2 is being read, 1 is pinned
     assert retention.prune(tmp_path, 1, None, set()) == [2, 4, 6]
@@ -413,13 +412,13 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
 
 
 def test_only_the_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, real = threading.Event(), beside.HostCopy._parts
+    gate, real = threading.Event(), background_save.HostCopy._parts
 
     def slow(*args: object, **kwargs: object) -> list[torch.Tensor]:
         assert gate.wait(10)
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(beside.HostCopy, "_parts", slow)
+    monkeypatch.setattr(background_save.HostCopy, "_parts", slow)
     one, piece = Saver.open(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
     one.before_update()  # nothing to wait for
     one.save(1, [piece], {})  # returns, although nothing can be copied yet
@@ -480,7 +479,7 @@ def no_memory(*args: object, **kwargs: object) -> list[torch.Tensor]:
 def test_without_memory_for_a_copy_the_update_waits_for_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside.HostCopy, "_parts", no_memory)
+    monkeypatch.setattr(background_save.HostCopy, "_parts", no_memory)
     gate, real = threading.Event(), writer.write_rank
     monkeypatch.setattr(writer, "write_rank", lambda *a: (gate.wait(10), real(*a)))
     one, piece = Saver.open(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
@@ -499,7 +498,7 @@ def test_without_memory_for_a_copy_the_update_waits_for_the_file(
 def _no_memory_on_rank_1(directory: str) -> list[str]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     if mesh.world.rank == 1:
-        beside.HostCopy._parts = no_memory  # type: ignore[method-assign]
+        background_save.HostCopy._parts = no_memory  # type: ignore[method-assign]
     one = Saver.open(directory, mesh, 0, background=True)
     for step in (1, 2):
         mine = shard(mesh, float(step + mesh.world.rank))
@@ -573,7 +572,7 @@ def _silent_failure(directory: str) -> tuple[float, str]:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         writer.write_rank = full  # type: ignore[assignment]
-        local.LocalStorage.put = never  # type: ignore[method-assign, assignment]
+        file_system.LocalStorage.put = never  # type: ignore[method-assign, assignment]
     one.save(1, [shard(mesh, 1.0)], {})
     begin = time.monotonic()
     with pytest.raises(CheckpointError) as error:
@@ -588,7 +587,7 @@ def test_a_failure_that_no_file_can_tell_holds_rank_0_up_no_longer_than_rank_1(t
 
 
 def test_no_line_of_the_news_is_lost() -> None:
-    news, got = News(), []
+    news, got = LogLines(), []
     threads = [threading.Thread(target=lambda n=n: [news.append(f"{n} {i}") for i in range(2000)]) for n in range(3)]
     for thread in threads:
         thread.start()
@@ -623,12 +622,12 @@ def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_writes_does_not_hold_rank_0_for_ever(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank 0 has written nothing"):
-        beside.wait_for_lists(tmp_path, 2, threading.Event(), patience_s=0.1)
+        background_save.wait_for_lists(tmp_path, 2, threading.Event(), patience_s=0.1)
     (tmp_path / "rank-00001.failed").write_text("rank 1: broken")
     with pytest.raises(CheckpointError, match="rank 1: broken"):
-        beside.wait_for_lists(tmp_path, 2, threading.Event())
+        background_save.wait_for_lists(tmp_path, 2, threading.Event())
     (tmp_path / "rank-00001.failed").unlink()
     told = threading.Event()
     told.set()
     with pytest.raises(CheckpointError, match="has failed"):
-        beside.wait_for_lists(tmp_path, 2, told)
+        background_save.wait_for_lists(tmp_path, 2, told)

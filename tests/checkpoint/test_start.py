@@ -21,7 +21,7 @@ from train_cases import SMALL
 from megalite.checkpoint import edit
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
-from megalite.checkpoint.run.host_copy import HostCopy
+from megalite.checkpoint.run.background_save import HostCopy
 from megalite.config import cli
 from megalite.config.options import Config, ConfigError
 from megalite.config.toml import to_toml
@@ -491,7 +491,7 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
 
 
 def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Path) -> None:
-    from megalite.checkpoint.storage.local import Lock
+    from megalite.checkpoint.storage.file_system import Lock
 
     (tmp_path / "status.json").write_text("of the other run")
     lock = Lock(tmp_path)

@@ -12,7 +12,7 @@ import torch
 
 from megalite.checkpoint import edit
 from megalite.checkpoint.format import manifest, reader, writer
-from megalite.checkpoint.storage import local
+from megalite.checkpoint.storage import file_system
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, Piece
@@ -111,7 +111,7 @@ def test_prune_says_first_and_respects_the_lock(tmp_path: Path, capsys: pytest.C
     flags = ["prune", str(tmp_path), "--keep-last", "1", "--save-retain-interval", "2"]
     assert tool.main([*flags, "--dry-run"]) == 0
     assert capsys.readouterr().out.count("would delete") == 2 and len(storage.steps_in(tmp_path)) == 5
-    lock = local.Lock(tmp_path)
+    lock = file_system.Lock(tmp_path)
     assert tool.main(flags) == 3 and "in use by process" in capsys.readouterr().err
     lock.close()
     assert tool.main(flags) == 0 and storage.steps_in(tmp_path) == [2, 4, 5]

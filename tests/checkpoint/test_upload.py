@@ -16,7 +16,7 @@ from train_cases import SMALL
 from megalite.checkpoint.format import reader, writer
 from megalite.checkpoint.run import saver, upload
 from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import local, remote
+from megalite.checkpoint.storage import file_system, object_store
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Call it to break, or to mend, the writing of files of checkpoints to where they are kept."""
     state = [False]
-    for kind in (remote.RemoteStorage, local.LocalStorage):
+    for kind in (object_store.RemoteStorage, file_system.LocalStorage):
 
         def put(self: Any, path: Any, text: str, sync: bool = True, real: Any = kind.put) -> None:
             if state[0] and "fast" not in str(path):

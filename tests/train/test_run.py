@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from train_cases import SMALL, TP2_PP2
 
-from megalite.checkpoint.storage.local import Lock
+from megalite.checkpoint.storage.file_system import Lock
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.parallel.launch import CUDA_VARIABLES, cuda_environment, prepare_cuda
 

@@ -103,9 +103,9 @@ def abandon(part: Location) -> None:
         storage_of(part).discard(part)
 
 
-def list_of(part: Any, rank: int) -> Any:
+def list_of(rank: int) -> str:
     """What a rank has written, for rank 0; there only when all of it is on disk."""
-    return part / f"rank-{rank:05d}.json"
+    return f"rank-{rank:05d}.json"
 
 
 def write_rank(part: Location, rank: int, header: bytes, rows: Sequence[Row], data: Iterable[Tensor]) -> None:
@@ -117,7 +117,7 @@ def write_rank(part: Location, rank: int, header: bytes, rows: Sequence[Row], da
         "stamp": [stamp.size, stamp.name, stamp.block, stamp.digests],
         "rows": [[r.name, r.shape, r.dtype, r.key, r.box.start, r.box.stop] for r in rows],
     }
-    storage_of(part).put(list_of(part, rank), json.dumps(listing), sync=False)  # after a power cut it is swept
+    storage_of(part).put(part / list_of(rank), json.dumps(listing), sync=False)  # after a power cut it is swept
 
 
 def commit(part: Location, final: Location, state: dict[str, Any], step: int, world: int) -> None:
@@ -126,13 +126,13 @@ def commit(part: Location, final: Location, state: dict[str, Any], step: int, wo
     files: dict[str, Stamp] = {}
     found: dict[str, tuple[tuple[int, ...], str, list[Stored]]] = {}
     for rank in range(world):
-        listing = json.loads(storage.read(list_of(part, rank)))
+        listing = json.loads(storage.read(part / list_of(rank)))
         size, name, block, digests = listing["stamp"]
         files[listing["file"]] = Stamp(size, name, block, tuple(digests))
         for name, shape, dtype, key, start, stop in listing["rows"]:
             _, _, parts = found.setdefault(name, (tuple(shape), dtype, []))
             parts.append(Stored(listing["file"], key, Box(tuple(start), tuple(stop))))
-        storage.delete(list_of(part, rank))
+        storage.delete(part / list_of(rank))
     there = storage.entries(part)
     for name, stamp in files.items():
         if there.get(name) != stamp.size:

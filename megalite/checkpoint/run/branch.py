@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megalite.checkpoint.run.log_lines import News
-from megalite.checkpoint.storage import aside
+from megalite.checkpoint.run.log_lines import LogLines
+from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of
 from megalite.checkpoint.storage.protocol import storage_of
 
@@ -49,7 +49,7 @@ class Branch:
         )
 
     @contextlib.contextmanager
-    def replaced_by(self, first: int, tell: News) -> Iterator[None]:
+    def replaced_by(self, first: int, tell: LogLines) -> Iterator[None]:
         """Around the commit of the checkpoint `first`: if it is the run's first one, what is of later steps than the
         begin goes with it, or stays where the commit raises. `tell`: gets a line for people."""
         paths = [place for place in self._places if isinstance(place, Path)]
@@ -60,19 +60,19 @@ class Branch:
             return
         try:
             left = {path: [folder_of(path, n).name for n in reversed(_later(path, self._begin))] for path in paths}
-            aside.hide(left, self._begin, first)
+            left_branch.hide(left, self._begin, first)
             yield
         except BaseException:
             with contextlib.suppress(OSError):  # the next start does it
-                aside.settle(*paths)
+                left_branch.settle(*paths)
             raise
         self.pending = False
         self._settle(paths, tell)
 
-    def _settle(self, paths: list[Path], tell: News) -> None:
+    def _settle(self, paths: list[Path], tell: LogLines) -> None:
         self.unsettled = True
         try:
-            for path, new in aside.settle(*paths).items():
+            for path, new in left_branch.settle(*paths).items():
                 renamed = ", ".join(f"{name} to {other}" for name, other in new.items())
                 tell.append(
                     f"begun at step {self._begin}, the run has left what was there: renamed in {path} {renamed}"

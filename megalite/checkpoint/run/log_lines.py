@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 
 
-class News:
+class LogLines:
     """None is lost, and none told twice."""
 
     def __init__(self) -> None:

@@ -25,9 +25,9 @@ import torch
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.writer import agree
 from megalite.checkpoint.run.agreement import check_shared, together
+from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
 from megalite.checkpoint.run.branch import Branch
-from megalite.checkpoint.run.host_copy import Flight, HostCopy
-from megalite.checkpoint.run.log_lines import News
+from megalite.checkpoint.run.log_lines import LogLines
 from megalite.checkpoint.run.retention import prune
 from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
@@ -50,9 +50,9 @@ class Saver:
         self.waited_s = 0.0  # by training, for the last save
         self._before_s = 0.0  # ... of them for the one before it
         self._lock: RunLock | None = None
-        self._flight: Flight | None = None
+        self._flight: BackgroundSave | None = None
         self._host = HostCopy(mesh.device)
-        self._news = News()
+        self._news = LogLines()
         self._branch: Branch | None = None
         self._sound: set[int] = set()
         self._uploader: Uploader | None = None
@@ -163,7 +163,7 @@ class Saver:
             self._prune(step)
 
         self._host.begin()
-        self._flight = Flight(part, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell)
+        self._flight = BackgroundSave(part, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell)
         self._news.append(f"scheduled {final.name}")
         if self.megatron:
             self._news.append(f"  scheduled an async checkpoint save at iteration {step:7d} to {self.directory}")

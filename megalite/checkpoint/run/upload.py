@@ -12,13 +12,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
 from megalite.checkpoint.run import retention
-from megalite.checkpoint.run.log_lines import News
-from megalite.checkpoint.storage import aside
+from megalite.checkpoint.run.log_lines import LogLines
+from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import TRACKER, CheckpointError, Location
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
 
@@ -36,12 +35,12 @@ class Uploader:
         self._there.probe(target, 0)
         self._lock = self._there.lock(target)
         if isinstance(target, Path) and isinstance(source, Path):
-            aside.settle(source, target)  # before a sweep of either, which does not know of the other
+            left_branch.settle(source, target)  # before a sweep of either, which does not know of the other
         self._there.sweep(target)
         self._sound: set[int] = set()
         self.damaged: set[int] = set()  # of `target`: they do not count
         self.paused = True  # until it is known where the run begins: a rollback may need what sending would prune
-        self._news, self._wake, self._end = News(), threading.Event(), threading.Event()
+        self._news, self._wake, self._end = LogLines(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="megalite-upload", daemon=True)
         self._thread.start()
 
@@ -135,7 +134,7 @@ class Uploader:
         self._there.put(self._target / TRACKER, f"{step}\n")
         return sum(stamp.size for stamp in files.values())
 
-    def _send_file(self, source: Any, target: Any, stamp: Stamp) -> None:
+    def _send_file(self, source: Location, target: Location, stamp: Stamp) -> None:
         hashed, buffer = BlockHash(stamp.name, stamp.block), memoryview(bytearray(BLOCK))
         file = self._here.open(source)
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
@@ -47,6 +48,8 @@ class Url:
 
 
 Location = Path | Url
+P = TypeVar("P", bound=Location)
+Append = Callable[[bytes | bytearray | memoryview], object]  # of a file that is being written
 
 
 def is_url(text: str | Path | Url) -> bool:

@@ -11,13 +11,12 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from megalite.checkpoint.storage import aside
-from megalite.checkpoint.storage.aside import sync as _sync
-from megalite.checkpoint.storage.location import LOCK, CheckpointError, is_megatron, step_of
+from megalite.checkpoint.storage import left_branch
+from megalite.checkpoint.storage.left_branch import sync as _sync
+from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, is_megatron, step_of
 
 _REPLACED = ".replaced"
 
@@ -52,11 +51,11 @@ class LocalStorage:
         return LocalFile(path)
 
     @contextlib.contextmanager
-    def create(self, path: Path) -> Iterator[Callable[[Any], Any]]:
+    def create(self, path: Path) -> Iterator[Append]:
         with open(path, "xb", buffering=1 << 20) as file:
             begun = 0
 
-            def append(part: Any) -> None:
+            def append(part: bytes | bytearray | memoryview) -> None:
                 nonlocal begun
                 file.write(part)
                 if file.tell() - begun >= _BEGIN_WRITING and hasattr(os, "posix_fadvise"):
@@ -114,7 +113,7 @@ class LocalStorage:
         shutil.rmtree(gone, ignore_errors=True)
 
     def sweep(self, directory: Path) -> list[str]:
-        aside.settle(directory)
+        left_branch.settle(directory)
         left = [p for p in directory.glob(".iter_*") if p.suffix in (".part", ".old", _REPLACED) and p.is_dir()]
         for folder in left:
             final = folder.with_name(folder.stem[1:])

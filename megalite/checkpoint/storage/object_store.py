@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from megalite.checkpoint.storage.location import LOCK, CheckpointError, Url, step_of
+from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, Url, step_of
 
 T = TypeVar("T")
 PART = 1 << 26  # bytes uploaded at once, and kept in memory; s3:// takes 10,000 parts: 625 GiB per rank
@@ -86,7 +86,7 @@ class RemoteStorage:
         return RemoteFile(path)
 
     @contextlib.contextmanager
-    def create(self, path: Url) -> Iterator[Callable[[Any], Any]]:
+    def create(self, path: Url) -> Iterator[Append]:
         self._make_folder(path.parent)
         what = "writing it"
         file = attempt(path, what, lambda: path.files.open(path.path, "wb", block_size=PART))

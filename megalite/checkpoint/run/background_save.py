@@ -102,7 +102,7 @@ class HostCopy:
 
 
 @dataclass
-class Flight:
+class BackgroundSave:
     """One save in the background, on one rank: it writes `pieces` into `part`. On rank 0 it then waits for the lists of
     all ranks, and commits. `confirm`: of `wait_for_lists`; `tell`: a line for people."""
 
@@ -179,7 +179,7 @@ def wait_for_lists(
     seen, since = -1, time.monotonic()
     while True:
         names = storage.entries(part)
-        missing = [rank for rank in range(world) if writer.list_of(part, rank).name not in names]
+        missing = [rank for rank in range(world) if writer.list_of(rank) not in names]
         if not missing:
             return
         confirm()
