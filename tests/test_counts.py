@@ -22,7 +22,8 @@ from megalite.models.gpt import Batch
 from megalite.nn import recompute
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
-from megalite.train.setup import build_run, build_stages, recompute_of
+from megalite.train.arrangement import arrange, build_stages
+from megalite.train.setup import build_run
 from megalite.train.step import train_step
 
 S, B, D, L, M = 16, 2, 32, 4, 4
@@ -141,7 +142,7 @@ def _saved_per_layer(flags: str, s: int, b: int) -> float:
 
     def saved(layers: int) -> int:
         config, _ = cli.read([*MODEL.split(), *flags.split(), "--num-layers", str(layers)], PRESETS)
-        (stage,) = build_stages(config, Mesh.alone(), 64, torch.bfloat16)
+        (stage,) = build_stages(arrange(config, 1, 64), Mesh.alone(), torch.bfloat16)
         known = {p.untyped_storage().data_ptr() for p in stage.parameters()}
         known |= {t.untyped_storage().data_ptr() for t in stage.rope or ()}
         kept: dict[int, int] = {}
@@ -180,7 +181,7 @@ def test_saved_activations_per_layer(style: str, recompute: str) -> None:
     if recompute == "full":
         flags += " --recompute-method uniform"
     per_layer, config = _saved_per_layer(flags, s, b), cli.read([*MODEL.split(), *flags.split()], PRESETS)[0]
-    one, _ = stage_saved(config.model, 1, False, recompute_of(config), 2)
+    one, _ = stage_saved(config.model, 1, False, arrange(config, 1, 64).recompute, 2)
     assert one * s * b == pytest.approx(per_layer, rel=0.01)
     bound = {"none": 34, "selective": 34, "full": 2.1}[recompute]
     assert 0 < per_layer <= bound * s * b * h, per_layer / (s * b * h)

@@ -209,7 +209,7 @@ for flags in json.loads(sys.argv[1]):
     with Live() as mode:
         train_step(run)
     expected = estimate(config, config.data.vocab_size)
-    print(mode.peak / (expected.activations + expected.transient))
+    print(mode.peak / (expected["peak"] - expected["state"]))
     run.close()
 """
 

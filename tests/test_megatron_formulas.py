@@ -19,8 +19,9 @@ from megalite.config.options import Config, ConfigError
 from megalite.config.pattern import read_batch_schedule
 from megalite.models.families import PRESETS
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
+from megalite.train.arrangement import arrange
 from megalite.train.batch_size import BatchSizes
-from megalite.train.setup import batch_sizes, eval_batch_size, global_batch_size, rates, run_length
+from megalite.train.setup import rates
 
 MODEL = """--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --micro-batch-size 4 --mock-data
  --vocab-size 20"""
@@ -36,7 +37,7 @@ def parse_schedule(text: str, flags: str) -> Config:
 
 
 def rates_of(config: Config, dp: int = 1) -> Rates:
-    return rates(config, global_batch_size(config, dp), run_length(config, batch_sizes(config, dp)))
+    return rates(arrange(config, dp, 20))
 
 
 class Scheduler:
@@ -243,10 +244,11 @@ def test_a_ramp_divides_the_samples_by_the_increments(
 def test_figures_of_step_schedules() -> None:
     text = "0:4 1.5K:8 4k:16"
     config = parse_schedule(text, "--train-samples 1001")
-    sizes = batch_sizes(config, 1)
+    plan = arrange(config, 1, 20)
+    sizes = plan.batch_sizes
     assert sizes.steps == ((0, 4), (93, 8), (250, 16))
     assert walk(sizes, 36) == runs((4, 24), (8, 12))
-    assert run_length(config, sizes).steps == 91 and run_length(config, sizes).samples == 1008
+    assert plan.steps == 91 and plan.samples == 1008
     assert [sizes.steps_for(n) for n in (100, 1001, 19_531_250)] == [25, 91, 1_220_732]
     published = read_batch_schedule("0:384 200B:768 400B:1152", 4096)
     assert published == ((0, 384), (48_828_125, 768), (97_656_250, 1152))
@@ -258,7 +260,7 @@ def test_iterations_count_micro_batch_size_x_data_parallel_beside_a_step_schedul
     config = parse_schedule("0:8 1K:16", "--train-iters 100 --lr-warmup-iters 10")
     lr = rates_of(config, dp=2).lr
     assert (lr.warm_up, lr.decay) == (10 * 4 * 2, 100 * 4 * 2)
-    assert eval_batch_size(config, 2) == 8
+    assert arrange(config, 2, 20).eval_batch_size == 8
     assert any("--train-samples" in note for note in without_effect(config))
     by_samples = parse_schedule("0:8 1K:16", "--train-samples 900 --lr-warmup-samples 50")
     assert (rates_of(by_samples).lr.warm_up, rates_of(by_samples).lr.decay) == (50, 900)
@@ -295,9 +297,9 @@ def test_samples_to_iterations() -> None:
     """A constant batch, and one behind its ramp, drop a last batch that is not full."""
     for samples, steps in ((300, 9), (319, 9), (320, 10)):
         config = parse(f"--lr 1e-3 --global-batch-size 32 --train-samples {samples}")
-        assert run_length(config, batch_sizes(config, 1)).steps == steps
+        assert arrange(config, 1, 20).steps == steps
         assert rates_of(config).lr.decay == samples
     for ramp, final, samples, steps in (("8 8 100", 32, 300, 14), ("8 8 100", 32, 1000, 36), ("4 2 50", 12, 300, 29)):
         flags = f"--lr 1e-3 --global-batch-size {final} --train-samples {samples} --rampup-batch-size {ramp}"
         config = parse(flags.replace("--rampup", "--micro-batch-size 2 --rampup"))
-        assert run_length(config, batch_sizes(config, 1)).steps == steps
+        assert arrange(config, 1, 20).steps == steps

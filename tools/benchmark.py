@@ -94,7 +94,7 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
 
     try:
         config, _ = cli.read(flags, PRESETS)
-        problems = check(config, options.nproc)
+        problems: list[str] = [*check(config, options.nproc)]
         choose_device(config.parallel.device)
     except ConfigError as error:
         return False, error.problems

@@ -98,7 +98,7 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     from megalite.train.allocator import keep_freed_memory
     from megalite.train.peak_rates import find_peak
     from megalite.train.run import choose_device
-    from megalite.train.setup import build_run, params_dtype
+    from megalite.train.setup import build_run
     from megalite.train.step import train_step
 
     config, _ = cli.read(task["flags"], PRESETS)
@@ -128,7 +128,7 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
         m = config.model
         padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
         tokens = run.batch_sizes.at(0) * run.seq_length
-        peak = find_peak(device, params_dtype(config), None) if ranks.rank == 0 else None
+        peak = find_peak(device, run.pipeline.dtype, None) if ranks.rank == 0 else None
         write(
             task,
             ranks.rank,

@@ -25,7 +25,7 @@ from megalite.data.samples.blend import Blend  # noqa: E402
 from megalite.data.samples.ledger import Ledger  # noqa: E402
 from megalite.data.samples.source import Dataset, Source  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
-from megalite.train.datasets import open_sources  # noqa: E402
+from megalite.train.sources import open_sources  # noqa: E402
 
 
 def files_of(dataset: Dataset, samples: int) -> list[tuple[Source, int]]:
@@ -37,7 +37,7 @@ def files_of(dataset: Dataset, samples: int) -> list[tuple[Source, int]]:
 
 def prepare(config: Config) -> tuple[int, int]:
     """Fill the cache; (files built, their bytes). Raises DataError or ConfigError."""
-    from megalite.train.setup import batch_sizes, run_length  # imports torch
+    from megalite.train.arrangement import Arrangement  # imports torch
 
     d, m, t = config.data, config.model, config.train
     problems = []
@@ -50,11 +50,11 @@ def prepare(config: Config) -> tuple[int, int]:
     if problems:
         raise ConfigError(problems)
     assert d.data_cache_path and m.seq_length
-    sizes = batch_sizes(config, 1)
-    length, eval_samples = run_length(config, sizes), t.eval_iters * sizes.final
-    sources = open_sources(d, m.seq_length, t.seed, eval_samples)
+    sources = open_sources(d, m.seq_length, t.seed, t.eval_iters)
+    plan = Arrangement(config, 1, sources.vocab_size)  # no number of ranks changes what is read
+    eval_samples = t.eval_iters * plan.batch_sizes.final
     assert sources.ledger is not None
-    sets: list[tuple[str, Dataset, int]] = [("train", sources.ledger, length.samples)]
+    sets: list[tuple[str, Dataset, int]] = [("train", sources.ledger, plan.samples)]
     sets += [(f"valid {one.name}".strip(), one.dataset, eval_samples) for one in sources.valid]
     sets += [(f"test {one.name}".strip(), one.dataset, eval_samples) for one in sources.test]
     folder = Path(d.data_cache_path)

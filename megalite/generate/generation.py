@@ -35,8 +35,9 @@ from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
-from megalite.train.datasets import open_tokenizer
-from megalite.train.setup import SetupError, build_stages
+from megalite.train.arrangement import Arrangement, build_stages
+from megalite.train.setup import SetupError
+from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import usable
 from megalite.train.start.resume import saved_config, tokenizer_differences
 
@@ -105,10 +106,11 @@ def _empty(config: Config, mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[C
     config = replace(config, parallel=layout, train=replace(config.train, recompute_granularity=None))
     length = config.model.positions  # a run's seq_length must divide by tp; a text need not
     shape = replace(config.model, seq_length=-(-length // tp) * tp, max_position_embeddings=length + tp)
-    problems = check(replace(build({"micro_batch_size": 1, "lr": 1.0}), model=shape, parallel=layout))
+    bare = replace(build({"micro_batch_size": 1, "lr": 1.0}), parallel=layout)
+    problems = check(replace(bare, model=shape))
     if wrong := [line for line in problems if "parallel_size" in line]:
         raise SetupError("\n".join(wrong))
-    (stage,) = build_stages(config, mesh, rows, dtype)
+    (stage,) = build_stages(Arrangement(replace(bare, model=config.model), tp * pp, rows), mesh, dtype)
     return config, stage.eval(), weight_pieces(stage, mesh)
 
 

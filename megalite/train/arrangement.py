@@ -1,70 +1,182 @@
-"""What a run will look like on its ranks, before there are any: layers, memory, bubble, groups.
+"""What a run is on its ranks, before there are any: batch sizes, steps, layers, memory, bubble, groups.
 
-A pure function of the configuration, the number of ranks and the vocabulary. Stages are built without memory (on the
-meta device) and laid out as optim/buffer.py does it, so weights, gradients and optimizer are the bytes that the run
-takes. Activations are what the schedule has in flight of what a stage saves (models/flops.py); not counted: the buffers
-of one layer's computation and of the loss's chunk, messages, CUDA and NCCL.
+A pure function of the configuration, the number of ranks and the vocabulary, made once per start: the check makes it,
+the start prints it, train/setup.py builds from it, and a dry run is it. What costs time (stages, the simulated
+schedule) is computed when it is first asked for.
+
+Stages are built without memory (on the meta device) and laid out as optim/buffer.py does it, so weights, gradients and
+optimizer are the bytes that the run takes. Activations are what the schedule has in flight of what a stage saves
+(models/flops.py); not counted: the buffers of one layer's computation and of the loss's chunk, messages, CUDA and NCCL.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
 
 from megalite.config.options import Config, OptimConfig, padded_vocab_size
-from megalite.models.flops import head_flops, layer_flops, stage_saved
+from megalite.config.pattern import read_batch_schedule
+from megalite.config.stage_layers import given_stages
+from megalite.models.flops import How, head_flops, layer_flops, stage_saved
+from megalite.models.gpt import Recompute, Stage
+from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks
 from megalite.optim.flat_storage import main_dtype
 from megalite.parallel.mesh import PLANNED, Axis, Mesh, rank_grid
-from megalite.parallel.spec import ParamSpec
-from megalite.pipeline.schedule import group_sizes, plan
+from megalite.pipeline.partition import partition
+from megalite.pipeline.schedule import Action, group_sizes, plan
 from megalite.pipeline.simulate import in_flight, simulate
-from megalite.train.setup import batch_sizes, build_stages, layers_of_stages, params_dtype, recompute_of
+from megalite.train.batch_size import BatchSizes
 
 LONG = 3  # groups of micro-batches that are simulated; of more the rest is like the last
-MOST_ROWS = 16  # of the table of memory
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What each rank of one pipeline position has, in bytes. `in_flight`: forwards of a chunk that wait for their
-    backward, at most."""
+    """What each rank of one pipeline position holds all the time, in bytes."""
 
-    layers: tuple[range, ...]
-    parameters: int  # local ones
+    parameters: dict[str, int]  # name -> elements of the whole tensor
+    local: int  # elements of this rank's shares of them
     weights: int
     gradients: int
     optimizer: int
-    activations: int
-    in_flight: int
 
     @property
     def state(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
-    @property
-    def total(self) -> int:
-        return self.state + self.activations
-
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`parameters`: of the whole model, each once, without padding. `bubble`: share of the time that ranks idle, equal
-    layers taken as equally fast. `holdings`: one per pipeline rank."""
+    """`world`: ranks, a multiple of tp x cp x pp. `vocab_size`: the true one."""
 
+    config: Config
     world: int
-    tp: int
-    pp: int
-    dp: int
-    stages: tuple[range, ...]
-    microbatches: int
-    parameters: int
-    padded_vocab: int
-    bubble: float
-    holdings: tuple[Holding, ...]
-    groups: dict[str, tuple[int, ...]]  # of rank 0, by axis
+    vocab_size: int
+
+    @property
+    def tp(self) -> int:
+        return self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def cp(self) -> int:
+        return self.config.parallel.context_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.config.parallel.pipeline_model_parallel_size
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def padded_vocab(self) -> int:
+        return padded_vocab_size(self.vocab_size, self.config.model.make_vocab_size_divisible_by, self.tp)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        if self.config.precision.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.config.precision.fp16 else torch.float32
+
+    @property
+    def recompute(self) -> How:
+        """Granularity, method, number of layers, parts of a block."""
+        t = self.config.train
+        return (
+            t.recompute_granularity,
+            t.recompute_method or "uniform",
+            t.recompute_num_layers or 1,
+            t.recompute_modules,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """What an iteration counts in samples, for rates and evaluations; with --step-batch-size-schedule as in
+        Megatron-LM, which has no other number for it."""
+        t = self.config.train
+        return t.global_batch_size or t.micro_batch_size * self.dp
+
+    @property
+    def eval_batch_size(self) -> int:
+        return self.config.train.eval_global_batch_size or self.batch_size
+
+    @cached_property
+    def batch_sizes(self) -> BatchSizes:
+        """Raises ValueError where a ramp does not lead to the global batch size."""
+        t = self.config.train
+        if t.step_batch_size_schedule is not None:
+            steps = read_batch_schedule(t.step_batch_size_schedule, self.config.model.seq_length)
+            return BatchSizes(steps, last_whole=True)
+        if t.rampup_batch_size is None:
+            return BatchSizes.constant(self.batch_size)
+        start, increment, samples = t.rampup_batch_size
+        return BatchSizes.ramp(self.batch_size, start, increment, samples)
+
+    @cached_property
+    def steps(self) -> int:
+        t = self.config.train
+        return t.train_iters or self.batch_sizes.steps_for(t.train_samples or 0)
+
+    @cached_property
+    def samples(self) -> int:
+        return self.batch_sizes.consumed_at(self.steps)
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, once its batch has its final size."""
+        return self.batch_sizes.final // (self.config.train.micro_batch_size * self.dp)
+
+    @cached_property
+    def stages(self) -> list[range]:
+        """The layers of every stage: as the options give them, or balanced by time and then by memory. Raises
+        ValueError where a stage is left empty."""
+        layers = self.config.model.num_layers
+        if self._given is not None:
+            stops = list(itertools.accumulate(self._given))
+            return [range(stop - n, stop) for stop, n in zip(stops, self._given, strict=True)]
+        stages = self.pp * self.chunks
+        if not layers > stages > 1:
+            return partition(layers, stages)
+        weights = self._weigh_stages() if self.chunks == 1 else {}  # uneven chunks of a rank would cost time
+        return partition(layers, stages, head_cost=self._head_cost, **weights)
+
+    @cached_property
+    def _given(self) -> list[int] | None:
+        return given_stages(self.config.model.num_layers, self.config.parallel)
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each pipeline rank."""
+        if self._given is not None:
+            return len(self._given) // self.pp
+        return self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
+
+    @property
+    def _head_cost(self) -> float:
+        """In layers."""
+        m = self.config.model
+        return head_flops(m, self.padded_vocab) / layer_flops(m, m.seq_length)
+
+    @cached_property
+    def costs(self) -> list[float]:
+        """Of every stage, in layers."""
+        costs = [float(len(layers)) for layers in self.stages]
+        costs[-1] += self._head_cost
+        return costs
+
+    @cached_property
+    def holdings(self) -> list[Holding]:
+        """Of every pipeline rank."""
+        return [self._holding(rank) for rank in range(self.pp)]
 
     @property
     def worst(self) -> int:
@@ -72,106 +184,137 @@ class Arrangement:
         return max(range(self.pp), key=lambda r: self.holdings[r].state)
 
     @property
-    def largest(self) -> int:
-        """The pipeline rank that takes the most memory."""
-        return max(range(self.pp), key=lambda r: self.holdings[r].total)
+    def parameters(self) -> int:
+        """Of the whole model, each once, without padding."""
+        return sum({name: n for held in self.holdings for name, n in held.parameters.items()}.values())
+
+    @cached_property
+    def in_flight(self) -> list[int]:
+        """Of every pipeline rank: forwards of a chunk that wait for their backward, at most."""
+        return [round(most) for most in self._most_alive(None)]
+
+    @cached_property
+    def activations(self) -> list[int]:
+        """Bytes of every pipeline rank, at most: of what is in flight, and of what a backward recomputes."""
+        m, stages = self.config.model, self.stages
+        tokens, last = m.seq_length * self.config.train.micro_batch_size, len(stages) - 1
+        args = (self.recompute, self.dtype.itemsize, self.tp)
+        saved = [stage_saved(m, len(layers), s == last, *args) for s, layers in enumerate(stages)]
+        alive = self._most_alive({s: round(kept * tokens) for s, (kept, _) in enumerate(saved)})
+        again = [max(more for _, more in saved[rank :: self.pp]) for rank in range(self.pp)]
+        return [round(kept) + round(more * tokens) for kept, more in zip(alive, again, strict=True)]
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of the time that ranks idle, equal layers taken as equally fast."""
+        run, rows = self._rows()
+        end = simulate(rows, costs=self.costs).end
+        # what one more group adds is what all the others add
+        end += (self.microbatches - run) * 3.0 * max(sum(self.costs[rank :: self.pp]) for rank in range(self.pp))
+        return max(0.0, 1.0 - self.microbatches * 3.0 * sum(self.costs) / (self.pp * end))  # rounding: not -0.0%
+
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Of rank 0, by axis."""
+        grid = rank_grid(self.world, self.tp, self.pp, self.cp, dp_outermost=self.config.parallel.use_tp_pp_dp_mapping)
+        return {
+            "tp": tuple(grid[0][0][0]),
+            "dp": tuple(column[0][0] for column in grid[0]),
+            "pp": tuple(plane[0][0][0] for plane in grid),
+        }
+
+    def _mesh(self, rank: int) -> Mesh:
+        """Of a pipeline rank: sizes alone, without groups."""
+        dp, cp, tp = (Axis(name, getattr(self, name), 0, PLANNED) for name in ("dp", "cp", "tp"))
+        return Mesh(Axis("pp", self.pp, rank, PLANNED), dp, cp, tp)
+
+    @property
+    def _bytes(self) -> tuple[int, int, int]:
+        """Of an element: weight, gradient, and what the optimizer keeps of it on the rank that updates it."""
+        wide = main_dtype(self.dtype).itemsize
+        main = 0 if wide == self.dtype.itemsize else wide
+        return self.dtype.itemsize, wide, main + state_bytes(self.config.optim)
+
+    @property
+    def _owners(self) -> int:
+        """Ranks that share the optimizer's state."""
+        return self.dp if self.config.parallel.use_distributed_optimizer else 1
+
+    def _holding(self, rank: int) -> Holding:
+        mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
+        chunks = build_stages(self, mesh, self.dtype, meta=True)
+        _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)
+        weight, gradient, state = self._bytes
+        return Holding(
+            parameters={e.spec.name: math.prod(e.spec.stored_shape) for e in layout.entries},
+            local=sum(e.numel for e in layout.entries),
+            weights=layout.size * weight,
+            gradients=layout.size * gradient,
+            optimizer=layout.size // self._owners * state,
+        )
+
+    def _weigh_stages(self) -> dict[str, list[float]]:
+        """Bytes of a layer on each of pp stages, with its activations in flight, and of the embedding and the head."""
+        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self._bytes
+        first, last = (_build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
+
+        def of(module: nn.Module | None) -> float:
+            numel = sum(p.numel() for p in module.parameters()) if module is not None else 0
+            return numel * (weight + gradient + state / self._owners)
+
+        m = self.config.model
+        saved, _ = stage_saved(m, 1, False, self.recompute, self.dtype.itemsize, self.tp)
+        kept = saved * m.seq_length * self.config.train.micro_batch_size
+        held = [of(first.embedding), *[0.0] * (self.pp - 2), of(last.head)]
+        return {"layer": [of(first.blocks) + kept * n for n in self.in_flight], "held": held}
+
+    def _rows(self, groups: int = LONG) -> tuple[int, Sequence[Sequence[Action]]]:
+        """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""
+        p, m = self.config.parallel, self.microbatches
+        size = p.microbatch_group_size_per_virtual_pipeline_stage
+        group = group_sizes(m, self.pp, size)[0]
+        if m > LONG * group:
+            m, size = groups * group, group
+        return m, plan(p.pipeline_schedule, self.pp, m, self.chunks, size)
+
+    def _most_alive(self, sizes: Mapping[int, int] | None) -> list[float]:
+        """Of every pipeline rank: forwards in flight at once, each counted `sizes` of its stage, or 1."""
+        run, rows = self._rows()
+        now = [in_flight(row, sizes) for row in rows]
+        if run == self.microbatches:
+            return [float(most) for most in now]
+        fewer, rows = self._rows(LONG - 1)  # what one more group adds is what all the others add
+        more = (self.microbatches - run) / (run - fewer)
+        return [most + (most - in_flight(row, sizes)) * more for most, row in zip(now, rows, strict=True)]
 
 
 def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
-    """The arrangement of `world` ranks, a multiple of tp x pp."""
-    m, p, t = config.model, config.parallel, config.train
-    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    dp = world // (tp * pp)
-    microbatches = batch_sizes(config, dp).final // (t.micro_batch_size * dp)
-    padded = padded_vocab_size(vocab_size, m.make_vocab_size_divisible_by, tp)
-    stages = layers_of_stages(config, padded)
-    size = params_dtype(config).itemsize
-    tokens = m.seq_length * t.micro_batch_size
-    saved = [stage_saved(m, len(s), i == len(stages) - 1, recompute_of(config), size, tp) for i, s in enumerate(stages)]
-    head = head_flops(m, padded) / layer_flops(m, m.seq_length)
-    costs = [len(layers) + (head if i == len(stages) - 1 else 0.0) for i, layers in enumerate(stages)]
-    bubble, alive = _run_schedule(config, microbatches, costs, [round(kept * tokens) for kept, _ in saved])
-    names: dict[str, int] = {}
-    holdings = []
-    for rank in range(pp):
-        mesh = Mesh(pp=Axis("pp", pp, rank, PLANNED), dp=Axis("dp", dp, 0, PLANNED), tp=Axis("tp", tp, 0, PLANNED))
-        specs, elements, owned = _stage_elements(config, mesh, vocab_size)
-        names |= {spec.name: math.prod(spec.stored_shape) for spec, _ in specs}
-        wide = main_dtype(params_dtype(config)).itemsize
-        main = 0 if wide == size else wide
-        again = max(more for _, more in saved[rank::pp])
-        holdings.append(
-            Holding(
-                layers=tuple(stages[rank::pp]),
-                parameters=sum(numel for _, numel in specs),
-                weights=elements * size,
-                gradients=elements * wide,
-                optimizer=owned * (main + state_bytes(config.optim)),
-                activations=alive[rank][1] + round(again * tokens),
-                in_flight=alive[rank][0],
-            )
-        )
-    grid = rank_grid(world, tp, pp, dp_outermost=p.use_tp_pp_dp_mapping)
-    groups = {
-        "tp": tuple(grid[0][0][0]),
-        "dp": tuple(column[0][0] for column in grid[0]),
-        "pp": tuple(plane[0][0][0] for plane in grid),
-    }
-    total = sum(names.values())
-    return Arrangement(world, tp, pp, dp, tuple(stages), microbatches, total, padded, bubble, tuple(holdings), groups)
+    """Raises ValueError, `name=value breaks rule; remedy`, for what config/check.py cannot see."""
+    made = Arrangement(config, world, vocab_size)
+    if made.steps < 1:
+        first = made.batch_sizes.at(0)
+        raise ValueError(f"train_samples={config.train.train_samples} is below one batch of {first}; give more")
+    assert made.batch_sizes and made.stages  # which raise
+    return made
 
 
-def runs(counts: Iterable[int]) -> str:
-    """Equal neighbours together.
-
-    >>> runs([4, 4, 4, 5, 2])
-    '3 x 4, 5, 2'
-    """
-    same = [(count, len(list(group))) for count, group in itertools.groupby(counts)]
-    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in same)
+def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
+    """This rank's chunks of the model; `meta`: without memory."""
+    make = Maker(mesh, dtype, made.config.train.seed, meta)
+    return [_build_stage(made, make, made.stages, s) for s in range(mesh.pp.rank, len(made.stages), mesh.pp.size)]
 
 
-def groups_of(plan: Arrangement, local_world: int) -> dict[str, str]:
-    """Lines about the groups that rank 0 is in, on nodes of `local_world` ranks; {} where there is one node."""
-    if plan.world <= local_world:
-        return {}
-
-    def where(ranks: Sequence[int]) -> str:
-        nodes = len({rank // local_world for rank in ranks})
-        shown = list(map(str, ranks)) if len(ranks) <= 4 else [*map(str, ranks[:2]), "..", str(ranks[-1])]
-        return f"{' '.join(shown)} ({f'{nodes} nodes' if nodes > 1 else 'node 0'})"
-
-    said = ", ".join(f"{name} {where(ranks)}" for name, ranks in plan.groups.items() if len(ranks) > 1)
-    lines = {"groups of rank 0": f"{said}; nodes of {local_world} ranks" if said else ""}
-    if local_world % plan.tp:
-        fits = max(n for n in range(1, min(plan.tp, local_world) + 1) if local_world % n == 0)
-        lines["warning"] = (
-            f"tensor_model_parallel_size={plan.tp} crosses nodes of {local_world} ranks: each layer waits for the "
-            f"network four times; use {fits}, or start {plan.tp} ranks per node"
-        )
-    return lines
-
-
-def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
-    """A table of GiB per pipeline rank, its head first; of more than MOST_ROWS the largest, and the least and the most
-    of all."""
-    head = ("GiB per rank", "layers", "weights", "gradients", "optimizer", "activations", "in flight", "all")
-
-    def row(name: str, layers: str, some: Sequence[Holding]) -> tuple[str, ...]:
-        cells = []
-        for kind in ("weights", "gradients", "optimizer", "activations", "in_flight", "total"):
-            values = [getattr(holding, kind) for holding in some]
-            ends = [values[0]] if len(some) == 1 else [min(values), max(values)]
-            cells.append(" - ".join(str(v) if kind == "in_flight" else f"{v / 2**30:.2f}" for v in ends))
-        return name, layers, *cells
-
-    def of_rank(i: int) -> tuple[str, ...]:
-        holding = plan.holdings[i]
-        return row(f"pipeline rank {i}" if plan.pp > 1 else "", runs(map(len, holding.layers)), [holding])
-
-    if plan.pp <= MOST_ROWS:
-        return [head, *(of_rank(i) for i in range(plan.pp))]
-    return [head, of_rank(plan.largest), row(f"all {plan.pp}", "", plan.holdings)]
+def _build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
+    return Stage(
+        make,
+        made.config.model,
+        layers,
+        number,
+        vocab_size=made.vocab_size,
+        padded_vocab_size=made.padded_vocab,
+        recompute=Recompute(*made.recompute),
+        z_loss=made.config.train.z_loss_coeff,
+    )
 
 
 def state_bytes(optim: OptimConfig) -> int:
@@ -179,40 +322,3 @@ def state_bytes(optim: OptimConfig) -> int:
     if optim.optimizer == "sgd":
         return 4
     return sum(2 if dtype == "bf16" else 4 for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
-
-
-def _stage_elements(config: Config, mesh: Mesh, vocab_size: int) -> tuple[list[tuple[ParamSpec, int]], int, int]:
-    """Of the rank at `mesh`: its parameters and their local elements; elements of the flat tensors, padding included;
-    how many of these it updates."""
-    chunks = build_stages(config, mesh, vocab_size, params_dtype(config), meta=True)
-    decoupled = config.optim.decoupled_lr is not None
-    _, layout = lay_out_chunks(chunks, mesh, config.parallel.ddp_bucket_size, decoupled)
-    share = mesh.dp.size if config.parallel.use_distributed_optimizer else 1
-    return [(e.spec, e.numel) for e in layout.entries], layout.size, layout.size // share
-
-
-def _run_schedule(
-    config: Config, microbatches: int, costs: Sequence[float], saved: Sequence[int]
-) -> tuple[float, list[tuple[int, int]]]:
-    """The bubble; and per pipeline rank how many forwards are in flight, and their bytes."""
-    p = config.parallel
-    pp, vpp = p.pipeline_model_parallel_size, len(costs) // p.pipeline_model_parallel_size
-    group = group_sizes(microbatches, pp, p.microbatch_group_size_per_virtual_pipeline_stage)[0]
-
-    def run(m: int) -> tuple[float, list[tuple[int, int]]]:
-        size = p.microbatch_group_size_per_virtual_pipeline_stage if m == microbatches else group
-        rows = plan(p.pipeline_schedule, pp, m, vpp, size)
-        sizes = dict(enumerate(saved))
-        return simulate(rows, costs=costs).end, [(in_flight(row), in_flight(row, sizes)) for row in rows]
-
-    m = microbatches if microbatches <= LONG * group else LONG * group
-    end, alive = run(m)
-    if m < microbatches:  # what one more group adds is what all the others add
-        _, before = run(m - group)
-        more = (microbatches - m) / group
-        alive = [
-            (round(now[0] + (now[0] - then[0]) * more), round(now[1] + (now[1] - then[1]) * more))
-            for now, then in zip(alive, before, strict=True)
-        ]
-        end += (microbatches - m) * 3.0 * max(sum(costs[rank::pp]) for rank in range(pp))
-    return max(0.0, 1.0 - microbatches * 3.0 * sum(costs) / (pp * end)), alive  # rounding: not -0.0%

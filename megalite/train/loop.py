@@ -150,43 +150,109 @@ def memory_line(mesh: Mesh, step: int, device_memory: bool) -> str:
     return f"[Rank {mesh.world.rank}] (after {step} iterations) memory (MB) | {text}"
 
 
-def train(
-    run: Run,
-    plan: Plan,
-    config_toml: str,
-    folder: Path,
-    report: Reporter | None,
-    stop: StopSignal,
-    saver: Saver | None = None,
-    saved: int | None = None,
-    watch: Watch | None = None,
-) -> tuple[Exit, str]:
-    """Train to the last step. `report` is rank 0's; `saved`: a step of which there is a checkpoint already. Returns
-    the outcome and its reason; the same on all ranks."""
-    watch = watch or Watch()
-    timers, profiler = watch.timers, watch.profiler
-    begin, first = time.monotonic(), run.state.step + 1
-    since: list[StepResult] = []
-    told = 0  # log lines
-    outcome, reason = Exit.DONE, "reached the last step"
+@dataclass
+class Training:
+    """A run on its way. `report` is rank 0's; `saved`: a step of which there is a checkpoint already."""
 
-    clock = None if plan.save_every_s is None else SaveClock(plan.save_every_s, run.mesh, run.state.step)
+    run: Run
+    plan: Plan
+    config_toml: str  # what a checkpoint keeps of the options
+    folder: Path
+    report: Reporter | None
+    stop: StopSignal
+    saver: Saver | None = None
+    saved: int | None = None
+    watch: Watch = field(default_factory=Watch)
 
-    def tell() -> None:
-        lines = saver.news() if saver is not None else []
-        if report is not None:
-            for line in lines:
-                report.say(line)
+    def __post_init__(self) -> None:
+        self._begin, self._first = time.monotonic(), self.run.state.step + 1
+        self._since: list[StepResult] = []  # the last log line
+        self._lines = 0
+        every = self.plan.save_every_s
+        self._clock = None if every is None else SaveClock(every, self.run.mesh, self.run.state.step)
 
-    def tell_timers(names: Sequence[str], steps: int = 1) -> None:
-        seconds = timers.take(names, steps)
-        if report is not None and seconds:
-            report.timers(run.state.step, seconds)
+    def train(self) -> tuple[Exit, str]:
+        """Train to the last step. Returns the outcome and its reason; the same on all ranks."""
+        with contextlib.ExitStack() as steps:
+            steps.enter_context(self.watch.collector.running())
+            if self.watch.profiler is not None:
+                steps.callback(self.watch.profiler.stop)
+            outcome, reason = self._take_steps()
+        self.run.buffer.wait_gather()
+        self._save(last=True)
+        if self.saver is not None:
+            self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
+            self._tell_saves()
+        if self.report is not None:
+            self.report.saved_all()
+        if outcome is Exit.REQUEUE and self.saver is None:  # there is nothing that a requeued run could resume from
+            return Exit.DONE, f"{reason}; nothing was saved"
+        if outcome is Exit.DONE:
+            self._evaluate(self.run.valid, " on validation set")
+            self._evaluate(self.run.test, " on test set")
+        return outcome, reason
 
-    def log(result: StepResult, due: bool) -> None:
+    def _take_steps(self) -> tuple[Exit, str]:
+        run, plan, profiler = self.run, self.plan, self.watch.profiler
+        while run.state.step < run.last_step:
+            if plan.skip and run.state.step + 1 in plan.skip:
+                size = run.batch_sizes.at(run.state.consumed_samples)
+                run.state.advance(size, tokens=size * run.seq_length, skipped=True)
+                continue
+            result = self._step()
+            step = run.state.step
+            stopping = result.stop or bool(plan.exit_interval and step % plan.exit_interval == 0)
+            due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
+            self._log(result, due)
+            if profiler is not None:
+                profiler.after(step, due)
+            if plan.check_weights and step % plan.check_weights == 0:
+                check_replicas(run.buffer, step)
+                if self.report is not None:
+                    self.report.say(f">>> Weight hashes match after {step} iterations...")
+            self.watch.collector.after(step)
+            if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
+                self._evaluate(run.valid, "")
+            by_clock = self._clock is not None and self._clock.due(step)
+            if by_clock or (plan.save_interval and step % plan.save_interval == 0):
+                self._save()
+            self._tell_saves()
+            if result.stop:
+                seen = signal.Signals(self.stop.seen[0]).name if self.stop.seen else None
+                return Exit.REQUEUE, seen or "exit_duration_in_mins, or a signal on another rank"
+            if stopping and step < run.last_step:
+                return Exit.REQUEUE, f"exit_interval={plan.exit_interval}"
+        return Exit.DONE, "reached the last step"
+
+    def _step(self) -> StepResult:
+        """One training step, with what looks on."""
+        run, plan, timers = self.run, self.plan, self.watch.timers
+        step, late = run.state.step + 1, False
+        if plan.exit_after_s is not None:
+            late = time.monotonic() - self._begin > plan.exit_after_s
+        broken = self.saver is not None and self.saver.failed
+        drawn = step == plan.profile_step
+        if drawn or timers.level == 2:
+            run.pipeline.timeline = []
+        if self.watch.profiler is not None:
+            self.watch.profiler.before(step)
+        result = train_step(
+            run,
+            want_stop=late or bool(self.stop.seen) or broken,
+            count_zeros=plan.count_zeros,
+            timers=timers,
+            empty_level=plan.empty_level,
+        )
+        self._since.append(result)
+        timers.add(run.pipeline.timeline or ())
+        if drawn:
+            _write_timeline(run, self.folder)
+        run.pipeline.timeline = None
+        return result
+
+    def _log(self, result: StepResult, due: bool) -> None:
         """A line where it is due, a point of TensorBoard where that is; collective where something is asked for."""
-        nonlocal told
-        step = run.state.step
+        run, plan, report, step = self.run, self.plan, self.report, self.run.state.step
         point = plan.board_interval is not None and step % plan.board_interval == 0
         norm = parameter_norm(run) if plan.params_norm and (due or point) else None
         if report is not None and point:
@@ -195,117 +261,60 @@ def train(
         if not due:
             return
         if report is not None:
-            report.train(summarise(run, since, norm))
-        told += 1
+            report.train(summarise(run, self._since, norm))
+        self._lines += 1
         memory_due = bool(plan.memory_interval) and step % (plan.memory_interval or 1) == 0
-        if (memory_due or (plan.memory_first and told <= 2)) and run.mesh.dp.is_first:
+        if (memory_due or (plan.memory_first and self._lines <= 2)) and run.mesh.dp.is_first:
             line = memory_line(run.mesh, step, plan.device_memory)
             report.say(line) if report is not None else show(line)
-        tell_timers(timers.of_step, len(since))
-        since.clear()
+        self._tell_timers(self.watch.timers.of_step, len(self._since))
+        self._since.clear()
 
-    def checkpoint(last: bool = False) -> None:
-        nonlocal saved
-        if saver is None or saved == run.state.step:
+    def _save(self, last: bool = False) -> None:
+        run, saver, report = self.run, self.saver, self.report
+        if saver is None or self.saved == run.state.step:
             return
         if report is not None:
             report.say(saver.beginning(run.state.step))
-        with timers("save-checkpoint", 0):
-            save(run, saver, config_toml, optimizer=plan.save_optimizer, last=last)
-        saved = run.state.step
-        if clock is not None:
-            clock.saved(saved)
-        tell()
+        with self.watch.timers("save-checkpoint", 0):
+            save(run, saver, self.config_toml, optimizer=self.plan.save_optimizer, last=last)
+        self.saved = run.state.step
+        if self._clock is not None:
+            self._clock.saved(self.saved)
+        self._tell_saves()
         if report is not None:
             report.saving(run.state, saver.background and not last)
-        tell_timers(("save-checkpoint",))
+        self._tell_timers(("save-checkpoint",))
 
-    def validate(sets: Sequence[EvaluationSet], what: str) -> None:
-        for one in sets if plan.eval_iters else ():
+    def _evaluate(self, sets: Sequence[EvaluationSet], what: str) -> None:
+        report, state, iters = self.report, self.run.state, self.plan.eval_iters
+        for one in sets if iters else ():
             next_line = time.monotonic() + FIRST_PROGRESS_S
 
             def progress(done: int, name: str = one.name) -> None:
                 nonlocal next_line
-                if report is not None and done < plan.eval_iters and time.monotonic() > next_line:
+                if report is not None and done < iters and time.monotonic() > next_line:
                     next_line = time.monotonic() + PROGRESS_S
-                    report.evaluating(run.state.step, name, done, plan.eval_iters)
+                    report.evaluating(state.step, name, done, iters)
 
-            with watch.collector.evaluation(), timers("evaluate", 0):
-                loss = evaluate(run, one.data, plan.eval_iters, progress)
+            with self.watch.collector.evaluation(), self.watch.timers("evaluate", 0):
+                loss = evaluate(self.run, one.data, iters, progress)
             if report is not None:
-                s = run.state
-                report.validation(
-                    *(s.step, s.consumed_samples, s.consumed_tokens, loss, what),
-                    name=one.name,
-                    bytes_per_token=one.bytes_per_token,
-                )
-            tell_timers(("evaluate",))
+                now = state.step, state.consumed_samples, state.consumed_tokens
+                report.validation(*now, loss, what, name=one.name, bytes_per_token=one.bytes_per_token)
+            self._tell_timers(("evaluate",))
 
-    with contextlib.ExitStack() as steps:
-        steps.enter_context(watch.collector.running())
-        if profiler is not None:
-            steps.callback(profiler.stop)
-        while run.state.step < run.last_step:
-            if plan.skip and run.state.step + 1 in plan.skip:
-                size = run.batch_sizes.at(run.state.consumed_samples)
-                run.state.advance(size, tokens=size * run.seq_length, skipped=True)
-                continue
-            late = plan.exit_after_s is not None and time.monotonic() - begin > plan.exit_after_s
-            step = run.state.step + 1
-            timing = step == plan.profile_step
-            if timing or timers.level == 2:
-                run.pipeline.timeline = []
-            broken = saver is not None and saver.failed
-            if profiler is not None:
-                profiler.before(step)
-            result = train_step(
-                run,
-                want_stop=late or bool(stop.seen) or broken,
-                count_zeros=bool(plan.count_zeros),
-                timers=timers,
-                empty_level=plan.empty_level or 0,
-            )
-            since.append(result)
-            timers.add(run.pipeline.timeline or ())
-            if timing:
-                _write_timeline(run, folder)
-            run.pipeline.timeline = None
-            stopping = result.stop or bool(plan.exit_interval and step % plan.exit_interval == 0)
-            due = step % plan.log_interval == 0 or step in (first, run.last_step) or stopping
-            log(result, due)
-            if profiler is not None:
-                profiler.after(step, due)
-            if plan.check_weights and step % plan.check_weights == 0:
-                check_replicas(run.buffer, step)
-                if report is not None:
-                    report.say(f">>> Weight hashes match after {step} iterations...")
-            watch.collector.after(step)
-            if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
-                validate(run.valid, "")
-            by_clock = clock is not None and clock.due(step)
-            if by_clock or (plan.save_interval and step % plan.save_interval == 0):
-                checkpoint()
-            tell()
-            if result.stop:
-                seen = signal.Signals(stop.seen[0]).name if stop.seen else None
-                outcome, reason = Exit.REQUEUE, seen or "exit_duration_in_mins, or a signal on another rank"
-                break
-            if stopping and step < run.last_step:
-                outcome, reason = Exit.REQUEUE, f"exit_interval={plan.exit_interval}"
-                break
-    run.buffer.wait_gather()
-    checkpoint(last=True)
-    if saver is not None:
-        saver.wait()  # a save in the background that failed ends the run here, on all ranks
-        tell()
-    if report is not None:
-        report.saved_all()
-    if outcome is Exit.REQUEUE and saver is None:  # there is nothing that a requeued run could go on from
-        return Exit.DONE, f"{reason}; nothing was saved"
-    if outcome is Exit.DONE:
-        validate(run.valid, " on validation set")
-        validate(run.test, " on test set")
-    return outcome, reason
+    def _tell_saves(self) -> None:
+        lines = self.saver.news() if self.saver is not None else []
+        if self.report is not None:
+            for line in lines:
+                self.report.say(line)
+
+    def _tell_timers(self, names: Sequence[str], steps: int = 1) -> None:
+        """Collective where something was measured."""
+        seconds = self.watch.timers.take(names, steps)
+        if self.report is not None and seconds:
+            self.report.timers(self.run.state.step, seconds)
 
 
 def summarise(run: Run, since: list[StepResult], params_norm: float | None = None) -> Interval:
@@ -348,7 +357,7 @@ def _write_timeline(run: Run, folder: Path) -> None:
             rows = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in spans]
             write_atomically(part(mesh.pp.rank), json.dumps(rows))
     except OSError as error:
-        complain(f"WARNING: {part(mesh.pp.rank)}: {error.strerror}; training goes on without timeline.json")
+        complain(f"WARNING: {part(mesh.pp.rank)}: {error.strerror}; training continues without timeline.json")
     all_reduce_(torch.zeros((), device=mesh.device), mesh.world)  # every part is there
     if not mesh.world.is_first:
         return
@@ -361,4 +370,4 @@ def _write_timeline(run: Run, folder: Path) -> None:
         microbatches = sum(s["action"].startswith("F") for s in ranks[0]["spans"]) // len(run.pipeline.stages)
         write_atomically(folder / "timeline.json", json.dumps({**head, "microbatches": microbatches, "ranks": ranks}))
     except OSError as error:
-        complain(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training goes on without it")
+        complain(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training continues without it")

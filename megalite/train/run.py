@@ -16,42 +16,35 @@ import torch
 
 from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
 from megalite.checkpoint.progress import show
+from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_url
 from megalite.config import environment
 from megalite.config.check import check
-from megalite.config.options import Config, log_steps, padded_vocab_size, resolved_style
+from megalite.config.options import Config, log_steps, resolved_style
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
 from megalite.data.files.missing_files import absent
-from megalite.kernels.attention import describe_attention
-from megalite.kernels.dispatch import KernelError, choose, describe_kernels, runs_triton
-from megalite.models.compiled import CompileError, check_compile, describe_compile
+from megalite.kernels.dispatch import KernelError, choose, runs_triton
+from megalite.models.compiled import CompileError, check_compile
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
 from megalite.train import figures as lines
 from megalite.train.allocator import keep_freed_memory
-from megalite.train.arrangement import arrange, groups_of, memory_rows, runs
-from megalite.train.datasets import Sources, open_sources
-from megalite.train.export import check_export, export
+from megalite.train.arrangement import Arrangement, arrange
+from megalite.train.export_hf import check_export, export
 from megalite.train.figures import Speed
-from megalite.train.loop import Plan, StopSignal, Watch, train
+from megalite.train.loop import Plan, StopSignal, Training, Watch
 from megalite.train.metrics import Reporter, missing_packages
-from megalite.train.peak_rates import Peak, find_peak
+from megalite.train.overview import describe
+from megalite.train.peak_rates import find_peak
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress_file import ProgressLog
 from megalite.train.replicas import ReplicaError
 from megalite.train.run_dir import Exit, complain, keep_rows_until, leave_status, run_folder, write_atomically
-from megalite.train.setup import (
-    SetupError,
-    batch_sizes,
-    build_run,
-    eval_batch_size,
-    layers_of_stages,
-    params_dtype,
-    run_length,
-)
+from megalite.train.setup import SetupError, build_run
+from megalite.train.sources import Sources, open_sources
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.origin import already_saved, begin_branch, start_run
 from megalite.train.start.resume import loaded_line, open_saver
@@ -69,28 +62,27 @@ def choose_device(wanted: str) -> str:
     return wanted
 
 
-def check_machine(config: Config, device: str, ranks: Ranks, vocab_size: int) -> None:
+def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
     """Refuse what this machine cannot do: a backend without its device, more than its memory."""
-    p = config.parallel
-    if device == "cpu" and p.distributed_backend == "nccl":
+    config = plan.config
+    if device == "cpu" and config.parallel.distributed_backend == "nccl":
         raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
     try:
-        choose(p.kernels, p.attention_kernel)
+        choose(config.parallel.kernels, config.parallel.attention_kernel)
         runs_triton(device)
         if config.train.compile:
             check_compile(device)
         if config.train.cuda_graph_impl != "none" and device != "cuda":
-            raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; leave it away")
+            raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; drop it")
     except (KernelError, CompileError) as error:
         raise SetupError(str(error)) from None
-    arrangement = arrange(config, ranks.world, vocab_size)
-    needs = arrangement.holdings[arrangement.worst].state
+    needs = plan.holdings[plan.worst].state
     if device == "cpu":
         there, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks.local_world, "the memory"
     else:
         there, what = torch.cuda.get_device_properties(ranks.local_rank).total_memory, "the card's memory"
     if needs > there:
-        where = f" on pipeline rank {arrangement.worst}" if arrangement.pp > 1 else ""
+        where = f" on pipeline rank {plan.worst}" if plan.pp > 1 else ""
         raise LaunchError(
             f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank{where}, {what} is {there / 2**30:.1f} "
             "GiB: use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
@@ -103,15 +95,15 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
     folder = run_folder(config)
     try:
         config = foreign.with_source(config)
-        sources = preflight(config, ranks)
+        sources, plan = preflight(config, ranks)
         if config.train.dry_run:
             if ranks.rank == 0:
                 for warning in warnings:
                     complain(f"WARNING: {warning}")
-                print(describe(config, sources, ranks, None), flush=True)
+                print(describe(plan, sources, ranks.local_world), flush=True)
             return Exit.DONE
         device = choose_device(config.parallel.device)
-        check_machine(config, device, ranks, sources.vocab_size)
+        check_machine(plan, device, ranks)
         if config.train.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         if device == "cpu":
@@ -119,7 +111,7 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
-            return _pretrain(config, ranks, here, sources, folder, warnings)
+            return _pretrain(plan, ranks, here, sources, folder, warnings)
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == 0:  # every rank found the same
             for line in str(error).splitlines():
@@ -134,9 +126,9 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
         return Exit.PREFLIGHT
 
 
-def preflight(config: Config, ranks: Ranks) -> Sources:
+def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     """All that can be refused before a process group exists, all of it at once."""
-    m, p, t = config.model, config.parallel, config.train
+    t = config.train
     problems: list[str] = [*check(config, ranks.world, complete=True)]
     if not t.dry_run:  # which opens no log
         problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
@@ -149,111 +141,143 @@ def preflight(config: Config, ranks: Ranks) -> Sources:
         raise SetupError("\n".join([*problems, *lost]))
     if lost:
         raise DataError("\n".join(lost))
-    dp = ranks.world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
     try:
-        sizes = batch_sizes(config, dp)
-        if run_length(config, sizes).steps < 1:
-            raise ValueError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
-        sources = open_sources(config.data, m.seq_length, t.seed, max(t.eval_iters, 0) * eval_batch_size(config, dp))
-        layers_of_stages(config, sources.vocab_size)
+        sources = open_sources(config.data, config.model.seq_length, t.seed, t.eval_iters)
+        return sources, arrange(config, ranks.world, sources.vocab_size)
     except DataError:
         raise
     except ValueError as error:
         raise SetupError(str(error)) from None
-    return sources
 
 
 def _pretrain(
-    config: Config, ranks: Ranks, device: torch.device, sources: Sources, folder: Path, warnings: Sequence[str]
+    plan: Arrangement, ranks: Ranks, device: torch.device, sources: Sources, folder: Path, warnings: Sequence[str]
 ) -> int:
-    run = build_run(config, ranks, device, sources=sources)
+    """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
+    config = plan.config
+    run = build_run(config, ranks, device, sources=sources, arrangement=plan)
     t, stop, begin = config.train, StopSignal(), time.monotonic()
     stop.install(*(["SIGTERM", "SIGINT"] if t.exit_signal_handler else []), *([t.exit_signal] if t.exit_signal else []))
     report: Reporter | None = None
-    outcome, reason = Exit.CRASH, ""
-    if config.train.skip_train:
+    ended = Exit.CRASH, ""
+    if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
         loaded, notes = foreign.start(run, config) or start_run(run, config)
-        if config.train.skip_train:
+        if t.skip_train:
             run.last_step = run.state.step
         saved = already_saved(run, saver, loaded)
         notes += begin_branch(run, config, saver, saved)
         if ranks.rank == 0:
-            report = _reporter(config, run, sources, folder, ranks, warnings)
+            report = _reporter(plan, config, run, sources, folder, ranks, warnings)
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
             for note in notes:
                 report.say(f"note: {note}")
-        _tell_parameters(config, run, report)
-        if config.train.compile:  # now, and not in the first step: its time is of the training
-            took = warm_up(run, config)
-            if report is not None:
-                report.say(f"compiled in {took:.1f} s")
-        if report is not None and report.megatron:
-            report.say("done with setup ...\ntraining ...")
-            report.moment("before the start of training step")
-        plan, watch = plan_of(config, run.last_step), watch_of(config, run, folder)
+        _get_ready(run, config, report)
+        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder)
         begin = time.monotonic()
-        outcome, reason = train(run, plan, to_toml(config), folder, report, stop, saver, saved, watch)
+        ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
         if report is not None:
-            report.moment(lines.megatron_end(reason, run.state.step, (time.monotonic() - begin) / 60))
-        if outcome is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
+            report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - begin) / 60))
+        if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
             report.say(line)
     except SetupError:
         raise
-    except ReplicaError as error:
-        outcome, reason = Exit.BAD_RESULT, str(error)
-        if "another rank" not in reason or ranks.rank == 0:
-            complain(f"pretrain_gpt.py: {error}")
-    except (NonFiniteError, ScaleExhausted) as error:
-        outcome, reason = Exit.BAD_RESULT, str(error)
-        if ranks.rank == 0:
-            complain(f"pretrain_gpt.py: {error}")
-    except CheckpointError as error:
-        outcome, reason = Exit.CRASH, str(error)
-        if not isinstance(error, ElsewhereError):
-            complain(f"pretrain_gpt.py: {error}")
-    except DataError as error:
-        outcome, reason = Exit.PREFLIGHT, str(error)
-        if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
-            complain(f"pretrain_gpt.py: {error}")
-    except KeyboardInterrupt:
-        outcome, reason, since = Exit.INTERRUPTED, "SIGINT", time.monotonic()
-        # of one Ctrl-C ranks get two, the terminal's and the launcher's; one that comes later means: now
-        signal.signal(signal.SIGINT, lambda *_: os._exit(int(outcome)) if time.monotonic() > since + 1 else None)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        complain(f"{run.mesh.describe()}, step {run.state.step + 1}:\n{traceback.format_exc()}")
+    except (Exception, KeyboardInterrupt) as error:
+        ended = _failure(error, run)
     finally:
-        run.close()
-        if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))):
-            reason += f"; {lost}"
-        if report is not None:
-            for line in saver.news() if saver is not None else []:
-                report.say(line)
-            report.summary(
-                {
-                    "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
-                    "steps": f"{run.state.step:,} of {run.last_step:,}",
-                    "tokens": f"{run.state.consumed_tokens:,}",
-                    "time": lines.duration(time.monotonic() - begin),
-                    "checkpoint": newest_checkpoint(config),
-                }
-            )
-            report.close()
-        if ranks.rank == 0 and outcome is Exit.INTERRUPTED:
-            complain(f"pretrain_gpt.py: interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}")
-        if ranks.rank == 0 and folder.is_dir():
-            steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
-            leave_status(folder, outcome.outcome, checkpoint=config.checkpoint.save, reason=reason, **steps)
-    if outcome in (Exit.CRASH, Exit.PREFLIGHT, Exit.INTERRUPTED):
+        _conclude(run, config, saver, report, folder, ended, begin)
+    if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.INTERRUPTED):
         sys.stdout.flush()
-        os._exit(int(outcome))  # the group may be in the middle of a collective that never ends: do not wait for it
-    return outcome
+        os._exit(int(ended[0]))  # the group may be in the middle of a collective that never ends: do not wait for it
+    return ended[0]
+
+
+def _get_ready(run: Run, config: Config, report: Reporter | None) -> None:
+    """What comes between the parts of a run and its first step."""
+    if resolved_style(config) == "megatron" and run.mesh.dp.is_first:  # Megatron-LM's line of each model-parallel rank
+        number = sum(entry.numel for entry in run.buffer.layout.entries)
+        line = lines.megatron_parameters(run.mesh.tp.rank, run.mesh.pp.rank, number)
+        report.say(line) if report is not None else show(line)
+    if report is not None:
+        report.moment("after model, optimizer, and learning rate scheduler are built")
+        report.moment("after dataloaders are built")
+    if config.train.compile:  # now, and not in the first step: its time is of the training
+        took = warm_up(run, config)
+        if report is not None:
+            report.say(f"compiled in {took:.1f} s")
+    if report is not None and report.megatron:
+        report.say("done with setup ...\ntraining ...")
+        report.moment("before the start of training step")
+
+
+def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
+    """The outcome and the reason of a run that an error ended; the rank that knows most tells it."""
+    match error:
+        case KeyboardInterrupt():
+            since = time.monotonic()
+            # of one Ctrl-C ranks get two, the terminal's and the launcher's; one that comes later means: now
+            leave = lambda *_: os._exit(int(Exit.INTERRUPTED)) if time.monotonic() > since + 1 else None  # noqa: E731
+            signal.signal(signal.SIGINT, leave)
+            return Exit.INTERRUPTED, "SIGINT"
+        case ReplicaError():
+            if run.mesh.world.is_first or "another rank" not in str(error):
+                complain(f"pretrain_gpt.py: {error}")
+            return Exit.BAD_RESULT, str(error)
+        case NonFiniteError() | ScaleExhausted():
+            if run.mesh.world.is_first:
+                complain(f"pretrain_gpt.py: {error}")
+            return Exit.BAD_RESULT, str(error)
+        case CheckpointError():
+            if not isinstance(error, ElsewhereError):
+                complain(f"pretrain_gpt.py: {error}")
+            return Exit.CRASH, str(error)
+        case DataError():
+            if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
+                complain(f"pretrain_gpt.py: {error}")
+            return Exit.PREFLIGHT, str(error)
+    complain(f"{run.mesh.describe()}, step {run.state.step + 1}:\n{''.join(traceback.format_exception(error))}")
+    return Exit.CRASH, f"{type(error).__name__}: {error}"
+
+
+def _conclude(
+    run: Run,
+    config: Config,
+    saver: Saver | None,
+    report: Reporter | None,
+    folder: Path,
+    ended: tuple[Exit, str],
+    begin: float,
+) -> None:
+    """Close what is open, and tell how the run ended."""
+    outcome, reason = ended
+    run.close()
+    if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))):
+        reason += f"; {lost}"
+    if report is not None:
+        for line in saver.news() if saver is not None else []:
+            report.say(line)
+        report.summary(
+            {
+                "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
+                "steps": f"{run.state.step:,} of {run.last_step:,}",
+                "tokens": f"{run.state.consumed_tokens:,}",
+                "time": lines.duration(time.monotonic() - begin),
+                "checkpoint": newest_checkpoint(config),
+            }
+        )
+        report.close()
+    if not run.mesh.world.is_first:
+        return
+    if outcome is Exit.INTERRUPTED:
+        complain(f"pretrain_gpt.py: interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}")
+    if folder.is_dir():
+        steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
+        leave_status(folder, outcome.outcome, checkpoint=config.checkpoint.save, reason=reason, **steps)
 
 
 def newest_checkpoint(config: Config) -> str:
@@ -272,17 +296,6 @@ def newest_checkpoint(config: Config) -> str:
         return f"none in {c.save} yet"
     step, root = max(found)
     return str(storage.folder_of(root, step))
-
-
-def _tell_parameters(config: Config, run: Run, report: Reporter | None) -> None:
-    """Megatron-LM's line of each model-parallel rank."""
-    if resolved_style(config) == "megatron" and run.mesh.dp.is_first:
-        number = sum(entry.numel for entry in run.buffer.layout.entries)
-        line = lines.megatron_parameters(run.mesh.tp.rank, run.mesh.pp.rank, number)
-        report.say(line) if report is not None else show(line)
-    if report is not None:
-        report.moment("after model, optimizer, and learning rate scheduler are built")
-        report.moment("after dataloaders are built")
 
 
 def plan_of(config: Config, steps: int) -> Plan:
@@ -321,13 +334,17 @@ def watch_of(config: Config, run: Run, folder: Path) -> Watch:
 
 
 def _reporter(
-    config: Config, run: Run, sources: Sources, folder: Path, ranks: Ranks, warnings: Sequence[str]
+    plan: Arrangement,
+    config: Config,
+    run: Run,
+    sources: Sources,
+    folder: Path,
+    ranks: Ranks,
+    warnings: Sequence[str],
 ) -> Reporter:
     m, log = config.model, replace(config.log, log_style=resolved_style(config))
-    assert m.seq_length
-    peak = find_peak(run.mesh.device, params_dtype(config), log.peak_tflops, ranks.local_world)
-    padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
-    speed = Speed(train_flops_per_token(m, m.seq_length, padded), ranks.world, peak.tflops)
+    peak = find_peak(run.mesh.device, plan.dtype, log.peak_tflops, ranks.local_world)
+    speed = Speed(train_flops_per_token(m, m.seq_length, plan.padded_vocab), ranks.world, peak.tflops)
     save = config.checkpoint.save
     progress = None
     if log.log_progress and save is not None:
@@ -343,7 +360,7 @@ def _reporter(
     if report.megatron:
         report.say(lines.megatron_sizes(ranks.world, run.mesh.sizes))
         report.say(lines.megatron_arguments(config))
-    report.say(describe(config, sources, ranks, peak, run.mesh.device.type))
+    report.say(describe(plan, sources, ranks.local_world, peak, run.mesh.device.type))
     for warning in warnings:
         report.warn(warning)
     for note in sources.notes:
@@ -353,35 +370,3 @@ def _reporter(
     if set_ or cuda:
         report.say(f"environment: {set_}")
     return report
-
-
-def describe(config: Config, sources: Sources, ranks: Ranks, peak: Peak | None, device_type: str | None = None) -> str:
-    """The plan as a table: what will run where, and how much of it there is. A dry run has no device and no peak."""
-    m, p = config.model, config.parallel
-    plan = arrange(config, ranks.world, sources.vocab_size)
-    length = run_length(config, sizes := batch_sizes(config, plan.dp))
-    chunks = len(plan.stages) // plan.pp
-    batch = f"{sizes.final}" if len(sizes.steps) == 1 else f"{sizes.at(0)} to {sizes.final}"
-    rows = {
-        "mesh": f"pp {plan.pp} x dp {plan.dp} x cp 1 x tp {plan.tp} = {plan.world} rank{'s' * (plan.world > 1)}",
-        **groups_of(plan, ranks.local_world),
-        "parameters": f"{plan.parameters:,} (vocabulary {sources.vocab_size:,}, padded to {plan.padded_vocab:,})",
-        "layers per stage": runs(map(len, plan.stages)),
-        "schedule": f"{p.pipeline_schedule}, {chunks} chunk{'s' * (chunks > 1)} per rank, {plan.microbatches:,} "
-        f"micro-batch{'es' * (plan.microbatches > 1)}; bubble {plan.bubble:.1%}",
-        "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
-        "steps": f"{length.steps:,} of {batch} x {m.seq_length} tokens: {length.samples * m.seq_length:,} tokens",
-        "data": sources.train.describe(length.samples),
-    }
-    if device_type is not None:
-        rows["kernels"] = describe_kernels(device_type)
-        rows["attention"] = describe_attention(device_type, m.attention_dropout > 0)
-    if windows := [w for w in m.windows if w is not None]:
-        rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
-    if config.train.compile:
-        rows["compile"] = describe_compile()
-    if config.train.cuda_graph_impl != "none":
-        rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
-    if peak is not None:
-        rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
-    return lines.table(rows) + "\n" + lines.columns(memory_rows(plan))

@@ -8,11 +8,12 @@ same step, and rank 0 knows the loss although it lives on the last stage.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from megalite.parallel.comm import all_reduce_
-from megalite.train.batch import on_device
+from megalite.train.batch import HostBatch, on_device
 from megalite.train.state import Run, StepResult
 from megalite.train.timers import Timers
 
@@ -49,33 +50,12 @@ def train_step(
     if empty_level >= 1 and mesh.device.type == "cuda":
         torch.cuda.empty_cache()
 
-    speaks = mesh.pp.is_last and mesh.tp.is_first  # one voice per data-parallel rank for what is replicated
-    mine = torch.zeros(5 + count_zeros, dtype=torch.float64, device=mesh.device)
-    mine[0] = run.optimizer.local_norm_sq()
-    if speaks:
-        mine[1], mine[4] = losses
-        mine[2:3] = float(sum(host.counted_tokens for host in hosts))  # a slice is filled; mine[2] = x would wait
-    mine[3:4] = float(want_stop)
-    if count_zeros:
-        mine[5] = run.optimizer.local_zeros()
-    norm_sq, loss_sum, tokens, stop, z_sum, *zeros = all_reduce_(
-        mine, mesh.world
-    ).tolist()  # the step's one sync with the device
-
+    norm_sq, loss_sum, tokens, stop, z_sum, *zeros = _agree(run, losses, hosts, want_stop, count_zeros)
     unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
     grad_norm = norm_sq**0.5 * unscale
     finite = bool(torch.isfinite(torch.tensor([norm_sq, loss_sum])).all())
-    n = state.consumed_samples - state.skipped_samples
     if finite:
-        clip = min(1.0, run.max_norm / (grad_norm + 1e-6)) if run.max_norm > 0 else 1.0
-        run.before_update()
-        lr, decay = run.rates.lr, run.rates.weight_decay
-        now = dict(lr=lr.at(n), decoupled_lr=(run.rates.decoupled or lr).at(n), weight_decay=decay.at(n))
-        with timers("optimizer", 1):
-            with timers("optimizer-inner-step", 1):
-                run.optimizer.step(scale=clip * unscale, **now)
-            with timers("params-all-gather", 1):
-                run.buffer.gather()
+        _update(run, grad_norm, unscale, timers)
         if empty_level >= 2 and mesh.device.type == "cuda":
             torch.cuda.empty_cache()
     elif run.check_finite and not run.loss_scaler.dynamic:
@@ -99,6 +79,37 @@ def train_step(
         z_loss=z_sum / tokens if tokens else 0.0,
         zeros=round(zeros[0]) if zeros else None,
     )
+
+
+def _agree(
+    run: Run, losses: torch.Tensor, hosts: Sequence[HostBatch], want_stop: bool, count_zeros: bool
+) -> list[float]:
+    """Of the whole world, in float64: squared norm of the gradient, loss, tokens that counted, ranks that want to stop,
+    z-loss, and where asked for elements of the gradient that are 0. The step's one sync with the device."""
+    mesh = run.mesh
+    mine = torch.zeros(5 + count_zeros, dtype=torch.float64, device=mesh.device)
+    mine[0] = run.optimizer.local_norm_sq()
+    if mesh.pp.is_last and mesh.tp.is_first:  # one voice per data-parallel rank for what is replicated
+        mine[1], mine[4] = losses
+        mine[2:3] = float(sum(host.counted_tokens for host in hosts))  # a slice is filled; mine[2] = x would wait
+    mine[3:4] = float(want_stop)
+    if count_zeros:
+        mine[5] = run.optimizer.local_zeros()
+    return all_reduce_(mine, mesh.world).tolist()
+
+
+def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
+    """Clip, update this rank's shard, gather the weights. `unscale`: what makes of a gradient the mean over tokens."""
+    n = run.state.consumed_samples - run.state.skipped_samples
+    clip = min(1.0, run.max_norm / (grad_norm + 1e-6)) if run.max_norm > 0 else 1.0
+    run.before_update()
+    lr, decay = run.rates.lr, run.rates.weight_decay
+    now = dict(lr=lr.at(n), decoupled_lr=(run.rates.decoupled or lr).at(n), weight_decay=decay.at(n))
+    with timers("optimizer", 1):
+        with timers("optimizer-inner-step", 1):
+            run.optimizer.step(scale=clip * unscale, **now)
+        with timers("params-all-gather", 1):
+            run.buffer.gather()
 
 
 def parameter_norm(run: Run) -> float:

@@ -30,7 +30,7 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train import loop
-from megalite.train.loop import Plan, StopSignal, train
+from megalite.train.loop import Plan, StopSignal, Training
 from megalite.train.run import pretrain
 from megalite.train.run_dir import Exit
 from megalite.train.setup import SetupError, build_run
@@ -409,7 +409,7 @@ def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
     assert saver is not None and saver.keep_last == 1
     real = saver.save
     saver.save = lambda step, *a, **k: (made.append(step), real(step, *a, **k))[1]  # type: ignore[method-assign]
-    assert train(run, plan(save_every_s=6e-8), "", tmp_path, None, StopSignal(), saver)[0] is Exit.DONE
+    assert Training(run, plan(save_every_s=6e-8), "", tmp_path, None, StopSignal(), saver).train()[0] is Exit.DONE
     saver.close()
     run.close()
     assert made == [1, 2, 3, 4, 5, 6]
@@ -440,7 +440,7 @@ def _broken_writer(directory: str, broken: int) -> tuple[str, int, bool]:
     saver = open_saver(run, config)
     assert saver is not None
     with pytest.raises(CheckpointError) as error:
-        train(run, plan(save_interval=2), to_toml(config), Path(directory), None, StopSignal(), saver)
+        Training(run, plan(save_interval=2), to_toml(config), Path(directory), None, StopSignal(), saver).train()
     saver.close()
     run.close()
     return str(error.value), run.state.step, isinstance(error.value, ElsewhereError)

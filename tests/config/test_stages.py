@@ -9,7 +9,7 @@ import pytest
 from megalite.config import cli
 from megalite.config.stage_layers import parse_layout
 from megalite.models.families import PRESETS
-from megalite.train.setup import layers_of_stages
+from megalite.train.arrangement import Arrangement
 
 MODEL = """--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
  --tokenizer-type NullTokenizer --vocab-size 5000 --eval-iters 0"""
@@ -43,7 +43,7 @@ SAME_AS_MEGATRON = [
 def counts(layers: int, pp: int, flags: str) -> list[int]:
     words = f"{MODEL} --num-layers {layers} --pipeline-model-parallel-size {pp} {flags}"
     config = cli.parse(words.split(), PRESETS)
-    ranges = layers_of_stages(config, 5120)
+    ranges = Arrangement(config, pp, 5000).stages
     assert [i for r in ranges for i in r] == list(range(layers))
     return [len(r) for r in ranges]
 

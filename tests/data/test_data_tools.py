@@ -25,7 +25,7 @@ from megalite.data.files.sidecar import make_info, read_info
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
-from megalite.train.datasets import open_sources
+from megalite.train.sources import open_sources
 from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

@@ -29,7 +29,8 @@ from megalite.kernels.cached_attention import cached_attention
 from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch, Stage
 from megalite.parallel.mesh import Mesh, build_mesh
-from megalite.train.setup import SetupError, build_stages
+from megalite.train.arrangement import arrange, build_stages
+from megalite.train.setup import SetupError
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = Sampling()
@@ -172,7 +173,7 @@ def stage_of_line(flags: str) -> Stage:
     line = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size 1 --lr 1
      --train-iters 1 --mock-data --vocab-size {V} --init-method-std 0.3"""
     config, _ = cli.read([*line.split(), *flags.split()], PRESETS)
-    return build_stages(config, Mesh.alone(), V, torch.float64)[0].eval()
+    return build_stages(arrange(config, 1, V), Mesh.alone(), torch.float64)[0].eval()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from megalite.models.compiled import CompileError, check_compile
 from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch
 from megalite.parallel.launch import Ranks
+from megalite.train.arrangement import arrange
 from megalite.train.run import check_machine
 from megalite.train.setup import SetupError, build_run
 from megalite.train.state import Run
@@ -171,7 +172,7 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(SetupError, match=r"^compile=True needs a C\+\+ compiler and there is no g\+\+.*; install one"):
-        check_machine(config, "cpu", Ranks(0, 1), 93)
+        check_machine(arrange(config, 1, 93), "cpu", Ranks(0, 1))
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     with pytest.raises(CompileError, match="there is no no-such-compiler"):
         check_compile("cpu")
@@ -199,7 +200,7 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(CompileError, match=text):
             check_compile("cpu")
     monkeypatch.delenv("CXX")
-    check_machine(cli.parse(f"{COMMON} {GPT}".split(), PRESETS), "cpu", Ranks(0, 1), 93)  # not asked for
+    check_machine(arrange(cli.parse(f"{COMMON} {GPT}".split(), PRESETS), 1, 93), "cpu", Ranks(0, 1))  # not asked for
     dispatch.choose("triton", "auto")
     try:
         with pytest.raises(CompileError, match="^compile=True .*, but kernels=triton; use auto or torch$"):

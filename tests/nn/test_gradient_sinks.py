@@ -19,7 +19,7 @@ from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import ParamBuffer
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
-from megalite.train.setup import build_stages
+from megalite.train.arrangement import arrange, build_stages
 
 S, B, VOCAB = 8, 2, 61
 WEIGHT = 2.0**-6  # a power of two: multiplying by it rounds nothing, wherever it is done
@@ -34,7 +34,7 @@ FULL = "--recompute-granularity full --recompute-method uniform"
 
 def stage(flags: str, dtype: torch.dtype) -> Stage:
     config, _ = cli.read([*COMMON.split(), *flags.split()], PRESETS)
-    return build_stages(config, Mesh.alone(), VOCAB, dtype)[0]
+    return build_stages(arrange(config, 1, VOCAB), Mesh.alone(), dtype)[0]
 
 
 def batch(seed: int, promised: float | None) -> Batch:

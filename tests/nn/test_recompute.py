@@ -11,7 +11,7 @@ from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.recompute import without_keeping
 from megalite.parallel.mesh import Mesh
-from megalite.train.setup import build_stages
+from megalite.train.arrangement import arrange, build_stages
 
 S, B, V = 12, 2, 64
 LINE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size {B} --train-iters 1
@@ -27,7 +27,7 @@ MODULES = ("core_attn", "layernorm", "mlp", "layernorm mlp", "core_attn layernor
 
 def gradients(flags: str, dtype: torch.dtype) -> dict[str, Tensor]:
     config, _ = cli.read(f"{LINE} {flags}".split(), PRESETS)
-    (stage,) = build_stages(config, Mesh.alone(), V, dtype)
+    (stage,) = build_stages(arrange(config, 1, V), Mesh.alone(), dtype)
     assert isinstance(stage, Stage)
     tokens = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(1))
     stage(None, Batch(tokens, tokens, None, torch.arange(B), 1)).backward()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -168,3 +170,21 @@ def test_partition_covers_all_layers_and_is_the_best(layers: int, stages: int, h
         for one, other in ((a, a + 1), (a + 1, a)):
             if costs[one] == max(costs) and len(ranges[one]) > 1:
                 assert costs[other] + 1 >= max(costs) - 1e-9
+
+
+@given(st.data())
+def test_of_equally_fast_partitions_it_is_the_one_that_takes_the_least_memory(data: st.DataObject) -> None:
+    stages = data.draw(st.integers(2, 4))
+    layers, head = data.draw(st.integers(stages, 9)), data.draw(st.sampled_from([0.0, 0.5, 1.5, 3.0]))
+    layer, held = (data.draw(st.lists(st.integers(1, 9), min_size=stages, max_size=stages)) for _ in range(2))
+    got = [len(r) for r in partition(layers, stages, head_cost=head, layer=layer, held=held)]
+
+    def slowest(counts: Sequence[int]) -> float:
+        return max(*counts[:-1], counts[-1] + head)
+
+    def fullest(counts: Sequence[int]) -> float:
+        return max(h + n * more for h, n, more in zip(held, counts, layer, strict=True))
+
+    every = [c for c in itertools.product(range(1, layers + 1), repeat=stages - 1) if sum(c) < layers + (head > 0)]
+    best = min((slowest((*c, layers - sum(c))), fullest((*c, layers - sum(c)))) for c in every)
+    assert (slowest(got), fullest(got)) == best

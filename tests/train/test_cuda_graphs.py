@@ -22,6 +22,7 @@ from megalite.config.check import check
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.pipeline.graphed import GraphedPipeline
+from megalite.train.arrangement import arrange
 from megalite.train.loop import evaluate
 from megalite.train.run import check_machine
 from megalite.train.setup import SetupError, build_run
@@ -177,8 +178,8 @@ def test_what_cannot_be_repeated_is_refused(flags: str, world: int, text: str) -
 
 def test_without_a_card_it_is_refused() -> None:
     config = cli.parse(f"{COMMON} {GRAPHED}".split(), PRESETS)
-    with pytest.raises(SetupError, match="cuda_graph_impl=local needs a CUDA device and there is none; leave it away"):
-        check_machine(config, "cpu", Ranks(0, 1), 93)
+    with pytest.raises(SetupError, match="cuda_graph_impl=local needs a CUDA device and there is none; drop it"):
+        check_machine(arrange(config, 1, 93), "cpu", Ranks(0, 1))
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import build_mesh  # noqa: E402
 from megalite.train.batch import on_device  # noqa: E402
-from megalite.train.export import export  # noqa: E402
+from megalite.train.export_hf import export  # noqa: E402
 from megalite.train.run import preflight  # noqa: E402
 from megalite.train.setup import SetupError, build_run  # noqa: E402
 from megalite.train.start import foreign_weights as foreign  # noqa: E402
@@ -205,7 +205,7 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
     with_tokenizer(folder, V - 20)
     data = taken(folder, "--reset-position-ids").data  # needs the id that ends a document
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
-    assert preflight(taken(folder), Ranks()).vocab_size == data.vocab_size == V
+    assert preflight(taken(folder), Ranks())[0].vocab_size == data.vocab_size == V
     given = taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V)).data
     assert given.tokenizer_type == "NullTokenizer" and given.tokenizer_model is None
     with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):

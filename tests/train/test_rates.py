@@ -18,7 +18,7 @@ from megalite.config.options import Config, ConfigError
 from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train.loop import StopSignal, evaluate, train
+from megalite.train.loop import StopSignal, Training, evaluate
 from megalite.train.run import plan_of, pretrain
 from megalite.train.run_dir import Exit
 from megalite.train.setup import SetupError, build_run
@@ -185,7 +185,7 @@ def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
 def test_iterations_to_skip_read_their_samples_and_update_nothing(tmp_path: Path) -> None:
     run, config = built("--iterations-to-skip", "1", "3", "--train-iters", "4", "--run-dir", str(tmp_path))
     twin, _ = built("--train-iters", "4")
-    train(run, plan_of(config, run.last_step), to_toml(config), tmp_path, None, StopSignal())
+    Training(run, plan_of(config, run.last_step), to_toml(config), tmp_path, None, StopSignal()).train()
     for step in (1, 2, 3, 4):
         if step in (1, 3):
             twin.state.advance(8, tokens=128, skipped=True)

@@ -14,7 +14,7 @@ from megalite.data.errors import DataError
 from megalite.data.preprocess.tokenize_files import preprocess
 from megalite.data.preprocess.workers import Job
 from megalite.models.families import PRESETS
-from megalite.train.datasets import Sources, open_sources
+from megalite.train.sources import Sources, open_sources
 
 GPT = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
  --micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1.5e-4 --eval-iters 1""".split()

@@ -170,7 +170,7 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     from megalite.train import run as module
 
     shapes: list[tuple[int, ...]] = []
-    real, train = dist.all_reduce, module.train
+    real, train = dist.all_reduce, module.Training.train
 
     def all_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.numel() < 40:
@@ -181,12 +181,13 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
         dist.all_reduce = all_reduce
         return train(*args, **kwargs)
 
-    module.train = spied  # type: ignore[assignment]
+    module.Training.train = spied  # type: ignore[assignment]
     words = [*SMALL, "--train-iters", "4", "--eval-iters", "0", "--log-interval", "2", "--log-style", "megalite"]
     config = cli.read([*words, *flags.split()], PRESETS)[0]
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     folder = module.run_folder(config)
-    code = module._pretrain(config, ranks, torch.device("cpu"), module.preflight(config, ranks), folder, [])
+    sources, plan = module.preflight(config, ranks)
+    code = module._pretrain(plan, ranks, torch.device("cpu"), sources, folder, [])
     assert code == Exit.DONE
     return shapes
 

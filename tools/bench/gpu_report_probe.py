@@ -67,7 +67,7 @@ def choose(flags: list[str], memory: float) -> dict[str, Any]:
         more = ["--num-layers", str(count), *moments]
         config, _ = cli.read([*DATA.split(), *flags, *more], PRESETS)
         found = estimate(config, vocab)
-        if found.peak <= memory:
+        if found["peak"] <= memory:
             break
     return {
         "flags": [*flags, *more],
@@ -75,7 +75,7 @@ def choose(flags: list[str], memory: float) -> dict[str, Any]:
         "of_layers": layers,
         "moments": "bf16" if moments else "fp32",
         "seq_length": config.model.seq_length,
-        "estimate": {"peak": found.peak, "state": found.state, "activations": found.activations},
+        "estimate": found,
     }
 
 

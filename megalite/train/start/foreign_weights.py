@@ -32,8 +32,8 @@ from megalite.interop.megatron.rank_files import true_vocab_size
 from megalite.interop.megatron.torch_dist import open_checkpoint
 from megalite.models.specs import specs_of
 from megalite.parallel.comm import broadcast_
-from megalite.train.datasets import open_tokenizer
 from megalite.train.setup import SetupError
+from megalite.train.sources import open_tokenizer
 from megalite.train.start.resume import TOKENIZER, options_that_differ, with_checkpoint_args, with_model
 from megalite.train.state import Run
 

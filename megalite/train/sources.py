@@ -62,15 +62,15 @@ def open_tokenizer(data: DataConfig) -> Tokenizer | None:
     )
 
 
-def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int) -> Sources:
+def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) -> Sources:
     """Open everything, reading no token yet. Raises DataError for data that is missing, damaged or too little.
-    Validation and test sets are opened when eval_samples > 0."""
+    Validation and test sets are opened when eval_iters > 0."""
     tokenizer = open_tokenizer(data)
     vocab_size = _vocab_size(data, tokenizer)
     eod = None if tokenizer is None else tokenizer.eod
     if data.mock_data:
         train, valid, test = (MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS)
-        sets = [[NamedSet("", one)] if eval_samples else [] for one in (valid, test)]
+        sets = [[NamedSet("", one)] if eval_iters > 0 else [] for one in (valid, test)]
         return Sources(vocab_size, eod, train, tokenizer, None, sets[0], sets[1])
 
     how = Reading(data.data_cache_path, tokenizer, data.document_packing == "best-fit", data.mmap_bin_files)
@@ -91,7 +91,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
     found: dict[str, list[NamedSet]] = {"valid": [], "test": []}
     for split, named in found.items():
         paths, part = lists[split], parts[split]
-        if not eval_samples or not paths or part is None:
+        if eval_iters <= 0 or not paths or part is None:
             continue
         for name, some in (_named(data, paths) if split == "valid" else {"": paths}).items():
             try:

@@ -28,8 +28,8 @@ from megalite.interop.hugging_face.config_json import choose_family
 from megalite.interop.hugging_face.write import write_model
 from megalite.models.specs import specs_of
 from megalite.parallel.comm import broadcast_
-from megalite.train.datasets import open_tokenizer
 from megalite.train.setup import SetupError
+from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import named_by
 from megalite.train.start.resume import pieces_to_save
 from megalite.train.state import Run

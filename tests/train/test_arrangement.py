@@ -1,0 +1,59 @@
+"""A start checks its options once and makes one arrangement, which everything is built from and told of."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+from train_cases import SMALL
+
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.pipeline.simulate import simulate
+from megalite.train.arrangement import Arrangement, arrange
+from megalite.train.run import pretrain
+from megalite.train.run_dir import Exit
+
+
+def code_of(f: Any) -> CodeType:
+    return f.__code__
+
+
+ONCE: dict[CodeType, str] = {
+    code_of(check): "check",
+    code_of(arrange): "arrange",
+    code_of(Arrangement.__init__): "Arrangement",
+    code_of(Arrangement._holding): "stages on the meta device",
+    code_of(simulate): "simulate",
+}
+
+
+@pytest.mark.parametrize("flags", ["", "--dry-run"])
+def test_a_start_checks_and_arranges_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
+    monkeypatch.setattr("megalite.train.run.keep_freed_memory", lambda: None)  # for the whole process
+    words = [*SMALL, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
+    config = cli.parse(words, PRESETS)
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in ONCE:
+            calls[ONCE[frame.f_code]] += 1
+
+    sys.setprofile(count)
+    try:
+        assert pretrain(config, Ranks()) == Exit.DONE
+    finally:
+        sys.setprofile(None)
+    assert calls == dict.fromkeys(ONCE.values(), 1)
+
+
+def test_what_nobody_asks_for_is_not_computed() -> None:
+    made = arrange(cli.parse([*SMALL, "--train-iters", "2"], PRESETS), 1, 93)
+    assert {"holdings", "bubble", "activations", "in_flight"}.isdisjoint(vars(made))
+    assert made.bubble == 0.0 and "bubble" in vars(made) and "holdings" not in vars(made)
