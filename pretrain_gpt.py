@@ -16,7 +16,7 @@ import sys
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.options import Config, local_processes
-from megalite.data.files.near_misses import absent
+from megalite.data.files.missing_files import absent
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import INTERRUPTED, LaunchError, Ranks, cores, prepare_cuda, read_environment, start_local
 from megalite.train.run_dir import run_folder

@@ -2,7 +2,7 @@
 """The main job from end to end, with the commands a user would type: text, tokenizer, tokens, training with TP 2 x PP 2
 interleaved, a stop and a resume, the same run on one process, text from the model, pictures, a summary.
 
-Run by examples/quickstart.sh; `--fresh` forgets an earlier run. Everything lands in runs/quickstart.
+Run by examples/quickstart.sh; `--fresh` deletes an earlier run. Everything is written to runs/quickstart and runs/data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TWIN_STEPS = 20
 
 
 def command(*words: str | Path, quiet: bool = False, accept: tuple[int, ...] = (0,)) -> str:
-    """Run a command of this repository, showing it and its output; returns the output."""
+    """Run a command of this repository, show it and its output, and return the output."""
     print(f"\n$ {' '.join(str(w) for w in words)}", flush=True)
     process = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import importlib
 import inspect
@@ -20,9 +21,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # made from the code, and compared with it elsewhere; decisions.md tells what was there once
 GENERATED, HISTORY = {"flags.md", "megatron.md"}, {"decisions.md"}
-DOCUMENTS = sorted(p for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PLACEHOLDERS = {"run.toml", "FILE.toml", "report.md", "run_config.toml"}  # of the reader, and what a program writes
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+def documents_of(root: Path) -> list[Path]:
+    return sorted([*root.glob("*.md"), *(root / "docs").glob("*.md")])
+
+
+DOCUMENTS = documents_of(ROOT)
 
 
 @dataclass(frozen=True)
@@ -124,3 +132,107 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
         if isinstance(action, argparse._SubParsersAction):
             found |= set().union(*(flags_of(one) for one in action.choices.values()))
     return found
+
+
+# ---- what the documents name; each function yields a line per name that leads nowhere
+
+
+def named(root: Path) -> Iterator[Path]:
+    """The documents that say what is so today, written by hand."""
+    yield from (path for path in documents_of(root) if path.name not in GENERATED | HISTORY)
+
+
+def found_at(root: Path, name: str) -> Path | None:
+    """The file that a document means by `name`: from the root, or within one of the folders that documents are about."""
+    places = (root / folder / name for folder in (".", "megalite", "docs", "examples", "tools"))
+    return next((place for place in places if place.exists()), None)
+
+
+def lost_files(root: Path) -> Iterator[str]:
+    """Links, and files between backquotes, that do not exist."""
+    for path in named(root):
+        links = [link for link in re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8")) if "://" not in link]
+        yield from (
+            f"{path.name}: links to {link}, which does not exist" for link in links if not (path.parent / link).exists()
+        )
+        words = {word for span in spans(path) for word in re.findall(r"[\w./-]+\.(?:py|sh|toml|md)\b", span)}
+        lost = [name for name in sorted(words - PLACEHOLDERS) if found_at(root, name) is None]
+        yield from (f"{path.name}: names {name}, which does not exist" for name in lost)
+
+
+def lost_names(root: Path) -> Iterator[str]:
+    """Words with an underscore or a capital in their middle, between backquotes, that are nowhere in the code."""
+    sources = [*root.glob("*.py"), root / "pyproject.toml"]
+    sources += [p for folder in ("megalite", "tools", "tests", "examples") for p in (root / folder).rglob("*.py")]
+    texts = [p.read_text(encoding="utf-8") for p in sources if p.is_file() and p.name not in ("test_documents.py",)]
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    for path in named(root):
+        plain = [s for s in spans(path) if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", s)]
+        names = {part for s in plain for part in s.partition("(")[0].split(".")}
+        names = {n for n in names if re.search(r"[a-z]_[a-z]|[a-z][A-Z]|^[A-Z][a-z]+[A-Z]", n)}
+        yield from (f"{path.name}: names {name}, which is nowhere in the code" for name in sorted(names - words))
+
+
+@dataclass(frozen=True)
+class Place:
+    """`file: name` in a document; `caller`: the place one indent to the left in a picture of calls."""
+
+    file: str
+    name: str
+    caller: Place | None = None
+
+
+PLACE = re.compile(r"([\w/]+\.py): ([A-Za-z_][\w.]*)")
+
+
+def chains(text: str) -> list[list[Place]]:
+    """The pictures of calls in a document: the fenced blocks whose lines are `file: name`, indented under their caller."""
+    pictures = []
+    for _, block in FENCE.findall(text):
+        places, open_calls = [], list[tuple[int, Place]]()
+        for line in block.splitlines():
+            if match := PLACE.match(line.lstrip()):
+                indent = len(line) - len(line.lstrip())
+                open_calls = [call for call in open_calls if call[0] < indent]
+                places.append(Place(*match.groups(), caller=open_calls[-1][1] if open_calls else None))
+                open_calls.append((indent, places[-1]))
+        if places:
+            pictures.append(places)
+    return pictures
+
+
+def source_of(root: Path, place: Place) -> str | None:
+    """The text of a class, a function, a method or a constant; None where the file does not hold it."""
+    path = found_at(root, place.file)
+    if path is None:
+        return None
+    text = path.read_text(encoding="utf-8")
+    node: ast.AST = ast.parse(text)
+    for name in place.name.split("."):
+        inner = [n for n in getattr(node, "body", []) if name in _defines(n)]
+        if not inner:
+            return None
+        node = inner[0]
+    return ast.get_source_segment(text, node)
+
+
+def _defines(node: ast.AST) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    named = {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set[str]()
+    return named | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def lost_places(root: Path) -> Iterator[str]:
+    """`file.py: name` where the file lacks the name, and calls in a picture that the caller's code does not hold."""
+    for path in named(root):
+        text = path.read_text(encoding="utf-8")
+        spanned = [Place(*match.groups()) for span in spans(path) for match in PLACE.finditer(span)]
+        for place in [*spanned, *(place for picture in chains(text) for place in picture)]:
+            if source_of(root, place) is None:
+                yield f"{path.name}: {place.file} does not hold {place.name}"
+            elif place.caller is not None:
+                owner, _, called = place.name.rpartition(".")
+                called = owner if called == "forward" else called  # a module is called by its attribute's name
+                caller = source_of(root, place.caller)
+                if caller is not None and not re.search(rf"\b{called}\b", caller, re.IGNORECASE):
+                    yield f"{path.name}: {place.caller.name} in {place.caller.file} does not mention {called}"

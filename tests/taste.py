@@ -1,27 +1,32 @@
-"""What keeps the house in order, measured from the source: `python tests/taste.py` prints every place that breaks a rule.
+"""What keeps the house in order, measured from the source: `python tests/taste.py` prints every place that breaks a rule;
+`python tests/taste.py path` the files that a training step runs through, with their lines.
 
-Nothing is imported: the files are read as text and syntax trees, which takes a second. tests/test_taste.py runs it.
+Nothing of the package is imported: the files are read as text and syntax trees, which takes seconds. A rule takes the
+root of a repository and yields a line per place; tests/test_taste.py runs each, and shows that each can fail.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import documents
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "megalite"
 
 FUNCTION_LINES, FILE_LINES, PARAMETERS = 60, 400, 8
 OPTIONS = 330  # fields of the option sections: a new one displaces an old one, or this line says why not
 READERS = {"megalite/config/environment.py", "megalite/parallel/launch.py"}  # of os.environ
+KERNEL_PAIRS = ({"kernels", "nn"}, {"kernels", "optim"})  # kernels/x.py computes what the layer or optimizer x.py does
 FLOORS = (
     ("generate",),
     ("train",),
     ("interop",),
-    ("pipeline", "optim", "data", "checkpoint"),
+    ("checkpoint", "pipeline", "optim", "data"),
     ("models",),
     ("nn",),
     ("parallel", "kernels"),
@@ -29,15 +34,20 @@ FLOORS = (
 )
 
 
-def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
+CODE = ("megalite", "tools", "pretrain_gpt.py")
+parse = functools.cache(ast.parse)  # of a text
+
+
+def sources(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
     """(path from the root, syntax tree) of every Python file below `folders`."""
     for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")) if (ROOT / folder).is_dir() else [ROOT / folder]:
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted((root / folder).rglob("*.py")) if (root / folder).is_dir() else [root / folder]:
+            if path.is_file():
+                yield str(path.relative_to(root)), parse(path.read_text(encoding="utf-8"))
 
 
-def long_functions() -> Iterator[str]:
-    for path, tree in sources("megalite", "tools", "pretrain_gpt.py"):
+def long_functions(root: Path) -> Iterator[str]:
+    for path, tree in sources(root, *CODE):
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -45,15 +55,16 @@ def long_functions() -> Iterator[str]:
                     yield f"{path}:{node.lineno}: {node.name} has {lines} lines; at most {FUNCTION_LINES}"
 
 
-def long_files() -> Iterator[str]:
-    for path, _ in sources("megalite", "tools", "pretrain_gpt.py"):
-        lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+def long_files(root: Path) -> Iterator[str]:
+    for path, _ in sources(root, *CODE):
+        lines = len((root / path).read_text(encoding="utf-8").splitlines())
         if lines > FILE_LINES:
             yield f"{path}: {lines} lines; at most {FILE_LINES}"
 
 
-def many_parameters() -> Iterator[str]:
-    for path, tree in sources("megalite", "tools", "pretrain_gpt.py"):
+def many_parameters(root: Path) -> Iterator[str]:
+    """But of an autograd function (ctx): `apply` takes positions alone, and gives each one a gradient."""
+    for path, tree in sources(root, *CODE):
         if path.startswith(("megalite/kernels/", "tools/bench/kernel")):
             continue  # a Triton kernel takes its pointers and strides one by one
         for node in ast.walk(tree):
@@ -64,15 +75,15 @@ def many_parameters() -> Iterator[str]:
                     for a in given.posonlyargs + given.args + given.kwonlyargs
                     if a.arg not in ("self", "cls", "ctx")
                 ]
-                if len(names) > PARAMETERS:
+                if len(names) > PARAMETERS and not (given.args and given.args[0].arg == "ctx"):
                     yield f"{path}:{node.lineno}: {node.name} takes {len(names)} parameters; at most {PARAMETERS}"
 
 
-def graph() -> dict[str, set[str]]:
+def graph(root: Path) -> dict[str, set[str]]:
     """module -> the modules of the package that it imports anywhere, also inside functions."""
-    names = {".".join(Path(path).with_suffix("").parts): path for path, _ in sources("megalite")}
+    names = {".".join(Path(path).with_suffix("").parts): path for path, _ in sources(root, "megalite")}
     edges: dict[str, set[str]] = {}
-    for path, tree in sources("megalite"):
+    for path, tree in sources(root, "megalite"):
         name = ".".join(Path(path).with_suffix("").parts)
         edges[name] = set()
         for node in ast.walk(tree):
@@ -84,9 +95,9 @@ def graph() -> dict[str, set[str]]:
     return edges
 
 
-def circles() -> Iterator[str]:
+def circles(root: Path) -> Iterator[str]:
     """Strongly connected modules (Tarjan), and imports that do not point down the floors."""
-    edges, index, low, stack, found = graph(), {}, {}, [], []
+    edges, index, low, stack, found = graph(root), {}, {}, [], []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -117,11 +128,11 @@ def circles() -> Iterator[str]:
                 yield f"{name} imports {other}, which is not below it"
 
 
-def twins() -> Iterator[str]:
+def twins(root: Path) -> Iterator[str]:
     """File names and public class names that stand twice."""
     files: dict[str, list[str]] = {}
     classes: dict[str, list[str]] = {}
-    for path, tree in sources("megalite"):
+    for path, tree in sources(root, "megalite"):
         if not path.endswith("__init__.py"):
             files.setdefault(Path(path).name, []).append(path)
         for node in tree.body:
@@ -129,12 +140,13 @@ def twins() -> Iterator[str]:
                 classes.setdefault(node.name, []).append(path)
     for kind, places in (("file name", files), ("class", classes)):
         for name, where in sorted(places.items()):
-            if len(where) > 1:
+            pair = kind == "file name" and {path.split("/")[1] for path in where} in KERNEL_PAIRS
+            if len(where) > 1 and not pair:
                 yield f"{kind} {name} stands in {', '.join(where)}"
 
 
-def environment_readers() -> Iterator[str]:
-    for path, tree in sources("megalite", "pretrain_gpt.py"):
+def environment_readers(root: Path) -> Iterator[str]:
+    for path, tree in sources(root, "megalite", "pretrain_gpt.py"):
         reads = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
         if reads and path not in READERS:
             yield f"{path}:{reads[0]}: reads the environment; only {', '.join(sorted(READERS))} do"
@@ -146,16 +158,16 @@ BY_NAME = re.compile(
 )
 
 
-def facts_by_name() -> Iterator[str]:
-    for path, _ in sources("megalite"):
-        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1):
+def facts_by_name(root: Path) -> Iterator[str]:
+    for path, _ in sources(root, "megalite"):
+        for number, line in enumerate((root / path).read_text(encoding="utf-8").splitlines(), 1):
             if BY_NAME.search(line):
                 yield f"{path}:{number}: decides by a parameter's name: {line.strip()[:100]}"
 
 
-def options() -> Iterator[str]:
+def options(root: Path) -> Iterator[str]:
     count = 0
-    for _, tree in sources("megalite/config"):
+    for _, tree in sources(root, "megalite/config"):
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.name != "Config":
                 count += sum(isinstance(line, ast.AnnAssign) for line in node.body)
@@ -163,11 +175,107 @@ def options() -> Iterator[str]:
         yield f"{count} options; the budget is {OPTIONS}"
 
 
-RULES = (long_functions, long_files, many_parameters, circles, twins, environment_readers, facts_by_name, options)
+def letters(root: Path) -> set[str]:
+    """The axes that docs/shapes.md defines: the first cells of its tables."""
+    return set(re.findall(r"^\| `([A-Z])` \|", (root / "docs/shapes.md").read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def main() -> int:
-    found = [(rule.__name__, line) for rule in RULES for line in rule()]
+def suffix(name: str) -> str:
+    """The axes that a tensor's name ends in; "" where it ends in none.
+
+    >>> suffix("x_sBD"), suffix("head_size"), suffix("MOST_ROWS")
+    ('sBD', '', '')
+    """
+    head, _, tail = name.rpartition("_")
+    return tail if re.search("[A-Z]", tail) and re.search("[a-z]", head) else ""
+
+
+SHAPE = re.compile(
+    r"\[((?:[A-Za-z0-9]{1,2}|\.\.\.)(?:[ ,*/+-]+(?:[A-Za-z0-9]{1,2}|\.\.\.))*)\]"
+)  # in a docstring or comment
+
+
+def shapes(root: Path) -> Iterator[str]:
+    """Letters that docs/shapes.md does not define, and names that are given to a tensor of other axes."""
+    known = letters(root)
+    for path, tree in sources(root, *(f"megalite/{room}" for room in ("kernels", "nn", "models", "generate"))):
+        lost: dict[str, int] = {}
+        for node in ast.walk(tree):
+            for name in (getattr(node, field, None) for field in ("id", "arg", "attr")):
+                if isinstance(name, str) and set(filter(str.isalpha, suffix(name).upper())) - known:
+                    lost.setdefault(name, node.lineno)  # type: ignore[attr-defined]
+            yield from (f"{path}:{node.lineno}: {line}" for line in _renamed(node))  # type: ignore[attr-defined]
+        yield from (f"{path}:{at}: {name} ends in an axis that docs/shapes.md lacks" for name, at in lost.items())
+        for text in (root / path).read_text(encoding="utf-8").split('"""')[1::2]:
+            for shape in SHAPE.findall(text):
+                if re.search("[A-Z]", shape) and set(re.findall("[A-Z]", shape.upper())) - known:
+                    yield f"{path}: [{shape}] has an axis that docs/shapes.md lacks"
+
+
+def _renamed(node: ast.AST) -> Iterator[str]:
+    """x_SB = y_sB, f(x_SB=y_sB) and `B, S = x_SB.shape`: axes change by an operation, not by a name."""
+    pairs: list[tuple[str, ast.expr]] = []
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        pairs = [(node.targets[0].id, node.value)]
+    elif isinstance(node, ast.Call):
+        pairs = [(word.arg, word.value) for word in node.keywords if word.arg]
+    for name, value in pairs:
+        if isinstance(value, ast.Name) and suffix(name) and suffix(value.id) and suffix(name) != suffix(value.id):
+            yield f"{name} is given {value.id}, whose axes are others"
+    if (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Attribute)
+    ):
+        axes = [element.id if isinstance(element, ast.Name) else "_" for element in node.targets[0].elts]
+        tensor = node.value.value.id if isinstance(node.value.value, ast.Name) else ""
+        if node.value.attr == "shape" and suffix(tensor) and all(len(axis) == 1 for axis in axes):
+            wrong = [a for a, b in zip(axes, suffix(tensor), strict=False) if a != "_" and a.upper() != b.upper()]
+            if wrong or len(axes) != len(suffix(tensor)):
+                yield f"{', '.join(axes)} = {tensor}.shape names other axes"
+
+
+RULES = (
+    long_functions,
+    long_files,
+    many_parameters,
+    circles,
+    twins,
+    environment_readers,
+    facts_by_name,
+    options,
+    shapes,
+    documents.lost_files,
+    documents.lost_names,
+    documents.lost_places,
+)
+
+CORE = ("parallel", "kernels", "nn", "models", "pipeline", "optim")
+
+
+def path_of_a_step(root: Path) -> dict[str, int]:
+    """file -> lines: those that the picture of a step in docs/architecture.md names, and what they import of the core."""
+    page = (root / "docs/architecture.md").read_text(encoding="utf-8")
+    drawn = documents.chains(page)[0]
+    edges, found = graph(root), set[str]()
+    todo = [f"megalite/{place.file}".removesuffix(".py").replace("/", ".") for place in drawn if "/" in place.file]
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += [other for other in edges[name] if other.split(".")[1] in CORE]
+    files = sorted(name.replace(".", "/") + ".py" for name in found)
+    return {file: len((root / file).read_text(encoding="utf-8").splitlines()) for file in files}
+
+
+def main(argv: list[str]) -> int:
+    if argv == ["path"]:
+        counted = path_of_a_step(ROOT)
+        for file, lines in counted.items():
+            print(f"{lines:6,d}  {file}")
+        print(f"{sum(counted.values()):6,d}  lines in {len(counted)} files")
+        return 0
+    found = [(rule.__name__, line) for rule in RULES for line in rule(ROOT)]
     for name, line in found:
         print(f"{name}: {line}")
     print(f"{len(found)} places")
@@ -175,4 +283,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import re
 import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import documents
 import pytest
-from documents import DOCUMENTS, GENERATED, HISTORY, ROOT, Command, commands, parsed_by, start
+from documents import ROOT, Command, commands, parsed_by, start
 
 from megalite.config import cli
 from megalite.config.check import check
@@ -185,8 +186,7 @@ def test_readmes_own_text_at_its_sizes(
     assert out.startswith("[step 2] Once")
 
 
-NAMED = [path for path in DOCUMENTS if path.name not in GENERATED | HISTORY]
-PLACEHOLDERS = {"run.toml", "FILE.toml", "report.md", "run_config.toml"}  # of the reader, and what a program writes
+NAMED = list(documents.named(ROOT))
 
 
 def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
@@ -197,11 +197,11 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
         {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
     )
     found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh", "--capture-range"}  # the last of nsys
-    for path in sorted((ROOT / "tools").glob("*.py")):
+    for path in sorted((ROOT / "tools").rglob("*.py")):
         if "ArgumentParser(" in path.read_text():
             with documents.stopped(patch, read=False) as here:
                 try:
-                    start(f"tools/{path.name}", [], here)
+                    start(str(path.relative_to(ROOT)), [], here)
                 except documents.Parsed as parsed:
                     found |= documents.flags_of(parsed.parser)
     return found
@@ -214,28 +214,9 @@ def test_every_flag_that_is_named_exists(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(there) > 250 and [word for word in words if word not in there] == [], path.name
 
 
-def test_every_file_and_link_that_is_named_exists() -> None:
-    for path in NAMED:
-        whole = path.read_text(encoding="utf-8")
-        links = [link for link in re.findall(r"\]\(([^)#\s]+)", whole) if "://" not in link]
-        assert [link for link in links if not (path.parent / link).exists()] == [], path.name
-        named = {word for span in documents.spans(path) for word in re.findall(r"[\w./-]+\.(?:py|sh|toml|md)\b", span)}
-        places = [ROOT, ROOT / "megalite", ROOT / "docs", ROOT / "examples", ROOT / "tools"]
-        lost = [n for n in named - PLACEHOLDERS if not any((place / n).exists() for place in places)]
-        assert lost == [], path.name
-
-
-def test_every_name_of_code_exists() -> None:
-    """A word with an underscore or a capital in its middle, between backquotes, is somewhere in the code."""
-    sources = [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]
-    sources += [p for folder in ("megalite", "tools", "tests", "examples") for p in (ROOT / folder).rglob("*.py")]
-    sources = [p for p in sources if p.name not in ("test_documents.py",)]
-    words = {word for p in sources for word in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
-    for path in NAMED:
-        plain = [s for s in documents.spans(path) if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", s)]
-        names = {part for s in plain for part in s.partition("(")[0].split(".")}
-        names = {n for n in names if re.search(r"[a-z]_[a-z]|[a-z][A-Z]|^[A-Z][a-z]+[A-Z]", n)}
-        assert sorted(names - words) == [], path.name
+@pytest.mark.parametrize("rule", [documents.lost_files, documents.lost_names, documents.lost_places])
+def test_every_file_link_and_name_exists(rule: Callable[[Path], Iterator[str]]) -> None:
+    assert list(rule(ROOT)) == []
 
 
 def test_the_checks_above_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

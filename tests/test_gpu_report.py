@@ -12,18 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tools import gpu_report
+from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_tests
+from tools.bench.gpu_report_parts import Part, Setting
+from tools.bench.kernel_case import Sizes
+from tools.bench.kernel_cases import CASES
+from tools.bench.kernels import SIZES
+
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
-sys.path.insert(0, str(TOOLS))
-
-import gpu_report  # noqa: E402
-import gpu_report_goals  # noqa: E402
-import gpu_report_parts  # noqa: E402
-import gpu_report_tests  # noqa: E402
-from benchmark_kernels import SIZES  # noqa: E402
-from gpu_report_parts import Part, Setting  # noqa: E402
-from kernel_case import Sizes  # noqa: E402
-from kernel_cases import CASES  # noqa: E402
-
 # What else a developer's machine has. Found when Python starts, so that it holds for every process of the report.
 BLOCK = """
 import sys
@@ -174,7 +170,7 @@ import gc, json, sys, weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from memory_estimate import estimate
+from tools.memory_estimate import estimate
 from megalite.config import cli
 from megalite.kernels import weight_grad
 from megalite.models.families import PRESETS
@@ -229,7 +225,7 @@ def test_the_estimate_of_memory_is_what_a_step_takes() -> None:
         f"{shape} --num-layers 2 --vocab-size 128 --seq-length 64",
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "MEGALITE_KERNELS": "triton"}
-    environment["PYTHONPATH"] = f"{TOOLS.parent}:{TOOLS}"
+    environment["PYTHONPATH"] = str(TOOLS.parent)
     command = [sys.executable, "-c", COUNT, json.dumps([case.split() for case in cases])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
     assert done.returncode == 0, done.stderr

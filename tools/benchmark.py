@@ -9,7 +9,7 @@ Every contender runs in processes of its own, in turns, --repeats times; a row i
 median step, and ratios are medians of the ratios of neighbouring runs, since machines are seldom quiet.
 
 megalite           as pretrain_gpt.py runs it, on --mock-data
-transformers       LlamaForCausalLM of the same shape, its own loss, torch.optim.AdamW, clipping (benchmark_peer.py); in
+transformers       LlamaForCausalLM of the same shape, its own loss, torch.optim.AdamW, clipping (bench/peer.py); in
                    bf16 once with bf16 weights and once with autocast; on 2 processes DDP and FSDP2
 + allocator        on CPU, both sides with freed memory kept and huge pages (glibc tunables, THP_MEM_ALLOC_ENABLE)
 

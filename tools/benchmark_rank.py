@@ -168,7 +168,7 @@ def main(task: dict[str, Any]) -> int:
     if task["contender"] == "megalite":
         target = megalite_rank
     else:
-        from tools.benchmark_peer import peer_rank as target
+        from tools.bench.peer import peer_rank as target
     if task["nproc"] > 1:
         return start_local(task["nproc"], target, (task,))
     target(Ranks(), task)

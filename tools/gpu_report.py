@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT))
 
-import gpu_report_goals  # noqa: E402
-from gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, load, parts_of  # noqa: E402
+from tools.bench import gpu_report_goals  # noqa: E402
+from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, load, parts_of  # noqa: E402
 
 LEAST_S = 10.0  # a part is not begun with less
 TAIL = 25  # lines of a failed part
@@ -91,7 +91,7 @@ def facts_of(out: Path, cpu: bool) -> tuple[dict[str, Any], str]:
     file = out / "machine.json"
     file.unlink(missing_ok=True)
     shapes = json.dumps(TINY_SHAPES if cpu else SHAPES)
-    command = [sys.executable, str(ROOT / "tools" / "gpu_report_probe.py"), shapes, str(file)]
+    command = [sys.executable, str(ROOT / "tools" / "bench" / "gpu_report_probe.py"), shapes, str(file)]
     more = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     status, tail = run_process(command, out / "machine.txt", PROBE_S, more)
     return load(file), "" if status == "ok" else "\n".join([status, *tail])

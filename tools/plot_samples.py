@@ -22,8 +22,8 @@ from numpy.typing import NDArray  # noqa: E402
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
-from megalite.data.samples.datasets import GptDataset  # noqa: E402
 from megalite.data.samples.epochs import build_epoch, split_parts  # noqa: E402
+from megalite.data.samples.gpt_dataset import GptDataset  # noqa: E402
 from megalite.data.samples.packed_dataset import PackedDataset  # noqa: E402
 from megalite.data.samples.permutation import fold, permute  # noqa: E402
 from megalite.data.samples.token_line import Line  # noqa: E402

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config import cli  # noqa: E402
 from megalite.config.options import Config, ConfigError  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.samples.datasets import Blend  # noqa: E402
+from megalite.data.samples.blend import Blend  # noqa: E402
 from megalite.data.samples.ledger import Ledger  # noqa: E402
 from megalite.data.samples.source import Dataset, Source  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402

@@ -3,8 +3,8 @@
     prompts [B, S] --stage 0 .. pp-1--> logits of each one's last token --choose--> a token of each, to all ranks
     then the new tokens alone, [tp, B]: sequence parallelism needs a multiple of tp, so all but the first are filling
 
-Each rank keeps the keys and values of its layers and heads (nn/cache.py). The stages work one after the other: a token
-depends on the one before it, so a pipeline is for models that do not fit otherwise.
+Each rank keeps the keys and values of its layers and heads (generate/cache.py). The stages work one after the other: a
+token depends on the one before it, so a pipeline is for models that do not fit otherwise.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megalite.config.check import check
 from megalite.config.options import Config, ParallelConfig, build
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
 from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megalite.generate.cache import KeyValueCache
 from megalite.generate.sampling import Sampling, choose
 from megalite.interop.hugging_face.model_files import open_model, stop_ids
 from megalite.interop.load import fill_from
 from megalite.interop.rules import specs_of
-from megalite.models.gpt import Batch, Stage
-from megalite.nn.cache import KeyValueCache
+from megalite.models.gpt import Batch, Head, Stage
 from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
@@ -160,15 +160,24 @@ def _logits(
     cache.go_to(places_SB, mesh.device)
     tokens_SB, places_SB, chosen_B = (x.to(mesh.device) for x in (tokens_SB, cache.places_SB, chosen_B))
     positions_SB = places_SB.clamp(max=model.config.model.positions - 1)  # filling may lie behind the last one
-    batch = Batch(tokens_SB, None, None, torch.zeros_like(chosen_B), 0, positions_SB, None, cache, chosen_B)
+    batch = Batch(tokens_SB, None, None, torch.zeros_like(chosen_B), 0, positions_SB)
     x_sBD = None
     if not mesh.pp.is_first:
         dtype = next(model.stage.parameters()).dtype
         x_sBD = torch.empty(S // mesh.tp.size, B, model.config.model.hidden_size, dtype=dtype, device=mesh.device)
         dist.recv(x_sBD, mesh.pp.ranks[mesh.pp.rank - 1], group=mesh.pp.group)
-    y: Tensor = model.stage(x_sBD, batch)
-    if not mesh.pp.is_last:
-        dist.send(y.contiguous(), mesh.pp.ranks[mesh.pp.rank + 1], group=mesh.pp.group)
+    with cache.used_by(model.stage):
+        x_sBD = model.stage.hidden(x_sBD, batch)
+    if model.stage.head is None:
+        dist.send(x_sBD.contiguous(), mesh.pp.ranks[mesh.pp.rank + 1], group=mesh.pp.group)
         return None
-    logits_VB = start_all_gather(y[0].T, mesh.tp).wait()
+    logits_VB = start_all_gather(chosen_logits(model.stage.head, x_sBD, chosen_B).T, mesh.tp).wait()
     return logits_VB[: model.tokenizer.vocab_size].T.float().cpu()  # rows without a token have no text
+
+
+def chosen_logits(head: Head, x_sBD: Tensor, chosen_B: Tensor) -> Tensor:
+    """[B, v]: of one position of each sample alone, over this rank's part of the vocabulary."""
+    h_SBD = start_all_gather(head.norm(x_sBD), head.tp).wait()
+    samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
+    h_1BD = h_SBD[chosen_B, samples_B].unsqueeze(0)
+    return (h_1BD @ head.weight.T)[0]

@@ -56,9 +56,7 @@ def our_logits(
     """[B, S, V] in fp32, of the checkpoint loaded as one stage on the CPU; `main_weights`: as in `fill_stage`."""
     rows = source.shape("model/embedding.word")[0]
     make, layers = Maker(Mesh.alone(), torch.float32, seed=0), range(model.num_layers)
-    stage = Stage(
-        make, model, layers, first=True, last=True, vocab_size=vocab_size, padded_vocab_size=rows, dropout_seed=0
-    )
+    stage = Stage(make, model, [layers], 0, vocab_size=vocab_size, padded_vocab_size=rows)
     fill_stage(stage, source, main_weights)
     batch = Batch(ids_BS.T, None, None, torch.zeros(len(ids_BS), dtype=torch.int64), 0)
     return stage.eval()(None, batch)[..., :vocab_size].transpose(0, 1)

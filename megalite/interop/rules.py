@@ -43,16 +43,7 @@ class Entry:
 def specs_of(model: ModelConfig, vocab_rows: int) -> dict[str, ParamSpec]:
     """Every parameter of the whole model by name, with `vocab_rows` rows in embedding and head; no memory is used."""
     make = Maker(Mesh.alone(), torch.float32, seed=0, meta=True)
-    stage = Stage(
-        make,
-        model,
-        range(model.num_layers),
-        first=True,
-        last=True,
-        vocab_size=vocab_rows,
-        padded_vocab_size=vocab_rows,
-        dropout_seed=0,
-    )
+    stage = Stage(make, model, [range(model.num_layers)], 0, vocab_size=vocab_rows, padded_vocab_size=vocab_rows)
     return {spec.name: spec for spec, _ in named_specs(stage)}
 
 

@@ -219,9 +219,8 @@ def compare_layers(
 
 def _stage(model: ModelConfig, n: int, rows: int, length: int) -> Stage:
     """Layer n alone in fp64, or for -1 the embedding and the head without a layer between."""
-    make, ends = Maker(Mesh.alone(), torch.float64, seed=0), n < 0
+    make = Maker(Mesh.alone(), torch.float64, seed=0)
     if model.position_embedding_type != "learned_absolute":  # no longer tables than needed
         model = replace(model, seq_length=length, max_position_embeddings=length)
-    layers = range(0) if ends else range(n, n + 1)
-    sizes = {"vocab_size": rows, "padded_vocab_size": rows, "dropout_seed": 0}
-    return Stage(make, model, layers, first=ends, last=ends, **sizes).eval()  # pyright: ignore[reportArgumentType]
+    stages = [range(0)] if n < 0 else [range(0), range(n, n + 1), range(0)]
+    return Stage(make, model, stages, len(stages) // 2, vocab_size=rows, padded_vocab_size=rows).eval()

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.columns import sum_rows
-from megalite.kernels.dispatch import Block, as_rows, ceil_div, fit, kernel, processors, stat_dtype, use_triton
+from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, fit, kernel, processors, stat_dtype, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-FORWARD = Block(1, 2048, 4)  # 16 elements per thread: two 16-byte loads of bf16
+FORWARD = TileSizes(1, 2048, 4)  # 16 elements per thread: two 16-byte loads of bf16
 # Backward walks down the rows of its columns and holds their sums for db; 4 programs of 4 warps per multiprocessor.
-BACKWARD = Block(1, 1024, 4, 4)
+BACKWARD = TileSizes(1, 1024, 4, 4)
 
 
 def bias_gelu_forward_reference(u: Tensor, bias: Tensor | None = None, *, tanh: bool) -> Tensor:
@@ -98,7 +98,7 @@ def _backward(
         tl.store(own, tl.sum(db, 0, keep_dims=True), mask=at < columns)
 
 
-def forward(u: Tensor, bias: Tensor | None, tanh: bool, block: Block) -> Tensor:
+def forward(u: Tensor, bias: Tensor | None, tanh: bool, block: TileSizes) -> Tensor:
     u_NF = as_rows(u)
     rows, columns = u_NF.shape
     block = fit(block, columns)
@@ -111,7 +111,7 @@ def forward(u: Tensor, bias: Tensor | None, tanh: bool, block: Block) -> Tensor:
     return a
 
 
-def backward(u: Tensor, da: Tensor, bias: Tensor | None, tanh: bool, block: Block) -> tuple[Tensor, ...]:
+def backward(u: Tensor, da: Tensor, bias: Tensor | None, tanh: bool, block: TileSizes) -> tuple[Tensor, ...]:
     u_NF, da_NF = as_rows(u), as_rows(da)
     rows, columns = u_NF.shape
     block = fit(block, columns)

@@ -123,7 +123,7 @@ def kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Block:
+class TileSizes:
     """The tile of one program: rows x columns elements (columns a power of two), and its warps. `programs`: how many
     per multiprocessor where a program walks over many tiles."""
 
@@ -133,25 +133,25 @@ class Block:
     programs: int = 1
 
 
-def block_for(table: tuple[tuple[int, ...], ...], columns: int) -> Block:
+def tile_for(table: tuple[tuple[int, ...], ...], columns: int) -> TileSizes:
     """The tile that holds whole rows of `columns`, from a table in rising order of
     (largest width, rows, warps[, programs]).
 
-    >>> block_for(((128, 8, 4), (4096, 1, 8)), 1000)
-    Block(rows=1, columns=1024, warps=8, programs=1)
+    >>> tile_for(((128, 8, 4), (4096, 1, 8)), 1000)
+    TileSizes(rows=1, columns=1024, warps=8, programs=1)
     """
     width = power_of_two(columns)
     for largest, rows, warps, *programs in table:
         if width <= largest:
-            return Block(rows, width, warps, *programs)
+            return TileSizes(rows, width, warps, *programs)
     raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch twin")
 
 
-def fit(block: Block, columns: int) -> Block:
+def fit(block: TileSizes, columns: int) -> TileSizes:
     """The same number of elements for rows of `columns`: where they are narrower than the tile, several of them.
 
-    >>> fit(Block(1, 2048, 4), 500)
-    Block(rows=4, columns=512, warps=4, programs=1)
+    >>> fit(TileSizes(1, 2048, 4), 500)
+    TileSizes(rows=4, columns=512, warps=4, programs=1)
     """
     width = min(block.columns, power_of_two(columns))
     return replace(block, rows=block.rows * block.columns // width, columns=width)

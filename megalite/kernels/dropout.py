@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.dispatch import Block, as_rows, ceil_div, fit, kernel, use_triton
+from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, fit, kernel, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = Block(1, 1024, 4)  # 8 elements per thread: one 16-byte load of bf16, and the hash hides behind it
+BLOCK = TileSizes(1, 1024, 4)  # 8 elements per thread: one 16-byte load of bf16, and the hash hides behind it
 _M32 = 0xFFFFFFFF
 
 
@@ -129,7 +129,7 @@ def drop(
     key: int,
     sample_ids_B: Tensor,
     first_position: int,
-    block: Block = BLOCK,
+    block: TileSizes = BLOCK,
 ) -> Tensor:
     x_ND = as_rows(x_sBD)
     a_ND = x_ND if residual is None else as_rows(residual)

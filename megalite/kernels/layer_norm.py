@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.columns import sum_rows
-from megalite.kernels.dispatch import Block, as_rows, block_for, ceil_div, kernel, processors, stat_dtype, use_triton
+from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, kernel, processors, stat_dtype, tile_for, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -98,7 +98,7 @@ def _backward(
 
 
 def forward(
-    x_ND: Tensor, add_ND: Tensor | None, weight: Tensor, bias: Tensor, eps: float, block: Block
+    x_ND: Tensor, add_ND: Tensor | None, weight: Tensor, bias: Tensor, eps: float, block: TileSizes
 ) -> tuple[Tensor, ...]:
     """y, h (x itself without an add), mean and r; rows may be strided, the results are contiguous."""
     rows, columns = x_ND.shape
@@ -115,7 +115,7 @@ def forward(
 
 
 def backward(
-    dy_ND: Tensor, dh_ND: Tensor | None, x_ND: Tensor, weight: Tensor, mean_N: Tensor, r_N: Tensor, block: Block
+    dy_ND: Tensor, dh_ND: Tensor | None, x_ND: Tensor, weight: Tensor, mean_N: Tensor, r_N: Tensor, block: TileSizes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dw and db."""
     rows, columns = x_ND.shape
@@ -137,13 +137,13 @@ class _LayerNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         x_ND, weight = as_rows(x), weight.contiguous()
-        y, _, mean, r = forward(x_ND, None, weight, bias.contiguous(), eps, block_for(FORWARD, x.shape[-1]))
+        y, _, mean, r = forward(x_ND, None, weight, bias.contiguous(), eps, tile_for(FORWARD, x.shape[-1]))
         ctx.save_for_backward(x_ND, weight, mean, r)
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dx, dw, db = backward(as_rows(dy), None, *ctx.saved_tensors, block=block_for(BACKWARD, dy.shape[-1]))
+        dx, dw, db = backward(as_rows(dy), None, *ctx.saved_tensors, block=tile_for(BACKWARD, dy.shape[-1]))
         return dx.view(dy.shape), dw, db, None
 
 
@@ -152,14 +152,14 @@ class _AddLayerNorm(Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        weight, block = weight.contiguous(), block_for(FORWARD, x.shape[-1])
+        weight, block = weight.contiguous(), tile_for(FORWARD, x.shape[-1])
         y, h, mean, r = forward(as_rows(x), as_rows(residual), weight, bias.contiguous(), eps, block)
         ctx.save_for_backward(h, weight, mean, r)
         return h.view(x.shape), y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        block = block_for(BACKWARD, dy.shape[-1])
+        block = tile_for(BACKWARD, dy.shape[-1])
         dx, dw, db = backward(as_rows(dy), as_rows(dh), *ctx.saved_tensors, block=block)
         return dx.view(dy.shape), dx.view(dy.shape), dw, db, None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.columns import sum_rows
-from megalite.kernels.dispatch import Block, as_rows, block_for, ceil_div, kernel, processors, stat_dtype, use_triton
+from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, kernel, processors, stat_dtype, tile_for, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -101,7 +101,7 @@ def _backward(
     tl.store(PARTIAL + tl.program_id(0).to(tl.int64) * columns + at, tl.sum(dw, 0), mask=at < columns)
 
 
-def forward(x_ND: Tensor, add_ND: Tensor | None, weight: Tensor, eps: float, block: Block) -> tuple[Tensor, ...]:
+def forward(x_ND: Tensor, add_ND: Tensor | None, weight: Tensor, eps: float, block: TileSizes) -> tuple[Tensor, ...]:
     """y, h (x itself without an add) and r; rows may be strided, the results are contiguous."""
     rows, columns = x_ND.shape
     y = torch.empty((rows, columns), dtype=x_ND.dtype, device=x_ND.device)
@@ -117,7 +117,7 @@ def forward(x_ND: Tensor, add_ND: Tensor | None, weight: Tensor, eps: float, blo
 
 
 def backward(
-    dy_ND: Tensor, dh_ND: Tensor | None, x_ND: Tensor, weight: Tensor, r_N: Tensor, block: Block
+    dy_ND: Tensor, dh_ND: Tensor | None, x_ND: Tensor, weight: Tensor, r_N: Tensor, block: TileSizes
 ) -> tuple[Tensor, Tensor]:
     """dx and dw."""
     rows, columns = x_ND.shape
@@ -137,14 +137,14 @@ class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_ND, weight = as_rows(x), weight.contiguous()
-        y, _, r = forward(x_ND, None, weight, eps, block_for(FORWARD, x.shape[-1]))
+        y, _, r = forward(x_ND, None, weight, eps, tile_for(FORWARD, x.shape[-1]))
         ctx.save_for_backward(x_ND, weight, r)
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_ND, weight, r = ctx.saved_tensors
-        dx, dw = backward(as_rows(dy), None, x_ND, weight, r, block_for(BACKWARD, dy.shape[-1]))
+        dx, dw = backward(as_rows(dy), None, x_ND, weight, r, tile_for(BACKWARD, dy.shape[-1]))
         return dx.view(dy.shape), dw, None
 
 
@@ -152,14 +152,14 @@ class _AddRMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         weight = weight.contiguous()
-        y, h, r = forward(as_rows(x), as_rows(residual), weight, eps, block_for(FORWARD, x.shape[-1]))
+        y, h, r = forward(as_rows(x), as_rows(residual), weight, eps, tile_for(FORWARD, x.shape[-1]))
         ctx.save_for_backward(h, weight, r)
         return h.view(x.shape), y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         h, weight, r = ctx.saved_tensors
-        dx, dw = backward(as_rows(dy), as_rows(dh), h, weight, r, block_for(BACKWARD, dy.shape[-1]))
+        dx, dw = backward(as_rows(dy), as_rows(dh), h, weight, r, tile_for(BACKWARD, dy.shape[-1]))
         return dx.view(dy.shape), dx.view(dy.shape), dw, None
 
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.dispatch import Block, ceil_div, kernel, power_of_two, use_triton
+from megalite.kernels.dispatch import TileSizes, ceil_div, kernel, power_of_two, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 # Columns are pairs of channels: tokens x heads x R / 2 of about this many, so that a token's angles serve its heads.
-BLOCK = Block(1, 1024, 4)
+BLOCK = TileSizes(1, 1024, 4)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _rotate(
         tl.store(y + rest, tl.load(x + rest, mask=mask, other=0.0), mask=mask)
 
 
-def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: Block = BLOCK) -> Tensor:
+def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: TileSizes = BLOCK) -> Tensor:
     """One launch; x may be a view (a slice of the packed keys and values), the result is contiguous."""
     S, B, H, K = x_SBHK.shape
     x = x_SBHK if x_SBHK.stride(3) == 1 else x_SBHK.contiguous()

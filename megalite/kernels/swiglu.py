@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.dispatch import Block, as_rows, ceil_div, fit, kernel, use_triton
+from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, fit, kernel, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 # Up to 2048 columns of a row per program, or several narrow rows: 16 elements per thread, which is two 16-byte loads of
 # bf16 from each half.
-FORWARD = Block(1, 2048, 4)
-BACKWARD = Block(1, 1024, 4)  # three inputs and three results are held at once
+FORWARD = TileSizes(1, 2048, 4)
+BACKWARD = TileSizes(1, 1024, 4)  # three inputs and three results are held at once
 
 
 def swiglu_forward_reference(u: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _backward(U, DA, A, DU, rows, columns, stride_u, stride_da, ROWS: tl.constex
     tl.store(du + columns, (da * silu).to(DU.dtype.element_ty), mask=inside)
 
 
-def forward(u: Tensor, block: Block) -> Tensor:
+def forward(u: Tensor, block: TileSizes) -> Tensor:
     u_N2F = as_rows(u)
     rows, columns = u_N2F.shape[0], u.shape[-1] // 2
     block = fit(block, columns)
@@ -83,7 +83,7 @@ def forward(u: Tensor, block: Block) -> Tensor:
     return a
 
 
-def backward(u: Tensor, da: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def backward(u: Tensor, da: Tensor, block: TileSizes) -> tuple[Tensor, Tensor]:
     u_N2F, da_NF = as_rows(u), as_rows(da)
     rows, columns = da_NF.shape
     block = fit(block, columns)

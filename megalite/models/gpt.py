@@ -12,7 +12,7 @@ Everything but the schedule is called here, where it happens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +22,7 @@ from megalite.config.options import ModelConfig
 from megalite.kernels.attention import Documents
 from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
-from megalite.nn.attention import Attention, Coordinates
-from megalite.nn.cache import KeyValueCache
+from megalite.nn.attention import Attention, AttentionShape, Coordinates
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, vocabulary_spec
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
@@ -31,7 +30,6 @@ from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker
 from megalite.nn.recompute import recompute, without_keeping
-from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import ParamSpec
 
 
@@ -41,7 +39,6 @@ class Batch:
 
     sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
     positions_SB: of each token for the position embedding; None: 0 .. S - 1. documents: kernels/attention.py.
-    cache, to generate text: nn/cache.py. chosen_B, without labels: logits of this position of each sample alone.
     loss_weight: what the loss's gradient will be in backward, where the loss may count on it (nn/loss.py).
     """
 
@@ -52,8 +49,6 @@ class Batch:
     step: int
     positions_SB: Tensor | None = None
     documents: Documents | None = None
-    cache: KeyValueCache | None = None
-    chosen_B: Tensor | None = None
     loss_weight: float | Tensor | None = None
 
 
@@ -89,10 +84,10 @@ def rope_scaling(model: ModelConfig) -> Scaling:
 
 
 class Block(nn.Module):
-    def __init__(self, make: Maker, model: ModelConfig, layer: int, seed: int, again: tuple[str, ...] = ()):
+    def __init__(self, make: Maker, model: ModelConfig, layer: int, again: tuple[str, ...] = ()):
         """`again`: the parts that are computed again in backward (Recompute.parts)."""
         super().__init__()
-        self.layer, self.seed, self.dropout_p = layer, seed, model.hidden_dropout
+        self.layer, self.seed, self.dropout_p = layer, make.seed, model.hidden_dropout
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
         self.norms_again, self.mlp_again = "layernorm" in again, "mlp" in again
         self.dropout_add: Callable[..., Tensor] = dropout_add  # or compiled (models/compiled.py)
@@ -100,9 +95,7 @@ class Block(nn.Module):
         out_std = std / math.sqrt(2.0 * model.num_layers)
         norm = (model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
         self.attention_norm = Norm(make, f"layers.{layer}.attention.norm", *norm)
-        self.attention = Attention(
-            make,
-            f"layers.{layer}.attention",
+        shape = AttentionShape(
             hidden_size=model.hidden_size,
             heads=model.num_attention_heads,
             groups=model.groups,
@@ -116,10 +109,8 @@ class Block(nn.Module):
             rotary=model.rotary[layer],
             interleaved=model.rotary_interleaved,
             dropout_p=model.attention_dropout,
-            layer=layer,
-            seed=seed,
-            recompute_core="core_attn" in again,
         )
+        self.attention = Attention(make, f"layers.{layer}.attention", shape, layer, "core_attn" in again)
         self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
         self.mlp = MLP(
             make,
@@ -191,10 +182,6 @@ class Head(nn.Module):
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         h_sBD = self.norm(x_sBD)
-        if batch.chosen_B is not None:
-            h_SBD = start_all_gather(h_sBD, self.tp).wait()
-            samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
-            return h_SBD[batch.chosen_B, samples_B].unsqueeze(0) @ self.weight.T
         if batch.labels_SB is None:
             return gather_linear(h_sBD, [self.weight], self.tp)[0]
         args = (batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
@@ -202,22 +189,20 @@ class Head(nn.Module):
 
 
 class Stage(nn.Module):
-    """Layers `layers` (global numbers), with the embedding when `first` and the head when `last`.
+    """Stage `number` of those that the layers are cut into; the first has the embedding, the last the head.
 
-    vocab_size is the true one; padded_vocab_size what the tensors have.
+    stages: the layers of each. vocab_size is the true one; padded_vocab_size what the tensors have.
     """
 
     def __init__(
         self,
         make: Maker,
         model: ModelConfig,
-        layers: range,
+        stages: Sequence[range],
+        number: int,
         *,
-        first: bool,
-        last: bool,
         vocab_size: int,
         padded_vocab_size: int,
-        dropout_seed: int,
         recompute: Recompute | None = None,
         z_loss: float = 0.0,
     ):
@@ -229,15 +214,12 @@ class Stage(nn.Module):
         word_std = std if model.embedding_init_method_std is None else model.embedding_init_method_std
         word = vocabulary_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
         self.embedding = None
-        if first:
+        if number == 0:
             positions = model.positions if model.position_embedding_type == "learned_absolute" else None
-            self.embedding = Embedding(
-                make, word, positions=positions, dropout_p=model.hidden_dropout, seed=dropout_seed
-            )
-        again = self.recompute.parts
-        self.blocks = nn.ModuleList(Block(make, model, layer, dropout_seed, again) for layer in layers)
+            self.embedding = Embedding(make, word, positions=positions, dropout_p=model.hidden_dropout)
+        self.blocks = nn.ModuleList(Block(make, model, layer, self.recompute.parts) for layer in stages[number])
         self.head = None
-        if last:
+        if number == len(stages) - 1:
             spec = word if tied else vocabulary_spec("head", *sizes, std, tied=False)
             shared = self.embedding.word if tied and self.embedding is not None else None
             self.head = Head(make, model, spec, shared, vocab_size, z_loss)
@@ -255,6 +237,11 @@ class Stage(nn.Module):
 
     def forward(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states x_sBD; on the last stage the summed loss (with a z-loss [2], both); or logits if no labels."""
+        x_sBD = self.hidden(received_sBD, batch)
+        return x_sBD if self.head is None else self.head(x_sBD, batch)
+
+    def hidden(self, received_sBD: Tensor | None, batch: Batch) -> Tensor:
+        """x_sBD after the stage's layers, before the head."""
         if self.embedding is not None:
             x_sBD: Tensor = self.embedding(batch.tokens_SB, batch.sample_ids_B, batch.step, batch.positions_SB)
         else:
@@ -269,7 +256,7 @@ class Stage(nn.Module):
                 return x_sBD
 
             x_sBD = recompute(run, x_sBD) if again and self.training else run(x_sBD)
-        return x_sBD if self.head is None else self.head(x_sBD, batch)
+        return x_sBD
 
     def coordinates(self, batch: Batch) -> Coordinates:
         """What the blocks must know of a micro-batch."""
@@ -277,7 +264,7 @@ class Stage(nn.Module):
         if self.rope is not None:
             chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
             rope = (self.rope[0][chosen], self.rope[1][chosen])
-        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.cache)
+        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents)
 
     def _groups(self) -> list[tuple[list[nn.Module], bool]]:
         """Consecutive blocks, and whether their activations are recomputed as one."""

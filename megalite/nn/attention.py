@@ -10,6 +10,7 @@ summed over tp with the norms' (grad="partial"). One fused qkv tensor has no box
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from megalite.kernels.attention import Documents, attention
 from megalite.kernels.dropout import fold
 from megalite.kernels.rope import apply_rope, pairs_to_halves
-from megalite.nn.cache import KeyValueCache
 from megalite.nn.embedding import SITE_ATTENTION
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
 from megalite.nn.norm import Norm
@@ -33,54 +33,55 @@ class Coordinates:
     rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
     sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
     documents     what may attend to what (kernels/attention.py); None: each sample is one document
-    cache         keys and values of earlier positions, when text is generated (nn/cache.py)
     """
 
     rope: tuple[Tensor, Tensor] | None
     sample_ids_B: Tensor
     step: int
     documents: Documents | None = None
-    cache: KeyValueCache | None = None
 
 
 def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return apply_rope(q_SBhK, cos, sin), apply_rope(k_SBgK, cos, sin)
 
 
-class Attention(nn.Module):
-    """`qk_norm`: kind, eps, one_plus and decay (nn/norm.py) of a norm on each head of q and k, or None. `window`: how
-    many keys a query sees, itself included; None: all before it. `rotary`: whether positions turn q and k;
-    `interleaved`: neighbouring channels as a pair. `recompute_core`: scores and softmax again in backward."""
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes and kind of one layer's attention.
 
-    def __init__(
-        self,
-        make: Maker,
-        name: str,
-        *,
-        hidden_size: int,
-        heads: int,
-        groups: int,
-        head_size: int,
-        std: float,
-        out_std: float,
-        bias: bool,
-        qkv_bias: bool,
-        qk_norm: tuple[str, float, bool, bool] | None,
-        window: int | None,
-        rotary: bool,
-        interleaved: bool,
-        dropout_p: float,
-        layer: int,
-        seed: int,
-        recompute_core: bool,
-    ):
+    heads, groups  query heads H and groups G of keys and values, each of `head_size` K channels
+    std, out_std   of the initial weights
+    bias           of all projections; `qkv_bias`: of all but the last
+    qk_norm        kind, eps, one_plus and decay (nn/norm.py) of a norm on each head of q and k; None: no norm
+    window         how many keys a query sees, itself included; None: all before it
+    rotary         whether positions turn q and k; `interleaved`: neighbouring channels as a pair
+    """
+
+    hidden_size: int
+    heads: int
+    groups: int
+    head_size: int
+    std: float
+    out_std: float
+    bias: bool
+    qkv_bias: bool
+    qk_norm: tuple[str, float, bool, bool] | None
+    window: int | None
+    rotary: bool
+    interleaved: bool
+    dropout_p: float
+
+
+class Attention(nn.Module):
+    """`again`: scores and softmax are computed again in backward."""
+
+    def __init__(self, make: Maker, name: str, shape: AttentionShape, layer: int, again: bool):
         super().__init__()
         tp = make.mesh.tp
-        self.tp, self.layer, self.seed, self.dropout_p = tp, layer, seed, dropout_p
-        self.head_size, self.window, self.recompute_core = head_size, window, recompute_core
-        self.rotary, self.interleaved = rotary, interleaved
+        self.tp, self.shape, self.layer, self.seed, self.again = tp, shape, layer, make.seed, again
         self.rotate = rotate  # or compiled (models/compiled.py)
-        D, H, G, K = hidden_size, heads, groups, head_size
+        self.attend: Callable[..., Tensor] = attention  # or what keeps keys and values (generate/cache.py)
+        D, H, G, K, std = shape.hidden_size, shape.heads, shape.groups, shape.head_size, shape.std
         self.replicated = tp.size > G
         self.group = tp.rank * G // tp.size  # the one group of this rank when replicated
         kv_shards, kv_grad = ((), "partial") if self.replicated else (((1, "tp"),), "whole")
@@ -90,21 +91,21 @@ class Attention(nn.Module):
             ParamSpec(f"{name}.kv", (2, G * K, D), shards=kv_shards, grad=kv_grad, init=Normal(std), block_dim=1)
         )
         self.q_bias = self.kv_bias = self.out_bias = None
-        if bias or qkv_bias:
+        if shape.bias or shape.qkv_bias:
             self.q_bias = make(ParamSpec(f"{name}.q_bias", (H * K,), shards=((0, "tp"),), init=zero, decay=False))
             self.kv_bias = make(
                 ParamSpec(f"{name}.kv_bias", (2, G * K), shards=kv_shards, grad=kv_grad, init=zero, decay=False)
             )
         self.q_norm = self.k_norm = None
-        if qk_norm is not None:
-            self.q_norm = Norm(make, f"{name}.q_norm", K, *qk_norm)
-            self.k_norm = Norm(make, f"{name}.k_norm", K, *qk_norm)
-        self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(out_std)))
-        if bias:
+        if shape.qk_norm is not None:
+            self.q_norm = Norm(make, f"{name}.q_norm", K, *shape.qk_norm)
+            self.k_norm = Norm(make, f"{name}.k_norm", K, *shape.qk_norm)
+        self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(shape.out_std)))
+        if shape.bias:
             self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), grad="partial", init=zero, decay=False))
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
-        K = self.head_size
+        K = self.shape.head_size
         kv, kv_bias = self.kv, self.kv_bias
         if self.replicated:
             mine = slice(self.group * K, (self.group + 1) * K)
@@ -115,15 +116,15 @@ class Attention(nn.Module):
         k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
         if self.q_norm is not None and self.k_norm is not None:
             q_SBhK, k_SBgK = self.q_norm(q_SBhK), self.k_norm(k_SBgK)
-        if where.rope is not None and self.rotary:
-            if self.interleaved:
+        if where.rope is not None and self.shape.rotary:
+            if self.shape.interleaved:
                 size = 2 * where.rope[0].shape[-1]
                 q_SBhK, k_SBgK = pairs_to_halves(q_SBhK, size), pairs_to_halves(k_SBgK, size)
             q_SBhK, k_SBgK = self.rotate(q_SBhK, k_SBgK, *where.rope)
-        dropout_p = self.dropout_p if self.training else 0.0
+        dropout_p = self.shape.dropout_p if self.training else 0.0
 
         def core(q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor) -> Tensor:
-            return attention(
+            return self.attend(
                 q_SBhK,
                 k_SBgK,
                 v_SBgK,
@@ -133,15 +134,9 @@ class Attention(nn.Module):
                 sample_ids_B=where.sample_ids_B,
                 head_offset=self.tp.rank * q_SBhK.shape[2],
                 documents=where.documents,
-                window=self.window,
+                window=self.shape.window,
             )
 
-        if where.cache is not None:
-            o_SBhK = where.cache.attend(
-                self.layer, q_SBhK, k_SBgK, v_SBgK, scale=1.0 / math.sqrt(K), window=self.window
-            )
-        elif self.recompute_core and self.training:
-            o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK)
-        else:
-            o_SBhK = core(q_SBhK, k_SBgK, v_SBgK)
+        again = self.again and self.training
+        o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK) if again else core(q_SBhK, k_SBgK, v_SBgK)
         return add_bias(linear_scatter(o_SBhK.flatten(-2), self.out, self.tp), self.out_bias)

@@ -54,10 +54,10 @@ def look_up(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    def __init__(self, make: Maker, spec: ParamSpec, *, positions: int | None, dropout_p: float, seed: int):
+    def __init__(self, make: Maker, spec: ParamSpec, *, positions: int | None, dropout_p: float):
         super().__init__()
         self.mesh: Mesh = make.mesh
-        self.dropout_p, self.seed = dropout_p, seed
+        self.dropout_p, self.seed = dropout_p, make.seed
         self.word = make(spec)
         self.position = None
         if positions is not None:

@@ -16,7 +16,7 @@ from megalite.parallel.spec import ParamSpec, Piece
 
 @dataclass(frozen=True)
 class Maker:
-    """What every parameter of a run has in common: the mesh, the dtype, the seed of the initial weights.
+    """What every parameter of a run has in common: the mesh, the dtype, the seed (of initial weights and dropout).
 
     `meta` leaves the memory out (shapes only), for plans and dry runs.
     """

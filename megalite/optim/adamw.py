@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megalite.kernels.adamw import adamw_
+from megalite.optim.rule import Update
 
 
 @dataclass(frozen=True)
@@ -25,30 +24,16 @@ class AdamW:
     def states(self) -> dict[str, torch.dtype | None]:
         return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
 
-    def update_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-        scale: float,
-        copy: Tensor | None = None,
-    ) -> None:
+    def update_(self, u: Update) -> None:
         adamw_(
-            param,
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            lr=lr,
+            *(u.param, u.grad, u.state["exp_avg"], u.state["exp_avg_sq"]),
+            lr=u.lr,
             betas=self.betas,
             eps=self.eps,
-            weight_decay=weight_decay,
-            step=step,
-            grad_scale=scale,
-            copy=copy,
+            weight_decay=u.weight_decay,
+            step=u.step,
+            grad_scale=u.scale,
+            copy=u.copy,
         )
 
 
@@ -62,24 +47,13 @@ class ApexAdamW(AdamW):
     def available() -> bool:
         return importlib.util.find_spec("amp_C") is not None and torch.cuda.is_available()
 
-    def update_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-        scale: float,
-        copy: Tensor | None = None,
-    ) -> None:
+    def update_(self, u: Update) -> None:
         import amp_C  # type: ignore[import-not-found]
 
-        grad.mul_(scale)
-        overflow = torch.zeros(1, dtype=torch.int32, device=param.device)
-        tensors = [[grad], [param], [state["exp_avg"]], [state["exp_avg_sq"]]]
+        u.grad.mul_(u.scale)
+        overflow = torch.zeros(1, dtype=torch.int32, device=u.param.device)
+        tensors = [[u.grad], [u.param], [u.state["exp_avg"]], [u.state["exp_avg_sq"]]]
         # mode 1 is decoupled decay, bias correction on
-        amp_C.multi_tensor_adam(65536, overflow, tensors, lr, *self.betas, self.eps, step, 1, 1, weight_decay)
-        if copy is not None:
-            copy.copy_(param)
+        amp_C.multi_tensor_adam(65536, overflow, tensors, u.lr, *self.betas, self.eps, u.step, 1, 1, u.weight_decay)
+        if u.copy is not None:
+            u.copy.copy_(u.param)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+
+from megalite.optim.rule import Update
 
 
 @dataclass(frozen=True)
@@ -18,23 +18,12 @@ class SGD:
         return {"momentum_buffer": None} if self.momentum else {}  # plain SGD keeps nothing
 
     @torch.no_grad()
-    def update_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-        scale: float,
-        copy: Tensor | None = None,
-    ) -> None:
-        grad.mul_(scale)
-        if weight_decay:
-            grad.add_(param, alpha=weight_decay)
+    def update_(self, u: Update) -> None:
+        grad = u.grad.mul_(u.scale)
+        if u.weight_decay:
+            grad.add_(u.param, alpha=u.weight_decay)
         if self.momentum:  # torch starts the buffer as the first gradient; so does 0 * momentum + gradient
-            grad = state["momentum_buffer"].mul_(self.momentum).add_(grad)
-        param.add_(grad, alpha=-lr)
-        if copy is not None:
-            copy.copy_(param)
+            grad = u.state["momentum_buffer"].mul_(self.momentum).add_(grad)
+        u.param.add_(grad, alpha=-u.lr)
+        if u.copy is not None:
+            u.copy.copy_(u.param)

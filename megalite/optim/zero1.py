@@ -11,37 +11,16 @@ factor that unscales, averages and clips.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megalite.kernels.grad_norm import sum_of_squares
 from megalite.optim.buffer import ParamBuffer
+from megalite.optim.rule import Rule, Update
 from megalite.parallel.spec import Piece
-
-
-class Rule(Protocol):
-    """How one flat parameter moves; `states` names the tensors that it keeps beside it, with their dtype (None: that
-    of the main weights). `copy` gets the new weights in its own dtype, for the gather."""
-
-    @property
-    def states(self) -> Mapping[str, torch.dtype | None]: ...
-
-    def update_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-        scale: float,
-        copy: Tensor | None = None,
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +80,7 @@ class Zero1:
             grad = self.buffer.owned_grad(bucket)
             copy = None if self.same else self.buffer.owned_weight(bucket)
             rate = decoupled_lr if bucket.kind.decoupled else lr
-            self.rule.update_(main, grad, state, lr=rate, weight_decay=decay, step=self.updates, scale=scale, copy=copy)
+            self.rule.update_(Update(main, grad, state, rate, decay, self.updates, scale, copy))
 
     def pieces(self) -> list[Owned]:
         """Everything a checkpoint needs of this rank, as views that loading may write: names are

@@ -6,7 +6,7 @@
 tp neighbours are adjacent ranks, so tensor parallelism stays inside a node; pipeline stages, which exchange the
 least, are farthest apart, unless dp is to be outermost. Groups come from torch's DeviceMesh; an axis of size 1 has no
 group at all and its collectives are the identity, so that one process is not a special case. A `Mesh` is passed
-explicitly: there is no module state.
+explicitly: there is no module state. A mesh of plans has sizes and positions, but nothing to communicate over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,17 +26,40 @@ from megalite.parallel.shared_memory import SharedMemory, wanted
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+PLANNED: Final = "planned"
+
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the mesh, seen from this rank. `group` is None exactly when `size` is 1."""
+    """One direction of the mesh, seen from this rank.
+
+    ranks      global ranks along the axis, in axis order
+    transport  what its collectives travel on: a group; the memory that all its ranks share (on one machine, on CPU),
+               which has a group too; PLANNED: nothing, a collective is an error; None: there is no other rank
+    """
 
     name: str
     size: int = 1
     rank: int = 0
-    group: ProcessGroup | None = None
-    ranks: tuple[int, ...] = (0,)  # global ranks along the axis, in axis order
-    shared: SharedMemory | None = None  # where all of them are on one machine, on CPU
+    transport: ProcessGroup | SharedMemory | Literal["planned"] | None = None
+    ranks: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if self.size > 1 and self.transport is None:
+            raise ValueError(f"axis {self.name} of size {self.size} has no transport; give a group, or PLANNED")
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """None exactly when `size` is 1. Raises RuntimeError where it is only planned."""
+        if self.size == 1:
+            return None
+        if self.transport == PLANNED:
+            raise RuntimeError(f"a collective over {self.name}={self.size}, which is only planned; use build_mesh")
+        return self.transport.group if isinstance(self.transport, SharedMemory) else self.transport
+
+    @property
+    def shared(self) -> SharedMemory | None:
+        return self.transport if isinstance(self.transport, SharedMemory) else None
 
     @property
     def is_first(self) -> bool:
@@ -127,18 +150,14 @@ def build_mesh(
     if world % (tp * pp * cp):
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
     grid = torch.tensor(rank_grid(world, tp, pp, cp, dp_outermost=dp_outermost))
-    here = [int(i) for i in (grid == rank).nonzero()[0]]
-    mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    here, names = [int(i) for i in (grid == rank).nonzero()[0]], ("pp", "dp", "cp", "tp")
+    mesh = DeviceMesh(device.type, grid, mesh_dim_names=names)
 
     def axis(name: str, dim: int) -> Axis:
         index = [slice(i, i + 1) for i in here]
         index[dim] = slice(None)
         ranks = tuple(int(r) for r in grid[tuple(index)].flatten())
-        group = mesh.get_group(name) if len(ranks) > 1 else None
-        return Axis(name, len(ranks), here[dim], group, ranks)
-
-    pp_axis = axis("pp", 0)
-    columns = [[int(r) for r in column] for column in grid.flatten(1).T]  # one pipeline each
+        return Axis(name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks)
 
     def extra(name: str, members: list[list[int]]) -> Axis:
         made = Axis(name)
@@ -148,18 +167,12 @@ def build_mesh(
                 made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks))
         return made
 
-    pp_back = extra("pp_back", columns if pp > 1 else [[r] for r in range(world)])
-    ends_members = [[c[0], c[-1]] for c in columns] if pp > 1 else [[r] for r in range(world)]
-    ends = extra("ends", ends_members)
-    world_axis = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, tuple(range(world)))
+    columns = [[int(r) for r in column] for column in grid.flatten(1).T]  # one pipeline each
     made = Mesh(
-        pp=pp_axis,
-        dp=axis("dp", 1),
-        cp=axis("cp", 2),
-        tp=axis("tp", 3),
-        pp_back=pp_back,
-        ends=ends,
-        world=world_axis,
+        *(axis(name, dim) for dim, name in enumerate(names)),
+        pp_back=extra("pp_back", columns),
+        ends=extra("ends", [[column[0], column[-1]][: len(column)] for column in columns]),
+        world=Axis("world", world, rank, dist.group.WORLD if world > 1 else None, tuple(range(world))),
         device=device,
     )
     if timeout is not None:
@@ -173,4 +186,4 @@ def _with_memory(axis: Axis) -> Axis:
     """Collective over the axis."""
     if axis.group is None:
         return axis
-    return replace(axis, shared=SharedMemory.open(axis.group, axis.rank, axis.size))
+    return replace(axis, transport=SharedMemory.open(axis.group, axis.rank, axis.size) or axis.group)

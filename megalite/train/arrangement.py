@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megalite.config.options import Config, OptimConfig, padded_vocab_size
 from megalite.models.flops import head_flops, layer_flops, stage_saved
 from megalite.optim.buffer import lay_out_chunks, main_dtype
-from megalite.parallel.mesh import Axis, Mesh, rank_grid
+from megalite.parallel.mesh import PLANNED, Axis, Mesh, rank_grid
 from megalite.parallel.spec import ParamSpec
 from megalite.pipeline.schedule import group_sizes, plan
 from megalite.pipeline.simulate import in_flight, simulate
@@ -93,7 +93,7 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     names: dict[str, int] = {}
     holdings = []
     for rank in range(pp):
-        mesh = Mesh(pp=Axis("pp", pp, rank), dp=Axis("dp", dp), tp=Axis("tp", tp))  # sizes alone, without groups
+        mesh = Mesh(pp=Axis("pp", pp, rank, PLANNED), dp=Axis("dp", dp, 0, PLANNED), tp=Axis("tp", tp, 0, PLANNED))
         specs, elements, owned = _stage_elements(config, mesh, vocab_size)
         names |= {spec.name: math.prod(spec.stored_shape) for spec, _ in specs}
         wide = main_dtype(params_dtype(config)).itemsize

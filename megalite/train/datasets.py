@@ -9,13 +9,13 @@ from pathlib import Path
 
 from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
-from megalite.data.samples.datasets import Blend, build_blend, parse_data_path
+from megalite.data.samples.blend import Blend, Reading, build_blend, parse_data_path
 from megalite.data.samples.epochs import split_parts
 from megalite.data.samples.fim import Fim, FimDataset
 from megalite.data.samples.ledger import Ledger
 from megalite.data.samples.mock import MockDataset
-from megalite.data.samples.named_sets import bytes_per_token, parse_named_sets, sets_of_each
 from megalite.data.samples.source import Dataset
+from megalite.data.samples.validation_sets import bytes_per_token, parse_named_sets, sets_of_each
 from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 SPLITS = ("train", "valid", "test")
@@ -72,10 +72,10 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_samples: int
         sets = [[NamedSet("", one)] if eval_samples else [] for one in (valid, test)]
         return Sources(vocab_size, eod, train, tokenizer, None, sets[0], sets[1])
 
+    how = Reading(data.data_cache_path, tokenizer, data.document_packing == "best-fit", data.mmap_bin_files)
+
     def blend(paths: Paths, split: str, part: tuple[float, float]) -> Blend:
-        packed = data.document_packing == "best-fit"
-        how = (data.data_cache_path, tokenizer, packed, data.mmap_bin_files)
-        return build_blend(paths, seq_length, seed, split, part, *how)
+        return build_blend(paths, seq_length, seed, split, part, how)
 
     lists, parts = read_paths(data)
     if lists["train"] is None or parts["train"] is None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megalite.checkpoint.progress import show
 from megalite.config.options import LogConfig
-from megalite.data.samples.named_sets import bits_per_byte
+from megalite.data.samples.validation_sets import bits_per_byte
 from megalite.train import figures as lines
 from megalite.train.figures import Interval, Speed, perplexity
 from megalite.train.progress_file import ProgressLog

@@ -22,7 +22,7 @@ from megalite.config.check import check
 from megalite.config.options import Config, log_steps, padded_vocab_size, resolved_style
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
-from megalite.data.files.near_misses import absent
+from megalite.data.files.missing_files import absent
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton
 from megalite.models.compiled import CompileError, check_compile, describe_compile

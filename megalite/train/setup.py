@@ -25,8 +25,9 @@ from megalite.optim.adamw import AdamW, ApexAdamW
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
+from megalite.optim.rule import Rule
 from megalite.optim.sgd import SGD
-from megalite.optim.zero1 import Rule, Zero1
+from megalite.optim.zero1 import Zero1
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs, on_stream
@@ -172,12 +173,10 @@ def build_stages(config: Config, mesh: Mesh, vocab_size: int, dtype: torch.dtype
         Stage(
             make,
             model,
-            layers[s],
-            first=s == 0,
-            last=s == len(layers) - 1,
+            layers,
+            s,
             vocab_size=vocab_size,
             padded_vocab_size=padded,
-            dropout_seed=t.seed,
             recompute=recompute,
             z_loss=t.z_loss_coeff,
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches, MicroBatch, Prefetcher, Unread
-from megalite.data.samples.datasets import build_blend
+from megalite.data.samples.blend import build_blend
 from megalite.data.samples.mock import MockDataset
 
 S, V = 6, 40

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from megalite.data.samples import blend
-from megalite.data.samples.blend import BlendOrder
-from megalite.data.samples.datasets import Blend
+from megalite.data.samples import blend_order
+from megalite.data.samples.blend import Blend
+from megalite.data.samples.blend_order import BlendOrder
 from megalite.data.samples.mock import MockDataset
 
 WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0, 1e-6]))
@@ -54,7 +54,7 @@ def test_far_samples_need_not_the_ones_before() -> None:
 
 
 def test_long_periods_are_cut_and_still_consistent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blend, "PERIOD", 1000)
+    monkeypatch.setattr(blend_order, "PERIOD", 1000)
     weights = [123_456_789, 987_654_321, 1_000_003]
     source, number = BlendOrder(weights).at(np.arange(10_000))
     for k in range(3):

@@ -18,9 +18,9 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples import epoch_cache as cache
-from megalite.data.samples.datasets import GptDataset
 from megalite.data.samples.epoch_cache import load_or_build
 from megalite.data.samples.epochs import Epoch, build_epoch
+from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import fold
 from megalite.data.samples.token_line import Line
 

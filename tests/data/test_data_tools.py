@@ -20,9 +20,9 @@ from megalite.data.errors import DataError
 from megalite.data.files import merge as merge_module
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
-from megalite.data.files.info import make_info, read_info
 from megalite.data.files.merge import document_blocks, expand_prefixes, merge
-from megalite.data.samples.datasets import GptDataset
+from megalite.data.files.sidecar import make_info, read_info
+from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megalite.train.datasets import open_sources
 from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
@@ -314,7 +314,7 @@ def test_prepare_cache_builds_all_that_the_run_reads_and_only_once(tmp_path: Pat
 def test_prepared_epochs_are_those_that_are_read(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, samples: int, chunk: int
 ) -> None:
-    from megalite.data.samples import datasets
+    from megalite.data.samples import gpt_dataset
 
     folder = tmp_path_factory.mktemp("prepare")
     lengths = [*lengths, seq_length + 1]
@@ -325,7 +325,7 @@ def test_prepared_epochs_are_those_that_are_read(
         dataset = GptDataset(data, range(len(data)), seq_length, 3, "train", folder / name)
         if name == "prepared":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(datasets, "CHUNK", chunk)
+                patch.setattr(gpt_dataset, "CHUNK", chunk)
                 dataset.prepare(samples)
         else:
             dataset.samples(np.arange(samples))

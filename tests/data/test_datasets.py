@@ -13,7 +13,8 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples import epoch_cache as cache
-from megalite.data.samples.datasets import GptDataset, build_blend, parse_data_path
+from megalite.data.samples.blend import build_blend, parse_data_path
+from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.source import Dataset
 
 
@@ -86,7 +87,7 @@ def test_cache_gives_the_same_samples_and_is_used(tmp_path: Path, monkeypatch: p
     def never(*_: object) -> None:
         raise AssertionError("built although it was cached")
 
-    monkeypatch.setattr("megalite.data.samples.datasets.build_epoch", never)
+    monkeypatch.setattr("megalite.data.samples.gpt_dataset.build_epoch", never)
     assert np.array_equal(dataset(prefix, directory).samples(np.arange(150)), want)
 
 

@@ -17,8 +17,9 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches
-from megalite.data.samples.datasets import Blend, GptDataset
+from megalite.data.samples.blend import Blend
 from megalite.data.samples.fim import WRITTEN, Codec, Fim, FimDataset, rearrange, transform
+from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.mock import MockDataset
 from megalite.data.samples.packed_dataset import PackedDataset
 from megalite.data.samples.permutation import fold

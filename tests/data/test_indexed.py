@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset, token_dtype
 from megalite.data.files.indexed_writer import IndexedWriter
-from tools import benchmark_data
+from tools.bench import data as bench_data
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]
 
@@ -513,13 +513,11 @@ def test_token_dtype_is_megatrons() -> None:
 
 
 def test_benchmark_measures_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(benchmark_data, "alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(bench_data.data_samples, "alone", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr("megalite.data.files.indexed.FULL_CHECK", 1 << 24)  # put back afterwards: the tool changes it
-    monkeypatch.setattr(sys, "argv", ["benchmark_data.py", "--documents", "20000"])
-    benchmark_data.main()
+    assert bench_data.main(["samples", "--documents", "20000"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 22 and all(re.search(r"\d (s, |M/s|GB|ms|M tokens/s)", line) for line in lines)
     assert any("0.02 M documents, 0.015" in line for line in lines)
-    monkeypatch.setattr(sys, "argv", ["benchmark_data.py", "--documents", "-1"])
     with pytest.raises(SystemExit):
-        benchmark_data.main()
+        bench_data.main(["samples", "--documents", "-1"])

@@ -14,7 +14,7 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches
-from megalite.data.samples.datasets import Blend
+from megalite.data.samples.blend import Blend
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end, label_mask
 from megalite.data.samples.packing import Packing, Pieces, from_arrays, pack

@@ -15,7 +15,7 @@ import pytest
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.info import check_tokenizer, read_info
+from megalite.data.files.sidecar import check_tokenizer, read_info
 from megalite.data.preprocess import text_input
 from megalite.data.preprocess import workers as worker_module
 from megalite.data.preprocess.records import parse_line

@@ -12,9 +12,9 @@ from data.test_preprocess import BAD_LINES, BYTES, run_tool, write_jsonl
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.info import read_info
+from megalite.data.files.sidecar import read_info
 from megalite.data.preprocess import text_input
-from megalite.data.preprocess.journal import Progress
+from megalite.data.preprocess.journal import Tally
 from megalite.data.preprocess.records import SAMPLE_BYTES
 from megalite.data.preprocess.rejects import judge
 from megalite.data.preprocess.tokenize_files import preprocess
@@ -107,7 +107,7 @@ def test_hopeless_input_is_stopped_early(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_judgement(tmp_path: Path, bad: int, records: int, share: float, fails: bool) -> None:
-    progress = Progress(records=records, bad={"not-json": bad})
+    progress = Tally(records=records, bad={"not-json": bad})
     try:
         judge(progress, 0.05, share, tmp_path)
         assert not fails

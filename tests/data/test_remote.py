@@ -20,12 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from megalite.data.files import fetched_blocks as blocks
+from megalite.data.files import block_cache as blocks
 from megalite.data.files import remote
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
-from megalite.data.files.info import make_info, read_info
-from megalite.data.samples.datasets import GptDataset, build_blend
+from megalite.data.files.sidecar import make_info, read_info
+from megalite.data.samples.blend import Reading, build_blend
+from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -340,7 +341,7 @@ READER = """
 import sys, time
 import numpy as np
 from data import test_remote
-from megalite.data.files import fetched_blocks as blocks, remote
+from megalite.data.files import block_cache as blocks, remote
 from megalite.data.files.indexed import IndexedDataset
 
 blocks.BLOCK = remote.BLOCK = 64
@@ -384,13 +385,13 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
         writer.add_many(np.arange(5000), np.full(50, 100))
         writer.finish(make_info(tokenizer, 50, 5000, []))
     url, cache = f"flaky://{tmp_path}/a", tmp_path / "c"
-    train = build_blend([url], 30, 1, "train", data_cache_path=cache, tokenizer=tokenizer)
+    train = build_blend([url], 30, 1, "train", how=Reading(cache, tokenizer))
     near = build_blend([str(tmp_path / "a")], 30, 1, "train")
     assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
     assert stored(cache) and read_info(url) == read_info(tmp_path / "a")
     with pytest.raises(DataError, match=r"vocabulary 6001\), but this run has NullTokenizer\(51\)"):
         small = build_tokenizer("NullTokenizer", vocab_size=51)
-        build_blend([url], 30, 1, "train", data_cache_path=cache, tokenizer=small)
+        build_blend([url], 30, 1, "train", how=Reading(cache, small))
     (tmp_path / "a.json").unlink()
     assert read_info(url) is None
     (tmp_path / "a.json").write_bytes(b"")
@@ -400,7 +401,7 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
 
 def test_fsspec_is_imported_for_urls_only(tmp_path: Path) -> None:
     write(tmp_path / "a")
-    code = f"import sys; from megalite.data.samples.datasets import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
+    code = f"import sys; from megalite.data.samples.gpt_dataset import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
     code += "print([m for m in sys.modules if m.startswith('fsspec') or m == 'megalite.data.files.remote'])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)

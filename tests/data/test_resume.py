@@ -223,15 +223,15 @@ def test_disk_full_then_resumed(corpus: Path, want: dict[str, bytes], tmp_path: 
 def test_worker_that_dies_loses_nothing(
     corpus: Path, want: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, note = tmp_path / "o", token_run.Run._note
+    prefix, note = tmp_path / "o", token_run.TokenRun._note
 
-    def note_and_kill(run: token_run.Run) -> None:
+    def note_and_kill(run: token_run.TokenRun) -> None:
         note(run)
         for worker in multiprocessing.active_children():
             os.kill(worker.pid or 0, signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_run.Run, "_note", note_and_kill)
+        patch.setattr(token_run.TokenRun, "_note", note_and_kill)
         with pytest.raises(DataError, match="a worker process ended with code -9.*--resume goes on from there"):
             preprocess(inputs(corpus), str(prefix), workers=2, **SETTINGS)
     preprocess(inputs(corpus), str(prefix), workers=2, resume=True, **SETTINGS)

@@ -20,14 +20,14 @@ from ranks import run_ranks
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config import cli
-from megalite.generate.generation import continue_texts, load_model
+from megalite.generate.cache import KeyValueCache
+from megalite.generate.generation import chosen_logits, continue_texts, load_model
 from megalite.generate.sampling import Sampling, choose, distribution, uniform
 from megalite.interop.hugging_face.model_files import open_model, stop_ids
 from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
 from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch, Stage
-from megalite.nn.cache import KeyValueCache
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.train.setup import SetupError, build_stages
 
@@ -196,7 +196,11 @@ def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> N
             cache.go_to(places, places.device)
             chosen = begins if i == 0 else zero
             new = tokens_SB[places, torch.arange(3)]
-            got.append(stage(None, Batch(new, None, None, zero, 0, places, None, cache, chosen))[0])
+            with cache.used_by(stage):
+                x = stage.hidden(None, Batch(new, None, None, zero, 0, places))
+            assert stage.head is not None
+            got.append(chosen_logits(stage.head, x, chosen))
+        assert torch.equal(stage(None, Batch(tokens_SB, None, None, zero, 0)), want)  # nothing stays behind
     for i, logits_BV in enumerate(got):
         torch.testing.assert_close(logits_BV, want[begins + i, torch.arange(3)], rtol=1e-9, atol=1e-9)
 

@@ -1,4 +1,4 @@
-"""tools/benchmark_kernels.py without a card: what it would measure runs, its bytes are true, and it says that it cannot."""
+"""tools/bench/kernels.py without a card: what it would measure runs, its bytes are true, and it says that it cannot."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-TOOLS = Path(__file__).parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
+from tools.bench import kernels
 
-import benchmark_kernels  # noqa: E402
+BENCH = Path(__file__).parents[2] / "tools" / "bench"
 
 # In a process of its own, because the interpreter is chosen when Triton is imported. Bytes: what goes in and comes out,
 # where the tensors are those of the formula.
 TINY = """
 import torch
-from kernel_case import Sizes, peers_of
-from kernel_cases import CASES
+from tools.bench.kernel_case import Sizes, peers_of
+from tools.bench.kernel_cases import CASES
 size = Sizes(24, 128, torch.bfloat16, torch.device("cpu"), vocab_size=300, sequence=24, numel=3000)
 for case in CASES:
     wanted = ["megalite", "torch", "triton"]
@@ -43,7 +42,7 @@ for case in CASES:
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | variables | {"PYTHONPATH": f"{TOOLS.parent}:{TOOLS}"}
+    env = os.environ | variables | {"PYTHONPATH": str(BENCH.parents[1])}
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, env=env)
 
 
@@ -54,14 +53,14 @@ def test_every_case_agrees_with_its_peers_and_moves_what_it_says() -> None:
 
 
 def test_list_needs_no_card(capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark_kernels.main("--list --tokens 1000 --hidden-sizes 1024".split()) == 0
+    assert kernels.main("--list --tokens 1000 --hidden-sizes 1024".split()) == 0
     assert "rms_norm forward           hidden_size 1024        4.1 MB  2 N D e" in capsys.readouterr().out
 
 
 def test_a_sweep_times_other_tiles_than_the_table(tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     words = "--device cpu --sweep --tiles 2 --jobs 2 --repeats 1 --only attention,grad_norm"
-    done = run(str(TOOLS / "benchmark_kernels.py"), *words.split(), "--json", str(file))
+    done = run(str(BENCH / "kernels.py"), *words.split(), "--json", str(file))
     assert done.returncode == 0, done.stderr
     made = json.loads(file.read_text())
     assert made["complete"] and made["interpreted"] and not made["errors"]
@@ -88,6 +87,6 @@ def test_what_cannot_be_measured_is_one_line(
     words: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert benchmark_kernels.main(words.split()) == 2
+    assert kernels.main(words.split()) == 2
     told = capsys.readouterr().err
     assert text in told and len(told.splitlines()) == 1

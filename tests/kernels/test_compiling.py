@@ -1,7 +1,7 @@
 """Every kernel builds for a card of compute capability 9.0, in 16-byte accesses and, at usual sizes, within its registers.
 
 No card is needed: Triton's compiler and assembler run on any machine with its package. What it costs to run is another
-question, and tools/benchmark_kernels.py asks it.
+question, and tools/bench/kernels.py asks it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megalite.kernels import dispatch
-from megalite.kernels.dispatch import KernelError, block_for, describe_kernels, runs_triton, use_triton
+from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton, tile_for, use_triton
 
 FOLDER = Path(dispatch.__file__).parent
 CACHED = (dispatch.choice, dispatch.installed, dispatch.interpreted, dispatch.runs_triton)
@@ -80,7 +80,7 @@ def test_shapes_and_dtypes_that_stay_with_torch(monkeypatch: pytest.MonkeyPatch)
     assert not use_triton(x, dispatch.LARGEST_TILE + 1)
     assert not use_triton(x.long(), 8) and not use_triton(x[:0], 8) and not use_triton(x.to("meta"), 8)
     with pytest.raises(ValueError, match="columns=5000 is above the table's 4096"):
-        block_for(((128, 8, 4), (4096, 1, 8)), 5000)
+        tile_for(((128, 8, 4), (4096, 1, 8)), 5000)
 
 
 def test_the_plan_names_what_there_is() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalite.optim import buffer as buffer_module
 from megalite.optim.buffer import ParamBuffer
+from megalite.optim.rule import Update
 from megalite.optim.zero1 import Zero1
 from megalite.parallel import comm
 from megalite.parallel.mesh import Axis, Mesh, build_mesh
@@ -196,10 +197,10 @@ class Half:
 
     states: Mapping[str, torch.dtype | None] = {}
 
-    def update_(self, param: Tensor, grad: Tensor, state: Any, copy: Tensor | None = None, **_: Any) -> None:
-        param.mul_(0.5)
-        if copy is not None:
-            copy.copy_(param)
+    def update_(self, u: Update) -> None:
+        u.param.mul_(0.5)
+        if u.copy is not None:
+            u.copy.copy_(u.param)
 
 
 def _late_weights(dtype: torch.dtype, overlap: bool, training: bool) -> tuple[float, float, bool]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from megalite.optim.adamw import AdamW
 from megalite.optim.buffer import ParamBuffer
+from megalite.optim.rule import Rule
 from megalite.optim.sgd import SGD
-from megalite.optim.zero1 import Rule, Zero1
+from megalite.optim.zero1 import Zero1
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import ParamSpec

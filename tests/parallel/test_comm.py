@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 from megalite.parallel import comm
-from megalite.parallel.mesh import Mesh, build_mesh, rank_grid
+from megalite.parallel.mesh import PLANNED, Axis, Mesh, build_mesh, rank_grid
 from megalite.parallel.rng import initialize_
 from megalite.parallel.spec import Normal, ParamSpec
 
@@ -63,6 +63,25 @@ def test_scatter_seq_is_a_reduce_scatter_whose_gradient_is_an_all_gather() -> No
         torch.testing.assert_close(grad, _gathered(grads)[rank], rtol=0, atol=0)
     x = _input(0, 4)
     assert comm.scatter_seq(x, Mesh.alone().tp) is x
+
+
+def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -> None:
+    """Sizes alone would make it the identity, and a sum of one summand would pass for the whole."""
+    with pytest.raises(ValueError, match="axis tp of size 2 has no transport"):
+        Axis("tp", 2)
+    axis, x = Axis("tp", 2, 1, PLANNED), torch.ones(4)
+    for collective in (
+        comm.start_all_gather,
+        comm.start_reduce_scatter,
+        comm.scatter_seq,
+        comm.all_reduce_,
+        comm.broadcast_,
+        lambda x, axis: comm.start_all_gather_into(x.repeat(2), x, axis),
+        lambda x, axis: comm.start_reduce_scatter_into(x[:2], x, axis),
+    ):
+        with pytest.raises(RuntimeError, match="tp=2, which is only planned"):
+            collective(x, axis)
+    assert comm.all_reduce_(x, Axis("tp", 1, 0, PLANNED)) is x
 
 
 def _miss_one(name: str, later: float | None) -> float | None:
@@ -129,7 +148,7 @@ def test_initial_weights_do_not_depend_on_the_layout(shape: tuple[int, ...], dim
     assert 0.4 < whole.std().item() < 0.6
     parts = []
     for rank in range(2):
-        mesh = Mesh(tp=type(Mesh.alone().tp)("tp", 2, rank, None, (0, 1)))
+        mesh = Mesh(tp=Axis("tp", 2, rank, PLANNED, (0, 1)))
         parts.append(initialize_(torch.empty(spec.local_shape({"tp": 2})), spec, mesh, seed=7))
     assert torch.equal(torch.cat(parts, dim), whole)
     assert not torch.equal(whole, initialize_(torch.empty(shape), spec, Mesh.alone(), seed=8))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
-
-import benchmark  # noqa: E402
+from tools import benchmark
 
 TINY = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --vocab-size 60 --seq-length 8
  --micro-batch-size 2 --device cpu --steps 2 --warmup 1""".split()

@@ -12,7 +12,7 @@ import pytest
 from train_cases import SMALL, TP2_PP2
 
 from megalite.data.files.indexed_writer import IndexedWriter
-from megalite.data.files.info import make_info
+from megalite.data.files.sidecar import make_info
 from megalite.data.tokenizers.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

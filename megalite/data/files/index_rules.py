@@ -23,7 +23,7 @@ PLACES, WINDOW = 256, 16  # of a file too large to be checked whole when it is o
 
 
 @dataclass(frozen=True)
-class Layout:
+class IndexColumns:
     """Where the columns lie in an open .idx file, in bytes, and what they describe: `size` bytes of .bin."""
 
     file: int
@@ -54,12 +54,12 @@ class Layout:
         return part
 
 
-def damage(index: Layout, whole: bool) -> tuple[str, str] | None:
+def damage(index: IndexColumns, whole: bool) -> tuple[str, str] | None:
     """(field, which rule it breaks), None when sound. Not `whole`: both ends and PLACES windows between, in O(1)."""
     return _sequences(index, whole) or _documents(index, whole)
 
 
-def _sequences(index: Layout, whole: bool) -> tuple[str, str] | None:
+def _sequences(index: IndexColumns, whole: bool) -> tuple[str, str] | None:
     n = index.sequences
     if n and (first := int(index.pointers(0, 1)[0])):
         return "pointers[0]", f"is {first}, not 0"
@@ -85,7 +85,7 @@ def _sequences(index: Layout, whole: bool) -> tuple[str, str] | None:
     return None
 
 
-def _documents(index: Layout, whole: bool) -> tuple[str, str] | None:
+def _documents(index: IndexColumns, whole: bool) -> tuple[str, str] | None:
     n = index.entries
     if not n or (first := int(index.document_indices(0, 1)[0])):
         return "document_indices[0]", "is missing" if not n else f"is {first}, not 0"

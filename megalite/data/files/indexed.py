@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
-from megalite.data.files.index_rules import Layout, damage
-from megalite.data.files.near_misses import missing
+from megalite.data.files.index_rules import IndexColumns, damage
+from megalite.data.files.missing_files import missing
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document entries
@@ -182,7 +182,7 @@ class IndexedDataset:
 
     def _check(self, file: int, whole: bool) -> None:
         try:
-            found = damage(Layout(file, *self._layout, self.dtype.itemsize, self._bin_size), whole)
+            found = damage(IndexColumns(file, *self._layout, self.dtype.itemsize, self._bin_size), whole)
         except OSError as error:
             raise self._refuse("size", f"cannot be read: {error.strerror}") from error
         if found and found[0] == "size":

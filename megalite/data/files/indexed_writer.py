@@ -97,7 +97,7 @@ class IndexedWriter:
         return self.num_documents, self.num_tokens
 
     def finish(self, info: dict[str, Any] | None = None) -> None:
-        """Make the pair visible, with `prefix.json` holding `info` (see data/files/info.py) when given."""
+        """Make the pair visible, with `prefix.json` holding `info` (see data/files/sidecar.py) when given."""
         self.sync()
         index, sidecar = Path(self.prefix + ".idx"), Path(self.prefix + ".json")
         index_partial, sidecar_partial = Path(str(index) + ".partial"), Path(str(sidecar) + ".partial")

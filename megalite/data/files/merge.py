@@ -16,7 +16,7 @@ import numpy as np
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
-from megalite.data.files.info import read_info
+from megalite.data.files.sidecar import read_info
 
 COPY_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16

@@ -2,7 +2,7 @@
 
     cache_path/remote/NAME-HASH/     HASH of both URLs, sizes and versions (ETag or time of change)
         copy.index                   the .idx, fetched once and mapped
-        00000a3f.block ...           blocks of the .bin, fetched when they are first needed (fetched_blocks.py)
+        00000a3f.block ...           blocks of the .bin, fetched when they are first needed (block_cache.py)
 
 A pair that is replaced gets another directory at the next start; while it is in use, every fetch is followed by a look
 at the source, and one that has changed ends the run instead of mixing two versions. Documents are read in random
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
-from megalite.data.files.fetched_blocks import BLOCK, FETCHES, INDEX, Blocks, contents
+from megalite.data.files.block_cache import BLOCK, FETCHES, INDEX, Blocks, contents
 from megalite.data.samples.epoch_cache import locked
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def cache_root(cache_path: str | Path | None) -> Path:
     return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "megalite").expanduser() / "remote"
 
 
-class Source:
+class UrlFile:
     """One file behind a URL, as it was when this object was made: `size` bytes, `version`."""
 
     def __init__(self, url: str):
@@ -120,7 +120,7 @@ class Source:
 def read_whole(url: str, limit: int) -> bytes | None:
     """A small file, its first `limit` bytes at most; None when there is none."""
     try:
-        source = Source(url)
+        source = UrlFile(url)
     except DataError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return None
@@ -135,7 +135,7 @@ class RemotePair:
     """
 
     def __init__(self, prefix: str, cache_path: str | Path | None, cache_bytes: int | None = None):
-        self._index, self._bin = Source(prefix + ".idx"), Source(prefix + ".bin")
+        self._index, self._bin = UrlFile(prefix + ".idx"), UrlFile(prefix + ".bin")
         self.size = self._bin.size
         parts = [part for source in (self._index, self._bin) for part in (source.url, str(source.size), source.version)]
         digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()

@@ -2,7 +2,7 @@
 
 crc32 of the rest, 8 hex digits | JSON
 line 1: what the run is (tokenizer, inputs, keys): a run that differs cannot go on from it
-others: one `Progress` each; the last whole one counts, a line cut by the end of power does not
+others: one `Tally` each; the last whole one counts, a line cut by the end of power does not
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalite.data.preprocess.text_input import Position
 
 
 @dataclass
-class Progress:
+class Tally:
     """Everything that a run knows after a block; with the partial files it is all that going on needs."""
 
     position: Position = field(default_factory=Position)
@@ -69,7 +69,7 @@ class Journal:
                     "--overwrite to begin anew"
                 )
 
-    def append(self, progress: Progress) -> None:
+    def append(self, progress: Tally) -> None:
         """To be called when all that `progress` counts has been synced."""
         self._write(asdict(progress))
         self.last = progress
@@ -102,8 +102,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _progress(path: Path, entry: dict[str, Any]) -> Progress:
+def _progress(path: Path, entry: dict[str, Any]) -> Tally:
     try:
-        return Progress(**{**entry, "position": Position(**entry["position"])})
+        return Tally(**{**entry, "position": Position(**entry["position"])})
     except (TypeError, KeyError) as error:
         raise DataError(f"{path}: written by another version; --overwrite begins anew") from error

@@ -1,7 +1,7 @@
 """Bad lines: a sample of them in `PREFIX.rejects.jsonl`, and how many a run may have.
 
 At most SAMPLES lines of each reason are written, with file, line, reason, what exactly is wrong and the begin of its
-text; the counts, which are complete, are in `Progress.bad` and in `prefix.json`.
+text; the counts, which are complete, are in `Tally.bad` and in `prefix.json`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.data.errors import DataError
-from megalite.data.preprocess.journal import Progress
+from megalite.data.preprocess.journal import Tally
 from megalite.data.preprocess.workers import SAMPLES, Result
 
 JUDGED_AFTER = 1000  # records, before which no share is taken for that of the whole input
@@ -29,7 +29,7 @@ class Rejects:
             raise DataError(f"{self._partial}: shorter than the {size} bytes written before; begin anew")
         self._file.truncate(size)
 
-    def add(self, file: int, result: Result, progress: Progress) -> None:
+    def add(self, file: int, result: Result, progress: Tally) -> None:
         """Write what there is room for and count it in `progress`, which has the counts before this block."""
         taken = dict(progress.bad)
         for line, reason, detail, text in result.samples:
@@ -62,7 +62,7 @@ class Rejects:
             self._file.close()
 
 
-def judge(progress: Progress, limit: float, share_read: float, path: Path) -> None:
+def judge(progress: Tally, limit: float, share_read: float, path: Path) -> None:
     """Raise when more than `limit` of the records are bad; before the end, when the rest can hardly change that.
 
     share_read: of the input, 1 at the end. Before the end the whole input is taken to have twice the

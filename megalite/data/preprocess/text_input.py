@@ -43,7 +43,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Block:
+class TextBlock:
     file: int
     line: int  # number of the first record, from 1
     kind: int
@@ -86,7 +86,7 @@ def _optional(package: str, name: str) -> Any:
 
 def read_blocks(
     files: Sequence[str], keys: Sequence[str] = ("text",), start: Position | None = None
-) -> Iterator[Block]:
+) -> Iterator[TextBlock]:
     """The records of all files in order, about BLOCK_BYTES at a time. Errors of a file are DataErrors that name it."""
     start = start or Position()
     for number in range(start.file, len(files)):
@@ -159,7 +159,7 @@ def _from(name: str, start: Position) -> Iterator[tuple[bytes, int]]:
         )
 
 
-def _lines(name: str, start: Position) -> Iterator[Block]:
+def _lines(name: str, start: Position) -> Iterator[TextBlock]:
     line, at, crc, disk = start.line, start.at, start.crc, 0
     ready: list[bytes] = []  # whole lines
     tail: list[bytes] = []  # the begin of the next line
@@ -170,17 +170,17 @@ def _lines(name: str, start: Position) -> Iterator[Block]:
         for piece in pieces:
             at, crc = at + len(piece), zlib.crc32(piece, crc)
 
-    def take(pieces: list[bytes]) -> Block:
+    def take(pieces: list[bytes]) -> TextBlock:
         nonlocal line
         payload, first = b"".join(pieces), line
         pass_([payload])
         line += payload.count(b"\n")
-        return Block(start.file, first, LINES, payload, Position(start.file, line, at, crc), disk)
+        return TextBlock(start.file, first, LINES, payload, Position(start.file, line, at, crc), disk)
 
-    def leave_out(size: int) -> Block:
+    def leave_out(size: int) -> TextBlock:
         nonlocal line
         line += 1
-        return Block(
+        return TextBlock(
             start.file, line - 1, TOO_LONG, size.to_bytes(8, "little"), Position(start.file, line, at, crc), disk
         )
 
@@ -212,14 +212,14 @@ def _lines(name: str, start: Position) -> Iterator[Block]:
         yield take(ready + tail)
 
 
-def _text(name: str, number: int) -> Block:
+def _text(name: str, number: int) -> TextBlock:
     pieces, size, disk = [], 0, 0
     for chunk, disk in _chunks(name):  # noqa: B007
         size += len(chunk)
         if size > MAX_DOCUMENT_BYTES:  # how long it really is would take reading it to the end
-            return Block(number, 1, TOO_LONG, size.to_bytes(8, "little"), Position(number + 1), disk)
+            return TextBlock(number, 1, TOO_LONG, size.to_bytes(8, "little"), Position(number + 1), disk)
         pieces.append(chunk)
-    return Block(number, 1, ROWS, pack_rows([np.array([size])], pieces), Position(number + 1), disk)
+    return TextBlock(number, 1, ROWS, pack_rows([np.array([size])], pieces), Position(number + 1), disk)
 
 
 def pack_rows(lengths: Sequence[Any], contents: Sequence[bytes]) -> bytes:
@@ -228,7 +228,7 @@ def pack_rows(lengths: Sequence[Any], contents: Sequence[bytes]) -> bytes:
     return b"".join([table.shape[1].to_bytes(8, "little"), table.tobytes(), *contents])
 
 
-def _parquet(name: str, start: Position, keys: Sequence[str]) -> Iterator[Block]:
+def _parquet(name: str, start: Position, keys: Sequence[str]) -> Iterator[TextBlock]:
     arrow, parquet = _optional("pyarrow", name), _optional("pyarrow.parquet", name)
     try:
         # buffered, page by page: never a whole row group
@@ -248,7 +248,7 @@ def _parquet(name: str, start: Position, keys: Sequence[str]) -> Iterator[Block]
                     payload = _columns(batch, keys, arrow)
                     disk = size * row // file.metadata.num_rows
                     at = Position(start.file, row + 1, row)
-                    yield Block(start.file, row - batch.num_rows + 1, ROWS, payload, at, disk)
+                    yield TextBlock(start.file, row - batch.num_rows + 1, ROWS, payload, at, disk)
     except arrow.ArrowException as error:
         raise DataError(f"{name}: truncated or damaged ({error}); fetch the file again") from error
 

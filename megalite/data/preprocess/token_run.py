@@ -18,11 +18,11 @@ from typing import Any
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import token_dtype
 from megalite.data.files.indexed_writer import IndexedWriter, sync_directory
-from megalite.data.files.info import make_info, read_info
-from megalite.data.preprocess.journal import Journal, Progress
-from megalite.data.preprocess.meter import Meter
+from megalite.data.files.sidecar import make_info, read_info
+from megalite.data.preprocess.journal import Journal, Tally
 from megalite.data.preprocess.rejects import Rejects, judge
-from megalite.data.preprocess.text_input import MAX_DOCUMENT_BYTES, Block
+from megalite.data.preprocess.text_input import MAX_DOCUMENT_BYTES, TextBlock
+from megalite.data.preprocess.throughput import Meter
 from megalite.data.preprocess.workers import Job, Result
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Run:
+class TokenRun:
     """files: input, in order; output_prefix: as the user gave it; max_bad: share of bad lines that is let pass."""
 
     def __init__(self, files: Sequence[str], output_prefix: str, job: Job, model: Tokenizer, max_bad: float):
@@ -43,7 +43,7 @@ class Run:
         self.journal_path, self._rejects_path = (Path(f"{output_prefix}.{x}") for x in ("journal", "rejects.jsonl"))
         self._stats = [None if name == "-" else os.stat(name) for name in files]
         self._sizes = [about.st_size if about else None for about in self._stats]
-        self.progress, self.resumed = Progress(), False
+        self.progress, self.resumed = Tally(), False
         self._journal: Journal | None = None
         self._writers: list[IndexedWriter | None] = []  # None: that pair is visible already
         self._rejects: Rejects | None = None
@@ -101,12 +101,12 @@ class Run:
 
     # begin and end
 
-    def open(self, resume: bool, overwrite: bool) -> Run:
+    def open(self, resume: bool, overwrite: bool) -> TokenRun:
         """Take the journal and the files; begin anew, or where an interrupted run stopped."""
         n, dtype = len(self.prefixes), token_dtype(self.model.vocab_size)
         self._journal = Journal(self.journal_path, self._header(), resume, overwrite)
         self.resumed = self._journal.last is not None
-        self.progress = p = self._journal.last or Progress(
+        self.progress = p = self._journal.last or Tally(
             documents=[0] * n, tokens=[0] * n, empty=[0] * n, text_bytes=[0] * n
         )
         try:
@@ -122,7 +122,7 @@ class Run:
             raise
         return self
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> TokenRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -163,7 +163,7 @@ class Run:
 
     # the work
 
-    def write(self, results: Iterator[tuple[Block, Result]], log_interval: int) -> None:
+    def write(self, results: Iterator[tuple[TextBlock, Result]], log_interval: int) -> None:
         """Append every result, and an entry to the journal now and then; the last entry says that all is there."""
         p, meter = self.progress, Meter(self.progress, self._sizes)
         noted, noted_bytes, told = time.monotonic(), 0, p.documents[0]
@@ -187,7 +187,7 @@ class Run:
         p.complete = True
         self._note()
 
-    def _append(self, block: Block, result: Result) -> int:
+    def _append(self, block: TextBlock, result: Result) -> int:
         """Bytes of tokens written."""
         p = self.progress
         if self._rejects:

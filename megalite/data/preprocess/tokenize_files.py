@@ -18,7 +18,7 @@ from typing import Any
 from megalite.data.errors import DataError
 from megalite.data.preprocess.records import BadLine, parse_block
 from megalite.data.preprocess.text_input import expand, format_of, read_blocks
-from megalite.data.preprocess.token_run import Run, tell
+from megalite.data.preprocess.token_run import TokenRun, tell
 from megalite.data.preprocess.workers import Job, in_process, in_workers
 from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate
 from megalite.data.tokenizers.tokenizer import build_tokenizer
@@ -58,7 +58,7 @@ def preprocess(
     if gigatoken:  # decided here, once, so that the output does not depend on the number of workers
         model = accelerate(model, _first_texts(files, keys))
     job = Job(tuple(keys), append_eod, tokenizer, isinstance(model, FastTokenizer))
-    run = Run(files, output_prefix, job, model, max_bad_fraction)
+    run = TokenRun(files, output_prefix, job, model, max_bad_fraction)
     if resume and not run.journal_path.exists() and run.is_complete():
         tell(f"{output_prefix}: complete already, there is nothing to resume")
         return run.prefixes

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import token_dtype
 from megalite.data.preprocess.records import BadLine, parse_block
-from megalite.data.preprocess.text_input import Block
+from megalite.data.preprocess.text_input import TextBlock
 from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate, surround
 from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
@@ -161,12 +161,12 @@ def _died(process: Any, workers: int) -> DataError:
     )
 
 
-def ahead(blocks: Iterator[Block], depth: int) -> Generator[Block]:
+def ahead(blocks: Iterator[TextBlock], depth: int) -> Generator[TextBlock]:
     """The same blocks, read by a thread up to `depth` ahead: reading and decompressing overlap with the rest."""
-    ready: queue.Queue[Block | BaseException | None] = queue.Queue(depth)
+    ready: queue.Queue[TextBlock | BaseException | None] = queue.Queue(depth)
     stop = threading.Event()
 
-    def put(item: Block | BaseException | None) -> bool:
+    def put(item: TextBlock | BaseException | None) -> bool:
         while not stop.is_set():
             try:
                 ready.put(item, timeout=0.1)
@@ -194,12 +194,12 @@ def ahead(blocks: Iterator[Block], depth: int) -> Generator[Block]:
         stop.set()
 
 
-def in_process(blocks: Iterator[Block], job: Job, tokenizer: Tokenizer) -> Generator[tuple[Block, Result]]:
+def in_process(blocks: Iterator[TextBlock], job: Job, tokenizer: Tokenizer) -> Generator[tuple[TextBlock, Result]]:
     for block in blocks:
         yield block, tokenize_block(block.kind, block.line, block.payload, job, tokenizer)
 
 
-def in_workers(blocks: Iterator[Block], job: Job, workers: int) -> Generator[tuple[Block, Result]]:
+def in_workers(blocks: Iterator[TextBlock], job: Job, workers: int) -> Generator[tuple[TextBlock, Result]]:
     """Results in the order of `blocks`, with the block. An idle worker gets the next block; a dead one ends the run."""
     context = multiprocessing.get_context("spawn")  # a fork would inherit the tokenizer's threads
     processes: dict[Connection, Any] = {}
@@ -212,7 +212,7 @@ def in_workers(blocks: Iterator[Block], job: Job, workers: int) -> Generator[tup
             process.start()
             there.close()
             processes[here] = process
-        sent: dict[int, Block] = {}
+        sent: dict[int, TextBlock] = {}
         done: dict[int, Result] = {}
         begun = emitted = 0
         more = True

@@ -1,88 +1,132 @@
-"""In which order the sources of a blend give samples: within one sample of the weights at every prefix.
-
-After n samples, source k has given floor(w_k n) or ceil(w_k n) of them, exactly, for every n. Its j-th sample may
-come when w_k n > j and must have come when w_k n >= j + 1; among the sources that may, the one that must soonest is
-next (earliest deadline first: with these windows it never misses one; Still, 1979, "quota methods").
-
-Weights are exact fractions, so the order repeats: 0.3 and 0.7 after 10 samples. Only one period is computed, as far
-as it is needed, and any sample is found by arithmetic. A period longer than PERIOD samples (weights that are token
-counts) is cut there and repeated; the counts are then exact up to n = PERIOD, and off by less than 1 + n/PERIOD beyond.
-"""
+"""From --data-path to one endless dataset: several token files, mixed by weight."""
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Sequence
-from fractions import Fraction
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.sidecar import check_tokenizer
+from megalite.data.samples.blend_order import BlendOrder
+from megalite.data.samples.gpt_dataset import GptDataset
+from megalite.data.samples.packed_dataset import PackedDataset
+from megalite.data.samples.source import Source
+from megalite.data.tokenizers.tokenizer import Tokenizer
 
-PERIOD = 1_000_000  # weights with up to six decimals are exact
+
+class Blend:
+    """Samples of several datasets, interleaved so that every prefix holds the weights (blend_order.py)."""
+
+    def __init__(self, datasets: Sequence[Source], weights: Sequence[float | int]):
+        if len(datasets) != len(weights):
+            raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
+        self.datasets, self.weights, self.order = list(datasets), list(weights), BlendOrder(weights)
+        self.seq_length = datasets[0].seq_length
+
+    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        sources, numbers = self.order.at(index)
+        out = np.empty((len(index), self.seq_length + 1), np.int64)
+        for k in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == k)
+            out[rows] = self.datasets[k].samples(numbers[rows])
+        return out
+
+    def sample(self, i: int) -> NDArray[np.int64]:
+        return self.samples(np.array([i]))[0]
+
+    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None:
+        sources, numbers = self.order.at(index)
+        found: dict[int, NDArray[np.int32]] = {}
+        for k in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == k)
+            pieces = self.datasets[k].layout(numbers[rows])
+            if pieces is None:
+                return None  # the sources of a blend are all packed, or none
+            found |= dict(zip(rows.tolist(), pieces, strict=True))
+        return [found[row] for row in range(len(numbers))]
+
+    def where(self, i: int, position: int) -> str:
+        source, number = (int(a[0]) for a in self.order.at(np.array([i])))
+        return self.datasets[source].where(number, position)
+
+    def describe(self, samples: int) -> str:
+        if len(self.datasets) == 1:
+            return self.datasets[0].describe(samples)
+        total = sum(self.weights)
+        shares = [(weight / total, dataset) for weight, dataset in zip(self.weights, self.datasets, strict=True)]
+        return "\n".join(f"{share:.4f} of {dataset.describe(round(samples * share))}" for share, dataset in shares)
 
 
-class BlendOrder:
-    """`at(i)` -> which source gives sample i of the blend, and which of its samples that is."""
+def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """(prefixes, weights); weights None when only prefixes are given.
 
-    def __init__(self, weights: Sequence[float | int]):
-        if not weights:
-            raise DataError("a blend needs at least one source")
-        for weight in weights:
-            if not (math.isfinite(weight) and weight > 0):
-                raise DataError(f"blend weight {weight} is not a number > 0; leave the source out instead")
-        exact = [Fraction(str(weight)) for weight in weights]  # 0.1 means 1/10
-        total = sum(exact)
-        shares = [weight / total for weight in exact]
-        self.denominator = math.lcm(*(share.denominator for share in shares))
-        self.numerators = [share.numerator * (self.denominator // share.denominator) for share in shares]
-        self.period = min(self.denominator, PERIOD)
-        self._source = np.empty(0, np.int32)
-        self._rank = np.empty(0, np.int32)  # how many times the source appears earlier in the period
-        self._counts = [0] * len(weights)  # up to the end of what is computed
-        self._ready: list[tuple[int, int]] = []  # (deadline, source) of sources that may go
-        self._waiting = [(1, k) for k in range(len(weights))]  # (prefix length from which the source may go, source)
+    >>> parse_data_path(["0.3", "a", "0.7", "b"])
+    (['a', 'b'], [0.3, 0.7])
+    """
 
-    def at(self, index: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, sample number within it) for each blend sample in `index`."""
-        index = np.asarray(index, np.int64)
-        periods, within = np.divmod(index, self.period)
-        if index.size:
-            self._extend(self.period if periods.max() > 0 else int(within.max()) + 1)
-        source = self._source[within].astype(np.int64)
-        number = self._rank[within].astype(np.int64)
-        if index.size and periods.max() > 0:  # the whole period is known here
-            number += periods * np.asarray(self._counts, np.int64)[source]
-        return source, number
+    def number(text: str) -> float | None:
+        try:
+            return float(text)
+        except ValueError:
+            return None
 
-    def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples each source gives."""
-        periods, within = divmod(samples, self.period)
-        self._extend(self.period if periods else within)
-        counts = np.bincount(self._source[:within], minlength=len(self._counts))
-        if periods:
-            counts = counts + periods * np.asarray(self._counts, np.int64)
-        return [int(n) for n in counts]
+    numbers = [number(text) for text in data_path]
+    if not data_path:
+        raise DataError("data_path is empty; give --data-path PREFIX, or WEIGHT PREFIX pairs")
+    if numbers[0] is None:
+        return list(data_path), None
+    weights = [value for value in numbers[::2] if value is not None]
+    if len(data_path) % 2 or len(weights) * 2 != len(data_path):
+        raise DataError(
+            f"data_path={' '.join(data_path)} is not a list of WEIGHT PREFIX pairs; give each prefix a weight, or none"
+        )
+    return list(data_path[1::2]), weights
 
-    def _extend(self, length: int) -> None:
-        done = len(self._source)
-        if length <= done:
-            return
-        length = min(self.period, max(length, 2 * done, 4096))
-        sources, ranks = [], []
-        counts, ready, waiting = self._counts, self._ready, self._waiting
-        for n in range(done + 1, length + 1):  # prefix length after this choice
-            while waiting and waiting[0][0] <= n:
-                _, k = heapq.heappop(waiting)
-                deadline = -(-(counts[k] + 1) * self.denominator // self.numerators[k])
-                heapq.heappush(ready, (deadline, k))
-            _, k = heapq.heappop(ready)
-            sources.append(k)
-            ranks.append(counts[k])
-            counts[k] += 1
-            heapq.heappush(waiting, (counts[k] * self.denominator // self.numerators[k] + 1, k))
-        self._source = np.concatenate([self._source, np.array(sources, np.int32)])
-        self._rank = np.concatenate([self._rank, np.array(ranks, np.int32)])
+
+@dataclass(frozen=True)
+class Reading:
+    """How token files are read.
+
+    cache_path  directory for orders of epochs and for what is fetched from URLs; None: orders stay in memory
+    tokenizer   when given, data made by another one is refused; needed to pack, for the id that fills
+    packed      best-fit packing of whole documents (packing.py) instead of one line of tokens
+    """
+
+    cache_path: str | Path | None = None
+    tokenizer: Tokenizer | None = None
+    packed: bool = False
+    mmap_bin_files: bool = True
+
+
+def build_blend(
+    data_path: Sequence[str],
+    seq_length: int,
+    seed: int,
+    split: str,
+    part: tuple[float, float] = (0.0, 1.0),
+    how: Reading | None = None,
+) -> Blend:
+    """The files of `data_path`, mixed.
+
+    data_path  prefixes, or weight prefix pairs; without weights each file counts by its tokens
+    split      its name, a coordinate of the shuffle; `part`: which documents of each file, begin and end as parts of 1
+    """
+    prefixes, weights = parse_data_path(data_path)
+    how, sources = how or Reading(), []
+    for prefix in prefixes:
+        file = IndexedDataset(prefix, cache_path=how.cache_path, mmap_bin_files=how.mmap_bin_files)
+        if how.tokenizer is not None:
+            check_tokenizer(prefix, how.tokenizer)
+        documents = range(round(part[0] * len(file)), round(part[1] * len(file)))
+        if not how.packed:
+            sources.append(GptDataset(file, documents, seq_length, seed, split, how.cache_path))
+        elif how.tokenizer is None:
+            raise DataError("packing fills samples with the end-of-document token: give --tokenizer-type")
+        else:
+            sources.append(PackedDataset(file, documents, seq_length, seed, how.tokenizer.eod, split))
+    return Blend(sources, weights or [source.num_tokens for source in sources])

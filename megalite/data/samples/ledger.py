@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
-from megalite.data.samples.blend import BlendOrder
-from megalite.data.samples.datasets import Blend
+from megalite.data.samples.blend import Blend
+from megalite.data.samples.blend_order import BlendOrder
 from megalite.data.samples.source import Source
 
 VERSION = 1

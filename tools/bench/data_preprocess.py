@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 """How fast tools/preprocess_data.py is, beside the tokenizer library's own batch encoding of the same texts.
 
     python tools/python_corpus.py --out data
-    python tools/benchmark_preprocess.py --input data/train.jsonl --tokenizer-model spm.model
-    python tools/benchmark_preprocess.py --input data/train.jsonl --tokenizer-model dir/tokenizer.json
+    python tools/bench/data.py preprocess --input data/train.jsonl --tokenizer-model spm.model
+    python tools/bench/data.py preprocess --input data/train.jsonl --tokenizer-model dir/tokenizer.json
 
 library       encode all texts, parsed and in memory before, with the library's own threads on --workers cores
 preprocess    the whole work without gigatoken: start of the workers, read, parse, tokenize, write the pair, sync
@@ -24,19 +23,15 @@ import json
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.preprocess.text_input import read_blocks  # noqa: E402
-from megalite.data.preprocess.tokenize_files import preprocess  # noqa: E402
-from megalite.data.preprocess.workers import Job, in_workers  # noqa: E402
+from megalite.data.preprocess.text_input import read_blocks
+from megalite.data.preprocess.tokenize_files import preprocess
+from megalite.data.preprocess.workers import Job, in_workers
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, float]:
@@ -95,24 +90,29 @@ def reading(directory: Path, lines: list[bytes], texts: list[str]) -> None:
         print(f"reading {path.name[1:]}: {len(raw) / took / 1e6:.0f} MB/s")
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", required=True, type=Path, help="one .jsonl file with the key text")
     parser.add_argument("--tokenizer-model", required=True, help="a SentencePiece .model or a tokenizer.json")
     parser.add_argument("--max-bytes", type=int, default=12_000_000, help="of the input; default 12 MB")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--times", type=int, default=10, help="so often gigatoken gets the input")
+    parser.add_argument("--times", type=int, default=10, help="how many times gigatoken gets the input")
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args(argv)
+
+
+def first_lines(path: Path, most: int) -> list[bytes]:
+    """The first lines of the file, `most` bytes of them."""
     lines, size = [], 0
-    with open(args.input, "rb") as file:
+    with open(path, "rb") as file:
         for line in file:
-            if lines and size + len(line) > args.max_bytes:
+            if lines and size + len(line) > most:
                 break
             lines.append(line)
             size += len(line)
+    return lines
+
+
+def run(args: argparse.Namespace) -> int:
+    lines = first_lines(args.input, args.max_bytes)
     texts = [json.loads(line)["text"] for line in lines]
     megabytes = sum(len(text.encode("utf-8")) for text in texts) / 1e6
     kind = "HuggingFaceTokenizer" if args.tokenizer_model.endswith(".json") else "SentencePieceTokenizer"
@@ -132,10 +132,10 @@ def main(argv: list[str]) -> int:
         for _ in range(args.repeats):
             took["library"].append(seconds(lambda: encode(texts)))
             for row, fast, source in (("preprocess", False, path), ("by gigatoken", True, long)):
-                run = seconds(
+                once = seconds(
                     lambda: preprocess([str(source)], out, workers=args.workers, gigatoken=fast, **arguments)  # noqa: B023
                 )
-                took[row].append(run)
+                took[row].append(once)
             took["first result"].append(seconds(lambda: first_result(path, job, args.workers)))
         print(f"{kind}: {len(texts)} documents, {megabytes:.1f} MB, {args.workers} workers, {args.repeats} repeats")
         middle = {what: statistics.median(wall for wall, _ in values) for what, values in took.items()}
@@ -151,11 +151,3 @@ def main(argv: list[str]) -> int:
         print(f"first result after {middle['first result']:.2f} s of {middle['preprocess']:.2f} s")
         reading(directory, lines, texts)
     return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (DataError, OSError) as error:
-        print(f"benchmark_preprocess.py: {error}", file=sys.stderr)
-        sys.exit(3)

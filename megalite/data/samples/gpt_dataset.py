@@ -1,7 +1,6 @@
-"""From --data-path and --split to a training, a validation and a test dataset.
+"""Samples of one token file: its shuffled documents as one line of tokens, cut every seq_length tokens.
 
-A dataset is endless and has no state: `samples(index)` -> tokens [n, seq_length + 1] for any sample numbers >= 0, in
-any order. `GptDataset` reads one token file, `Blend` mixes several; `epochs.py` and `blend.py` hold the arithmetic.
+`epochs.py` shuffles the documents, `token_line.py` says where in them a sample lies.
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.info import check_tokenizer
-from megalite.data.samples.blend import BlendOrder
 from megalite.data.samples.epoch_cache import load_or_build
 from megalite.data.samples.epochs import Epoch, build_epoch
-from megalite.data.samples.packed_dataset import PackedDataset
 from megalite.data.samples.permutation import fold
-from megalite.data.samples.source import Source, digest_of, lengths_digest
+from megalite.data.samples.source import digest_of, lengths_digest
 from megalite.data.samples.token_line import Line
-from megalite.data.tokenizers.tokenizer import Tokenizer
 
 CHUNK = 1 << 20  # samples placed at a time
 MANY_EPOCHS = 4  # up to here repeated data is nearly as good as new (arXiv:2305.16264, fig. 1)
@@ -171,106 +166,3 @@ class GptDataset:
         many = f"; more than {MANY_EPOCHS} teach little" if epochs > MANY_EPOCHS else ""
         counts = f"{len(self._documents)} documents, {self.num_tokens} tokens"
         return f"{self._data.prefix}: {counts}, {epochs:.2f} epochs{many}"
-
-
-class Blend:
-    """Samples of several datasets, interleaved so that every prefix holds the weights (see blend.py)."""
-
-    def __init__(self, datasets: Sequence[Source], weights: Sequence[float | int]):
-        if len(datasets) != len(weights):
-            raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
-        self.datasets, self.weights, self.order = list(datasets), list(weights), BlendOrder(weights)
-        self.seq_length = datasets[0].seq_length
-
-    def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        sources, numbers = self.order.at(index)
-        out = np.empty((len(index), self.seq_length + 1), np.int64)
-        for k in np.unique(sources).tolist():
-            rows = np.flatnonzero(sources == k)
-            out[rows] = self.datasets[k].samples(numbers[rows])
-        return out
-
-    def sample(self, i: int) -> NDArray[np.int64]:
-        return self.samples(np.array([i]))[0]
-
-    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None:
-        sources, numbers = self.order.at(index)
-        found: dict[int, NDArray[np.int32]] = {}
-        for k in np.unique(sources).tolist():
-            rows = np.flatnonzero(sources == k)
-            pieces = self.datasets[k].layout(numbers[rows])
-            if pieces is None:
-                return None  # the sources of a blend are all packed, or none
-            found |= dict(zip(rows.tolist(), pieces, strict=True))
-        return [found[row] for row in range(len(numbers))]
-
-    def where(self, i: int, position: int) -> str:
-        source, number = (int(a[0]) for a in self.order.at(np.array([i])))
-        return self.datasets[source].where(number, position)
-
-    def describe(self, samples: int) -> str:
-        if len(self.datasets) == 1:
-            return self.datasets[0].describe(samples)
-        total = sum(self.weights)
-        shares = [(weight / total, dataset) for weight, dataset in zip(self.weights, self.datasets, strict=True)]
-        return "\n".join(f"{share:.4f} of {dataset.describe(round(samples * share))}" for share, dataset in shares)
-
-
-def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """(prefixes, weights); weights None when only prefixes are given.
-
-    >>> parse_data_path(["0.3", "a", "0.7", "b"])
-    (['a', 'b'], [0.3, 0.7])
-    """
-
-    def number(text: str) -> float | None:
-        try:
-            return float(text)
-        except ValueError:
-            return None
-
-    numbers = [number(text) for text in data_path]
-    if not data_path:
-        raise DataError("data_path is empty; give --data-path PREFIX, or WEIGHT PREFIX pairs")
-    if numbers[0] is None:
-        return list(data_path), None
-    weights = [value for value in numbers[::2] if value is not None]
-    if len(data_path) % 2 or len(weights) * 2 != len(data_path):
-        raise DataError(
-            f"data_path={' '.join(data_path)} is not a list of WEIGHT PREFIX pairs; give each prefix a weight, or none"
-        )
-    return list(data_path[1::2]), weights
-
-
-def build_blend(
-    data_path: Sequence[str],
-    seq_length: int,
-    seed: int,
-    split: str,
-    part: tuple[float, float] = (0.0, 1.0),
-    data_cache_path: str | Path | None = None,
-    tokenizer: Tokenizer | None = None,
-    packed: bool = False,
-    mmap_bin_files: bool = True,
-) -> Blend:
-    """The files of `data_path`, mixed.
-
-    data_path  prefixes, or weight prefix pairs; without weights each file counts by its tokens
-    split      its name, a coordinate of the shuffle; `part`: which documents of each file, begin and end as parts of 1
-    tokenizer  when given, data made by another one is refused; needed to pack, for the id that fills
-    packed     best-fit packing of whole documents (packing.py) instead of one line of tokens
-    """
-    prefixes, weights = parse_data_path(data_path)
-    sources: list[Source] = []
-    for prefix in prefixes:
-        file = IndexedDataset(prefix, cache_path=data_cache_path, mmap_bin_files=mmap_bin_files)
-        if tokenizer is not None:
-            check_tokenizer(prefix, tokenizer)
-        documents = range(round(part[0] * len(file)), round(part[1] * len(file)))
-        if packed:
-            if tokenizer is None:
-                raise DataError("packing fills samples with the end-of-document token: give --tokenizer-type")
-            sources.append(PackedDataset(file, documents, seq_length, seed, tokenizer.eod, split))
-        else:
-            sources.append(GptDataset(file, documents, seq_length, seed, split, data_cache_path))
-    return Blend(sources, weights or [source.num_tokens for source in sources])

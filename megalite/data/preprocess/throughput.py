@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from megalite.data.preprocess.journal import Progress
-from megalite.data.preprocess.text_input import Block
+from megalite.data.preprocess.journal import Tally
+from megalite.data.preprocess.text_input import TextBlock
 
 READ_AHEAD = 1 << 14  # a decompressor has taken in at most this much more than it has given out
 
@@ -14,7 +14,7 @@ READ_AHEAD = 1 << 14  # a decompressor has taken in at most this much more than 
 class Meter:
     """progress: of the whole run, counted on by its owner; sizes: of the input files on disk, None if not known."""
 
-    def __init__(self, progress: Progress, sizes: Sequence[int | None]):
+    def __init__(self, progress: Tally, sizes: Sequence[int | None]):
         self._now, self._begin = progress, time.perf_counter()
         self._documents, self._tokens = progress.documents[0], sum(progress.tokens)
         self._bytes = progress.input_bytes
@@ -23,7 +23,7 @@ class Meter:
         self.share: float | None = None  # of the input read so far; None when its size is not known
         self._first: float | None = None
 
-    def read(self, block: Block) -> None:
+    def read(self, block: TextBlock) -> None:
         if self._before and self._before[-1]:
             self.share = (self._before[block.file] + max(block.disk - READ_AHEAD, 0)) / self._before[-1]
             if self._first is None:

@@ -1,10 +1,9 @@
-#!/usr/bin/env python
 """What data costs, each figure beside its goal: building the order of an epoch, opening a pair, reading batches.
 
-python tools/benchmark_data.py                     all parts but training, small, under 30 s
-python tools/benchmark_data.py training --full     steps from a file beside steps from --mock-data
-python tools/benchmark_data.py --full              the sizes of the goals: 1.2 GB of disk, 1.5 GB of memory
-python tools/benchmark_data.py index --documents 200e6
+python tools/bench/data.py samples                     all parts but training, small, under 30 s
+python tools/bench/data.py samples training --full     steps from a file beside steps from --mock-data
+python tools/bench/data.py samples --full              the sizes of the goals: 1.2 GB of disk, 1.5 GB of memory
+python tools/bench/data.py samples index --documents 200e6
 
 Every measurement runs in a process of its own, so that peaks of memory do not add up. Times are the best of several,
 because anything else that runs makes them longer and never shorter; of reading batches, where every call reads other
@@ -30,14 +29,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megalite.data.files import indexed  # noqa: E402
-from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
-from megalite.data.samples.batches import Batches  # noqa: E402
-from megalite.data.samples.datasets import GptDataset  # noqa: E402
-from megalite.data.samples.permutation import permutation  # noqa: E402
+from megalite.data.files import indexed
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.samples.batches import Batches
+from megalite.data.samples.gpt_dataset import GptDataset
+from megalite.data.samples.permutation import permutation
 
 MEAN = 760  # tokens per document: 38 G tokens in 50 M documents
 SEQ_LENGTH = 2048
@@ -230,7 +227,7 @@ def training_part(directory: Path, full: bool, documents: int | None) -> None:
     prefix = str(directory / "random")
     vocabulary = 2000
     write_random(prefix, documents or 20_000, vocabulary)
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     model = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size 4 --swiglu"
     steps = "--global-batch-size 8 --lr 1e-3 --train-iters 40 --eval-iters 0 --log-interval 1"
     none = "--hidden-dropout 0 --attention-dropout 0"
@@ -266,19 +263,23 @@ def training_part(directory: Path, full: bool, documents: int | None) -> None:
 PARTS = {"index": index_part, "open": open_part, "batches": batches_part, "training": training_part}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def number_of_documents(text: str) -> int:
+    if not 1000 <= float(text) <= 2e9:
+        raise argparse.ArgumentTypeError(f"{text} is not in 1000..2e9")
+    return int(float(text))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all but training")
     parser.add_argument("--full", action="store_true", help="the sizes of the goals")
-    parser.add_argument("--documents", type=float, help="another number of documents, for the parts named")
+    parser.add_argument(
+        "--documents", type=number_of_documents, metavar="N", help="number of documents for the parts named"
+    )
     parser.add_argument("--directory", help="where files are made")
-    options = parser.parse_args()
-    if options.documents is not None and not 1000 <= options.documents <= 2e9:
-        parser.error(f"--documents={options.documents:g} is not in 1000..2e9")
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix="benchmark_data-") as directory:
+
+
+def run(options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="bench_data-") as directory:
         for name in options.parts or ("index", "open", "batches"):
-            PARTS[name](Path(directory), options.full, int(options.documents) if options.documents else None)
-
-
-if __name__ == "__main__":
-    main()
+            PARTS[name](Path(directory), options.full, options.documents)
+    return 0

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """How fast checkpoints are written and read, against the same bytes written and read raw in the same run.
 
-python tools/benchmark_checkpoint.py                                           # in a new folder here, half a minute
-python tools/benchmark_checkpoint.py --dir /data/new --mib 4096 --ranks 1 2 4 8
+python tools/bench/checkpoint.py                                           # in a new folder here, half a minute
+python tools/bench/checkpoint.py --dir /data/new --mib 4096 --ranks 1 2 4 8
 
 Every round does, on all ranks at once and one after the other: raw write of the state with fsync and save; a step of
 training alone and one beside a save in the background; raw read into the state and load, hashes included, both from
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megalite.parallel.launch import Ranks, process_group, start_local  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""What tools/benchmark_kernels.py measures: kernels whose limit is memory, over [N, D]; each with its peers."""
+"""What tools/bench/kernels.py measures: kernels whose limit is memory, over [N, D]; each with its peers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernel_attention_case import attention_cases
-from kernel_case import Case, Fn, Make, Sizes, Tile, blocks, streams
-from kernel_flat_cases import flat_cases
-from kernel_loss_cases import loss_cases
 from torch import Tensor
 
 from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope, swiglu
-from megalite.kernels.dispatch import block_for
+from megalite.kernels.dispatch import tile_for
+from tools.bench.kernel_attention_case import attention_cases
+from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, blocks, streams
+from tools.bench.kernel_flat_cases import flat_cases
+from tools.bench.kernel_loss_cases import loss_cases
 
 EPS, P, KEY = 1e-5, 0.1, 0xC0FFEE01
 Tiles = Callable[[Sizes], Iterator[tuple[Tile, Callable[[], Any]]]]
@@ -87,12 +87,12 @@ def norm_cases(
     def tiles(added: bool, backward: bool) -> Tiles:
         def make(s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
             x, *w = inputs(False)(s)
-            a, table = s.rows() if added else None, block_for(module.FORWARD, s.hidden_size)
+            a, table = s.rows() if added else None, tile_for(module.FORWARD, s.hidden_size)
             if not backward:
                 return blocks(table, s.hidden_size, False, lambda b: module.forward(x, a, *w, EPS, b))
             _, h, *stats = module.forward(x, None, *w, EPS, table)
             dy = s.rows()
-            table = block_for(module.BACKWARD, s.hidden_size)
+            table = tile_for(module.BACKWARD, s.hidden_size)
             return blocks(table, s.hidden_size, True, lambda b: module.backward(dy, a, h, w[0], *stats, b))
 
         return make

@@ -1,4 +1,4 @@
-"""A piece of work of tools/benchmark_kernels.py: its bytes and FLOPs, who else does it, and the tiles worth trying."""
+"""A piece of work of tools/bench/kernels.py: its bytes and FLOPs, who else does it, and the tiles worth trying."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.dispatch import Block
+from megalite.kernels.dispatch import TileSizes
 
 Fn = Callable[..., Any]
 Tile = dict[str, int]
@@ -165,14 +165,14 @@ def sum_of(outputs: list[Tensor]) -> Tensor:
 
 
 def blocks(
-    own: Block, columns: int, walks: bool, launch: Callable[[Block], Any]
+    own: TileSizes, columns: int, walks: bool, launch: Callable[[TileSizes], Any]
 ) -> Iterator[tuple[Tile, Callable[[], Any]]]:
     """The table's tile, then others around it: rows, columns (where a row may be cut), warps and, where a program
     `walks` over many tiles, programs. A thread has 4 to 128 elements."""
     whole = own.columns >= columns  # one program holds a row
     widths = [own.columns] if whole else [512, 1024, 2048, 4096]
     programs = [1, 2, 3, 4, 6, 8] if walks else [own.programs]
-    tried = [Block(r, c, w, p) for r, c, w, p in
+    tried = [TileSizes(r, c, w, p) for r, c, w, p in
              itertools.product((1, 2, 4) if whole else (own.rows,), widths, (2, 4, 8, 16, 32), programs)
              if 4 <= r * c / (32 * w) <= 128]  # fmt: skip
     for block in [own, *(b for b in tried if b != own)]:

@@ -1,4 +1,4 @@
-"""Cases of tools/benchmark_kernels.py: the update of the weights and the gradient norm, over flat tensors."""
+"""Cases of tools/bench/kernels.py: the update of the weights and the gradient norm, over flat tensors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from kernel_case import Case, Fn, Sizes, Tile, Work, constants
 from torch import Tensor
 
 from megalite.kernels import adamw, grad_norm
+from tools.bench.kernel_case import Case, Fn, Sizes, Tile, Work, constants
 
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 10}
 TILE = {"ELEMENTS": (512, 1024, 2048, 4096), "WARPS": (2, 4, 8)}

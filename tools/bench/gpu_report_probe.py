@@ -15,14 +15,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tools"))
-
-from memory_estimate import estimate  # noqa: E402
 
 from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
+from tools.memory_estimate import estimate  # noqa: E402
 
 DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
 BF16_MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]

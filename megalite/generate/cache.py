@@ -8,11 +8,17 @@ with a window only what some query can see is read.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
+from megalite.models.gpt import Block, Stage
 
 
 class KeyValueCache:
@@ -27,6 +33,18 @@ class KeyValueCache:
         """`places_SB`: of the tokens in the next forward pass; on the CPU, so that nobody waits for a card."""
         self.earliest, self.places_SB = int(places_SB.min()), places_SB.to(device)
 
+    @contextlib.contextmanager
+    def used_by(self, stage: Stage) -> Iterator[None]:
+        """Meanwhile the layers of `stage` attend to what is kept here."""
+        layers = [block for block in stage.blocks if isinstance(block, Block)]
+        for block in layers:
+            block.attention.attend = partial(self.attend, block.layer)
+        try:
+            yield
+        finally:
+            for block in layers:
+                block.attention.attend = attention
+
     def attend(
         self,
         layer: int,
@@ -36,9 +54,10 @@ class KeyValueCache:
         *,
         scale: float,
         window: int | None = None,
+        **_: Any,
     ) -> Tensor:
         """Store the new keys and values of `layer`, and let the queries see all up to their own place, or the last
-        `window` of these: o_SBhK."""
+        `window` of these: o_SBhK. What else kernels/attention.py takes is of training."""
         first = layer not in self._layers
         if first:
             shape = (self.length, *k_SBgK.shape[1:])

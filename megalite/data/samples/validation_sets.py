@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.data.errors import DataError
-from megalite.data.files.info import read_info
+from megalite.data.files.sidecar import read_info
 
 BEGINS_SET = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gpu_report_tests
+from tools.bench import gpu_report_tests
 
-TOOLS = Path(__file__).resolve().parent
+BENCH = Path(__file__).resolve().parent
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 --bf16"
 GPT = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50257"
 SMALL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257"
@@ -72,7 +72,7 @@ def kernels(name: str, limit_s: float, flags: str, cpu: bool) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
         more = ["--device", "cpu", "--repeats", "1"] if cpu else ["--seconds", str(max(5, seconds - 10))]
         file = str(folder / "kernels.json")
-        return [sys.executable, str(TOOLS / "benchmark_kernels.py"), *flags.split(), *more, "--json", file]
+        return [sys.executable, str(BENCH / "kernels.py"), *flags.split(), *more, "--json", file]
 
     return Part(name, limit_s, command, lambda folder: load(folder / "kernels.json"))
 
@@ -88,7 +88,7 @@ def training(shape: str, limit_s: float, setting: Setting) -> Part:
         assert plan is not None
         steps = "--repeats 1 --warmup 1 --steps 2" if setting.cpu else "--repeats 1 --warmup 2 --steps 4"
         file = ["--timeout", str(seconds), "--json", str(folder / "training.json")]
-        return [sys.executable, str(TOOLS / "benchmark.py"), *steps.split(), *file, *plan["flags"]]
+        return [sys.executable, str(BENCH.parent / "benchmark.py"), *steps.split(), *file, *plan["flags"]]
 
     def read(folder: Path) -> Result:
         return training_result(load(folder / "training.json"), plan or {})
@@ -127,7 +127,7 @@ def tests(limit_s: float, cpu: bool) -> Part:
     jobs = 1 if cpu else max(1, min(8, (os.cpu_count() or 1) // 2))
 
     def command(folder: Path, seconds: float) -> list[str]:
-        return [sys.executable, str(TOOLS / "gpu_report_tests.py"), str(folder), "--jobs", str(jobs)]
+        return [sys.executable, str(BENCH / "gpu_report_tests.py"), str(folder), "--jobs", str(jobs)]
 
     return Part("tests", limit_s, command, gpu_report_tests.read)
 
@@ -137,7 +137,7 @@ def sanitizer(limit_s: float) -> Part:
     its own, or a write beyond one would be a write into the next."""
 
     def command(folder: Path, seconds: float) -> list[str]:
-        script = [sys.executable, str(TOOLS / "gpu_report_tests.py"), str(folder), "--share", "0/1", "-k", SANITIZED]
+        script = [sys.executable, str(BENCH / "gpu_report_tests.py"), str(folder), "--share", "0/1", "-k", SANITIZED]
         script += ["--seconds", str(max(10, seconds - 20))]  # what the checker found is on disk when it has ended
         log = ["--log-file", str(folder / "memcheck.txt"), "--error-exitcode", "9"]
         return ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", *log, *script]

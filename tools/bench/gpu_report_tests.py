@@ -1,6 +1,6 @@
 """The tests that need a card, in several processes at once; what tools/gpu_report.py runs and reads.
 
-    python tools/gpu_report_tests.py FOLDER --jobs 8      files FOLDER/share*.jsonl, an object per test
+    python tools/bench/gpu_report_tests.py FOLDER --jobs 8      files FOLDER/share*.jsonl, an object per test
 
 Needs pytest and nothing that runs tests in parallel: each process takes every n-th test, and files that take times come
 last, alone. A line is written when a test begins and when it ends, so that of a process that crashed or was killed the
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_files() -> tuple[list[str], list[str]]:

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """How much faster gigatoken is than the library it replaces, in one run over the same text, ids compared.
 
     python tools/python_corpus.py --out data
-    python tools/benchmark_tokenizer.py --input data/train.jsonl --tokenizer-type HuggingFaceTokenizer \\
+    python tools/bench/data.py tokenizer --input data/train.jsonl --tokenizer-type HuggingFaceTokenizer \\
         --tokenizer-model data/bpe
 
 The reference works as its authors meant it, one batch on the threads of all cores; gigatoken in one process per core,
@@ -18,19 +17,15 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate  # noqa: E402
-from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer  # noqa: E402
-from megalite.data.tokenizers.tokenizer import TYPES, SentencePieceTokenizer, Tokenizer, build_tokenizer  # noqa: E402
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate
+from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
+from megalite.data.tokenizers.tokenizer import TYPES, SentencePieceTokenizer, Tokenizer, build_tokenizer
 
 BATCH_BYTES = 1_000_000
 
@@ -129,28 +124,18 @@ def measure(path: str, key: str, arguments: dict[str, Any], repeats: int, worker
     return same
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", required=True, metavar="FILE", help="one .jsonl file")
     parser.add_argument("--json-key", default="text", metavar="KEY")
     parser.add_argument("--tokenizer-type", required=True, choices=TYPES)
-    parser.add_argument("--tokenizer-model")
-    parser.add_argument("--vocab-file")
-    parser.add_argument("--merge-file")
-    parser.add_argument("--tiktoken-pattern")
+    for flag in ("--tokenizer-model", "--vocab-file", "--merge-file", "--tiktoken-pattern"):
+        parser.add_argument(flag)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    args = vars(parser.parse_args(argv))
-    try:
-        path, key, repeats, workers = (args.pop(name) for name in ("input", "json_key", "repeats", "workers"))
-        same = measure(path, key, args, repeats, workers)
-    except (OSError, ValueError) as error:  # a DataError is a ValueError
-        print(f"benchmark_tokenizer.py: {error}", file=sys.stderr)
-        return 3
+
+
+def run(options: argparse.Namespace) -> int:
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
+    tokenizer = {name: getattr(options, name) for name in names}
+    same = measure(options.input, options.json_key, tokenizer, options.repeats, options.workers)
     return 0 if same else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """What the kernels reach on this card, beside what a copy and a matmul reach in the same run, and beside peers.
 
-python tools/benchmark_kernels.py                        every kernel, forward and backward, at large sizes
-python tools/benchmark_kernels.py --only rms_norm,rope   some of them
-python tools/benchmark_kernels.py --sweep --jobs 8       other tiles than the tables have: which is best
-python tools/benchmark_kernels.py --list                 what would be measured; needs no card
-python tools/benchmark_kernels.py --device cpu           tiny sizes in Triton's interpreter: whether it runs
+python tools/bench/kernels.py                        every kernel, forward and backward, at large sizes
+python tools/bench/kernels.py --only rms_norm,rope   some of them
+python tools/bench/kernels.py --sweep --jobs 8       other tiles than the tables have: which is best
+python tools/bench/kernels.py --list                 what would be measured; needs no card
+python tools/bench/kernels.py --device cpu           tiny sizes in Triton's interpreter: whether it runs
 
 Bytes are those that must move (each input read once, each result written once), so GB/s of a kernel that reads twice is
 low, as it should be; FLOPs are those of the formula in --list. Peers do the same work on the same inputs: torch eager,
@@ -29,14 +29,12 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from kernel_bench import Bench, Row, best_of, build  # noqa: E402
-from kernel_case import Case, Sizes, absent  # noqa: E402
-from kernel_cases import CASES  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megalite.kernels.dispatch import KernelError, installed, runs_triton  # noqa: E402
+from tools.bench.kernel_bench import Bench, Row, best_of, build  # noqa: E402
+from tools.bench.kernel_case import Case, Sizes, absent  # noqa: E402
+from tools.bench.kernel_cases import CASES  # noqa: E402
 
 PEERS = ("megalite", "torch", "compile", "liger", "apex", "triton", "cudnn", "flash")
 # flag and field of Sizes: values on a card, and on a CPU
@@ -89,7 +87,7 @@ def main(argv: list[str]) -> int:
         except OSError as error:
             problems.append(f"--json {args.json} cannot be written: {error.strerror}")
     if problems:
-        print("\n".join(f"benchmark_kernels.py: {problem}" for problem in problems), file=sys.stderr)
+        print("\n".join(f"kernels.py: {problem}" for problem in problems), file=sys.stderr)
         return 2
     device = torch.device("cpu" if args.list else args.device)
     base = Sizes(args.tokens or TOKENS[cpu], SIZES["hidden_size"][cpu][0], getattr(torch, args.dtype), device)

@@ -1,4 +1,4 @@
-"""Cases of tools/benchmark_kernels.py: cross entropy, and the head's matmul with it."""
+"""Cases of tools/bench/kernels.py: cross entropy, and the head's matmul with it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernel_case import Case, Sizes, Tile, Work, constants
 from torch import Tensor
 
 from megalite.kernels import cross_entropy, linear_cross_entropy
 from megalite.nn import loss
 from megalite.parallel.mesh import Mesh
+from tools.bench.kernel_case import Case, Sizes, Tile, Work, constants
 
 TILE = {"COLUMNS": (1024, 2048, 4096, 8192, 16384), "WARPS": (2, 4, 8, 16, 32)}
 

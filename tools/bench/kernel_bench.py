@@ -1,4 +1,4 @@
-"""Measuring one case of tools/benchmark_kernels.py after the other: rows, sweeps over tiles, and their best."""
+"""Measuring one case of tools/bench/kernels.py after the other: rows, sweeps over tiles, and their best."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from kernel_case import Case, Sizes, Tile, peers_of
-from kernel_clock import Clock, copy_rate, matmul_rate
+
+from tools.bench.kernel_case import Case, Sizes, Tile, peers_of
+from tools.bench.kernel_clock import Clock, copy_rate, matmul_rate
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Cases of tools/benchmark_kernels.py: causal attention, by who computes it."""
+"""Cases of tools/bench/kernels.py: causal attention, by who computes it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
-from kernel_case import Case, Fn, Sizes, Tile, Work, call, entries
 from torch import Tensor
 
 from megalite.kernels import flash_attention
 from megalite.kernels.attention import attention
 from megalite.kernels.dispatch import power_of_two
+from tools.bench.kernel_case import Case, Fn, Sizes, Tile, Work, call, entries
 
 GROUP = 4  # query heads to a key head, as in Llama 3
 TILE = {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}

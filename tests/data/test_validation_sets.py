@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from megalite.data.samples import named_sets
-from megalite.data.samples.datasets import parse_data_path
-from megalite.data.samples.named_sets import bits_per_byte, bytes_per_token, parse_named_sets, sets_of_each
+from megalite.data.samples import validation_sets
+from megalite.data.samples.blend import parse_data_path
+from megalite.data.samples.validation_sets import bits_per_byte, bytes_per_token, parse_named_sets, sets_of_each
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]*", fullmatch=True)
 PATHS = st.sampled_from(["a", "data/x", "/abs/lang=en/part", "./lang=en/x", "s3://bucket/k=v/x", "with space/x"])
@@ -97,4 +97,4 @@ def test_a_uniform_model_over_bytes_needs_eight_bits_for_each() -> None:
 
 
 def test_examples_of_the_documentation() -> None:
-    assert doctest.testmod(named_sets).failed == 0
+    assert doctest.testmod(validation_sets).failed == 0

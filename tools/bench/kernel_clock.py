@@ -1,4 +1,4 @@
-"""How tools/benchmark_kernels.py takes time, and the two rates that it holds figures against."""
+"""How tools/bench/kernels.py takes time, and the two rates that it holds figures against."""
 
 from __future__ import annotations
 

@@ -1,0 +1,92 @@
+"""The house as its imports draw it: `python tests/draw_house.py > docs/house.svg`.
+
+A box is a room (a folder of megalite/), a row a floor. A dark arrow is an import that no chain of other imports
+implies, a pale one the rest. Nothing is drawn by hand: tests/test_taste.py compares the file with what this prints.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import taste
+
+WIDTH, BOX_W, BOX_H, FLOOR_H, TOP = 940, 172, 46, 84, 14
+HOLDS = {
+    "generate": "text from a model",
+    "train": "where the parts meet",
+    "interop": "others' formats",
+    "pipeline": "schedules, executor",
+    "optim": "flat buffers, ZeRO-1",
+    "data": "text to samples",
+    "checkpoint": "saved and loaded",
+    "models": "GPT, families",
+    "nn": "layers",
+    "parallel": "ranks, mesh, ParamSpec",
+    "kernels": "maths",
+    "config": "options and their rules",
+}
+
+
+def imports(root: Path) -> dict[str, set[str]]:
+    """room -> the other rooms that its modules import."""
+    rooms: dict[str, set[str]] = {}
+    for module, others in taste.graph(root).items():
+        if (parts := module.split("."))[1:]:
+            rooms.setdefault(parts[1], set()).update(other.split(".")[1] for other in others if "." in other)
+    return {room: others - {room} for room, others in rooms.items()}
+
+
+def implied(room: str, other: str, edges: dict[str, set[str]]) -> bool:
+    """Whether a longer way leads from `room` to `other`."""
+    seen, todo = set[str](), list(edges[room] - {other})
+    while todo:
+        if (at := todo.pop()) not in seen:
+            seen.add(at)
+            todo += edges.get(at, ())
+    return other in seen
+
+
+def places() -> dict[str, tuple[float, float]]:
+    """room -> middle of its box. A floor with one room has it left and right of the middle by turns, so that arrows
+    that pass it are seen; the ground floor is in the middle."""
+    found, turn = {}, 190.0
+    for row, rooms in enumerate(taste.FLOORS):
+        turn = -turn if len(rooms) == 1 else turn
+        for i, room in enumerate(rooms):
+            x = WIDTH * (i + 0.5) / len(rooms) + (turn if len(rooms) == 1 and row + 1 < len(taste.FLOORS) else 0.0)
+            found[room] = (x, TOP + FLOOR_H * row + BOX_H / 2)
+    return found
+
+
+def draw(root: Path) -> str:
+    edges, where = imports(root), places()
+    pale, dark = [], []
+    for room, others in sorted(edges.items()):
+        for other in sorted(others):
+            (x0, y0), (x1, y1) = where[room], where[other]
+            y0, y1 = y0 + BOX_H / 2, y1 - BOX_H / 2 - 3
+            bend = (y1 - y0) * 0.45
+            path = f"M{x0:.0f},{y0:.0f} C{x0:.0f},{y0 + bend:.0f} {x1:.0f},{y1 - bend:.0f} {x1:.0f},{y1:.0f}"
+            stays = not implied(room, other, edges)
+            colour, width = ("#2f6bb3", 1.8) if stays else ("#c4ccd6", 1.0)
+            tip = f'<path d="M{x1 - 4:.0f},{y1 - 4:.0f} L{x1 + 4:.0f},{y1 - 4:.0f} L{x1:.0f},{y1 + 3:.0f} Z"'
+            line = f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+            (dark if stays else pale).append(f'{line}{tip} fill="{colour}"/>')
+    boxes = []
+    for room, (x, y) in where.items():
+        corner = f'x="{x - BOX_W / 2:.0f}" y="{y - BOX_H / 2:.0f}"'
+        boxes.append(
+            f'<rect {corner} width="{BOX_W}" height="{BOX_H}" rx="5" fill="#f7f9fb" stroke="#44546a"/>'
+            f'<text x="{x:.0f}" y="{y - 3:.0f}" font-weight="bold" font-size="14">{room}</text>'
+            f'<text x="{x:.0f}" y="{y + 14:.0f}" font-size="11" fill="#5a6675">{HOLDS[room]}</text>'
+        )
+    height = TOP * 2 + FLOOR_H * (len(taste.FLOORS) - 1) + BOX_H
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    style = ' font-family="Helvetica, Arial, sans-serif" text-anchor="middle" fill="#1d2733">'
+    back = f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
+    return "\n".join([head + style, back, *pale, *dark, *boxes, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(draw(taste.ROOT))

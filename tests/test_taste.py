@@ -1,0 +1,104 @@
+"""The rules of tests/taste.py hold in this repository, and each can fail: on a small tree with the fault in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import draw_house
+import pytest
+import taste
+
+Rule = Callable[[Path], Iterator[str]]
+
+
+@pytest.mark.parametrize("rule", taste.RULES, ids=lambda rule: rule.__name__)
+def test_the_house_is_in_order(rule: Rule) -> None:
+    assert list(rule(taste.ROOT)) == []
+
+
+SHAPES = "| `S` | sequence |\n| `B` | micro-batch |\n| `D` | width |\n"
+FAULTS: dict[str, dict[str, str]] = {
+    "long_functions": {"megalite/a.py": "def f():\n" + "    pass\n" * taste.FUNCTION_LINES},
+    "long_files": {"megalite/a.py": "x = 1\n" * (taste.FILE_LINES + 1)},
+    "many_parameters": {"tools/a.py": f"def f({', '.join(f'p{i}' for i in range(taste.PARAMETERS + 1))}): ..."},
+    "circles": {
+        "megalite/nn/a.py": "from megalite.nn import b\n",
+        "megalite/nn/b.py": "def f():\n    from megalite.nn.a import x\n",
+    },
+    "circles ": {
+        "megalite/nn/a.py": "def f():\n    import megalite.train.b\n",
+        "megalite/train/b.py": "",
+    },
+    "twins": {"megalite/nn/a.py": "", "megalite/optim/a.py": ""},
+    "twins ": {"megalite/a.py": "class X: ...", "megalite/b.py": "class X: ...\n"},
+    "environment_readers": {"megalite/a.py": "import os\n\nx = os.environ['A']\n"},
+    "facts_by_name": {"megalite/a.py": "def f(name): return name.endswith('.norm.weight')\n"},
+    "options": {
+        "megalite/config/a.py": "class AConfig:\n" + "".join(f"    a{i}: int\n" for i in range(taste.OPTIONS + 1))
+    },
+    "shapes": {"megalite/nn/a.py": "def f(x_SBQ): ...\n"},
+    "shapes ": {"megalite/nn/a.py": "def f(x_sBD):\n    x_SBD = x_sBD\n"},
+    "shapes  ": {"megalite/nn/a.py": "def f(x_sBD):\n    g(x_SBD=x_sBD)\n"},
+    "shapes   ": {"megalite/nn/a.py": "def f(x_SBD):\n    B, S, D = x_SBD.shape\n"},
+    "shapes    ": {"megalite/nn/a.py": 'def f(x):\n    """x [S, B, Q] -> [..., 2D], see [1]."""\n'},
+    "lost_files": {"README.md": "see [this](docs/nothing.md)\n"},
+    "lost_files ": {"docs/a.md": "`tools/nothing.py`\n"},
+    "lost_names": {"docs/a.md": "`no_such_name`\n", "pyproject.toml": ""},
+    "lost_places": {"docs/a.md": "`nn/a.py: g`\n", "megalite/nn/a.py": "def f(): ...\n"},
+    "lost_places ": {"docs/a.md": "`nn/a.py: A.g`\n", "megalite/nn/a.py": "class A:\n    def f(self): ...\n"},
+    "lost_places  ": {
+        "docs/a.md": "```\nnn/a.py: f\n  nn/a.py: g   what it does\n```\n",
+        "megalite/nn/a.py": "def f(): ...\n\n\ndef g(): ...\n",
+    },
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_rule_can_fail(fault: str, tmp_path: Path) -> None:
+    for name, text in {"docs/shapes.md": SHAPES, "pyproject.toml": "", **FAULTS[fault]}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = {rule.__name__: list(rule(tmp_path)) for rule in taste.RULES}
+    assert len(found.pop(fault.strip())) == 1, found
+    assert not any(found.values()), found
+
+
+def test_every_rule_has_a_fault() -> None:
+    assert {fault.strip() for fault in FAULTS} == {rule.__name__ for rule in taste.RULES}
+
+
+def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
+    right = {
+        "docs/shapes.md": SHAPES,
+        "docs/a.md": "`nn/a.py: A.g`, [a](shapes.md)\n```\nnn/a.py: f\n  nn/a.py: A.g\n```\n",
+        "megalite/nn/a.py": "import os\n\nclass A:\n    def g(self): ...\n\ndef f(x_SBD):\n"
+        "    S, B, _ = x_SBD.shape\n    y_sBD = scatter(x_SBD)\n    return A().g(y_sBD=y_sBD)\n",
+        "megalite/train/b.py": "from megalite.nn.a import A\n",
+        "megalite/config/environment.py": "import os\nx = os.environ\n",
+    }
+    for name, text in right.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [line for rule in taste.RULES for line in rule(tmp_path)] == []
+
+
+def test_the_picture_of_the_house_is_todays() -> None:
+    """Else: python tests/draw_house.py > docs/house.svg"""
+    assert (taste.ROOT / "docs/house.svg").read_text() == draw_house.draw(taste.ROOT)
+
+
+def test_every_arrow_points_down(tmp_path: Path) -> None:
+    where = draw_house.places()
+    assert where.keys() == {
+        path.name for path in (taste.ROOT / "megalite").iterdir() if (path / "__init__.py").is_file()
+    }
+    for room, others in draw_house.imports(taste.ROOT).items():
+        assert all(where[room][1] < where[other][1] for other in others), room
+
+
+def test_readme_counts_the_path_of_a_step() -> None:
+    lines = sum(taste.path_of_a_step(taste.ROOT).values())
+    found = re.search(r"path of a step is about ([\d,]+)\s+lines", (taste.ROOT / "README.md").read_text())
+    assert found is not None and abs(int(found[1].replace(",", "")) - lines) <= 0.03 * lines, lines

@@ -1,0 +1,41 @@
+#!/usr/bin/env python
+"""What data costs: samples and batches beside their goals, preprocessing, and tokenizing with gigatoken.
+
+python tools/bench/data.py samples                  building an epoch's order, opening a pair, reading batches
+python tools/bench/data.py preprocess --help
+python tools/bench/data.py tokenizer --help
+
+Exit code 0 when all was measured, 1 when gigatoken made other ids, 2 for a bad flag, 3 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.bench import data_preprocess, data_samples, data_tokenizer  # noqa: E402
+
+SUBJECTS = {"samples": data_samples, "preprocess": data_preprocess, "tokenizer": data_tokenizer}
+
+
+def main(argv: list[str]) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="subject", required=True, metavar="|".join(SUBJECTS))
+    for name, module in SUBJECTS.items():
+        about = module.__doc__ or ""
+        one = commands.add_parser(name, description=about, formatter_class=raw, allow_abbrev=False)
+        module.add_flags(one)
+    options = parser.parse_args(argv)
+    try:
+        return SUBJECTS[options.subject].run(options)
+    except (OSError, ValueError) as error:  # a DataError is a ValueError
+        print(f"data.py: {error}", file=sys.stderr)
+        return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
