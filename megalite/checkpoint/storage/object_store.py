@@ -156,7 +156,7 @@ class RemoteStorage:
             self.delete(test)
         except OSError as error:
             raise CheckpointError(
-                f"save={str(directory)!r} cannot be written ({error}): check the name and your permissions there"
+                f"save={str(directory)!r} cannot be written ({error}): check its name and your permissions there"
             ) from None
 
     def check_space(self, directory: Url, needed: int) -> None:
