@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
-from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
+from megalite.checkpoint.offline import open_checkpoint  # noqa: E402
 from megalite.config.options import Config, ConfigError, ModelConfig, build  # noqa: E402
 from megalite.config.toml import to_toml  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside  # noqa: E402
-from megalite.data.tokenizers.tokenizer import build_tokenizer  # noqa: E402
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
 from megalite.interop import second_reading  # noqa: E402
 from megalite.interop.convert import Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.interop.hugging_face import model_files as hugging_face  # noqa: E402
@@ -162,7 +162,7 @@ def from_hf(args: argparse.Namespace) -> bool:
     state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.vocab_size)
     written = write_import(args.save, theirs.tensors, specs, state)
     print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size}")
-    return checked(args, folder, theirs, Ours(open_checkpoint(written)))
+    return checked(args, folder, theirs, Ours(open_checkpoint(written, verified=True)))
 
 
 def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.HuggingFaceModel, ours: Ours) -> bool:
@@ -200,7 +200,7 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
     print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
     if unknown:
         print(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size", file=sys.stderr)
-    return not check or checked_megatron(theirs, Ours(open_checkpoint(written)), vocab_size)
+    return not check or checked_megatron(theirs, Ours(open_checkpoint(written, verified=True)), vocab_size)
 
 
 def checked_megatron(theirs: megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
@@ -209,7 +209,7 @@ def checked_megatron(theirs: megatron.MegatronModel, ours: Ours, vocab_size: int
 
 
 def to_hf(args: argparse.Namespace) -> bool:
-    source = open_checkpoint(args.load)
+    source = open_checkpoint(args.load, verified=True)
     model, config = saved_model(source), saved_config(source.manifest, source.folder)
     like: Path | None = args.like or like_of(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
@@ -228,7 +228,7 @@ def to_hf(args: argparse.Namespace) -> bool:
 
 
 def to_megatron(args: argparse.Namespace) -> bool:
-    source = open_checkpoint(args.load)
+    source = open_checkpoint(args.load, verified=True)
     model = saved_model(source)
     config = saved_config(source.manifest, source.folder)
     vocab_size, _ = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)

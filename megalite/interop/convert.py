@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.whole import FILE_BYTES, Item, Source, write_checkpoint
+from megalite.checkpoint.format.tensor_file import cut
+from megalite.checkpoint.offline import Checkpoint, Difference, Item, difference, write_checkpoint
+from megalite.checkpoint.storage.location import Location, folder_of
+from megalite.checkpoint.storage.protocol import steps_in
 from megalite.config.check import check
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml
 from megalite.interop.rules import Recipe, Specs, join, split, unpadded
 from megalite.parallel.spec import Box, ParamSpec
 
+FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 # what a run needs beside a model, so that what `check` finds is the model's
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
 
@@ -64,7 +68,8 @@ def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
         boxes = [(spec.name, unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
         parts = [(name, box) for name, box in boxes if box is not None]
         if parts:
-            items.append(Item(one.dtype, parts, lambda one=one: (values for _, _, values in _kept(one, specs))))
+            keyed = [(f"model/{name}", box) for name, box in parts]
+            items.append(Item(one.dtype, keyed, lambda one=one: (values for _, _, values in _kept(one, specs))))
     return items
 
 
@@ -78,13 +83,21 @@ def _kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]
 
 def write_import(
     directory: Path, foreign: Sequence[Foreign], specs: Specs, state: dict[str, Any], file_bytes: int = FILE_BYTES
-) -> Path:
-    """A checkpoint of step 0 from foreign weights; no optimizer states. Raises CheckpointError."""
-    shapes = {name: spec.stored_shape for name, spec in specs.items()}
-    return write_checkpoint(directory, items_of(foreign, specs), shapes, state, file_bytes)
+) -> Location:
+    """A checkpoint of step 0 from foreign weights; no optimizer states. Raises CheckpointError.
+
+    No checkpoint may exist there yet: a converted model is the start of a run, not a step of one.
+    """
+    if steps_in(directory):
+        raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
+    items = items_of(foreign, specs)
+    files = [[items[i] for i in chosen] for chosen in cut([item.bytes for item in items], file_bytes)]
+    folder = folder_of(directory, 0)
+    write_checkpoint(folder, files, {f"model/{name}": spec.stored_shape for name, spec in specs.items()}, state)
+    return folder
 
 
-def saved_model(source: Source) -> ModelConfig:
+def saved_model(source: Checkpoint) -> ModelConfig:
     """The model that a checkpoint's configuration describes. Raises CheckpointError."""
     where = f"{source.folder}: its configuration"
     try:
@@ -107,7 +120,7 @@ class Ours:
     model's specs, for a format that holds values as they are used: a stored difference gets its offset back.
     """
 
-    source: Source
+    source: Checkpoint
     dtype: torch.dtype | None = None
     used: Specs | None = None
 
@@ -135,33 +148,24 @@ class Ours:
 
 
 @dataclass(frozen=True)
-class TensorDifference:
-    """`count` elements of our rectangle differ, the first at `index` of our tensor; largest: by how much at most."""
-
-    place: str
-    index: tuple[int, ...]
-    theirs: float
-    ours: float
-    count: int
-    largest: float
-
-    def __str__(self) -> str:
-        more = f"{self.count:,} elements of it differ, by at most {self.largest:g}"
-        return f"{self.place}{list(self.index)}: {self.theirs!r} there, {self.ours!r} here; {more}"
-
-
-@dataclass(frozen=True)
 class Verdict:
+    """`differing`: rectangles of ours, by the name of theirs and ours."""
+
     tensors: int
     elements: int
-    differing: list[TensorDifference]
+    differing: list[Difference]
 
     def __str__(self) -> str:
         if not self.differing:
             return f"check: {self.tensors} tensors, {self.elements:,} elements, all bits equal"
         largest = max(self.differing, key=lambda d: d.largest)
         lines = [f"check: {len(self.differing)} parts of {self.tensors} tensors differ"]
-        return "\n".join([*lines, f"first: {self.differing[0]}", f"largest: {largest}"])
+        return "\n".join([*lines, f"first: {_told(self.differing[0])}", f"largest: {_told(largest)}"])
+
+
+def _told(d: Difference) -> str:
+    more = f"{d.count:,} elements of it differ, by at most {d.largest:g}"
+    return f"{d.name}{list(d.index or ())}: {d.there!r} there, {d.here!r} here; {d.note and d.note + ', '}{more}"
 
 
 def compare(foreign: Iterable[Foreign], ours: Ours, specs: Specs) -> Verdict:
@@ -170,19 +174,9 @@ def compare(foreign: Iterable[Foreign], ours: Ours, specs: Specs) -> Verdict:
     for one in foreign:
         tensors += 1
         for spec, kept, theirs in _kept(one, specs):
-            mine = ours.read(spec.name, kept)
             elements += theirs.numel()
-            different = _bits(theirs) != _bits(mine) if theirs.dtype == mine.dtype else torch.ones_like(mine).bool()
-            if different.any():
-                at = tuple(int(i) for i in different.nonzero()[0])
-                index = tuple(i + start for i, start in zip(at, kept.start, strict=True))
-                gap = (theirs.double() - mine.double()).abs().max()
-                values_there = float(theirs[at]), float(mine[at])
-                place = f"{one.place}, {spec.name}"
-                differing.append(TensorDifference(place, index, *values_there, int(different.sum()), float(gap)))
+            found = difference(f"{one.place}, {spec.name}", ours.read(spec.name, kept), theirs)
+            if found is not None:
+                at = zip(found.index or (), kept.start, strict=False)  # no index where only dtypes differ
+                differing.append(replace(found, index=tuple(i + start for i, start in at)))
     return Verdict(tensors, elements, differing)
-
-
-def _bits(values: Tensor) -> Tensor:
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.contiguous().view(kinds[values.dtype.itemsize])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megalite.checkpoint.format.pieces import inside, intersect, rectangles
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.progress import ProgressLines
 from megalite.interop.convert import Foreign, refuse
 from megalite.interop.rules import Specs, split
 from megalite.parallel.spec import Box, Piece
@@ -37,7 +37,7 @@ def fill_from(
     wanted: dict[str, list[Piece]] = {}
     for piece in pieces:
         wanted.setdefault(_bare(piece), []).append(piece)
-    progress = Progress(f"loading {where}", len(foreign), "tensors") if tell else None
+    progress = ProgressLines(f"loading {where}", len(foreign), "tensors") if tell else None
     for one in foreign:
         if progress is not None:
             progress.add(1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.whole import Source
+from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
 from megalite.interop.logits import fill_stage
 from megalite.models.gpt import Batch, Stage
@@ -177,7 +177,7 @@ class Agreement:
 def compare_layers(
     weight: Weight,
     theirs: ModelConfig,
-    source: Source,
+    source: Checkpoint,
     model: ModelConfig,
     vocab_size: int,
     *,

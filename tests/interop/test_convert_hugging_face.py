@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import convert_checkpoint  # noqa: E402
 
-from megalite.checkpoint.format import reader, writer  # noqa: E402
 from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
-from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
+from megalite.checkpoint.offline import open_checkpoint  # noqa: E402
+from megalite.checkpoint.run import foreground, loader  # noqa: E402
 from megalite.config.options import ModelConfig, build  # noqa: E402
 from megalite.config.pattern import write_pattern  # noqa: E402
 from megalite.config.toml import parse_toml, to_toml  # noqa: E402
@@ -133,7 +133,7 @@ def test_scaling_of_rotary_waves_is_seen_by_the_logits(models, tmp_path: Path) -
         )
         for name, w in source.manifest.tensors.items()
     ]
-    writer.save(tmp_path / "other", 0, pieces, state, Mesh.alone())
+    foreground.save(tmp_path / "other", 0, pieces, state, Mesh.alone())
     assert (our_logits(tmp_path / "other") - their_logits(theirs)).abs().max() > 100 * TOLERANCE
 
 
@@ -176,12 +176,12 @@ def _through(folder: str) -> None:
         toml = open_checkpoint(Path(directory)).manifest.state["config"]
         config = build({**parse_toml(toml, ""), **COMMON, **flags})
         run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
-        found = reader.newest(directory, run.mesh)
+        found = loader.newest(directory, run.mesh)
         assert found is not None
         pieces = [entry for entry in run.optimizer.pieces() if entry.piece.name.startswith("model/")]
-        reader.fill(*found, [entry.piece for entry in pieces], run.mesh)
+        loader.fill(*found, [entry.piece for entry in pieces], run.mesh)
         owned = [entry.piece for entry in pieces if entry.owned]
-        writer.save(f"{folder}/ranks {name}", 3, owned, found[1].state, run.mesh)
+        foreground.save(f"{folder}/ranks {name}", 3, owned, found[1].state, run.mesh)
         run.close()
 
 
@@ -206,7 +206,7 @@ def test_main_weights_and_weights_stored_as_their_difference_from_one(tmp_path: 
             pieces.append(Piece(f"{kind}/{name}", spec.shape, box, range(box.numel), values))
     options = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, "apply_layernorm_1p": True}
     text = "\n".join(f"{key} = {str(value).lower()}" for key, value in {**options, "vocab_size": 7}.items())
-    writer.save(tmp_path / "ours", 1, pieces, {"config": text}, Mesh.alone())
+    foreground.save(tmp_path / "ours", 1, pieces, {"config": text}, Mesh.alone())
     for dtype, kind in (("float32", "optimizer.main"), ("bfloat16", "model")):
         assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / dtype, "--dtype", dtype, "--check") == 0
         stored, found = {p.name: p.data for p in pieces}, tensors_in(tmp_path / dtype)
@@ -250,7 +250,7 @@ def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool 
         data = 0.3 * torch.randn(box.numel, generator=generator)
         data += 1 - one_plus if name.endswith("norm.weight") else 0
         pieces.append(Piece(f"model/{name}", spec.shape, box, range(box.numel), data.bfloat16() if bf16 else data))
-    writer.save(folder, 1, pieces, {"config": to_toml(build(values)), "vocab_size": 9}, Mesh.alone())
+    foreground.save(folder, 1, pieces, {"config": to_toml(build(values)), "vocab_size": 9}, Mesh.alone())
     return model
 
 
@@ -404,8 +404,11 @@ def test_one_layer_at_a_time_and_without_transformers(models, tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("logits are not compared; pip install transformers") == 2
     peaks = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak")]
-    reading = 4 * 4  # by threads that verify, MiB
-    assert len(peaks) == 2 and total > 100 and max(peaks) < 8 + reading + 4 * largest + 2 * layer, peaks
+    reading = 2 * 4  # buffers of the threads that read and verify, MiB
+    imports = (
+        16  # what is imported and what malloc keeps; peaks of 31 to 34 MiB were seen in all, on a busy machine too
+    )
+    assert len(peaks) == 2 and total > 100 and max(peaks) < imports + reading + 4 * largest + 2 * layer, peaks
 
 
 def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
@@ -438,7 +441,7 @@ def test_the_check_finds_one_bit(models, tmp_path: Path, capsys) -> None:
     tensors["model.norm.weight"][4] += 2.0
     save_file(tensors, changed / "model.safetensors")
     verdict = compared(changed, tmp_path / "ours")
-    assert [(d.place.split()[0], d.count, d.index) for d in verdict.differing] == [
+    assert [(d.name.split()[0], d.count, d.index) for d in verdict.differing] == [
         ("model.layers.1.self_attn.v_proj.weight", 1, (1, 3, 7)),
         ("model.norm.weight", 1, (4,)),
     ]

@@ -15,9 +15,9 @@ from ranks import run_ranks
 from test_convert_megatron import Case, V, tool, write
 
 from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.offline import open_checkpoint
 from megalite.checkpoint.storage.location import is_megatron
 from megalite.checkpoint.storage.protocol import steps_in
-from megalite.checkpoint.whole import open_checkpoint
 from megalite.config import cli
 from megalite.config.options import Config
 from megalite.interop.megatron.rank_files import find

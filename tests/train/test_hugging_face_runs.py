@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import convert_checkpoint  # noqa: E402
 
 from megalite.checkpoint.format.pieces import rectangles  # noqa: E402
+from megalite.checkpoint.offline import open_checkpoint  # noqa: E402
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError  # noqa: E402
-from megalite.checkpoint.whole import open_checkpoint  # noqa: E402
 from megalite.config import cli  # noqa: E402
 from megalite.config.options import Config  # noqa: E402
 from megalite.generate import generation as generate  # noqa: E402

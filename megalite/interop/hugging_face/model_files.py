@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.planned_files import DTYPES
+from megalite.checkpoint.format.tensor_file import DTYPES
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
 from megalite.interop.hugging_face.config_json import Json, read_config

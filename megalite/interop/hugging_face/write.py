@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from megalite.checkpoint.format import tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.planned_files import Planned, cut, write_tensors
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import Ours
 from megalite.interop.hugging_face.config_json import Json, write_config
@@ -63,14 +63,16 @@ def write_model(
 
 def _write_shards(part: Path, ours: Ours, wanted: Sequence[Recipe], shard_bytes: int) -> torch.dtype:
     """The files and their index; the widest dtype among them."""
-    planned = [(recipe, Planned(recipe.theirs, ours.dtype_of(recipe), recipe.shape)) for recipe in wanted]
+    planned = [(r, tensor_file.Planned(r.theirs, ours.dtype_of(r), r.shape)) for r in wanted]
     planned.sort(key=lambda pair: -pair[1].dtype.itemsize)
-    files = cut([plan.bytes for _, plan in planned], shard_bytes)
+    files = tensor_file.cut([plan.bytes for _, plan in planned], shard_bytes)
     weight_map: dict[str, str] = {}
     for number, chosen in enumerate(files, start=1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         pairs = [planned[i] for i in chosen]
-        write_tensors(part / name, [plan for _, plan in pairs], (ours.join(recipe) for recipe, _ in pairs))
+        plans = [plan for _, plan in pairs]
+        values = tensor_file.flat(plans, (ours.join(recipe) for recipe, _ in pairs))
+        tensor_file.write(part / name, tensor_file.header_of(plans, align=8), values)
         weight_map |= {plan.key: name for _, plan in pairs}
     if len(files) > 1:
         total = sum(plan.bytes for _, plan in planned)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.planned_files import CODES
+from megalite.checkpoint.format.tensor_file import CODES
 from megalite.checkpoint.storage.location import is_megatron
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import inside, intersect
-from megalite.checkpoint.format.planned_files import CODES
+from megalite.checkpoint.format.tensor_file import CODES
 from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
 from megalite.interop.megatron.args import read_args
 from megalite.interop.megatron.names import MEGATRON, STACKED_LAYERS, SYNONYMS, WORD

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.progress import show
+from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location
@@ -117,13 +117,13 @@ def resume(
     CheckpointError."""
     seen: list[tuple[Numbers, list[str]]] = []  # of the last one looked at, its notes
 
-    def wanted(folder: Location, manifest: Manifest) -> reader.Wanted:
+    def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
         numbers = _numbers(run, folder, manifest, config.checkpoint)
         want, notes = _wanted(run, config, start, folder, manifest, numbers[3])
         seen[:] = [(numbers, notes)]
         return want
 
-    found = reader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
+    found = loader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if found is None:
         return None
     folder, manifest = found
@@ -155,7 +155,7 @@ def resume(
 
 def _wanted(
     run: Run, config: Config, start: Start, folder: Location, manifest: Manifest, theirs: Rates
-) -> tuple[reader.Wanted, list[str]]:
+) -> tuple[loader.Wanted, list[str]]:
     """(what to fill from this checkpoint, what is worth telling). Raises SetupError where it does not fit the run."""
     notes: list[str] = []
     options = model_differences(config, manifest, folder, run.vocab_size)
@@ -177,7 +177,7 @@ def _wanted(
     elif here["model"] != there["model"]:
         pieces = across_precisions(pieces, here, there)
         notes.append(f"saved in {there['model']}: the main weights continue bit for bit, in {here['model']}")
-    return reader.Wanted(pieces, start.optimizer, tell=_tell_load(run, config, folder, manifest)), notes
+    return loader.Wanted(pieces, start.optimizer, tell=_tell_load(run, config, folder, manifest)), notes
 
 
 def _rate_problems(here: Rates, there: Rates, c: CheckpointConfig) -> list[str]:
