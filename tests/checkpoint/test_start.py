@@ -151,11 +151,11 @@ def test_a_misspelt_load_names_what_is_near_and_holds_checkpoints(saved: tuple[P
     ]
     run.close()
     run, config = built("--load", str(wrong), "--exit-on-missing-checkpoint")
-    with pytest.raises(SetupError, match="run-seven does; leave --exit-on-missing"):
+    with pytest.raises(SetupError, match="run-seven does; drop --exit-on-missing"):
         start_run(run, config)
     run.close()
     run, config = built("--load", str(tmp_path / "other"))
-    assert "holds no checkpoint and is not there: the run starts" in start_run(run, config)[1][0]
+    assert "holds no checkpoint and does not exist: the run starts" in start_run(run, config)[1][0]
     run.close()
 
 
@@ -310,7 +310,7 @@ def test_a_run_goes_on_in_another_precision_with_the_same_main_weights(before: s
     assert all(same(a, b) for a, b in zip(main, found, strict=True)) and run.state.step == 1
     half = {name: data.to(run.buffer.weights.dtype) for name, data in main[0].items()}
     assert same(_kept(run, "model/"), half)
-    assert any("the main weights go on bit for bit" in note for note in notes)
+    assert any("the main weights continue bit for bit" in note for note in notes)
     assert run.loss_scaler.dynamic == (after == "fp16") and math.isfinite(train_step(run).loss)
     run.close()
 

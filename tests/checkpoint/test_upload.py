@@ -105,7 +105,7 @@ def test_training_goes_on_when_an_upload_fails(kept: str, tmp_path: Path, broken
     broken(True)
     one.save(1, pieces(1.0), {})
     told: list[str] = []
-    while not any("after the next save again" in line for line in told):  # the test's time-out ends this
+    while not any("the next save tries again" in line for line in told):  # the test's time-out ends this
         told += one.news()
     broken(False)
     one.save(2, pieces(2.0), {})

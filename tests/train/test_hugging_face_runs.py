@@ -166,11 +166,11 @@ def test_options_that_contradict_are_named_together(models) -> None:
         "activation: 'squared_relu' here, 'swiglu' in",
         "norm_epsilon: 1e-05 here, 1e-06 in",
         "vocab_size: 95 here, 93 in",
-        "; leave --vocab-size away",
+        "; drop --vocab-size",
         "ckpt_step=3, but",
     ):
         assert text in str(error.value)
-    with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; leave it away"):
+    with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; drop the option"):
         taken(folder, "--num-layers", "6")
 
 

@@ -95,7 +95,7 @@ def test_a_resume_with_other_rates_is_refused(saved: tuple[Path, dict], flags: s
         resumed(saved[0], *flags.split())
     for line in lines:
         assert f"{line} the checkpoint" in str(error.value)
-    assert "--override-opt-param-scheduler goes on as here" in str(error.value)
+    assert "--override-opt-param-scheduler takes those here" in str(error.value)
 
 
 def test_a_longer_run_goes_on_where_its_decay_stays(saved: tuple[Path, dict]) -> None:

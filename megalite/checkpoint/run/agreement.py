@@ -53,10 +53,7 @@ def check_shared(directory: Location, mesh: Mesh, patience_s: float = 10.0) -> N
     number = torch.tensor(int.from_bytes(os.urandom(7), "little"), dtype=torch.int64, device=mesh.device)
     storage = storage_of(directory)
     token = directory / f".probe-{int(broadcast_(number, mesh.world)):x}"
-    if mesh.world.is_first:
-        together(mesh, lambda: storage.put(token, ""), f"writing to {directory}")
-    else:
-        agree(None, mesh, f"writing to {directory}")
+    together(mesh, lambda: storage.put(token, "") if mesh.world.is_first else None, f"writing to {directory}")
 
     def look() -> None:
         deadline = time.monotonic() + patience_s

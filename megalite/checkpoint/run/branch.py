@@ -1,82 +1,79 @@
 """What a --save directory holds of later steps than the one where a run begins: of a branch that the run leaves.
 
 It happens after a rollback (--ckpt-step), after --finetune, and where a run saves to a directory that was another's. If
-it stayed, the next start would go on from it, and --keep-last would delete the new branch's checkpoints before it.
+it stayed, the next start would continue from it, and --keep-last would delete the new branch's checkpoints before it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megalite.checkpoint.run.log_lines import LogLines
 from megalite.checkpoint.storage import left_branch
-from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of
+from megalite.checkpoint.storage.location import CheckpointError, Location, Url, folder_of
 from megalite.checkpoint.storage.protocol import storage_of
 
 
 class Branch:
-    """A run that begins at step `begin` and saves to `directory`, and from there to `kept`. Nothing is collective.
+    """A run that begins at step `begin` and saves to the first of `places`, from there to the other. Not collective.
 
-    `damaged`: what is of later steps was tried, and is not whole. Raises CheckpointError where something else is there
-    behind a URL, where it cannot be renamed: COMPLETE cannot be put aside for all of it at once.
+    `damaged`: what is of later steps was tried, and is not whole; behind a URL it stays where it is. Raises
+    CheckpointError where something else of later steps is behind a URL, where no folder can be renamed.
     """
 
-    def __init__(self, directory: Location, kept: Location | None, begin: int, damaged: bool):
-        self._places = [directory] if kept is None else [directory, kept]
-        self._begin = begin
-        self.damaged: set[int] = set()  # and stays where it is
-        left = {step for place in self._places for step in _later(place, begin)}
-        self.pending = bool(left)  # until there is a first save
-        self.unsettled = False  # some are hidden yet: the first save has to stay, since it says that they are left
-        fixed = next((place for place in self._places if not isinstance(place, Path)), None)
-        if fixed is not None and (stuck := _later(fixed, begin)):
-            if not damaged:
+    def __init__(self, places: Sequence[Location] = (), begin: int = 0, damaged: bool = False):
+        self._paths, self._begin = [place for place in places if isinstance(place, Path)], begin
+        later = {place: steps for place in places if (steps := _later(place, begin))}
+        for place, steps in later.items():
+            if isinstance(place, Url) and not damaged:
                 copy = f" (with iter_{begin:07d} copied to it --load can be the same)" if begin else ""
                 raise CheckpointError(
-                    f"save={str(fixed)!r}: {_named(stuck)}, of later steps than {begin}, where this run begins, would "
-                    "be taken for its own, and nothing can be renamed behind a URL: give --save another URL"
-                    f"{copy}, delete them, or go on from the newest: --load without --ckpt-step and --finetune"
+                    f"save={str(place)!r} holds {_named(steps)}, of later steps than {begin}, where this run begins: "
+                    "they would be taken for its own, and cannot be renamed behind a URL; give --save another URL"
+                    f"{copy}, delete them, or continue from the newest: --load without --ckpt-step and --finetune"
                 )
-            self.damaged = set(stuck)
-        self.note = (
-            f"{_named(left)} in {' and '.join(map(str, self._places))}: of later steps than {begin}, where this run "
-            "begins; the first save renames that to abandoned-..., and deletes nothing. To go on from the newest "
-            f"instead, stop now, and give --load {self._places[-1]} without --ckpt-step and --finetune"
-            if left and not damaged
-            else None
-        )
+        self.damaged = {step for place, steps in later.items() if isinstance(place, Url) for step in steps}
+        self.pending = bool(later)  # until there is a first save
+        self.unsettled = False  # some are hidden yet: the first save has to stay, since it says that they are left
+        self.note: str | None = None
+        if later and not damaged:
+            self.note = (
+                f"{_named(set().union(*later.values()))} in {' and '.join(map(str, places))}: of later steps than "
+                f"{begin}, where this run begins; the first save renames them to abandoned-..., and deletes nothing. "
+                f"To continue from them, stop now, and give --load {places[-1]} without --ckpt-step and --finetune"
+            )
 
     @contextlib.contextmanager
     def replaced_by(self, first: int, tell: LogLines) -> Iterator[None]:
-        """Around the commit of the checkpoint `first`: if it is the run's first one, what is of later steps than the
-        begin goes with it, or stays where the commit raises. `tell`: gets a line for people."""
-        paths = [place for place in self._places if isinstance(place, Path)]
+        """Around the commit of the checkpoint `first`: if it is the run's first one, all of later steps than `begin` is
+        renamed with it, or stays where the commit raises. `tell`: gets a line for people."""
         if self.unsettled:
-            self._settle(paths, tell)
-        if not self.pending or not paths:
+            self._settle(tell)
+        if not self.pending or not self._paths:
             yield
             return
         try:
-            left = {path: [folder_of(path, n).name for n in reversed(_later(path, self._begin))] for path in paths}
+            left = {
+                path: [folder_of(path, n).name for n in reversed(_later(path, self._begin))] for path in self._paths
+            }
             left_branch.hide(left, self._begin, first)
             yield
         except BaseException:
             with contextlib.suppress(OSError):  # the next start does it
-                left_branch.settle(*paths)
+                left_branch.settle(*self._paths)
             raise
         self.pending = False
-        self._settle(paths, tell)
+        self._settle(tell)
 
-    def _settle(self, paths: list[Path], tell: LogLines) -> None:
+    def _settle(self, tell: LogLines) -> None:
         self.unsettled = True
         try:
-            for path, new in left_branch.settle(*paths).items():
+            for path, new in left_branch.settle(*self._paths).items():
                 renamed = ", ".join(f"{name} to {other}" for name, other in new.items())
-                tell.append(
-                    f"begun at step {self._begin}, the run has left what was there: renamed in {path} {renamed}"
-                )
+                began = f"the run began at step {self._begin} and left the branch of later checkpoints"
+                tell.append(f"{began}: renamed in {path} {renamed}")
             self.unsettled = False
         except OSError as error:  # they are hidden
             later = "the next save or start tries again, and until then nothing is deleted or uploaded"

@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Saver:
         self._flight: BackgroundSave | None = None
         self._host = HostCopy(mesh.device)
         self._news = LogLines()
-        self._branch: Branch | None = None
+        self._branch = Branch()  # that leaves nothing, until `begins_at`
         self._sound: set[int] = set()
         self._uploader: Uploader | None = None
         self.upload_to: Location | None = None
@@ -85,29 +86,24 @@ class Saver:
             together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
             total = int(all_reduce_(torch.tensor(nbytes, dtype=torch.int64, device=mesh.device), mesh.world))
             saver._bytes = total
-            if mesh.world.is_first:
-                saver._begin(total)
-            else:
-                agree(None, mesh, f"preparing {folder}")
+            together(mesh, lambda: saver._prepare(total), f"preparing {folder}")
             check_shared(folder, mesh)
         except CheckpointError:
             saver.close(wait=False)
             raise
         return saver
 
-    def _begin(self, total: int) -> None:
+    def _prepare(self, total: int) -> None:
         """Rank 0's part of `open`."""
-
-        def prepare() -> None:
-            self._lock = self.storage.lock(self.directory)
-            if self.upload_to is not None:
-                self._uploader = Uploader(self.directory, self.upload_to, self.keep_last, self.retain_interval)
-            left = self.storage.sweep(self.directory)
-            if left:
-                self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
-            self.storage.check_space(self.directory, total)
-
-        together(self.mesh, prepare, f"preparing {self.directory}")
+        if not self.mesh.world.is_first:
+            return
+        self._lock = self.storage.lock(self.directory)
+        if self.upload_to is not None:
+            self._uploader = Uploader(self.directory, self.upload_to, self.keep_last, self.retain_interval)
+        left = self.storage.sweep(self.directory)
+        if left:
+            self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
+        self.storage.check_space(self.directory, total)
 
     def begins_at(self, step: int, damaged: bool = False) -> str | None:
         """The step that the run begins at, once that is known: what is of later steps makes way for its first save
@@ -115,13 +111,13 @@ class Saver:
 
         def look() -> str | None:
             if self.mesh.world.is_first:
-                self._branch = Branch(self.directory, self.upload_to, step, damaged)
+                places = [self.directory] if self.upload_to is None else [self.directory, self.upload_to]
+                self._branch = Branch(places, step, damaged)
                 if self._uploader is not None:
                     self._uploader.damaged = self._branch.damaged
                     self._uploader.paused = self._branch.pending
                     self._uploader.offer()  # what a run before may have left
-                return self._branch.note
-            return None
+            return self._branch.note
 
         return together(self.mesh, look, f"looking for checkpoints in {self.directory}")
 
@@ -139,7 +135,7 @@ class Saver:
         self._before_s = begin - asked
         final = folder_of(self.directory, step)
         if not self.background or last:
-            around = lambda: self._replaced_by(step)  # noqa: E731
+            around = partial(self._replaced_by, step)
             foreground.save(self.directory, step, pieces, state, self.mesh, self._confirm, around)
             if self.mesh.world.is_first:
                 self._prune(step)
@@ -208,10 +204,10 @@ class Saver:
     @contextlib.contextmanager
     def _replaced_by(self, step: int) -> Iterator[None]:
         """Around rank 0's commit."""
-        with contextlib.nullcontext() if self._branch is None else self._branch.replaced_by(step, self._news):
+        with self._branch.replaced_by(step, self._news):
             yield
         if self._uploader is not None:
-            self._uploader.paused = self._branch is not None and self._branch.unsettled
+            self._uploader.paused = self._branch.unsettled
 
     @property
     def failed(self) -> bool:
@@ -258,23 +254,19 @@ class Saver:
             self._lock = None
         return lost
 
-    def folder_of(self, step: int) -> Location:
-        """Where the checkpoint of a step is made."""
-        return folder_of(self.directory, step)
-
-    def kept_at(self, step: int) -> Location:
-        """Where it is kept in the end."""
-        return folder_of(self.upload_to or self.directory, step)
+    def places_of(self, step: int) -> list[Location]:
+        """Where the checkpoint of a step is made, and where it is kept in the end."""
+        return [folder_of(self.directory, step), folder_of(self.upload_to or self.directory, step)]
 
     def _prune(self, step: int) -> None:
         self._sound.add(step)
-        if self._branch is not None and self._branch.unsettled:
+        if self._branch.unsettled:
             return
         if self._uploader is not None:
             self._uploader.offer()
         elif self.keep_last is not None:
             try:
-                damaged = self._branch.damaged if self._branch is not None else ()
-                prune(self.directory, self.keep_last, self.retain_interval, self._sound, saved=step, damaged=damaged)
+                known, damaged = self._sound, self._branch.damaged
+                prune(self.directory, self.keep_last, self.retain_interval, known, saved=step, damaged=damaged)
             except OSError as error:
                 self._news.append(f"could not delete an old checkpoint: {error}")

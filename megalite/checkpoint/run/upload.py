@@ -25,8 +25,8 @@ _FILES = 4  # sent at once
 
 
 class Uploader:
-    """`offer` after every save; for who has locked `source`; nothing here is collective. Raises CheckpointError where
-    `target` cannot be written."""
+    """`offer` after every save; only for the run that has locked `source`; nothing here is collective. Raises
+    CheckpointError where `target` cannot be written."""
 
     def __init__(self, source: Location, target: Location, keep_last: int | None, retain_interval: int | None):
         self._source, self._target = source, target
@@ -68,8 +68,8 @@ class Uploader:
             try:
                 if not self.paused:
                     self._round()
-            except Exception as error:  # of a disk or a network: training goes on
-                waiting = "; they stay there, and the next run sends them" if ending else ", after the next save again"
+            except Exception as error:  # of a disk or a network: training continues
+                waiting = "; they stay there, and the next run sends them" if ending else ", the next save tries again"
                 line = f"upload to {self._target} failed ({error}): checkpoints wait in {self._source}{waiting}"
                 self._news.append(line)
             if ending:
@@ -120,10 +120,7 @@ class Uploader:
         self._there.begin(part)
         try:
             with self._here.reading(folder), ThreadPoolExecutor(_FILES, "megalite-upload") as pool:
-                for _ in pool.map(
-                    lambda item: self._send_file(folder / item[0], part / item[0], item[1]), files.items()
-                ):
-                    pass
+                list(pool.map(lambda name: self._send_file(folder / name, part / name, files[name]), files))
             self._lock.confirm()
             for name in ("manifest.json", "COMPLETE"):
                 self._there.put(part / name, self._here.read(folder / name).decode())

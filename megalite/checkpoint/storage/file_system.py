@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.checkpoint.storage import left_branch
-from megalite.checkpoint.storage.left_branch import sync as _sync
 from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, is_megatron, step_of
 
 _REPLACED = ".replaced"
@@ -73,10 +72,10 @@ class LocalStorage:
         temporary = path.with_name(f".{path.name}.part")
         temporary.write_text(text, encoding="utf-8")
         if sync:
-            _sync(temporary)
+            left_branch.sync(temporary)
         os.replace(temporary, path)
         if sync:
-            _sync(path.parent)
+            left_branch.sync(path.parent)
 
     def delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -93,8 +92,8 @@ class LocalStorage:
 
     def publish(self, part: Path, final: Path) -> None:
         for name in ("manifest.json", "COMPLETE"):
-            _sync(part / name)
-        _sync(part)
+            left_branch.sync(part / name)
+        left_branch.sync(part)
         if final.exists():  # the same step again, after a rollback: out of the way, then gone; see `sweep`
             old = final.with_name(f".{final.name}{_REPLACED}")
             shutil.rmtree(old, ignore_errors=True)
@@ -103,7 +102,7 @@ class LocalStorage:
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(part, final)
-        _sync(final.parent)
+        left_branch.sync(final.parent)
 
     def remove(self, folder: Path) -> None:
         """Renamed first, so that an interrupted deletion is no checkpoint; `sweep` ends it."""
@@ -128,14 +127,14 @@ class LocalStorage:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             test.write_bytes(b"megalite")
-            _sync(test)
+            left_branch.sync(test)
             os.replace(test, test.with_suffix(".renamed"))
             test.with_suffix(".renamed").unlink()
         except OSError as error:
             with contextlib.suppress(OSError):
                 test.unlink(missing_ok=True)
             raise CheckpointError(
-                f"save={str(directory)!r} cannot be written ({error.strerror}): give --save a directory that can"
+                f"save={str(directory)!r} cannot be written ({error.strerror}): give --save a writable directory"
             ) from None
 
     def check_space(self, directory: Path, needed: int) -> None:
@@ -143,7 +142,7 @@ class LocalStorage:
         if free < needed:
             raise CheckpointError(
                 f"save={str(directory)!r} has {free / 2**30:.2f} GiB left, a checkpoint needs {needed / 2**30:.2f}: "
-                "free some, or save elsewhere"
+                "free some space, or save elsewhere"
             )
 
     def lock(self, directory: Path) -> Lock:
@@ -188,7 +187,7 @@ class LocalFile:
         while done < len(target):
             count = os.preadv(self._number, [target[done : done + (1 << 30)]], begin + done)
             if count == 0:
-                raise ValueError(f"{self._path}: ends at byte {begin + done}, although more was there before")
+                raise ValueError(f"{self._path}: ends at byte {begin + done}, earlier than when it was opened")
             done += count
 
     def close(self) -> None:

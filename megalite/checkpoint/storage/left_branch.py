@@ -1,4 +1,4 @@
-"""Renaming the checkpoints of a branch that a run has left: killed at any moment, one branch or the other is there.
+"""Renaming the checkpoints of a branch that a run has left: killed at any moment, one branch or the other is whole.
 
 A run that begins at step 200 of a directory where 280 and 300 are makes a branch. They must be gone as soon as it has
 a checkpoint of its own, and be there as long as it has none. Many folders cannot be renamed at once, so it takes two
@@ -9,7 +9,7 @@ steps, and any of the renames may be the last:
     -> abandoned-iter_0000300-left-at-0000200                    or, where it was not committed, back
 
 They stay in the same folder: a checkpoint that may not be written to can be renamed there, though not moved elsewhere,
-and a relative link goes on to point where it did.
+and a relative link still points where it did.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ def settle(*directories: Path) -> dict[Path, dict[str, str]]:
     Raises OSError."""
     new: dict[Path, dict[str, str]] = {}
     hidden = sorted(
-        ((directory, path, found.groups()) for directory in directories for path, found in _hidden(directory)),
-        key=lambda x: (x[2][0] == f"iter_{x[2][2]}", x[0] == directories[0]),  # last: see `hide`
+        (
+            (directory, path, found.groups())
+            for directory in directories
+            for path in directory.glob(".iter_*")
+            if (found := _HIDDEN.fullmatch(path.name))
+        ),
+        key=lambda x: (x[2][0] == f"iter_{x[2][2]}", x[0] == directories[0], x[1]),  # last: see `hide`
     )
     committed = {first: (directories[0] / f"iter_{first}").exists() for _, _, (_, _, first) in hidden}
     for directory, path, (name, left, first) in hidden:
@@ -56,11 +61,6 @@ def settle(*directories: Path) -> dict[Path, dict[str, str]]:
     for directory in {directory for directory, _, _ in hidden}:
         sync(directory)
     return new
-
-
-def _hidden(directory: Path) -> list[tuple[Path, re.Match[str]]]:
-    found = [(path, _HIDDEN.fullmatch(path.name)) for path in sorted(directory.glob(".iter_*"))]
-    return [(path, match) for path, match in found if match is not None]
 
 
 def sync(path: Path) -> None:

@@ -68,7 +68,7 @@ def parse(text: str | Path | Url) -> Location:
             raise CheckpointError(f"{text!r} is not absolute: give file:///directory, or a path alone")
         return Path(rest)
     if "::" in text:
-        raise CheckpointError(f"{text!r} chains protocols, and a checkpoint cannot be written so; give one URL")
+        raise CheckpointError(f"{text!r} chains protocols, through which no checkpoint can be written; give one URL")
     try:
         import fsspec.core
     except ImportError:

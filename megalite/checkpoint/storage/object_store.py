@@ -2,10 +2,10 @@
 
 Object stores cannot rename, so a checkpoint is written where it will be, and COMPLETE, which holds the manifest's hash
 and is written last, makes it exist. Files are uploaded in parts while they are written, so a save needs no copy of
-them; one that fails is given up, not closed, or its begin would be there as if it were whole.
+them; one that fails is given up, not closed, or its beginning would be there as if it were whole.
 
 There are no locks either. A run leaves its name in `.lock`, and looks before it writes and before it commits: the later
-run goes on, the earlier ends at its next save. A lock that only time can break would keep a killed run from starting
+run continues, the earlier ends at its next save. A lock that only time can break would keep a killed run from starting
 again; this one keeps two runs from mixing their files. Rejected as well: copying from a temporary name to the final
 one, which moves every byte twice. Who reads a checkpoint leaves a mark in its folder, which only time can break: a
 killed reader delays a deletion, and no run waits for it.
@@ -152,11 +152,11 @@ class RemoteStorage:
         try:
             self.put(test, text)
             if self.read(test) != text.encode():
-                raise OSError(f"{test}: holds something else than what was written")
+                raise OSError(f"{test} does not hold what was written to it")
             self.delete(test)
         except OSError as error:
             raise CheckpointError(
-                f"save={str(directory)!r} cannot be written ({error}): check its name and your rights there"
+                f"save={str(directory)!r} cannot be written ({error}): check its name and your permissions there"
             ) from None
 
     def check_space(self, directory: Url, needed: int) -> None:
@@ -215,7 +215,7 @@ class RemoteFile:
             def call(start: int = start, stop: int = stop) -> bytes:
                 got = self._path.files.cat_file(self._path.path, start=start, end=stop)
                 if len(got) != stop - start:
-                    raise OSError(f"{len(got)} bytes came instead of {stop - start}")
+                    raise OSError(f"got {len(got)} bytes instead of {stop - start}")
                 return got
 
             part[:] = attempt(self._path, f"reading bytes {start} to {stop}", call)

@@ -40,7 +40,7 @@ class Storage(Protocol[P]):
     look_every_s: float  # a wait for files of other ranks looks this often
     patience_s: float  # ... and gives up when nothing has changed for so long
     readers: int  # threads per rank that read and hash at once
-    in_order: bool  # ... taking turns at reading, from the begin of a file to its end, and small reads cost little
+    in_order: bool  # ... taking turns at reading, from the start of a file to its end, and small reads cost little
 
     def steps_in(self, directory: P) -> list[int]:
         """The steps of all folders that look like checkpoints, ascending; strangers are left out."""
@@ -56,7 +56,7 @@ class Storage(Protocol[P]):
 
     def create(self, path: P) -> AbstractContextManager[Append]:
         """A new file: `with` gives a function that appends bytes; after it the file is durable. If the block raises,
-        it is not there, or in a part only."""
+        it does not exist, or in part only."""
         ...
 
     def put(self, path: P, text: str, sync: bool = True) -> None:
@@ -64,7 +64,7 @@ class Storage(Protocol[P]):
         ...
 
     def delete(self, path: P) -> None:
-        """A file that may not be there."""
+        """A file that may be missing."""
         ...
 
     def part_of(self, final: P) -> P:
@@ -89,7 +89,7 @@ class Storage(Protocol[P]):
         ...
 
     def sweep(self, directory: P) -> list[str]:
-        """Clear up what saves and deletions that were cut short have left; the names. Only for who holds the lock."""
+        """Clear up what saves and deletions that were cut short have left; the names. For the holder of the lock."""
         ...
 
     def probe(self, directory: P, rank: int) -> None:

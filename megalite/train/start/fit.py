@@ -19,7 +19,7 @@ MAIN = "optimizer.main"
 
 
 def across_precisions(pieces: Sequence[Piece], kinds: Mapping[str, str], there: Mapping[str, str]) -> list[Piece]:
-    """The pieces under the names that they are read from, where a run goes on in another precision.
+    """The pieces under the names that they are read from, where a run continues in another precision.
 
     The main weights are fp32 in every precision; a run in fp32 has no others. So they are taken from wherever they are,
     bit for bit, and weights in half precision are made of them. `kinds`: of this run, `there`: of the checkpoint, KIND
@@ -71,9 +71,9 @@ def misfit(
         if not wrong:
             remedies.append("--finetune to begin afresh with its weights")
     elif wrong:
-        remedies.append("give the model that it is of, or another --load")
+        remedies.append("give the options of its model, or another --load")
     if tokenizer:
         remedies.append("its tokenizer, or --finetune")
     if other:
-        remedies.append("its optimizer, or --no-load-optim to go on without that state")
+        remedies.append("its optimizer, or --no-load-optim to continue without that state")
     return [lines[0], *(f"  {line}" for line in lines[1:]), "; ".join(remedies)]

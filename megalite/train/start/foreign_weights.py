@@ -118,11 +118,11 @@ def with_source(config: Config) -> Config:
         config = with_checkpoint_args(config)
     else:
         if c.ckpt_step is not None and not theirs.padded:
-            problems.append(f"ckpt_step={c.ckpt_step}, but {folder} has no steps; leave it away")
+            problems.append(f"ckpt_step={c.ckpt_step}, but {folder} has no steps; drop --ckpt-step")
         if c.use_checkpoint_args:
             config = with_model(config, theirs.model, str(folder))
         else:
-            remedy = "; mend it, or give --use-checkpoint-args and leave the model's options away"
+            remedy = "; correct it, or give --use-checkpoint-args and drop the model's options"
             problems += [line + remedy for line in _contradictions(config, theirs)]
     tokenizer, more = _tokenizer(config.data, theirs)
     if problems or more:
@@ -147,7 +147,7 @@ def _tokenizer(data: DataConfig, theirs: Weights) -> tuple[dict[str, Any], list[
         if given is not None and given <= rows and not theirs.padded:
             given = None
     if given is not None and (given > rows if theirs.padded else given != rows):
-        remedy = "leave --vocab-size away" if data.vocab_size is not None else "give the tokenizer that it is of"
+        remedy = "drop --vocab-size" if data.vocab_size is not None else "give the model's own tokenizer"
         return {}, [f"vocab_size: {given} here, {rows} in {theirs.folder}; {remedy}"]
     if given is not None and (data.tokenizer_type is not None or theirs.tokenizer.get("vocab_size", given) != given):
         return {}, []
@@ -184,7 +184,7 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
     def read() -> tuple[Path, Weights]:
         if folder is None:
             raise CheckpointError(
-                "it is not there, although rank 0 sees it: share the directory, or copy it to all nodes"
+                "it does not exist here, although rank 0 sees it: share the directory, or copy it to all nodes"
             )
         theirs = _opened(config, folder)
         pieces = [entry.piece for entry in run.optimizer.pieces()]
@@ -204,7 +204,7 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
         notes.append(f"{UNKNOWN_VOCABULARY}; give the tokenizer, or --vocab-size")
     if config.checkpoint.load is not None and Path(config.checkpoint.load) == folder and config.checkpoint.save:
         notes.append(
-            "a restart with this --load begins afresh again; to go on, give --load "
+            "a restart with this --load begins afresh again; to continue, give --load "
             f"{config.checkpoint.save} --pretrained-checkpoint {folder}"
         )
     return theirs.folder, notes

@@ -1,4 +1,4 @@
-"""Where a run begins: with which checkpoint, and what becomes of those that it does not go on from."""
+"""Where a run begins: with which checkpoint, and what becomes of those that it does not continue from."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
             start = Start(1 if c.finetune else c.ckpt_step, bare, later=True)
         found = resume(run, c.load, config, start, local)
         if found is not None:
-            notes = [f"this same training has saved that: it goes on, {AGAIN}"] if again else []
+            notes = [f"this same training has saved that: it continues, {AGAIN}"] if again else []
             return found[0], [*notes, *found[1]]
         if c.exit_on_missing_checkpoint:
             near = near_names(c.load)
-            raise SetupError(f"load={c.load!r} holds no checkpoint{near}; leave --exit-on-missing-checkpoint away")
+            raise SetupError(f"load={c.load!r} holds no checkpoint{near}; drop --exit-on-missing-checkpoint")
     if c.pretrained_checkpoint is not None:
         found = resume(run, c.pretrained_checkpoint, config, Start(afresh=True))
         if found is None:
@@ -60,7 +60,7 @@ def near_names(load: str) -> str:
         return ""
     there = [p.name for p in place.parent.iterdir() if p.is_dir() and (storage.steps_in(p) or megatron.holds(p))]
     near = difflib.get_close_matches(place.name, there, n=3)
-    return f", but {' and '.join(str(place.with_name(name)) for name in near)} does" if near else " and is not there"
+    return f", but {' and '.join(str(place.with_name(name)) for name in near)} does" if near else " and does not exist"
 
 
 def _none_was_left(directory: Location) -> None:
@@ -113,7 +113,7 @@ def begin_branch(run: Run, config: Config, saver: Saver | None, saved: int | Non
     return [] if note is None else [note]
 
 
-def _same(a: str, b: str) -> bool:
+def _same(a: str | Location, b: str | Location) -> bool:
     one, two = parse(a), parse(b)
     return one.resolve() == two.resolve() if isinstance(one, Path) and isinstance(two, Path) else one == two
 
@@ -123,6 +123,5 @@ def already_saved(run: Run, saver: Saver | None, loaded: Location | None) -> int
     that was at its end already writes nothing."""
     if saver is None or loaded is None:
         return None
-    final = saver.folder_of(run.state.step)
-    same = loaded.resolve() == final.resolve() if isinstance(loaded, Path) and isinstance(final, Path) else None
-    return run.state.step if same or loaded in (final, saver.kept_at(run.state.step)) else None
+    step = run.state.step
+    return step if any(_same(loaded, place) for place in saver.places_of(step)) else None

@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint, and how a run goes on from one."""
+"""What of a run goes into a checkpoint, and how a run continues from one."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ from megalite.train.state import Run
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
 
 
+Numbers = tuple[dict[str, int], int, LossScaler, Rates]  # progress, updates, loss scaler, rates
+
+
 @dataclass(frozen=True)
 class Start:
     """How to start from a checkpoint. `weights_only`: the optimizer begins afresh; `afresh`: step and data do too;
@@ -40,6 +43,11 @@ class Start:
     weights_only: bool = False
     afresh: bool = False
     later: bool = False
+
+    @property
+    def optimizer(self) -> bool:
+        """Whether the optimizer's state is loaded too."""
+        return not (self.weights_only or self.afresh)
 
 
 def pieces_to_save(run: Run, optimizer: bool = True) -> list[Piece]:
@@ -93,50 +101,25 @@ def resume(
     """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, what is
     worth telling); None where there is none; collective. Raises SetupError where it does not fit, and
     CheckpointError."""
-    weights_only = start.weights_only or start.afresh
-    notes: list[str] = []
-    numbers: list[tuple[dict[str, int], int, LossScaler, Rates]] = []  # of the last one looked at
+    seen: list[tuple[Numbers, list[str]]] = []  # of the last one looked at, its notes
 
     def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
-        here, there = run.optimizer.kinds(), kinds_of(manifest)
-        numbers[:] = [_numbers(run, folder, manifest, config.checkpoint)]
-        asked = config.checkpoint.override_opt_param_scheduler or config.checkpoint.use_checkpoint_opt_param_scheduler
-        rates = [] if weights_only or asked else rates_that_differ(run.rates, numbers[0][3])
-        apart, theirs = numbers[0][3].decoupled, config.checkpoint.use_checkpoint_opt_param_scheduler
-        if theirs and apart and not run.rates.decoupled and not weights_only:  # no bucket would follow it
-            rates = [f"decoupled_lr={apart.peak:g} in the checkpoint, but none here; add --decoupled-lr {apart.peak:g}"]
-        options = model_differences(config, manifest, folder, run.vocab_size)
-        tokenizer = tokenizer_differences(run.tokenizer, manifest)
-        notes.clear()  # those of a damaged one
-        if start.afresh:
-            notes.extend(f"changed since the checkpoint: {line}" for line in [*options, *tokenizer])
-            options, tokenizer = [], []
-        pieces = [e.piece for e in run.optimizer.pieces() if not weights_only or e.piece.name.startswith("model/")]
-        states = any(name.startswith("optimizer.") for name in manifest.tensors)
-        bare = []
-        if not weights_only and run.optimizer.rule.states and not states:
-            remedy = "add --no-load-optim to go on without, or --finetune to start afresh"
-            bare = [f"{folder} holds no optimizer state: {remedy}"]
-        kept = {} if weights_only or bare else {k: v for k, v in here.items() if k not in ("model", MAIN)}
-        why = misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, kept)
-        if lines := [*why, *bare, *rates]:
-            raise SetupError("\n".join(lines))
-        if not weights_only and here["model"] != there["model"]:
-            pieces = across_precisions(pieces, here, there)
-            notes.append(f"saved in {there['model']}: the main weights go on bit for bit, in {here['model']}")
-        return loader.Wanted(pieces, not weights_only, tell=_tell_load(run, config, folder, manifest))
+        numbers = _numbers(run, folder, manifest, config.checkpoint)
+        want, notes = _wanted(run, config, start, folder, manifest, numbers[3])
+        seen[:] = [(numbers, notes)]
+        return want
 
     found = loader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if found is None:
         return None
     folder, manifest = found
-    progress, updates, scaler, rates = numbers[0]
-    run.optimizer.after_load(main_loaded=not weights_only)
+    (progress, updates, scaler, rates), notes = seen[0]
+    run.optimizer.after_load(main_loaded=start.optimizer)
     if start.afresh:
         return folder, [*notes, "only the weights are loaded: step, optimizer and data begin afresh"]
     for name, value in progress.items():
         setattr(run.state, name, value)
-    if weights_only:
+    if not start.optimizer:
         notes.append("the optimizer's state is not loaded: its moments begin at zero")
     else:
         run.optimizer.updates = updates
@@ -154,6 +137,42 @@ def resume(
         except (ArithmeticError, TypeError, ValueError, LookupError) as error:
             raise CheckpointError(f"{folder}: its ledger of data is damaged ({error!r}); use another one") from None
     return folder, notes
+
+
+def _wanted(
+    run: Run, config: Config, start: Start, folder: Location, manifest: Manifest, theirs: Rates
+) -> tuple[loader.Wanted, list[str]]:
+    """(what to fill from this checkpoint, what is worth telling). Raises SetupError where it does not fit the run."""
+    notes: list[str] = []
+    options = model_differences(config, manifest, folder, run.vocab_size)
+    tokenizer = tokenizer_differences(run.tokenizer, manifest)
+    if start.afresh:
+        notes = [f"changed since the checkpoint: {line}" for line in [*options, *tokenizer]]
+        options, tokenizer = [], []
+    pieces, here, there = [entry.piece for entry in run.optimizer.pieces()], run.optimizer.kinds(), kinds_of(manifest)
+    states = {kind: dtype for kind, dtype in here.items() if kind not in ("model", MAIN)} if start.optimizer else {}
+    more = _rate_problems(run.rates, theirs, config.checkpoint) if start.optimizer else []
+    if start.optimizer and run.optimizer.rule.states and not any(kind.startswith("optimizer.") for kind in there):
+        states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
+        more.insert(0, f"{folder} holds no optimizer state: {remedy}")
+    why = misfit(folder, manifest, config.model, run.vocab_size, options, tokenizer, states)
+    if lines := [*why, *more]:
+        raise SetupError("\n".join(lines))
+    if not start.optimizer:
+        pieces = [piece for piece in pieces if piece.name.startswith("model/")]
+    elif here["model"] != there["model"]:
+        pieces = across_precisions(pieces, here, there)
+        notes.append(f"saved in {there['model']}: the main weights continue bit for bit, in {here['model']}")
+    return loader.Wanted(pieces, start.optimizer, tell=_tell_load(run, config, folder, manifest)), notes
+
+
+def _rate_problems(here: Rates, there: Rates, c: CheckpointConfig) -> list[str]:
+    """Why the run cannot continue with its learning rates over the checkpoint's, one line each."""
+    if c.use_checkpoint_opt_param_scheduler and there.decoupled and not here.decoupled:  # no bucket would follow it
+        peak = f"{there.decoupled.peak:g}"
+        return [f"decoupled_lr={peak} in the checkpoint, but none here; add --decoupled-lr {peak}"]
+    asked = c.override_opt_param_scheduler or c.use_checkpoint_opt_param_scheduler
+    return [] if asked else rates_that_differ(here, there)
 
 
 def _tell_load(run: Run, config: Config, folder: Location, manifest: Manifest) -> str | None:
@@ -177,10 +196,8 @@ def loaded_line(run: Run, config: Config, folder: Location) -> str:
     return f"{'resumed from' if run.state.step else 'begins with'} {folder} at step {run.state.step}"
 
 
-def _numbers(
-    run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig
-) -> tuple[dict[str, int], int, LossScaler, Rates]:
-    """(progress, updates, loss scaler, rates) of the checkpoint. Raises CheckpointError, before anything changes."""
+def _numbers(run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig) -> Numbers:
+    """Those of the checkpoint. Raises CheckpointError, before anything changes."""
     scaler, state = replace(run.loss_scaler), manifest.state
     try:
         _check_scaler(state["loss_scaler"])
@@ -195,8 +212,8 @@ def _numbers(
 
 
 def rates_that_differ(here: Rates, there: Rates) -> list[str]:
-    """A line for every fact of learning rate and weight decay that the checkpoint has otherwise, and the remedy: going
-    on in silence would be another training."""
+    """A line for every fact of learning rate and weight decay that the checkpoint has otherwise, and the remedy:
+    continuing silently would be another training."""
     mine, theirs = here.facts(), there.facts()
     lines = [
         f"{name}={_short(mine.get(name))}, but {_short(theirs.get(name))} in the checkpoint"
@@ -207,7 +224,7 @@ def rates_that_differ(here: Rates, there: Rates) -> list[str]:
         return []
     if mine.get("decay in samples") != theirs.get("decay in samples"):
         lines.append("a decay is as long as the training unless --lr-decay-iters or --lr-decay-samples keeps it")
-    remedy = "--override-opt-param-scheduler goes on as here, --use-checkpoint-opt-param-scheduler as there"
+    remedy = "--override-opt-param-scheduler takes those here, --use-checkpoint-opt-param-scheduler the checkpoint's"
     return [*lines, f"the rates differ from the checkpoint's: {remedy}"]
 
 
@@ -303,7 +320,7 @@ def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
         if facts_of(f).resume == TRAINING and mine != f.default:
             continue  # may change on the way: the weights fit
         if mine not in (f.default, theirs):
-            problems.append(f"{f.name}={mine!r}, but {theirs!r} in {where}; remove it")
+            problems.append(f"{f.name}={mine!r}, but {theirs!r} in {where}; drop the option")
         model[f.name] = theirs
     if problems:
         raise SetupError("\n".join(problems))
