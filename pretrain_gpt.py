@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-from megalite.config import cli
+from megalite.config import cli, environment
 from megalite.config.check import check
 from megalite.config.options import Config, local_processes
 from megalite.data.files.missing_files import absent
@@ -36,13 +36,13 @@ def main(argv: list[str]) -> int:
     ranks: Ranks | None = None
     unlaunched: list[str] = []
     try:
-        ranks = read_environment(os.environ)
+        ranks = read_environment()
     except LaunchError as error:
         unlaunched = [str(error)]
 
     def of_this_machine(config: Config, wrong: list[str]) -> list[str]:
         nproc = local_processes(config.parallel)
-        problems = [*unlaunched, *check(config, nproc if ranks is None else ranks.world)]
+        problems = [*unlaunched, *environment.problems(), *check(config, nproc if ranks is None else ranks.world)]
         if ranks is None and nproc > MOST_RANKS_PER_CORE * cores() and not config.train.dry_run:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
         files = absent(config.data) if wrong or problems else []  # alone they are told by each rank's start

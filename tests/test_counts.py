@@ -15,12 +15,11 @@ from ranks import run_ranks
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config import cli
-from megalite.kernels.attention import forced
+from megalite.kernels.dispatch import chosen
 from megalite.models.families import PRESETS
 from megalite.models.flops import stage_saved
 from megalite.models.gpt import Batch
 from megalite.nn import recompute
-from megalite.parallel import shared_memory
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import build_run, build_stages, recompute_of
@@ -35,7 +34,7 @@ Count = dict[tuple[str, str], tuple[int, int]]  # (operation, group) -> (calls, 
 
 def _counted(flags: str) -> tuple[Count, dict[str, Any]]:
     """Collectives of the second step on this rank, by the axis of their group."""
-    os.environ[shared_memory.VARIABLE] = "off"  # through shared memory all are one kind of message
+    os.environ["MEGALITE_SHARED_MEMORY"] = "off"  # through shared memory all are one kind of message
     config, _ = cli.read(f"{MODEL} {flags}".split(), PRESETS)
     run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
     mesh = run.mesh
@@ -219,10 +218,10 @@ def test_no_scores_are_saved(style: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert quadratic("") == 0
     softmax, keep, dropped, hidden = 4, 1, 2, 1  # bytes: fp32, bool, bf16; one causal mask for all heads and samples
-    forced.cache_clear()
+    chosen.cache_clear()
     monkeypatch.setenv("MEGALITE_ATTENTION", "torch")
     try:
         assert quadratic("") == b * heads * (softmax + keep + dropped) + hidden
         assert quadratic("--recompute-granularity selective") == 0
     finally:
-        forced.cache_clear()
+        chosen.cache_clear()

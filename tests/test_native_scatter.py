@@ -18,7 +18,7 @@ from test_layouts import GPT, LLAMA, Row, _assemble, _far, _parts, _twin, alone,
 from torch import Tensor
 
 from megalite.optim import buffer
-from megalite.parallel import comm, shared_memory
+from megalite.parallel import comm
 
 NOZERO = "--no-use-distributed-optimizer"
 ROWS = [
@@ -42,7 +42,7 @@ def _native(flags: str) -> tuple[tuple[list[float], list[float], list[tuple]], d
 
         setattr(owner, name, call)
 
-    os.environ[shared_memory.VARIABLE] = "off"
+    os.environ["MEGALITE_SHARED_MEMORY"] = "off"
     spy(comm, "reduce_scatter_flat", "sequences")
     real_into = comm.start_reduce_scatter_into
 

@@ -35,6 +35,9 @@ FAULTS: dict[str, dict[str, str]] = {
     "twins ": {"megalite/a.py": "class X: ...", "megalite/b.py": "class X: ...\n"},
     "environment_readers": {"megalite/a.py": "import os\n\nx = os.environ['A']\n"},
     "facts_by_name": {"megalite/a.py": "def f(name): return name.endswith('.norm.weight')\n"},
+    "facts_by_name ": {"tools/a.py": "def f(spec): return spec.name in ('embedding.word', 'head')\n"},
+    "facts_by_name  ": {"megalite/interop/a.py": "def f(name): return name.rsplit('.', 1)[-1] in STACKED\n"},
+    "facts_by_name   ": {"megalite/a.py": "def f(entry): return entry.parts[0] == 'embedding.word'\n"},
     "options": {
         "megalite/config/a.py": "class AConfig:\n" + "".join(f"    a{i}: int\n" for i in range(taste.OPTIONS + 1))
     },
@@ -72,8 +75,8 @@ def test_every_rule_has_a_fault() -> None:
 def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
     right = {
         "docs/shapes.md": SHAPES,
-        "docs/a.md": "`nn/a.py: A.g`, [a](shapes.md)\n```\nnn/a.py: f\n  nn/a.py: A.g\n```\n",
-        "megalite/nn/a.py": "import os\n\nclass A:\n    def g(self): ...\n\ndef f(x_SBD):\n"
+        "docs/a.md": "`nn/a.py: A.g`, `nn/a.py: A.h`, [a](shapes.md)\n```\nnn/a.py: f\n  nn/a.py: A.g\n```\n",
+        "megalite/nn/a.py": "import os\n\nclass A:\n    def g(self): self.i, self.h = 1, self.g\n\ndef f(x_SBD):\n"
         "    S, B, _ = x_SBD.shape\n    y_sBD = scatter(x_SBD)\n    return A().g(y_sBD=y_sBD)\n",
         "megalite/train/b.py": "from megalite.nn.a import A\n",
         "megalite/config/environment.py": "import os\nx = os.environ\n",

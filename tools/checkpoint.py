@@ -28,13 +28,14 @@ from megalite.checkpoint.storage import protocol as storage  # noqa: E402
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse  # noqa: E402
 
 if TYPE_CHECKING:
-    from megalite.checkpoint.format.manifest import Manifest
+    from megalite.checkpoint.offline import Checkpoint
 
 
 def inspect(path: Location, tensors: bool) -> int:
-    from megalite.checkpoint import edit
+    from megalite.checkpoint import offline
 
-    folder, manifest = edit.open_one(path)
+    found = offline.open_checkpoint(path)
+    folder, manifest = found.folder, found.manifest
     progress = manifest.state.get("progress", {})
     print(f"{folder}: step {progress.get('step', '?')}, {progress.get('consumed_tokens', 0):,} tokens")
     size = sum(stamp.size for stamp in manifest.files.values())
@@ -54,10 +55,10 @@ def inspect(path: Location, tensors: bool) -> int:
 
 
 def verify(path: Location, every: bool) -> int:
-    from megalite.checkpoint import edit
+    from megalite.checkpoint import offline
     from megalite.checkpoint.format import reader
 
-    folders = [edit.open_one(path)[0]]
+    folders = [offline.open_checkpoint(path).folder]
     if every:
         folders = [storage.folder_of(path, step) for step in storage.steps_in(path)]
     bad = 0
@@ -73,44 +74,44 @@ def verify(path: Location, every: bool) -> int:
 
 
 def diff(a: Location, b: Location) -> int:
-    from megalite.checkpoint import edit
+    from megalite.checkpoint import offline
 
-    one, two = edit.open_one(a), edit.open_one(b)
+    one, two = offline.open_checkpoint(a), offline.open_checkpoint(b)
     found = 0
-    for d in edit.compare(one, two):
+    for d in offline.compare(one, two):
         found += 1
-        text = d.what
-        if d.first is not None:
-            where = ", ".join(map(str, d.first))
+        text = d.note
+        if d.index is not None:
+            where = ", ".join(map(str, d.index))
             text += f"{', ' if text else ''}{d.count:,} elements; first at [{where}]: {d.here:g} and {d.there:g}"
             text += f"; largest {d.largest:g}"
         print(f"{d.name}: {text}")
-    print(f"{found} tensors differ" if found else f"{len(one[1].tensors)} tensors, equal to the bit")
+    print(f"{found} tensors differ" if found else f"{len(one.manifest.tensors)} tensors, equal to the bit")
     return 1 if found else 0
 
 
-def named(source: tuple[Location, Manifest], folder: Location) -> Location:
+def named(source: Checkpoint, folder: Location) -> Location:
     """`folder`, or in it the folder of the source's name."""
-    return folder if folder.name.startswith("iter_") else folder / source[0].name
+    return folder if folder.name.startswith("iter_") else folder / source.folder.name
 
 
 def reshard(source: Location, target: Location, files: int, weights: bool) -> int:
-    from megalite.checkpoint import edit
+    from megalite.checkpoint import offline
 
-    found = edit.open_one(source)
+    found = offline.open_checkpoint(source)
     folder = named(found, target)
-    edit.reshard(found, folder, files, ["model"] if weights else None)
+    offline.reshard(found, folder, files, ["model"] if weights else None)
     print(f"wrote {folder}")
     return 0
 
 
 def average(target: Location, sources: list[Location], files: int) -> int:
-    from megalite.checkpoint import edit
+    from megalite.checkpoint import offline
 
-    found = [edit.open_one(source) for source in sources]
+    found = [offline.open_checkpoint(source) for source in sources]
     folder = named(found[-1], target)
-    edit.average(found, folder, files)
-    print(f"wrote {folder}, the mean of {', '.join(str(path) for path, _ in found)}")
+    offline.average(found, folder, files)
+    print(f"wrote {folder}, the mean of {', '.join(str(one.folder) for one in found)}")
     return 0
 
 
@@ -151,7 +152,7 @@ def main(argv: list[str]) -> int:
     command("diff", "a", "b")
     one = command("reshard", "checkpoint", "out")
     one.add_argument("--files", type=count, default=1)
-    one.add_argument("--weights", action="store_true", help="leave the optimizer's state away")
+    one.add_argument("--weights", action="store_true", help="without the optimizer's state")
     one = command("average", "out")
     one.add_argument("checkpoints", type=str, nargs="+")
     one.add_argument("--files", type=count, default=1)

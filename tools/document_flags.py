@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.cli import spellings  # noqa: E402
+from megalite.config.field import base_type, facts_of  # noqa: E402
 from megalite.config.megatron_flags import (
     DEPENDENT,
     INSTEAD,
@@ -27,7 +28,7 @@ from megalite.config.megatron_flags import (
     first_of,
     known_flags,
 )
-from megalite.config.options import REQUIRED, SECTIONS, base_type, options  # noqa: E402
+from megalite.config.options import SECTIONS, options  # noqa: E402
 
 OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
 
@@ -51,9 +52,10 @@ def flags_page() -> str:
                     if base_type(f) != "bool"
                     or (value is not f.default and not flag.startswith("--disable-" + f.name[:4]))
                 ]
-                kind = " / ".join(f.metadata["choices"]) or base_type(f)
-                default = "" if f.default is None else "required" if f.name in REQUIRED else str(f.default)
-                meaning = f.metadata["help"].replace("|", "&#124;")
+                facts = facts_of(f)
+                kind = " / ".join(facts.choices) or base_type(f)
+                default = "" if f.default is None else "required" if facts.required else str(f.default)
+                meaning = facts.help.replace("|", "&#124;")
                 lines.append(f"| {', '.join(f'`{flag}`' for flag in shown)} | {kind} | {default} | {meaning} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

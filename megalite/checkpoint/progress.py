@@ -1,4 +1,4 @@
-"""How far something long is: a line at most every few seconds, and none for what is short. And how it is said."""
+"""Lines for people: how far something long is, at most every few seconds, and none for what is short."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def show(text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
 
 
-class Progress:
-    """Of `total` of what `unit` names. `add` may come from any thread."""
+class ProgressLines:
+    """How much of `total`, in `unit`, is done. `add` may be called from any thread."""
 
     def __init__(self, what: str, total: float, unit: str, every_s: float = 10.0):
         self._what, self._total, self._unit, self._every_s = what, total, unit, every_s

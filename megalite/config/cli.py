@@ -19,18 +19,17 @@ from dataclasses import Field, dataclass, field, replace
 from typing import Any
 
 from megalite.config import options as configs
-from megalite.config.check import check, concerns, without_effect
+from megalite.config.check import check
+from megalite.config.effects import without_effect
+from megalite.config.field import base_type, facts_of, flag_of
 from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
-from megalite.config.options import Config, ConfigError, base_type, options
+from megalite.config.options import Config, ConfigError, options
+from megalite.config.problem import Problem
 from megalite.config.toml import read_toml
 
 _TYPES = {"int": int, "float": float, "ints": int}  # what a text becomes
-Also = Callable[[Config, list[str]], list[str]]
+Also = Callable[[Config, list[str]], Sequence[str]]
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
@@ -43,7 +42,7 @@ def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
             result += [(f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
     else:
         result.append((flag, None))
-    for extra in f.metadata["flags"]:
+    for extra in facts_of(f).flags:
         spelt, _, value = extra.partition("=")
         result.append((spelt, {"": None, "true": True, "false": False}.get(value, value)))
     return result
@@ -60,16 +59,16 @@ def build_parser(presets: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
     groups = {name: parser.add_argument_group(name) for name in configs.SECTIONS}
     for section, f in options():
-        kind, choices = base_type(f), f.metadata["choices"]
-        shown = "" if f.default is None or kind == "bool" or f.name in configs.REQUIRED else f" (default {f.default})"
+        kind, facts = base_type(f), facts_of(f)
+        shown = "" if f.default is None or kind == "bool" or facts.required else f" (default {f.default})"
         for flag, constant in spellings(f):
             negative = kind == "bool" and constant is not f.default
-            text = f.metadata["help"] + shown if flag == flag_of(f.name) else f"{flag_of(f.name)} {constant}"
+            text = facts.help + shown if flag == flag_of(f.name) else f"{flag_of(f.name)} {constant}"
             if constant is not None:
                 if negative or flag == flag_of(f.name) or kind != "bool":  # what is so anyway is not worth a line
                     groups[section].add_argument(flag, action="store_true", help=text.replace("%", "%%"))
             else:
-                metavar = "{" + ",".join(choices) + "}" if choices else kind.upper()
+                metavar = "{" + ",".join(facts.choices) + "}" if facts.choices else kind.upper()
                 groups[section].add_argument(flag, metavar=metavar, help=text.replace("%", "%%"))
     return parser
 
@@ -177,9 +176,7 @@ class Read:
 
 
 def read_all(
-    argv: Sequence[str],
-    presets: Mapping[str, Mapping[str, Any]],
-    also: Also = lambda config, problems: [],
+    argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]], also: Also = lambda config, problems: []
 ) -> Read:
     """The configuration that a command line asks for. `also` finds what else is wrong with it, of the machine for
     instance, and is told what is wrong already. Raises ConfigError with every problem of every stage, in one list."""
@@ -208,7 +205,8 @@ def read_all(
         values.update(made)
     made = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
     problems += check(made, unclear=unclear)
-    problems += [line for line in also(made, problems) if not concerns(line, unclear)]
+    more = also(made, problems)
+    problems += [line for line in more if not (isinstance(line, Problem) and line.concerns(unclear))]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     if configs.resolved_style(made, megatron_spelling=bool(words.foreign)) == "megatron":

@@ -13,6 +13,18 @@ import re
 
 from megalite.config.options import ParallelConfig
 
+GIVEN = (  # the options that decide it
+    "num_layers",
+    "pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
 LONGEST_LAYOUT = 100_000  # characters, once repeats are written out
 
 
@@ -27,36 +39,20 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
         p.num_layers_per_virtual_pipeline_stage,
         p.num_virtual_stages_per_pipeline_rank,
     )
-    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
-    embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
     if chunk is not None and chunks is not None:
         raise ValueError(
             f"num_layers_per_virtual_pipeline_stage={chunk} and num_virtual_stages_per_pipeline_rank={chunks}: give one"
         )
-    uneven = first is not None or last is not None
+    embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
+    uneven = p.decoder_first_pipeline_num_layers is not None or p.decoder_last_pipeline_num_layers is not None
     if p.pipeline_model_parallel_layout is not None:
         if uneven or embedding or loss or chunk is not None or chunks is not None:
             raise ValueError(
-                "pipeline_model_parallel_layout already says the layers of every stage; leave the other flags away"
+                "pipeline_model_parallel_layout already sets the layers of every stage; drop the other flags"
             )
         return parse_layout(p.pipeline_model_parallel_layout, num_layers, pp)
-    if uneven and (embedding or loss or chunk is not None):
-        raise ValueError(
-            "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers exclude "
-            "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split and "
-            "num_layers_per_virtual_pipeline_stage; use --pipeline-model-parallel-layout"
-        )
-    places = num_layers + embedding + loss
-    if uneven:
-        per_rank = _uneven(num_layers, pp, first, last)
-    elif places % pp == 0:
-        per_rank = [places // pp] * pp
-    elif embedding or loss or chunk is not None:
-        raise ValueError(
-            f"num_layers={num_layers}{' + embedding' * embedding}{' + loss' * loss} is not a multiple of "
-            f"pipeline_model_parallel_size={pp}; change one"
-        )
-    else:
+    per_rank = _ranks(num_layers, p)
+    if per_rank is None:
         return None
     if chunk is not None and per_rank[0] % chunk:
         raise ValueError(
@@ -69,7 +65,7 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
             f"{vpp} virtual pipeline stages need pipeline_model_parallel_size above 1; drop them or raise it"
         )
     explicit = uneven or embedding or loss or chunk is not None
-    if not explicit and (vpp == 1 or places % (pp * vpp)):
+    if not explicit and (vpp == 1 or per_rank[0] % vpp):
         return None
     for n in per_rank:
         if n % vpp:
@@ -81,6 +77,30 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
     stages[0] -= embedding
     stages[-1] -= loss
     return stages
+
+
+def _ranks(num_layers: int, p: ParallelConfig) -> list[int] | None:
+    """Layers of every pipeline rank, with the places that embedding and loss take; None: not given."""
+    pp, chunk = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
+    if first is not None or last is not None:
+        if embedding or loss or chunk is not None:
+            raise ValueError(
+                "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers exclude "
+                "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split and "
+                "num_layers_per_virtual_pipeline_stage; use --pipeline-model-parallel-layout"
+            )
+        return _uneven(num_layers, pp, first, last)
+    places = num_layers + embedding + loss
+    if places % pp == 0:
+        return [places // pp] * pp
+    if not embedding and not loss and chunk is None:
+        return None
+    raise ValueError(
+        f"num_layers={num_layers}{' + embedding' * embedding}{' + loss' * loss} is not a multiple of "
+        f"pipeline_model_parallel_size={pp}; change one"
+    )
 
 
 def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:

@@ -17,19 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint.format import reader
+from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage import protocol as storage
 from megalite.config.check import check
 from megalite.config.options import Config, ParallelConfig, build
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
-from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate.cache import KeyValueCache
 from megalite.generate.sampling import Sampling, choose
 from megalite.interop.hugging_face.model_files import open_model, stop_ids
 from megalite.interop.load import fill_from
-from megalite.interop.rules import specs_of
 from megalite.models.gpt import Batch, Head, Stage
+from megalite.models.specs import specs_of
 from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
@@ -67,7 +68,7 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
     folder = Path(directory)
     if (folder / "config.json").is_file() and not storage.steps_in(folder):
         return _from_hugging_face(folder, mesh, dtype)
-    found = reader.newest(directory, mesh)
+    found = loader.newest(directory, mesh)
     if found is None:
         raise SetupError(f"load={str(directory)!r} holds no checkpoint; give the --save directory of a run")
     folder, manifest = found
@@ -79,7 +80,7 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
         raise SetupError(f"{folder}: {differences[0]}; put back the tokenizer that it was trained with")
     rows = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
     config, stage, pieces = _empty(config, mesh, rows, dtype)
-    reader.fill(folder, manifest, pieces, mesh)
+    loader.fill(folder, manifest, pieces, mesh)
     step = int(manifest.state["progress"]["step"])
     return Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step)
 

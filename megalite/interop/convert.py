@@ -6,6 +6,7 @@ all of them: cut it into rectangles of ours and leave the padding of their vocab
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,25 +16,41 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.whole import FILE_BYTES, Item, Source, write_checkpoint
+from megalite.checkpoint.format.tensor_file import cut
+from megalite.checkpoint.offline import Checkpoint, Difference, Item, difference, write_checkpoint
+from megalite.checkpoint.storage.location import Location, folder_of
+from megalite.checkpoint.storage.protocol import steps_in
 from megalite.config.check import check
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml
-from megalite.interop.rules import Entry, Specs, join, split, trimmed
-from megalite.parallel.spec import Box
+from megalite.interop.rules import Recipe, Specs, join, split, unpadded
+from megalite.parallel.spec import Box, ParamSpec
 
+FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 # what a run needs beside a model, so that what `check` finds is the model's
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """`read()` gives a tensor of entry.shape and `dtype`; `place` is for people: a file, and a name in it."""
+    """`read()` gives a tensor of recipe.shape and `dtype`; `place` is for people: a file, and a name in it."""
 
-    entry: Entry
+    recipe: Recipe
     dtype: torch.dtype
     place: str
     read: Callable[[], Tensor]
+
+
+def usual_dtype(foreign: Sequence[Foreign]) -> torch.dtype:
+    """That of most tensors."""
+    return Counter(one.dtype for one in foreign).most_common(1)[0][0]
+
+
+def refuse(problems: Sequence[str], what: str) -> None:
+    """Raises CheckpointError where there are problems: a line each, after what they are of."""
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        raise CheckpointError("\n  ".join([f"{what}:", *problems[:20], *more]))
 
 
 def model_of(options: dict[str, Any], where: str) -> ModelConfig:
@@ -44,38 +61,43 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
         raise CheckpointError(f"{where}: {'; '.join(error.problems)}; it is damaged") from None
 
 
-def items_of(foreign: Sequence[Foreign], vocab_size: int) -> list[Item]:
-    """What to write; rows that pad their vocabulary are left out."""
+def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
+    """What to write into tensors of `specs`; rows that pad their vocabulary are left out."""
     items = []
     for one in foreign:
-        boxes = [(name, trimmed(name, box, vocab_size)) for name, box in one.entry.parts]
+        boxes = [(spec.name, unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
         parts = [(name, box) for name, box in boxes if box is not None]
         if parts:
-            items.append(Item(one.dtype, parts, lambda one=one: _values(one, vocab_size)))
+            keyed = [(f"model/{name}", box) for name, box in parts]
+            items.append(Item(one.dtype, keyed, lambda one=one: (values for _, _, values in _kept(one, specs))))
     return items
 
 
-def _values(one: Foreign, vocab_size: int) -> Iterator[Tensor]:
-    for name, box, values in split(one.entry, one.read()):
-        kept = trimmed(name, box, vocab_size)
+def _kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
+    """Our rectangles and their values in a foreign tensor, without rows that `specs` do not store."""
+    for spec, box, values in split(one.recipe, one.read()):
+        kept = unpadded(box, specs[spec.name])
         if kept is not None:
-            yield values if kept == box else values[: kept.shape[0]]
+            yield spec, kept, values[: kept.shape[0]]
 
 
 def write_import(
-    directory: Path,
-    foreign: Sequence[Foreign],
-    specs: Specs,
-    vocab_size: int,
-    state: dict[str, Any],
-    file_bytes: int = FILE_BYTES,
-) -> Path:
-    """A checkpoint of step 0 from foreign weights; no optimizer states. Raises CheckpointError."""
-    shapes = {name: spec.shape for name, spec in specs.items()}
-    return write_checkpoint(directory, items_of(foreign, vocab_size), shapes, state, file_bytes)
+    directory: Path, foreign: Sequence[Foreign], specs: Specs, state: dict[str, Any], file_bytes: int = FILE_BYTES
+) -> Location:
+    """A checkpoint of step 0 from foreign weights; no optimizer states. Raises CheckpointError.
+
+    No checkpoint may exist there yet: a converted model is the start of a run, not a step of one.
+    """
+    if steps_in(directory):
+        raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
+    items = items_of(foreign, specs)
+    files = [[items[i] for i in chosen] for chosen in cut([item.bytes for item in items], file_bytes)]
+    folder = folder_of(directory, 0)
+    write_checkpoint(folder, files, {f"model/{name}": spec.stored_shape for name, spec in specs.items()}, state)
+    return folder
 
 
-def saved_model(source: Source) -> ModelConfig:
+def saved_model(source: Checkpoint) -> ModelConfig:
     """The model that a checkpoint's configuration describes. Raises CheckpointError."""
     where = f"{source.folder}: its configuration"
     try:
@@ -98,7 +120,7 @@ class Ours:
     model's specs, for a format that holds values as they are used: a stored difference gets its offset back.
     """
 
-    source: Source
+    source: Checkpoint
     dtype: torch.dtype | None = None
     used: Specs | None = None
 
@@ -109,14 +131,11 @@ class Ours:
     def dtype_of_name(self, name: str) -> torch.dtype:
         return self.dtype or self.source.dtype(self._key(name))
 
-    def dtype_of(self, entry: Entry) -> torch.dtype:
-        return self.dtype_of_name(entry.parts[0][0])
+    def dtype_of(self, recipe: Recipe) -> torch.dtype:
+        return self.dtype_of_name(recipe.parts[0][0].name)
 
     def offset(self, name: str) -> float:
         return 0.0 if self.used is None else self.used[name].offset
-
-    def rows(self, name: str) -> int:
-        return self.source.shape(self._key(name))[0]
 
     def read(self, name: str, box: Box) -> Tensor:
         values = self.source.read(self._key(name), box)
@@ -124,28 +143,14 @@ class Ours:
             values = values + offset
         return values if self.dtype is None else values.to(self.dtype)
 
-    def join(self, entry: Entry) -> Tensor:
-        return join(entry, self.read)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """`count` elements of our rectangle differ, the first at `index` of our tensor; largest: by how much at most."""
-
-    place: str
-    index: tuple[int, ...]
-    theirs: float
-    ours: float
-    count: int
-    largest: float
-
-    def __str__(self) -> str:
-        more = f"{self.count:,} elements of it differ, by at most {self.largest:g}"
-        return f"{self.place}{list(self.index)}: {self.theirs!r} there, {self.ours!r} here; {more}"
+    def join(self, recipe: Recipe) -> Tensor:
+        return join(recipe, lambda spec, box: self.read(spec.name, box))
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """`differing`: rectangles of ours, by the name of theirs and ours."""
+
     tensors: int
     elements: int
     differing: list[Difference]
@@ -155,31 +160,23 @@ class Verdict:
             return f"check: {self.tensors} tensors, {self.elements:,} elements, all bits equal"
         largest = max(self.differing, key=lambda d: d.largest)
         lines = [f"check: {len(self.differing)} parts of {self.tensors} tensors differ"]
-        return "\n".join([*lines, f"first: {self.differing[0]}", f"largest: {largest}"])
+        return "\n".join([*lines, f"first: {_told(self.differing[0])}", f"largest: {_told(largest)}"])
 
 
-def compare(foreign: Iterable[Foreign], ours: Ours, vocab_size: int) -> Verdict:
-    """Every foreign tensor against ours, bit by bit; rows that pad the vocabulary do not count."""
+def _told(d: Difference) -> str:
+    more = f"{d.count:,} elements of it differ, by at most {d.largest:g}"
+    return f"{d.name}{list(d.index or ())}: {d.there!r} there, {d.here!r} here; {d.note and d.note + ', '}{more}"
+
+
+def compare(foreign: Iterable[Foreign], ours: Ours, specs: Specs) -> Verdict:
+    """Every foreign tensor against ours, bit by bit; `specs` tell which rows pad the vocabulary and do not count."""
     tensors, elements, differing = 0, 0, []
     for one in foreign:
         tensors += 1
-        for name, box, values in split(one.entry, one.read()):
-            kept = trimmed(name, box, vocab_size)
-            if kept is None:
-                continue
-            theirs, mine = values[: kept.shape[0]], ours.read(name, kept)
+        for spec, kept, theirs in _kept(one, specs):
             elements += theirs.numel()
-            different = _bits(theirs) != _bits(mine) if theirs.dtype == mine.dtype else torch.ones_like(mine).bool()
-            if different.any():
-                at = tuple(int(i) for i in different.nonzero()[0])
-                index = tuple(i + start for i, start in zip(at, kept.start, strict=True))
-                gap = (theirs.double() - mine.double()).abs().max()
-                values_there = float(theirs[at]), float(mine[at])
-                place = f"{one.place}, {name}"
-                differing.append(Difference(place, index, *values_there, int(different.sum()), float(gap)))
+            found = difference(f"{one.place}, {spec.name}", ours.read(spec.name, kept), theirs)
+            if found is not None:
+                at = zip(found.index or (), kept.start, strict=False)  # no index where only dtypes differ
+                differing.append(replace(found, index=tuple(i + start for i, start in at)))
     return Verdict(tensors, elements, differing)
-
-
-def _bits(values: Tensor) -> Tensor:
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.contiguous().view(kinds[values.dtype.itemsize])

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.format import reader
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.whole import Source
+from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.parameter import Maker, weight_pieces
@@ -23,8 +22,8 @@ from megalite.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class LogitVerdict:
-    """`largest`: absolute difference of logits; `scale`: the largest logit; `agreement`: part of positions whose
-    likeliest token is the same. `text`: of a sample text; else of random tokens."""
+    """`largest`: absolute difference of logits; `scale`: the largest logit; `agreement`: share of the positions whose
+    most likely token is the same. `text`: of a sample text; else of random tokens."""
 
     text: bool
     positions: int
@@ -40,18 +39,18 @@ class LogitVerdict:
         )
 
 
-def fill_stage(stage: Stage, source: Source, main_weights: bool) -> None:
+def fill_stage(stage: Stage, source: Checkpoint, main_weights: bool) -> None:
     """`main_weights`: of a run in half precision those that the optimizer keeps. Raises CheckpointError."""
     pieces = weight_pieces(stage, Mesh.alone())
     if main_weights:
         main = {piece.name: piece.name.replace("model/", "optimizer.main/", 1) for piece in pieces}
         pieces = [replace(p, name=main[p.name]) if main[p.name] in source.manifest.tensors else p for p in pieces]
-    reader.fill(source.folder, source.manifest, pieces, Mesh.alone())
+    source.fill(pieces)
 
 
 @torch.no_grad()
 def our_logits(
-    source: Source, model: ModelConfig, ids_BS: Tensor, vocab_size: int, main_weights: bool = False
+    source: Checkpoint, model: ModelConfig, ids_BS: Tensor, vocab_size: int, main_weights: bool = False
 ) -> Tensor:
     """[B, S, V] in fp32, of the checkpoint loaded as one stage on the CPU; `main_weights`: as in `fill_stage`."""
     rows = source.shape("model/embedding.word")[0]
@@ -64,7 +63,7 @@ def our_logits(
 
 def compare_logits(
     folder: Path,
-    source: Source,
+    source: Checkpoint,
     model: ModelConfig,
     vocab_size: int,
     ids: list[int] | None = None,

@@ -13,8 +13,6 @@ is no such mask either. One that is as long as the sequence (or a document) is n
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -22,13 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config import environment
 from megalite.kernels.blocked_attention import Drop, blocked_attention, in_range
 from megalite.kernels.blocked_attention import supports as blocked_supports
-from megalite.kernels.dispatch import KernelError, choice, runs_triton, use_triton
+from megalite.kernels.dispatch import chosen, runs_triton, use_triton
 from megalite.kernels.dropout import keep_mask
 from megalite.kernels.flash_attention import flash_attention, supports
-
-BACKENDS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
 
 
 @dataclass(frozen=True)
@@ -75,13 +72,9 @@ def attention_reference(
     return (weights @ v).permute(2, 0, 1, 3)
 
 
-@functools.cache
 def forced() -> str:
-    """MEGALITE_ATTENTION: auto (the table of `backend`), or one of BACKENDS for every shape that it can do."""
-    wanted = os.environ.get("MEGALITE_ATTENTION") or "auto"
-    if wanted not in BACKENDS:
-        raise KernelError(f"MEGALITE_ATTENTION={wanted} is unknown; use {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
-    return wanted
+    """--attention-kernel: auto (the table of `backend`), or one for every shape that it can do."""
+    return chosen("attention_kernel")
 
 
 def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool = False) -> str:
@@ -104,7 +97,7 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
     if forced() != "auto":
         able = {"triton": triton, "blocked": window or blocked_supports(q_SBHK)}
         return forced() if able.get(forced(), not window) else "blocked" if window else "torch"
-    if triton and (masked or window or choice() == "triton" or not q_SBHK.is_cuda):
+    if triton and (masked or window or chosen("kernels") == "triton" or not q_SBHK.is_cuda):
         return "triton"
     if window or (blocked_supports(q_SBHK) and not masked):
         return "blocked"
@@ -121,13 +114,13 @@ def describe_attention(device_type: str, dropout: bool = False) -> str:
         return f"{training}, for dropout; in evaluation {describe_attention(device_type)}"
     if forced() != "auto":
         own = forced() in ("triton", "blocked")
-        return f"{forced()} (MEGALITE_ATTENTION)" + ("" if own else "; in a window: blocked")
+        return f"{forced()} ({environment.source('attention_kernel')})" + ("" if own else "; in a window: blocked")
     if device_type != "cuda":
         cpu = "blocked in half precision, torch in fp32; in a window: blocked"
         return "triton" if runs_triton(device_type) else cpu
     if not runs_triton(device_type):
         return "cudnn or flash; by document: torch; in a window: blocked"
-    return "triton" if choice() == "triton" else "cudnn or flash; by document or in a window: triton"
+    return "triton" if chosen("kernels") == "triton" else "cudnn or flash; by document or in a window: triton"
 
 
 @contextlib.contextmanager

@@ -1,19 +1,19 @@
 """Which implementation of a kernel runs: Triton, or its plain torch twin.
 
-    MEGALITE_KERNELS=auto     Triton on CUDA where it is installed, torch on CPU (the default)
-    MEGALITE_KERNELS=triton   Triton everywhere; on CPU that needs TRITON_INTERPRET=1, which runs kernels in numpy
-    MEGALITE_KERNELS=torch    the twins everywhere
+    --kernels auto     Triton on CUDA where it is installed, torch on CPU (the default)
+    --kernels triton   Triton everywhere; on CPU that needs TRITON_INTERPRET=1, which runs kernels in numpy
+    --kernels torch    the twins everywhere
 
-The variable is read once per process: a kernel is not switched in the middle of a run. Triton is imported when the
-first kernel is launched; torch for CPU comes without it. Rejected: importing it at the top of every kernel file, which
-costs 0.3 s at each start on CPU and a stand-in for `triton.jit` where it is missing.
+A run tells `choose` its option when it is set up; the variable MEGALITE_KERNELS wins over it, and is all that there is
+for a program without options. It is read once: a kernel is not switched in the middle of a run. Triton is imported
+when the first kernel is launched; torch for CPU comes without it. Rejected: importing it at the top of every kernel
+file, which costs 0.3 s at each start on CPU and a stand-in for `triton.jit` where it is missing.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHOICES = ("auto", "triton", "torch")
+from megalite.config import environment
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
 
@@ -35,13 +36,32 @@ class KernelError(Exception):
     """The kernels asked for cannot run here; the text says what to set or install."""
 
 
+_asked = {"kernels": "auto", "attention_kernel": "auto"}
+
+
+def choose(kernels: str, attention_kernel: str) -> None:
+    """Take the options of these names from here on; raises KernelError. The one setting of the whole process: dozens of
+    small functions that know nothing of a run would have to be handed it. Each setup of a run (train/) makes it anew.
+    """
+    _asked.update(kernels=kernels, attention_kernel=attention_kernel)
+    chosen.cache_clear()
+    runs_triton.cache_clear()
+    for option in _asked:
+        chosen(option)
+
+
 @functools.cache
-def choice() -> str:
-    """MEGALITE_KERNELS, as it was when first asked for."""
-    wanted = os.environ.get("MEGALITE_KERNELS") or "auto"
-    if wanted not in CHOICES:
-        raise KernelError(f"MEGALITE_KERNELS={wanted} is unknown; use {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
-    return wanted
+def chosen(option: str) -> str:
+    """The option, or its variable as it was when first asked for. Raises KernelError."""
+    try:
+        return environment.override(option, _asked[option])
+    except ValueError as error:
+        raise KernelError(str(error)) from None
+
+
+def asked_for() -> str:
+    """kernels=triton, or MEGALITE_KERNELS=triton: what was asked for, and how."""
+    return f"{environment.source('kernels')}={chosen('kernels')}"
 
 
 @functools.cache
@@ -52,21 +72,21 @@ def installed() -> bool:
 @functools.cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, which it decides when it is imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return environment.variable("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def runs_triton(device_type: str) -> bool:
     """Whether Triton kernels are what runs on such a device. Raises KernelError where they are wanted and cannot."""
-    wanted = choice()
+    wanted = chosen("kernels")
     if wanted == "torch" or device_type not in ("cpu", "cuda"):
         return False
     if wanted == "auto":
         return device_type == "cuda" and installed() and not interpreted()
     if not installed():
-        raise KernelError("MEGALITE_KERNELS=triton but triton is not installed; pip install triton, or use torch")
+        raise KernelError(f"{asked_for()} but triton is not installed; pip install triton, or use torch")
     if device_type == "cpu" and not interpreted():
-        raise KernelError("MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1 (slow, for tests); or use torch")
+        raise KernelError(f"{asked_for()} on CPU needs TRITON_INTERPRET=1 (slow, for tests); or use torch")
     return True
 
 
@@ -81,8 +101,8 @@ def use_triton(x: Tensor, columns: int = 1) -> bool:
 def describe_kernels(device_type: str) -> str:
     """One line for the plan. Raises KernelError as `runs_triton` does."""
     if not runs_triton(device_type):
-        missing = choice() == "auto" and device_type == "cuda" and not installed()
-        return "torch (triton is not installed)" if missing else f"torch (MEGALITE_KERNELS={choice()})"
+        missing = chosen("kernels") == "auto" and device_type == "cuda" and not installed()
+        return f"torch ({'triton is not installed' if missing else asked_for()})"
     how = "triton's interpreter" if interpreted() else "triton"
     return f"{how}: {', '.join(IN_TRITON)}" + (f"; torch: {', '.join(IN_TORCH)}" if IN_TORCH else "")
 
@@ -104,7 +124,7 @@ class Kernel:
 
     def compiled(self) -> Any:
         if self.jitted is None:
-            os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as 3.9 does unasked, with a warning; 3.10 will not
+            environment.set_defaults(TRITON_DEFAULT_FP_FUSION="1")  # as 3.9 does unasked, with a warning; 3.10 will not
             import triton
             import triton.language
 

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.dispatch import choice, installed
+from megalite.config.environment import variable
+from megalite.kernels.dispatch import asked_for, chosen, installed
 from megalite.kernels.dropout import drop_reference, dropout_add_by
 from megalite.models.gpt import Block, Stage
 from megalite.nn.attention import rotate
@@ -41,11 +42,11 @@ class CompileError(Exception):
 
 def check_compile(device_type: str) -> None:
     """Raises CompileError. Inductor makes C++ for a CPU and Triton kernels for a card."""
-    if choice() == "triton":
-        raise CompileError("compile=True compiles the torch kernels, but MEGALITE_KERNELS=triton; use auto or torch")
+    if chosen("kernels") == "triton":
+        raise CompileError(f"compile=True compiles the torch kernels, but {asked_for()}; use auto or torch")
     if device_type == "cuda" and not installed():
         raise CompileError("compile=True needs triton on cuda and it is not installed; pip install triton")
-    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what inductor calls, and no other
+    name = variable("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what inductor calls, and no other
     remedy = "install one or set CXX to the name of one, without options"
     if shutil.which(name) is None:
         raise CompileError(f"compile=True needs a C++ compiler and there is no {name or 'name in CXX'}; {remedy}")

@@ -63,7 +63,7 @@ MPI_LAUNCHERS: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def read_environment(env: Mapping[str, str]) -> Ranks | None:
+def read_environment(env: Mapping[str, str] = os.environ) -> Ranks | None:
     """The ranks that torchrun, mpirun or SLURM announce in `env`; None where no launcher did."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _checked(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", init_method=None)

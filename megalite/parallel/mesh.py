@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from megalite.parallel.shared_memory import SharedMemory, wanted
+from megalite.config.environment import override
+from megalite.parallel.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -177,7 +178,7 @@ def build_mesh(
     )
     if timeout is not None:
         made.set_timeout(timeout)
-    if device.type == "cpu" and (wanted() if shared_memory is None else shared_memory):
+    if device.type == "cpu" and (override("shared_memory", True) if shared_memory is None else shared_memory):
         made = replace(made, dp=_with_memory(made.dp), tp=_with_memory(made.tp))
     return made
 

@@ -33,7 +33,6 @@ from torch import Tensor
 SLOTS = 4
 SLOT_BYTES = 2 << 20
 FOLDER = Path("/dev/shm")
-VARIABLE = "MEGALITE_SHARED_MEMORY"  # off: gloo alone
 
 
 class OrderError(RuntimeError):
@@ -242,11 +241,3 @@ def _create(size: int) -> Path | None:
     finally:
         os.close(number)
     return Path(name)
-
-
-def wanted() -> bool:
-    """MEGALITE_SHARED_MEMORY: on (also where it is not set) or off. Raises ValueError."""
-    value = os.environ.get(VARIABLE) or "on"
-    if value not in ("on", "off"):
-        raise ValueError(f"{VARIABLE}={value} is unknown; use on or off")
-    return value == "on"

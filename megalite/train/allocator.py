@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Mapping
+
+from megalite.config.environment import variable
 
 # Numbers of glibc's malloc.h, and bytes. Blocks of up to 64 MiB come from the heap, of which half a GiB may stay free;
 # larger ones are mapped one by one as before, since holes of their size would add up (alignment keeps a freed block
@@ -14,13 +14,13 @@ FROM_THE_HEAP, KEPT = (64 << 20, 32 << 20), 512 << 20
 VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
-def keep_freed_memory(env: Mapping[str, str] = os.environ) -> bool:
+def keep_freed_memory() -> bool:
     """Let this process keep what it frees: activations on a CPU then lie in pages that it already has.
 
     By default glibc returns large blocks to the system when they are freed, and every step pays for its pages again
     (docs/performance.md says how much). False where nothing was changed: another C library, or the user's variables.
     """
-    if any(env.get(name) for name in VARIABLES):
+    if any(map(variable, VARIABLES)):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -14,19 +14,19 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.offline import Checkpoint
+from megalite.checkpoint.run import foreground
 from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.whole import Source
 from megalite.config.options import Config, DataConfig
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tokenizer import SENTENCEPIECE
 from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json
+from megalite.data.tokenizers.tokenizer_types import SENTENCEPIECE
 from megalite.interop.convert import Ours
 from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import choose_family
 from megalite.interop.hugging_face.write import write_model
-from megalite.interop.rules import specs_of
+from megalite.models.specs import specs_of
 from megalite.parallel.comm import broadcast_
 from megalite.train.datasets import open_tokenizer
 from megalite.train.setup import SetupError
@@ -120,14 +120,14 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     there = torch.tensor(int(saved), device=mesh.device)
     temporary = target.with_name(f".{target.name}.weights")
     if folder is None or not int(broadcast_(there, mesh.world)):
-        folder = writer.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
+        folder = foreground.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
     if not mesh.world.is_first:
         return None
     tokens = {"eos_token_id": eod, **hugging_face.token_ids(like_of(config.data) or named_by(config))}
     try:
         own = config.data.tokenizer_type is not None
         files, note = tokenizer_files(config.data, eod) if own else (hugging_face.companions(named_by(config)), None)
-        ours = Ours(Source(folder, manifests.load(folder)), used=specs_of(config.model, run.vocab_size))
+        ours = Ours(Checkpoint(folder, manifests.load(folder)), used=specs_of(config.model, run.vocab_size))
         made = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -4,9 +4,10 @@ takes many jobs. Read back for the throughput since the first job on as many dev
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from pathlib import Path
+
+from megalite.config.environment import variable
 
 TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -44,7 +45,7 @@ class ProgressLog:
             self._pending = -1
 
     def _append(self, text: str) -> None:
-        head = f"{datetime.datetime.now():{TIME}}\tJob ID: {os.environ.get('SLURM_JOB_ID', '')}\t# GPUs: {self.world}"
+        head = f"{datetime.datetime.now():{TIME}}\tJob ID: {variable('SLURM_JOB_ID')}\t# GPUs: {self.world}"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(f"{head}\t{text}\n")

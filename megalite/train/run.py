@@ -18,17 +18,17 @@ from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
 from megalite.checkpoint.progress import show
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_url
+from megalite.config import environment
 from megalite.config.check import check
 from megalite.config.options import Config, log_steps, padded_vocab_size, resolved_style
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
 from megalite.data.files.missing_files import absent
 from megalite.kernels.attention import describe_attention
-from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton
+from megalite.kernels.dispatch import KernelError, choose, describe_kernels, runs_triton
 from megalite.models.compiled import CompileError, check_compile, describe_compile
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
-from megalite.parallel import shared_memory
 from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
 from megalite.train import figures as lines
 from megalite.train.allocator import keep_freed_memory
@@ -75,14 +75,13 @@ def check_machine(config: Config, device: str, ranks: Ranks, vocab_size: int) ->
     if device == "cpu" and p.distributed_backend == "nccl":
         raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
     try:
+        choose(p.kernels, p.attention_kernel)
         runs_triton(device)
-        describe_attention(device)  # MEGALITE_ATTENTION is one of its names
-        shared_memory.wanted()  # and so is MEGALITE_SHARED_MEMORY
         if config.train.compile:
             check_compile(device)
         if config.train.cuda_graph_impl != "none" and device != "cuda":
             raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; leave it away")
-    except (KernelError, CompileError, ValueError) as error:
+    except (KernelError, CompileError) as error:
         raise SetupError(str(error)) from None
     arrangement = arrange(config, ranks.world, vocab_size)
     needs = arrangement.holdings[arrangement.worst].state
@@ -138,7 +137,7 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
 def preflight(config: Config, ranks: Ranks) -> Sources:
     """All that can be refused before a process group exists, all of it at once."""
     m, p, t = config.model, config.parallel, config.train
-    problems = check(config, ranks.world, complete=True)
+    problems: list[str] = [*check(config, ranks.world, complete=True)]
     if not t.dry_run:  # which opens no log
         problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
     lost = absent(config.data)
@@ -349,9 +348,10 @@ def _reporter(
         report.warn(warning)
     for note in sources.notes:
         report.say(f"note: {note}")
-    if run.mesh.device.type == "cuda":
-        set_ = [f"{name}={os.environ[name]}" for name in CUDA_VARIABLES if name in os.environ]
-        report.say("environment: " + " ".join(set_))
+    cuda = run.mesh.device.type == "cuda"
+    set_ = environment.values_of([*(CUDA_VARIABLES if cuda else ()), *environment.OVERRIDES.values()])
+    if set_ or cuda:
+        report.say(f"environment: {set_}")
     return report
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 import megalite  # noqa: E402
-from megalite.checkpoint import edit  # noqa: E402
+from megalite.checkpoint import offline  # noqa: E402
 from megalite.config import cli  # noqa: E402
 from megalite.config.toml import to_toml  # noqa: E402
 from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
@@ -68,10 +68,10 @@ def write_tokens(folder: Path) -> None:
 
 def hashes(directory: Path) -> dict[str, str]:
     """sha256 of every whole tensor's bytes, with its dtype and shape."""
-    folder, manifest = edit.open_one(directory)
+    checkpoint = offline.open_checkpoint(directory)
     result = {}
-    for name in sorted(manifest.tensors):
-        values = edit.read_whole(folder, manifest, name)
+    for name in sorted(checkpoint.manifest.tensors):
+        values = checkpoint.read(name)
         head = f"{values.dtype} {tuple(values.shape)} ".encode()
         result[name] = hashlib.sha256(
             head + values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite.checkpoint.edit import read_whole
-from megalite.checkpoint.format import reader
+from megalite.checkpoint.offline import open_checkpoint
 from megalite.config import cli
 from megalite.config.options import Config
 from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box
 from megalite.train.setup import build_run
 from megalite.train.start.resume import Start, open_saver, pieces_to_save, resume, save
@@ -134,9 +132,8 @@ def _ranks(world: int, fn, *args):
 
 @functools.cache
 def whole(folder: Path) -> dict[str, torch.Tensor]:
-    found = reader.newest(folder, Mesh.alone())
-    assert found is not None
-    return {name: read_whole(found[0], found[1], name) for name in found[1].tensors}
+    found = open_checkpoint(folder, verified=True)
+    return {name: found.read(name) for name in found.manifest.tensors}
 
 
 @pytest.mark.parametrize("layouts", [FP32, BF16], ids=["fp32", "bf16"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megalite.checkpoint.format import reader, writer
+from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage import left_branch
@@ -43,12 +43,12 @@ def pieces(value: float, mesh: Mesh = ALONE) -> list[Piece]:
 
 def saved(directory: str | Path, *steps: int, value: float | None = None) -> None:
     for step in steps:
-        writer.save(directory, step, pieces(step if value is None else value), {"step": step}, ALONE)
+        foreground.save(directory, step, pieces(step if value is None else value), {"step": step}, ALONE)
 
 
 def value_of(directory: str | Path, step: int | None = None) -> float:
     target = pieces(0.0)
-    found = reader.load(directory, ALONE, lambda *_: reader.Wanted(target), step)
+    found = loader.load(directory, ALONE, lambda *_: loader.Wanted(target), step)
     assert found is not None
     return float(target[0].data[0])
 
@@ -351,14 +351,14 @@ def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.Monk
 def _two_ranks(directory: str, background: bool) -> tuple[str, float]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     for step in (1, 2, 3):
-        writer.save(directory, step, pieces(float(step), mesh), {}, mesh)
+        foreground.save(directory, step, pieces(float(step), mesh), {}, mesh)
     one = Saver.open(directory, mesh, 0, background=background)
     note = one.begins_at(1)
     one.save(2, pieces(20.0 + mesh.world.rank, mesh), {})
     one.wait()
     one.close()
     target = pieces(0.0, mesh)
-    reader.load(directory, mesh, lambda *_: reader.Wanted(target))
+    loader.load(directory, mesh, lambda *_: loader.Wanted(target))
     return str(note is None), float(target[0].data[0])
 
 

@@ -18,6 +18,7 @@ from megalite.checkpoint.format import blocks, reader, tensor_file, writer
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import inside, overlapping, rectangles
+from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, ParamSpec, Piece
@@ -57,7 +58,7 @@ def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[lis
 
 
 def save_all(folder: Path, ranks: list[list[Piece]], step: int, state: dict | None = None) -> Path:
-    """What `writer.save` does on several ranks, here one after the other."""
+    """What `foreground.save` does on several ranks, here one after the other."""
     part = folder / f".iter_{step:07d}.part"
     part.mkdir(parents=True)
     for rank, pieces in enumerate(ranks):
@@ -91,8 +92,8 @@ def test_saved_under_one_layout_loads_under_another(shape, tp, dp, tp2, dp2, dat
         dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
         for rank in cut(values.to(dtype), "w", dim, tp2, dp2):
             for fill in (
-                lambda pieces: reader.fill(final, loaded, pieces, ALONE),
-                lambda pieces: reader.load(folder, ALONE, lambda *_: reader.Wanted(pieces)),
+                lambda pieces: loader.fill(final, loaded, pieces, ALONE),
+                lambda pieces: loader.load(folder, ALONE, lambda *_: loader.Wanted(pieces)),
             ):
                 target = replace(rank[0], data=torch.full_like(rank[0].data, torch.nan))
                 fill([target])
@@ -106,7 +107,7 @@ def whole(values: torch.Tensor, name: str = "w") -> Piece:
 
 def test_the_newest_valid_one_is_chosen_and_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3):
-        writer.save(tmp_path, step, [whole(torch.full((4, 3), float(step)))], {"step": step}, ALONE)
+        foreground.save(tmp_path, step, [whole(torch.full((4, 3), float(step)))], {"step": step}, ALONE)
     assert (tmp_path / writer.TRACKER).read_text() == "3\n"
     file = tmp_path / "iter_0000003" / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
@@ -114,19 +115,19 @@ def test_the_newest_valid_one_is_chosen_and_damage_is_named(tmp_path: Path, caps
     file.write_bytes(content)
     (tmp_path / ".iter_0000009.part").mkdir()
     (tmp_path / "iter_0000010").mkdir()  # incomplete
-    found = reader.newest(tmp_path, ALONE)
+    found = loader.newest(tmp_path, ALONE)
     assert found is not None and found[0].name == "iter_0000002" and found[1].state == {"step": 2}
     assert "rank-00000.safetensors: its content changed" in capsys.readouterr().out
     for step in (1, 2):
         os.truncate(tmp_path / f"iter_{step:07d}" / "rank-00000.safetensors", 8)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
-        reader.newest(tmp_path, ALONE)
-    assert reader.newest(tmp_path / "nothing", ALONE) is None
+        loader.newest(tmp_path, ALONE)
+    assert loader.newest(tmp_path / "nothing", ALONE) is None
 
 
 @pytest.mark.parametrize("place", range(12))
 def test_every_flipped_bit_is_found(tmp_path: Path, place: int) -> None:
-    folder = writer.save(tmp_path, 1, [whole(torch.randn(5, 5))], {}, ALONE)
+    folder = foreground.save(tmp_path, 1, [whole(torch.randn(5, 5))], {}, ALONE)
     files = sorted(p for p in folder.iterdir())
     file = files[place % len(files)]
     content = bytearray(file.read_bytes())
@@ -151,7 +152,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("attack", sorted(HOSTILE))
 def test_a_hostile_manifest_is_refused(tmp_path: Path, attack: str) -> None:
-    folder = writer.save(tmp_path, 1, [whole(torch.randn(5, 5))], {}, ALONE)
+    folder = foreground.save(tmp_path, 1, [whole(torch.randn(5, 5))], {}, ALONE)
     data = json.loads((folder / "manifest.json").read_text())
     HOSTILE[attack](data)
     (folder / "manifest.json").write_text(json.dumps(data))
@@ -161,9 +162,9 @@ def test_a_hostile_manifest_is_refused(tmp_path: Path, attack: str) -> None:
 
 
 def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> None:
-    folder = writer.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
+    folder = foreground.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
     pieces = [whole(torch.zeros(4, 2), "a"), whole(torch.zeros(5), "b"), whole(torch.zeros(1), "c")]
     with pytest.raises(CheckpointError) as error:
-        reader.fill(folder, manifests.load(folder), pieces, ALONE)
+        loader.fill(folder, manifests.load(folder), pieces, ALONE)
     assert "b: shape (5,) here, (3,) in" in str(error.value) and "c: shape (1,) here, not in" in str(error.value)
     assert all(not p.data.any() for p in pieces)

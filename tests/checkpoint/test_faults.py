@@ -25,9 +25,10 @@ import torch
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite.checkpoint.format import hashing, reader, tensor_file, writer
+from megalite.checkpoint.format import hashing, reader, tensor_file
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.file_system import LocalFile, LocalStorage
@@ -57,7 +58,7 @@ def pieces(value: float, rows: int = 4) -> list[Piece]:
 
 def _save_for_ever(directory: str, background: bool, told: Any) -> None:
     one = Saver.open(directory, ALONE, 0, keep_last=2, background=background)
-    found = reader.newest(directory, ALONE)
+    found = loader.newest(directory, ALONE)
     step = int(found[0].name[5:]) if found else 0
     told.send_bytes(b"ready")
     while True:
@@ -96,12 +97,12 @@ def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Pa
         if not storage.steps_in(tmp_path):
             assert promised == 0
             continue
-        found = reader.newest(tmp_path, ALONE)
+        found = loader.newest(tmp_path, ALONE)
         assert found is not None
         newest = found[1].state["step"]
         assert newest >= promised
         targets = pieces(0.0)
-        reader.fill(*found, targets, ALONE, exact=True)
+        loader.fill(*found, targets, ALONE, exact=True)
         assert all((target.data == newest).all() for target in targets)
     assert newest > 3
     Saver.open(tmp_path, ALONE, 0).close()
@@ -122,7 +123,7 @@ def test_the_program_killed_while_it_saves_goes_on(tmp_path: Path) -> None:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    found = reader.newest(tmp_path, ALONE)
+    found = loader.newest(tmp_path, ALONE)
     assert found is not None
     step = found[1].state["progress"]["step"]
     done = subprocess.run(
@@ -164,7 +165,7 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(
     for step in (1, 2):
         save_all(tmp_path, cut(torch.full((6, 4), float(step)), "model/w", 0, 1, 3), step, {"step": step})
     DAMAGE[damage](tmp_path / "iter_0000002" / name)
-    found = reader.newest(tmp_path, ALONE)
+    found = loader.newest(tmp_path, ALONE)
     if damage == "shorter by one" and name == "COMPLETE":  # the end of the line after the hash: nothing is lost
         assert found is not None and found[1].state == {"step": 2}
         return
@@ -179,19 +180,19 @@ def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(tmp_pa
     small = pytest.MonkeyPatch()
     small.setattr(tensor_file.write, "__defaults__", (1 << 12,))  # damage in the middle: some is filled before it
     for step in (1, 2):
-        writer.save(tmp_path, step, pieces(float(step)), {"step": step}, ALONE)
+        foreground.save(tmp_path, step, pieces(float(step)), {"step": step}, ALONE)
     small.undo()
     DAMAGE[damage](tmp_path / "iter_0000002" / "rank-00000.safetensors")
     targets = pieces(9.0)
-    wanted = lambda *_: reader.Wanted(targets, exact=True)  # noqa: E731
-    found = reader.load(tmp_path, ALONE, wanted)
+    wanted = lambda *_: loader.Wanted(targets, exact=True)  # noqa: E731
+    found = loader.load(tmp_path, ALONE, wanted)
     assert found is not None and found[1].state == {"step": 1}
     assert all((target.data == 1.0).all() for target in targets)
     shutil.rmtree(tmp_path / "iter_0000001")
     for target in targets:
         target.data.fill_(9.0)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
-        reader.load(tmp_path, ALONE, wanted)
+        loader.load(tmp_path, ALONE, wanted)
     late = damage in ("zeros", "a flipped bit")  # its bytes had to be read; all else is known before
     assert all((target.data.isnan() if late else target.data == 9.0).all() for target in targets)
 
@@ -203,11 +204,11 @@ def _one_rank_finds_it(directory: str) -> tuple[float, list[float]]:
     target = Piece("model/w", (2, n), box, range(n), torch.zeros(n))
     for step in (1, 2):
         target.data.fill_(10.0 * step + rank)
-        writer.save(directory, step, [target], {"step": step}, mesh)
+        foreground.save(directory, step, [target], {"step": step}, mesh)
     if rank == 0:
         flip(Path(directory) / "iter_0000002" / "rank-00001.safetensors", 8 * 5000)
     torch.distributed.barrier()
-    found = reader.load(directory, mesh, lambda *_: reader.Wanted([target], exact=True))
+    found = loader.load(directory, mesh, lambda *_: loader.Wanted([target], exact=True))
     assert found is not None
     return float(found[1].state["step"]), target.data.unique().tolist()
 
@@ -221,7 +222,7 @@ def _one_rank_cannot_open_it(directory: str) -> tuple[float, list[float]]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     for step in (1, 2):
         state = pieces(float(step)) if mesh.world.is_first else []
-        writer.save(directory, step, state, {"step": step}, mesh)
+        foreground.save(directory, step, state, {"step": step}, mesh)
     if mesh.world.rank == 1:
         real = LocalStorage.reading
 
@@ -232,7 +233,7 @@ def _one_rank_cannot_open_it(directory: str) -> tuple[float, list[float]]:
 
         LocalStorage.reading = reading  # type: ignore[method-assign, assignment]
     targets = pieces(9.0)
-    found = reader.load(directory, mesh, lambda *_: reader.Wanted(targets, exact=True))
+    found = loader.load(directory, mesh, lambda *_: loader.Wanted(targets, exact=True))
     assert found is not None
     return float(found[1].state["step"]), targets[0].data.unique().tolist()
 
@@ -243,7 +244,7 @@ def test_one_that_is_pruned_while_it_is_loaded_sends_all_ranks_to_the_one_before
 
 def test_pruned_while_it_is_loaded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
-        writer.save(tmp_path, step, pieces(float(step)), {"step": step}, ALONE)
+        foreground.save(tmp_path, step, pieces(float(step)), {"step": step}, ALONE)
     real = LocalStorage.reading
 
     def reading(self: LocalStorage, folder: Path) -> Any:
@@ -252,12 +253,12 @@ def test_pruned_while_it_is_loaded_alone(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(LocalStorage, "reading", reading)
     targets = pieces(9.0)
-    found = reader.load(tmp_path, ALONE, lambda *_: reader.Wanted(targets, exact=True))
+    found = loader.load(tmp_path, ALONE, lambda *_: loader.Wanted(targets, exact=True))
     assert found is not None and found[1].state == {"step": 1} and (targets[0].data == 1.0).all()
 
 
 def test_no_memory_for_a_block_is_an_error_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer.save(tmp_path, 1, pieces(1.0), {}, ALONE)
+    foreground.save(tmp_path, 1, pieces(1.0), {}, ALONE)
     real = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -267,19 +268,19 @@ def test_no_memory_for_a_block_is_an_error_of_the_checkpoint(tmp_path: Path, mon
 
     monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(CheckpointError, match="can't allocate memory"):
-        reader.load(tmp_path, ALONE, lambda *_: reader.Wanted(pieces(9.0)))
+        loader.load(tmp_path, ALONE, lambda *_: loader.Wanted(pieces(9.0)))
 
 
 def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box((0, 0), (64, 1 << 17))  # 32 MiB: 8 blocks and the header
     state = [Piece("model/w", box.stop, box, range(box.numel), torch.randn(box.numel))]
-    writer.save(tmp_path, 1, state, {}, ALONE)
+    foreground.save(tmp_path, 1, state, {}, ALONE)
     reads: list[tuple[int, int]] = []
     real = LocalFile.pread
     monkeypatch.setattr(LocalFile, "pread", lambda self, to, at: (reads.append((at, len(to))), real(self, to, at))[1])
     half = Box((0, 0), (32, 1 << 17))
     targets = [Piece("model/w", box.stop, half, range(half.numel), torch.zeros(half.numel))]
-    reader.load(tmp_path, ALONE, lambda *_: reader.Wanted(targets))
+    loader.load(tmp_path, ALONE, lambda *_: loader.Wanted(targets))
     assert torch.equal(targets[0].data, state[0].data[: half.numel])
     header, reads = reads[:2], sorted(reads[2:])  # its length, and its text
     assert sum(size for _, size in header) < 20_000
@@ -288,20 +289,20 @@ def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pyt
 
 
 def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (writer.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
+    one, two = (foreground.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
     for name in ("rank-00000.safetensors", "manifest.json"):
         (one / name).rename(tmp_path / "x")
         (two / name).rename(one / name)
         (tmp_path / "x").rename(two / name)
         with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
-            reader.newest(tmp_path, ALONE)
+            loader.newest(tmp_path, ALONE)
         assert name in capsys.readouterr().out
         (one / name).rename(tmp_path / "x")
         (two / name).rename(one / name)
         (tmp_path / "x").rename(two / name)
     stranger = two / "rank-00007.safetensors"  # that no manifest names: not looked at
     stranger.write_bytes(b"stale")
-    assert reader.newest(tmp_path, ALONE)[0] == two  # type: ignore[index]
+    assert loader.newest(tmp_path, ALONE)[0] == two  # type: ignore[index]
 
 
 def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +310,7 @@ def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("megalite.checkpoint.format.tensor_file.write.__defaults__", (256,))
     box = Box((0,), (500,))
     state = [Piece(f"model/{n}", (500,), box, range(500), torch.randn(500)) for n in range(6)]
-    folder = writer.save(tmp_path, 1, state, {}, ALONE)
+    folder = foreground.save(tmp_path, 1, state, {}, ALONE)
     loaded = manifests.load(folder)
     (file,) = (folder / name for name in loaded.files)
     places = {row.key: name for name, whole in loaded.tensors.items() for row in whole.parts}
@@ -338,15 +339,15 @@ def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: py
 
 def test_the_tracker_file_is_never_believed(tmp_path: Path) -> None:
     for step in (3, 4):
-        writer.save(tmp_path, step, pieces(1.0), {"step": step}, ALONE)
+        foreground.save(tmp_path, step, pieces(1.0), {"step": step}, ALONE)
     for text in (b"", b"99\n", b"\xff\xfe", b"release\n", b"-1"):
         (tmp_path / storage.TRACKER).write_bytes(text)
-        found = reader.newest(tmp_path, ALONE)
+        found = loader.newest(tmp_path, ALONE)
         assert found is not None and found[1].state == {"step": 4}
     (tmp_path / storage.TRACKER).unlink()
-    assert reader.newest(tmp_path, ALONE, step=3)[1].state == {"step": 3}  # type: ignore[index]
+    assert loader.newest(tmp_path, ALONE, step=3)[1].state == {"step": 3}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 5"):
-        reader.newest(tmp_path, ALONE, step=5)
+        loader.newest(tmp_path, ALONE, step=5)
     for name in ("iter_3", "iter_0000003x", "iter_٣", "iter_-000003"):
         (tmp_path / name).mkdir()
     assert storage.steps_in(tmp_path) == [3, 4]
@@ -381,7 +382,7 @@ def mutated(data: Any, rng: random.Random) -> Any:
 def test_five_hundred_hostile_manifests_are_refused_or_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = writer.save(tmp_path, 1, pieces(1.0, rows=1)[:2], {"progress": {"step": 1}}, ALONE)
+    folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1)[:2], {"progress": {"step": 1}}, ALONE)
     sealed = json.loads((folder / "manifest.json").read_text())
     opened: list[str] = []
     real = os.open
@@ -393,7 +394,7 @@ def test_five_hundred_hostile_manifests_are_refused_or_harmless(
         try:
             loaded = manifests.load(folder)
             reader.verify(folder, loaded)
-            reader.fill(folder, loaded, targets, ALONE, exact=True)
+            loader.fill(folder, loaded, targets, ALONE, exact=True)
         except CheckpointError:
             refused += 1
             continue
@@ -403,7 +404,7 @@ def test_five_hundred_hostile_manifests_are_refused_or_harmless(
 
 
 def test_manifests_that_are_bombs_are_refused(tmp_path: Path) -> None:
-    folder = writer.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
     good = json.loads((folder / "manifest.json").read_text())
     for text in ("[" * 200_000, '{"a":' * 50_000, "NaN", "\ufeff{}", '{"format": 2}', "null", "[]", "2"):
         reseal(folder, text)
@@ -431,7 +432,7 @@ HEADERS = {
 @pytest.mark.parametrize("attack", sorted(HEADERS))
 def test_a_hostile_header_is_refused(tmp_path: Path, attack: str) -> None:
     """With hashes that fit: whoever wrote it wrote the manifest too."""
-    folder = writer.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
     file = folder / "rank-00000.safetensors"
     content = file.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -448,7 +449,7 @@ def test_a_hostile_header_is_refused(tmp_path: Path, attack: str) -> None:
     reader.verify(folder, loaded)
     target = pieces(0.0, rows=1)[:1]
     with pytest.raises(CheckpointError, match="rank-00000|cannot be read"):
-        reader.fill(folder, loaded, target, ALONE, exact=True)
+        loader.fill(folder, loaded, target, ALONE, exact=True)
     assert not target[0].data.any()
 
 
@@ -488,12 +489,12 @@ def test_a_pickle_in_the_place_of_every_file_is_refused(tmp_path: Path) -> None:
             return os.system, (f"touch {canary}",)
 
     for protocol in (0, 2, 4):
-        folder = writer.save(tmp_path, 1, pieces(1.0, rows=1), {}, ALONE)
+        folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1), {}, ALONE)
         for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
             kept = (folder / name).read_bytes()
             (folder / name).write_bytes(pickle.dumps(Evil(), protocol))
             with pytest.raises(CheckpointError):
-                reader.newest(tmp_path, ALONE)
+                loader.newest(tmp_path, ALONE)
             (folder / name).write_bytes(kept)
         shutil.rmtree(folder)
     assert not canary.exists()

@@ -23,7 +23,7 @@ def test_a_line_now_and_then_and_none_for_what_is_short(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    one = progress.Progress("loading X", 50, "tensors")
+    one = progress.ProgressLines("loading X", 50, "tensors")
     for _ in range(50):
         now[0] += 0.5
         one.add(1)
@@ -68,7 +68,7 @@ def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytes
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     if style == "megalite":  # and how far, where it takes long
         for module in (blocks, foreign_load):
-            monkeypatch.setattr(module, "Progress", lambda *a: progress.Progress(*a, every_s=0))
+            monkeypatch.setattr(module, "ProgressLines", lambda *a: progress.ProgressLines(*a, every_s=0))
         run, _ = built("--load", where, "--lr-decay-iters", "9")
         capsys.readouterr()
         start_run(*built("--load", where, "--lr-decay-iters", "9"))

@@ -16,7 +16,7 @@ import torch
 from make_fixtures import CASES, FOLDER, hashes, write_tokens
 
 import megalite
-from megalite.checkpoint import edit
+from megalite.checkpoint import offline
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
@@ -36,7 +36,7 @@ def test_a_stored_checkpoint_loads_and_goes_on(folder: Path, tmp_path: Path, mon
     """By one process, where two or four had written it."""
     expected = json.loads((folder / "expected.json").read_text())
     assert hashes(folder) == expected["tensors"]
-    state = edit.open_one(folder)[1].state
+    state = offline.open_checkpoint(folder).manifest.state
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path)
     config = cli.parse(expected["flags"].split(), PRESETS)

@@ -22,11 +22,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite.checkpoint import edit
+from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format import reader, tensor_file, writer
 from megalite.checkpoint.run import agreement as shared
-from megalite.checkpoint.run import retention
+from megalite.checkpoint.run import foreground, loader, retention
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import location, object_store
 from megalite.checkpoint.storage import protocol as storage
@@ -99,13 +99,13 @@ def change(url: str, content: bytes | None) -> None:
 
 def loaded(url: str) -> float:
     """The value of the newest checkpoint, verified, and filled under other boxes than it was saved in."""
-    found = reader.newest(url, ALONE)
+    found = loader.newest(url, ALONE)
     assert found is not None
     targets = []
     for n in range(2):
         box = Box((1, 3), (3, 1 << 12))
         targets.append(Piece(f"model/{n}", (4, 1 << 12), box, range(5, box.numel), torch.zeros(box.numel - 5)))
-    reader.fill(*found, targets, ALONE, exact=True)
+    loader.fill(*found, targets, ALONE, exact=True)
     value = float(targets[0].data[0])
     assert all((target.data == value).all() for target in targets)
     return value
@@ -117,7 +117,7 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
     put, create = object_store.RemoteStorage.put, object_store.RemoteStorage.create
     monkeypatch.setattr(object_store.RemoteStorage, "put", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1])
     monkeypatch.setattr(object_store.RemoteStorage, "create", lambda s, p: (order.append(p.name), create(s, p))[1])
-    assert reader.newest(base, ALONE) is None
+    assert loader.newest(base, ALONE) is None
     one = Saver.open(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
     for step in (1, 2):
         order.clear()
@@ -126,15 +126,15 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
         names = ["rank-00000.safetensors", "rank-00000.json", "manifest.json", "COMPLETE", storage.TRACKER]
         assert order == names  # COMPLETE, which makes it exist, after all that it needs
     targets = pieces(0.0)
-    found = reader.load(base, ALONE, lambda *_: reader.Wanted(targets, exact=True))
+    found = loader.load(base, ALONE, lambda *_: loader.Wanted(targets, exact=True))
     assert found is not None and all((target.data == 2.0).all() for target in targets)
     assert loaded(base) == 2.0 and storage.steps_in(base) == [1, 2]
     one.close()
     inside = ["COMPLETE", "manifest.json", "rank-00000.safetensors"]
     assert sorted(files(base)) == sorted([storage.TRACKER, *(f"iter_000000{n}/{f}" for n in (1, 2) for f in inside)])
-    assert reader.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
+    assert loader.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 3"):
-        reader.newest(base, ALONE, step=3)
+        loader.newest(base, ALONE, step=3)
     one = Saver.open(base + "/", ALONE, 0)
     one.save(2, pieces(5.0), {})  # the same step again
     one.close()
@@ -155,7 +155,7 @@ def test_damage_is_named_and_the_one_before_is_taken(
     base: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2):
-        writer.save(base, step, pieces(float(step)), {}, ALONE)
+        foreground.save(base, step, pieces(float(step)), {}, ALONE)
     for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
         url = f"{base}/iter_0000002/{name}"
         place = parse(url)
@@ -168,12 +168,12 @@ def test_damage_is_named_and_the_one_before_is_taken(
     for step in (1, 2):
         change(f"{base}/iter_000000{step}/COMPLETE", None)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):  # and no fresh start
-        reader.newest(base, ALONE)
+        loader.newest(base, ALONE)
 
 
 def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 7):
-        writer.save(base, step, pieces(1.0), {}, ALONE)
+        foreground.save(base, step, pieces(1.0), {}, ALONE)
     change(f"{base}/iter_0000001/KEEP", b"")
     change(f"{base}/iter_0000007/mp_rank_00/model_optim_rng.pt", b"of Megatron-LM")
     change(f"{base}/iter_0000008/notes.txt", b"of somebody")
@@ -202,7 +202,7 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
 
 def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
-        writer.save(base, step, pieces(float(step)), {}, ALONE)
+        foreground.save(base, step, pieces(float(step)), {}, ALONE)
     place, real, gone = parse(base), object_store.RemoteFile.pread, []
 
     def meanwhile(self: Any, target: memoryview, begin: int) -> None:
@@ -211,7 +211,7 @@ def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(object_store.RemoteFile, "pread", meanwhile)
-        assert edit.read_whole(*edit.open_one(f"{base}/iter_0000001"), "model/0")[0, 0] == 1.0
+        assert offline.open_checkpoint(f"{base}/iter_0000001").read("model/0")[0, 0] == 1.0
     assert gone == [2] and storage.steps_in(base) == [1, 3]
     assert not any(".reading-" in name for name in files(base))
     folder, store = location.folder_of(base, 1), storage.storage_of(place)
@@ -268,14 +268,14 @@ def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.M
     values = torch.randn(3 << 20)  # 12 MiB: two parts, since 4 MiB are handed over at a time
     box = Box((0,), (len(values),))
     piece = Piece("model/w", box.stop, box, range(len(values)), values)
-    folder = writer.save(base, 1, [piece], {}, ALONE)
+    folder = foreground.save(base, 1, [piece], {}, ALONE)
     name = next(iter(manifests.load(folder).files))
     if base.startswith("s3"):
         assert (folder / name).files.info((folder / name).path)["ETag"].strip('"').endswith("-2")
     again = Piece(piece.name, piece.shape, box, piece.span, torch.zeros_like(values))
     monkeypatch.setattr(object_store, "READ", 1 << 20)
     reader.verify(folder, manifests.load(folder))
-    reader.fill(folder, manifests.load(folder), [again], ALONE, exact=True)
+    loader.fill(folder, manifests.load(folder), [again], ALONE, exact=True)
     assert torch.equal(again.data, values)
 
     def broken(size: int = 6 << 20) -> Iterator[torch.Tensor]:
@@ -296,7 +296,7 @@ def test_the_tool_takes_urls(base: str, tmp_path: Path, capsys: pytest.CaptureFi
     from test_tool import tool
 
     for step in (1, 2):
-        writer.save(base, step, pieces(float(step)), {"progress": {"step": step}}, ALONE)
+        foreground.save(base, step, pieces(float(step)), {"progress": {"step": step}}, ALONE)
     assert tool.main(["inspect", base]) == 0 and "iter_0000002: step 2" in capsys.readouterr().out
     assert tool.main(["verify", base, "--all"]) == 0
     assert tool.main(["reshard", base, str(tmp_path), "--files", "2"]) == 0
@@ -304,7 +304,7 @@ def test_the_tool_takes_urls(base: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert tool.main(["diff", base, f"{base}/back/iter_0000002"]) == 0
     assert "2 tensors, equal to the bit" in capsys.readouterr().out
     assert tool.main(["average", f"{base}/mean", f"{base}/iter_0000001", base]) == 0
-    assert float(edit.read_whole(*edit.open_one(f"{base}/mean"), "model/0")[0, 0]) == 1.5
+    assert float(offline.open_checkpoint(f"{base}/mean").read("model/0")[0, 0]) == 1.5
     assert tool.main(["prune", base, "--keep-last", "1"]) == 0 and storage.steps_in(base) == [2]
     assert tool.main(["inspect", f"{base}/nothing"]) == 3
 
@@ -321,7 +321,7 @@ def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(CheckpointError, match=text):
             Saver.open(url, ALONE, 0)
     Saver.open(f"file://{tmp_path}/local", ALONE, 0).close()
-    writer.save(f"file://{tmp_path}/local", 1, pieces(1.0), {}, ALONE)
+    foreground.save(f"file://{tmp_path}/local", 1, pieces(1.0), {}, ALONE)
     assert (tmp_path / "local" / "iter_0000001" / "COMPLETE").is_file() and loaded(f"{tmp_path}/local") == 1.0
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(CheckpointError, match="needs the package fsspec: pip install fsspec"):
@@ -339,7 +339,7 @@ def test_a_bucket_that_is_not_there(on_s3: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
     type(fsspec.filesystem("s3")).clear_instance_cache()  # a client looks at the environment once
     with pytest.raises(CheckpointError, match="looking for checkpoints in s3://runs/x: .*listing it"):
-        reader.newest("s3://runs/x", ALONE)  # never taken for an empty directory
+        loader.newest("s3://runs/x", ALONE)  # never taken for an empty directory
     type(fsspec.filesystem("s3")).clear_instance_cache()
 
 
@@ -388,7 +388,7 @@ def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(CheckpointError, match=r"unsteady://runs/.*ConnectionError: reset by peer"):
         one.save(2, pieces(2.0), {})
     with pytest.raises(CheckpointError, match="ConnectionError: reset by peer"):
-        reader.newest(url, ALONE)
+        loader.newest(url, ALONE)
     monkeypatch.setattr(Unsteady, "bad", 0)
     assert loaded(url) == 1.0
     one.save(3, pieces(3.0), {})
@@ -421,9 +421,9 @@ def _save_rows(base: str, background: bool, environment: dict[str, str]) -> floa
     for step in (1, 2):
         one.save(step, [rows(step)], {"step": step})
     one.wait()
-    found, target = reader.newest(base, mesh), rows(0)
+    found, target = loader.newest(base, mesh), rows(0)
     assert found is not None
-    reader.fill(*found, [target], mesh, exact=True)
+    loader.fill(*found, [target], mesh, exact=True)
     one.close()
     return float(target.data[3])
 
@@ -431,14 +431,14 @@ def _save_rows(base: str, background: bool, environment: dict[str, str]) -> floa
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 def test_every_rank_uploads_its_own(on_s3: str, background: bool) -> None:
     assert run_ranks(2, _save_rows, on_s3, background, _aws()) == [20.0, 21.0]
-    found = edit.open_one(on_s3)
-    assert sorted(found[1].files) == ["rank-00000.safetensors", "rank-00001.safetensors"]
-    assert edit.read_whole(*found, "model/w").tolist() == [[20.0] * 8, [21.0] * 8]
+    found = offline.open_checkpoint(on_s3)
+    assert sorted(found.manifest.files) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert found.read("model/w").tolist() == [[20.0] * 8, [21.0] * 8]
 
 
 def _save_for_ever(url: str, background: bool) -> None:
     one = Saver.open(url, ALONE, 0, keep_last=2, background=background)
-    found = reader.newest(url, ALONE)
+    found = loader.newest(url, ALONE)
     step = int(found[0].name[5:]) if found else 0
     while True:
         step += 1

@@ -26,7 +26,7 @@ from megalite.checkpoint.format.hashing import BlockHash
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import intersect
 from megalite.checkpoint.run import agreement as shared
-from megalite.checkpoint.run import background_save, retention
+from megalite.checkpoint.run import background_save, foreground, loader, retention
 from megalite.checkpoint.run.log_lines import LogLines
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
@@ -55,7 +55,7 @@ def load(folder: Path, like: Piece) -> torch.Tensor:
     target = Piece(like.name, like.shape, like.box, like.span, torch.zeros_like(like.data))
     loaded = manifests.load(folder)
     reader.verify(folder, loaded)
-    reader.fill(folder, loaded, [target], ALONE, exact=True)
+    loader.fill(folder, loaded, [target], ALONE, exact=True)
     return target.data.view(like.box.shape)
 
 
@@ -101,11 +101,12 @@ def test_any_rectangle_is_read_from_any_other(tmp_path_factory, shape, data) -> 
     folder = tmp_path_factory.mktemp("file")
     piece = Piece("w", tuple(shape), stored, range(stored.numel), cut(stored).reshape(-1).clone())
     header, rows, _ = tensor_file.plan([piece])
-    tensor_file.write(folder / "x", header, [piece.data])
+    stamp = tensor_file.write(folder / "x", header, [piece.data])
+    parts = manifests.Stored("x", rows[0].key, stored)
+    made = manifests.Manifest({"w": manifests.Whole(tuple(shape), "float32", (parts,))}, {"x": stamp}, {})
     target = torch.zeros(wanted.shape, dtype=data.draw(st.sampled_from([torch.float32, torch.float64])))
-    file = tensor_file.TensorFile(folder / "x")
-    file.copy(rows[0].key, stored, both, target, wanted)
-    file.close()
+    target_piece = Piece("w", tuple(shape), wanted, range(wanted.numel), target.view(-1))
+    reader.fill_pieces(folder, made, [target_piece])
     inner = tuple(slice(a - o, b - o) for a, b, o in zip(both.start, both.stop, wanted.start, strict=True))
     assert torch.equal(target[inner].float(), cut(both)) and int((target != 0).sum()) == both.numel
 
@@ -117,10 +118,10 @@ def peak_mib() -> float:
 
 def test_a_save_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
     state = [whole(torch.randn(16, 1 << 20), f"model/{i}") for i in range(2)]  # 128 MiB
-    writer.save(tmp_path, 1, [whole(torch.ones(3))], {}, ALONE)  # what is imported late is there now
+    foreground.save(tmp_path, 1, [whole(torch.ones(3))], {}, ALONE)  # what is imported late is there now
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
     before = peak_mib()
-    writer.save(tmp_path, 2, state, {}, ALONE)
+    foreground.save(tmp_path, 2, state, {}, ALONE)
     assert peak_mib() - before <= 0.1 * 128
     shutil.rmtree(tmp_path)
 
@@ -138,7 +139,7 @@ def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), real_replace(a, b)))
-    writer.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+    foreground.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
     assert events == [
         "sync rank-00000.safetensors",
         "rename rank-00000.json",
@@ -170,13 +171,13 @@ def test_a_failed_save_leaves_the_one_before(
         with pytest.raises(CheckpointError, match="No space left"):
             one.save(2, [whole(torch.ones(2))], {})
             one.wait()
-    found = reader.newest(tmp_path, ALONE)
+    found = loader.newest(tmp_path, ALONE)
     assert found is not None and found[0].name == "iter_0000001"
     assert not list(tmp_path.glob(".iter_*"))
     one.save(3, [whole(torch.ones(2))], {})  # and the next one works again
     one.wait()
     one.close()
-    assert reader.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
+    assert loader.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
 
 
 def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
@@ -194,7 +195,7 @@ def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
         text = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    found = reader.newest(directory, mesh)
+    found = loader.newest(directory, mesh)
     one.close()
     return text, found is not None and found[0].name == "iter_0000001"
 
@@ -256,7 +257,7 @@ def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     one = Saver.open(odd, ALONE, 0)
     one.save(1, [whole(torch.ones(2))], {})
     one.close()
-    assert reader.newest(odd, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
+    assert loader.newest(odd, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
     assert sorted(p.name for p in odd.iterdir()) == [storage.LOCK, "iter_0000001", storage.TRACKER]
 
 
@@ -274,7 +275,7 @@ def test_what_unfinished_saves_and_deletions_have_left_is_swept(tmp_path: Path) 
 
 def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
     for step in range(1, 9):
-        writer.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+        foreground.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
     (tmp_path / "iter_backup").mkdir()
     (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
@@ -289,7 +290,7 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
 
 def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
-        writer.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+        foreground.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *a, **k: None)
         retention.prune(tmp_path, 1, None, set())
@@ -301,20 +302,20 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monke
 def test_the_one_just_saved_is_never_deleted(tmp_path: Path) -> None:
     """After a rollback it is not the newest by number."""
     for step in (10, 20, 30):
-        writer.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
+        foreground.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
     one = Saver.open(tmp_path, ALONE, 0, keep_last=1)
     one.save(15, [whole(torch.ones(2))], {})
     one.close()
     assert storage.steps_in(tmp_path) == [15, 30]
     assert retention.prune(tmp_path, 1, None, set()) == [15]  # and the only valid one stays for ever
     os.truncate(tmp_path / "iter_0000030" / "rank-00000.safetensors", 8)
-    writer.save(tmp_path, 12, [whole(torch.ones(2))], {}, ALONE)
+    foreground.save(tmp_path, 12, [whole(torch.ones(2))], {}, ALONE)
     assert retention.prune(tmp_path, 1, None, set()) == []
 
 
 def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two renames neither the old one nor the new is in its place: the next start puts the old one back."""
-    writer.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+    foreground.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
     real = os.replace
 
     def killed(a: Path, b: Path) -> None:
@@ -325,7 +326,7 @@ def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            writer.save(tmp_path, 1, [whole(torch.zeros(2))], {}, ALONE)
+            foreground.save(tmp_path, 1, [whole(torch.zeros(2))], {}, ALONE)
     assert storage.steps_in(tmp_path) == []
     Saver.open(tmp_path, ALONE, 0).close()
     assert load(tmp_path / "iter_0000001", whole(torch.zeros(2))).tolist() == [1.0, 1.0]

@@ -18,7 +18,7 @@ import torch
 from ranks import run_ranks
 from train_cases import SMALL
 
-from megalite.checkpoint import edit
+from megalite.checkpoint import offline
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
 from megalite.checkpoint.run.background_save import HostCopy
@@ -183,7 +183,7 @@ def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> No
     save(run, saver, to_toml(config), optimizer=not config.checkpoint.no_save_optim)
     saver.close()
     before = weights(run)
-    assert {name.partition("/")[0] for name in edit.open_one(tmp_path)[1].tensors} == {"model"}
+    assert {name.partition("/")[0] for name in offline.open_checkpoint(tmp_path).manifest.tensors} == {"model"}
     run.close()
     run, config = built("--load", str(tmp_path), "--bf16")
     with pytest.raises(SetupError, match="holds no optimizer state: add --no-load-optim"):

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint import edit
-from megalite.checkpoint.format import manifest, reader, writer
+from megalite.checkpoint import offline
+from megalite.checkpoint.format import manifest
+from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.storage import file_system
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh
@@ -39,7 +40,7 @@ def make(folder: Path, step: int, scale: float = 1.0, bf16: bool = False, change
             values = values.bfloat16()
         box = Box((0,) * len(shape), shape)
         pieces.append(Piece(name, shape, box, range(box.numel), values))
-    return writer.save(folder, step, pieces, STATE, ALONE)
+    return foreground.save(folder, step, pieces, STATE, ALONE)
 
 
 def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,11 +74,38 @@ def test_diff_says_where_and_how_much(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "optimizer.main/b: only in the second" in out and "model/a: float32 and bfloat16, " in out
 
 
+def test_diff_sees_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ "Equal to the bit" is said of bits: 0 and -0 are equal numbers, and a NaN is not even equal to itself."""
+
+    def save(name: str, values: list[float]) -> Path:
+        piece = Piece("model/a", (3,), Box((0,), (3,)), range(3), torch.tensor(values))
+        return foreground.save(tmp_path / name, 1, [piece], STATE, ALONE)
+
+    a = save("a", [1.0, 0.0, float("nan")])
+    assert tool.main(["diff", str(a), str(save("same", [1.0, 0.0, float("nan")]))]) == 0
+    capsys.readouterr()
+    assert tool.main(["diff", str(a), str(save("zero", [1.0, -0.0, float("nan")]))]) == 1
+    assert "model/a: 1 elements; first at [1]: 0 and -0; largest 0" in capsys.readouterr().out
+
+
+def test_what_is_read_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tools open a checkpoint without hashing it all; a damaged block is found when a value of it is wanted."""
+    a, b = make(tmp_path / "a", 1), make(tmp_path / "b", 1)
+    file = b / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for words in (["diff", a, b], ["reshard", b, tmp_path / "c"], ["average", tmp_path / "c", a, b]):
+        assert tool.main([str(word) for word in words]) == 3
+        assert "its content changed after it was written" in capsys.readouterr().err
+    assert not list((tmp_path / "c").glob("*iter_*"))
+
+
 @pytest.mark.parametrize("files", [1, 2, 7])
 def test_resharded_is_equal(tmp_path: Path, files: int) -> None:
     a = make(tmp_path / "a", 5)
     assert tool.main(["reshard", str(a), str(tmp_path / "b"), "--files", str(files)]) == 0
-    found = reader.newest(tmp_path / "b", ALONE)  # verified
+    found = loader.newest(tmp_path / "b", ALONE)  # verified
     assert found is not None and len(found[1].files) == files and found[1].state == STATE
     assert tool.main(["diff", str(a), str(found[0])]) == 0
     assert tool.main(["reshard", str(a), str(tmp_path / "w" / "iter_0000009"), "--weights"]) == 0
@@ -90,15 +118,15 @@ def test_resharded_is_equal(tmp_path: Path, files: int) -> None:
 def test_the_average_is_of_the_main_weights(tmp_path: Path, bf16: bool) -> None:
     sources = [make(tmp_path / n, 2, scale, bf16) for n, scale in (("a", 1.0), ("b", 2.0), ("c", 6.0))]
     assert tool.main(["average", str(tmp_path / "mean"), *map(str, sources)]) == 0
-    found = reader.newest(tmp_path / "mean", ALONE)
-    assert found is not None and sorted(found[1].tensors) == ["model/a", "model/b"]
-    one = edit.open_one(sources[0])
-    for name in found[1].tensors:
-        exact = edit.read_whole(*one, name.replace("model", "optimizer.main") if bf16 else name).double() * 3
-        got = edit.read_whole(*found, name)
+    found = offline.open_checkpoint(tmp_path / "mean", verified=True)
+    assert sorted(found.manifest.tensors) == ["model/a", "model/b"]
+    one = offline.open_checkpoint(sources[0])
+    for name in found.manifest.tensors:
+        exact = one.read(name.replace("model", "optimizer.main") if bf16 else name).double() * 3
+        got = found.read(name)
         assert got.dtype == (torch.bfloat16 if bf16 else torch.float32)
         torch.testing.assert_close(got, exact.to(got.dtype), rtol=1e-6, atol=0)
-    other = writer.save(
+    other = foreground.save(
         tmp_path / "d", 1, [Piece("model/z", (1,), Box((0,), (1,)), range(1), torch.ones(1))], {}, ALONE
     )
     assert tool.main(["average", str(tmp_path / "m2"), str(sources[0]), str(other)]) == 3

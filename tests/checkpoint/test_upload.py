@@ -13,8 +13,7 @@ import pytest
 import torch
 from train_cases import SMALL
 
-from megalite.checkpoint.format import reader, writer
-from megalite.checkpoint.run import saver, upload
+from megalite.checkpoint.run import foreground, loader, saver, upload
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import file_system, object_store
 from megalite.checkpoint.storage import protocol as storage
@@ -32,10 +31,10 @@ def pieces(value: float) -> list[Piece]:
 
 
 def loaded(url: str, **kwargs: Any) -> tuple[str, float]:
-    found = reader.newest(url, ALONE, **kwargs)
+    found = loader.newest(url, ALONE, **kwargs)
     assert found is not None
     targets = pieces(0.0)
-    reader.fill(*found, targets, ALONE, exact=True)
+    loader.fill(*found, targets, ALONE, exact=True)
     assert len(set(targets[0].data.tolist())) == 1
     return str(found[0]), float(targets[0].data[0])
 
@@ -92,7 +91,7 @@ def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, brok
     assert storage.steps_in(fast) == [1, 2]  # nothing is deleted that is not there
     lines = [line for line in one.news() if "the network is down" in line]
     assert lines and lines[-1].endswith("they stay there, and the next run sends them")
-    assert reader.newest(kept, ALONE) is None
+    assert loader.newest(kept, ALONE) is None
     assert loaded(kept, first=fast) == (f"{fast}/iter_0000002", 2.0)
     broken(False)
     one = Saver.open(fast, ALONE, 0, upload_to=kept)
@@ -119,7 +118,7 @@ def test_training_goes_on_when_an_upload_fails(kept: str, tmp_path: Path, broken
 def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = tmp_path / "fast"
     for step in range(1, 6):
-        writer.save(fast, step, pieces(float(step)), {}, ALONE)
+        foreground.save(fast, step, pieces(float(step)), {}, ALONE)
     sent: list[int] = []
     real = upload.Uploader._send
     monkeypatch.setattr(upload.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
@@ -134,7 +133,7 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
 
 def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> None:
     fast = tmp_path / "fast"
-    folder = writer.save(fast, 1, pieces(1.0), {}, ALONE)
+    folder = foreground.save(fast, 1, pieces(1.0), {}, ALONE)
     content = bytearray((folder / "rank-00000.safetensors").read_bytes())
     content[-1] ^= 1
     (folder / "rank-00000.safetensors").write_bytes(content)
@@ -143,7 +142,7 @@ def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> 
     one.close()
     line = one.news()[-1]
     assert "rank-00000.safetensors: its content changed after it was written" in line
-    assert reader.newest(kept, ALONE) is None and storage.steps_in(fast) == [1]
+    assert loader.newest(kept, ALONE) is None and storage.steps_in(fast) == [1]
 
 
 def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from megalite.config import cli
 from megalite.config.check import check
+from megalite.config.field import base_type
 from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, answer, known_flags
-from megalite.config.options import ConfigError, base_type, options
+from megalite.config.options import ConfigError, options
 from megalite.models.families import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]

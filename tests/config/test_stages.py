@@ -74,7 +74,7 @@ def test_what_is_not_given_is_balanced_by_flops() -> None:
         (6, 2, f"{FIRST} 0", "decoder_first_pipeline_num_layers=0 is too small"),
         (6, 2, f"{FIRST} 4 {LOSS}", "exclude"),
         (6, 2, f"{FIRST} 4 {CHUNK} 1", "exclude"),
-        (6, 2, f"--pipeline-model-parallel-layout Ettt|tttL {LOSS}", "already says"),
+        (6, 2, f"--pipeline-model-parallel-layout Ettt|tttL {LOSS}", "already sets"),
         (6, 2, "--microbatch-group-size-per-virtual-pipeline-stage 1", "is below pipeline parallel 2"),
         (6, 2, "--pipeline-model-parallel-layout Ettt|ttL", "holds 5 layers, num_layers=6"),
     ],

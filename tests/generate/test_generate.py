@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.run import foreground
 from megalite.config import cli
 from megalite.generate.cache import KeyValueCache
 from megalite.generate.generation import chosen_logits, continue_texts, load_model
@@ -81,7 +81,7 @@ def test_a_text_ends_at_the_id_that_ends_a_document(models, tmp_path: Path) -> N
     assert found[0].stop == "eod" and len(found[0].ids) <= 6
     assert {text.stop == "eod" for text in found} == {text.ids[-1] in model.stops for text in found}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "2"}))
-    with pytest.raises(CheckpointError, match="eos_token_id='2' is no token id"):
+    with pytest.raises(CheckpointError, match="eos_token_id='2' is neither a token id"):
         stop_ids(tmp_path)
 
 
@@ -292,6 +292,6 @@ def test_a_run_without_a_tokenizer_is_refused(models, tmp_path: Path) -> None:
     theirs = open_model(models("gpt2")[1])
     toml = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 4\nseq_length = 48\nvocab_size = 93\n"
     assert theirs.model.num_layers == 2
-    writer.save(tmp_path, 1, [], {"config": toml}, Mesh.alone())
+    foreground.save(tmp_path, 1, [], {"config": toml}, Mesh.alone())
     with pytest.raises(SetupError, match="was trained without a tokenizer"):
         load_model(tmp_path, Mesh.alone())

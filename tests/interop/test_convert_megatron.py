@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import convert_checkpoint  # noqa: E402
 
 from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
-from megalite.checkpoint.whole import Source, open_checkpoint  # noqa: E402
+from megalite.checkpoint.offline import Checkpoint, open_checkpoint  # noqa: E402
 from megalite.config.options import build  # noqa: E402
 from megalite.config.toml import parse_toml  # noqa: E402
 from megalite.interop.megatron.args import read_args, write_args  # noqa: E402
@@ -230,7 +230,7 @@ def _write_ranks(
             torch.save({"args": given, "checkpoint_version": 3.0, **models, **extras()}, rank / "model_optim_rng.pt")
 
 
-def read(source: Source, name: str) -> Tensor:
+def read(source: Checkpoint, name: str) -> Tensor:
     shape = source.shape(f"model/{name}")
     return source.read(f"model/{name}", Box((0,) * len(shape), shape))
 

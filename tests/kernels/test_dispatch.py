@@ -16,7 +16,7 @@ from megalite.kernels import dispatch
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton, tile_for, use_triton
 
 FOLDER = Path(dispatch.__file__).parent
-CACHED = (dispatch.choice, dispatch.installed, dispatch.interpreted, dispatch.runs_triton)
+CACHED = (dispatch.chosen, dispatch.installed, dispatch.interpreted, dispatch.runs_triton)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (triton is not installed)"
     runs_triton.cache_clear()
-    dispatch.choice.cache_clear()
+    dispatch.chosen.cache_clear()
     monkeypatch.setenv("MEGALITE_KERNELS", "triton")
     with pytest.raises(KernelError, match="pip install triton"):
         runs_triton("cuda")
@@ -108,7 +108,7 @@ RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 
     "variables,code,says",
     [
         ({"MEGALITE_KERNELS": "triton", "TRITON_INTERPRET": "1"}, 0, "triton's interpreter: rms_norm"),
-        ({}, 0, "torch (MEGALITE_KERNELS=auto) attention blocked, for dropout"),
+        ({}, 0, "torch (kernels=auto) attention blocked, for dropout"),
         ({"MEGALITE_KERNELS": "triton"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1"),
         ({"MEGALITE_SHARED_MEMORY": "no"}, 2, "pretrain_gpt.py: MEGALITE_SHARED_MEMORY=no is unknown; use on or off"),
     ],
@@ -123,11 +123,47 @@ def test_a_run_says_what_its_kernels_are(variables: dict[str, str], code: int, s
     assert says in re.sub(r"\s+", " ", done.stdout + done.stderr)
 
 
+def test_an_option_is_what_a_variable_is_and_the_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megalite.kernels import attention
+
+    q = torch.zeros(4, 1, 2, 8)
+    try:
+        dispatch.choose("torch", "flash")
+        assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (kernels=torch)"
+        assert attention.backend(q, masked=False) == "flash"
+        assert attention.describe_attention("cpu") == "flash (attention_kernel); in a window: blocked"
+        monkeypatch.setenv("MEGALITE_ATTENTION", "blocked")
+        dispatch.choose("torch", "flash")
+        assert attention.describe_attention("cpu") == "blocked (MEGALITE_ATTENTION)"
+        dispatch.choose("triton", "flash")
+        with pytest.raises(KernelError, match="^kernels=triton on CPU needs TRITON_INTERPRET=1"):
+            runs_triton("cpu")
+        monkeypatch.setenv("MEGALITE_KERNELS", "fast")
+        with pytest.raises(KernelError, match="^MEGALITE_KERNELS=fast is unknown; use auto, triton or torch$"):
+            dispatch.choose("auto", "auto")
+    finally:
+        monkeypatch.undo()
+        dispatch.choose("auto", "auto")
+
+
+@pytest.mark.parametrize("more", ["--nproc 2 --global-batch-size 2", "--dry-run"])
+def test_variables_with_bad_values_are_refused_at_the_door_all_at_once(more: str, tmp_path: Path) -> None:
+    script, wrong = Path(__file__).parents[2] / "pretrain_gpt.py", {"MEGALITE_SHARED_MEMORY": "no"}
+    wrong |= {"MEGALITE_KERNELS": "fast", "MEGALITE_ATTENTION": "magic"}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", str(script), *RUN.split(), *more.split()],
+        cwd=tmp_path, env=os.environ | wrong, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
+    assert done.returncode == 2 and len(said) == 3 and not re.search(r"\| +torch$", done.stderr, re.M)
+    assert all(sum(f"{name}={value} is unknown; use" in line for line in said) == 1 for name, value in wrong.items())
+
+
 def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     from megalite.kernels import attention
 
     q = torch.zeros(4, 1, 2, 8)
-    attention.forced.cache_clear()
+    dispatch.chosen.cache_clear()
     monkeypatch.setenv("MEGALITE_ATTENTION", "magic")
     try:
         with pytest.raises(
@@ -139,7 +175,7 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(attention.attention(q, q, q, scale=1.0), q)
         assert attention.backend(q, masked=False, window=True) == "blocked"
         assert attention.describe_attention("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
-        attention.forced.cache_clear()
+        dispatch.chosen.cache_clear()
         monkeypatch.delenv("MEGALITE_ATTENTION")
         assert attention.backend(q, masked=False) == attention.backend(q, masked=True) == "torch"
         assert attention.backend(q.bfloat16(), masked=False) == "blocked"
@@ -148,7 +184,7 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
         cpu = "blocked in half precision, torch in fp32; in a window: blocked"
         assert attention.describe_attention("cpu") == cpu
     finally:
-        attention.forced.cache_clear()
+        dispatch.chosen.cache_clear()
 
 
 def test_more_heads_than_a_grid_has_are_not_for_triton() -> None:

@@ -200,7 +200,9 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
             check_compile("cpu")
     monkeypatch.delenv("CXX")
     check_machine(cli.parse(f"{COMMON} {GPT}".split(), PRESETS), "cpu", Ranks(0, 1), 93)  # not asked for
-    monkeypatch.setattr(dispatch, "choice", lambda: "triton")
-    monkeypatch.setattr("megalite.models.compiled.choice", lambda: "triton")
-    with pytest.raises(CompileError, match="^compile=True .*MEGALITE_KERNELS=triton; use auto or torch$"):
-        check_compile("cpu")
+    dispatch.choose("triton", "auto")
+    try:
+        with pytest.raises(CompileError, match="^compile=True .*, but kernels=triton; use auto or torch$"):
+            check_compile("cpu")
+    finally:
+        dispatch.choose("auto", "auto")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
+from megalite.config.environment import override
 from megalite.parallel import comm, shared_memory
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.shared_memory import OrderError, SharedMemory
@@ -201,8 +202,8 @@ def test_a_rank_that_hangs_is_an_error_after_the_groups_timeout() -> None:
 
 def test_the_variable_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, on in (("on", True), ("", True), ("off", False)):
-        monkeypatch.setenv(shared_memory.VARIABLE, value)
-        assert shared_memory.wanted() is on
-    monkeypatch.setenv(shared_memory.VARIABLE, "no")
+        monkeypatch.setenv("MEGALITE_SHARED_MEMORY", value)
+        assert override("shared_memory", True) is on
+    monkeypatch.setenv("MEGALITE_SHARED_MEMORY", "no")
     with pytest.raises(ValueError, match="MEGALITE_SHARED_MEMORY=no is unknown; use on or off"):
-        shared_memory.wanted()
+        override("shared_memory", True)

@@ -43,8 +43,9 @@ def test_a_tensor_like_one_freed_before_costs_no_pages(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_the_users_own_settings_win(name: str) -> None:
-    assert not keep_freed_memory({name: "glibc.malloc.trim_threshold=1000"})
+def test_the_users_own_settings_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "glibc.malloc.trim_threshold=1000")
+    assert not keep_freed_memory()
 
 
 @pytest.mark.parametrize("most,tried", [(64 << 20, [64]), (32 << 20, [64, 32]), (0, [64, 32])])
@@ -61,6 +62,8 @@ def test_a_threshold_that_is_refused_leaves_the_other_alone(
             return int(number == M_TRIM_THRESHOLD or value <= most)
 
     monkeypatch.setattr("ctypes.CDLL", lambda name: Library)
-    assert keep_freed_memory({}) == (most > 0)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert keep_freed_memory() == (most > 0)
     assert asked[: len(tried)] == [(M_MMAP_THRESHOLD, size << 20) for size in tried]
     assert [number for number, _ in asked[len(tried) :]] == [M_TRIM_THRESHOLD] * (most > 0)

@@ -20,7 +20,6 @@ from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.options import Config, ConfigError, OperationsConfig, log_steps, resolved_style
 from megalite.models.families import PRESETS
-from megalite.parallel import shared_memory
 from megalite.parallel.launch import Ranks
 from megalite.pipeline.runtime import Timed
 from megalite.train.loop import memory_line
@@ -167,7 +166,7 @@ def test_norm_and_zeros_are_those_of_the_model() -> None:
 
 def collectives(flags: str) -> list[tuple[int, ...]]:
     """Shapes of the small all-reduces that a run of four steps makes while it trains, logging at 1, 2 and 4."""
-    os.environ[shared_memory.VARIABLE] = "off"
+    os.environ["MEGALITE_SHARED_MEMORY"] = "off"
     from megalite.train import run as module
 
     shapes: list[tuple[int, ...]] = []

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megalite.config import cli
-from megalite.kernels import attention as kernels
 from megalite.kernels.attention import Documents, attention, attention_reference
+from megalite.kernels.dispatch import chosen
 from megalite.models.families import PRESETS
 from megalite.nn.attention import Attention
 from megalite.parallel.launch import Ranks
@@ -129,7 +129,7 @@ def test_no_path_without_dropout_makes_a_square_of_the_length() -> None:
 
     length = 2048
     for name in ("", "torch", "flash", "blocked"):
-        kernels.forced.cache_clear()
+        chosen.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEGALITE_ATTENTION", name)
             for dtype in (torch.float32, torch.bfloat16):
@@ -137,7 +137,7 @@ def test_no_path_without_dropout_makes_a_square_of_the_length() -> None:
                 with Largest() as mode:
                     attention(*leaves, scale=0.25, window=64).sum().backward()
                 assert mode.elements < length**2 / 8
-        kernels.forced.cache_clear()
+        chosen.cache_clear()
 
 
 def test_a_checkpoint_with_a_window_is_not_loaded_without() -> None:

@@ -9,7 +9,7 @@ training alone and one beside a save in the background; raw read into the state 
 the disk. Which of a pair goes first changes by round.
 The step is simulated by products of matrices, as many as take 0.1 s or four times a copy of the rank's state, whichever
 is longer: a real one with so much state takes longer. The stall is what training waits: in the call, and before the
-update for what is left of the copy. `step_beside` is how much longer the products take while the copy and the begin of
+update for what is left of the copy. `step_beside` is how much longer the products take while the copy and the start of
 the writing use the same processors and memory.
 Before each the last file of its kind is deleted and cached pages are dropped, since a write into memory that was just
 freed is several times faster. So all see the same disk at nearly the same time; a fraction is the median over rounds
@@ -27,12 +27,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megalite.parallel.launch import Ranks, process_group, start_local  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalite.parallel.spec import Piece
 
 _CHUNK = 1 << 22  # bytes per raw write and read
 
@@ -53,133 +60,157 @@ def _peak_bytes(reset: bool) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> None:
-    """`mib` of state over all ranks; rank 0 writes the rounds' seconds and bytes to the JSON file `out`."""
-    import torch
-    import torch.distributed as dist
+class Bench:
+    """`mib` of state over all ranks, and what is timed with it; methods are collective."""
 
-    from megalite.checkpoint.format import reader
-    from megalite.checkpoint.run.saver import Saver
-    from megalite.parallel.comm import all_reduce_
-    from megalite.parallel.mesh import build_mesh
-    from megalite.parallel.spec import Box, Piece
+    def __init__(self, ranks: Ranks, device: torch.device, folder: Path, mib: int):
+        import torch
 
-    with process_group(ranks, device="cpu", startup_timeout=datetime.timedelta(minutes=10)) as device:
-        mesh = build_mesh(tp=1, pp=1, device=device, timeout=datetime.timedelta(minutes=10))
+        from megalite.checkpoint.run.saver import Saver
+        from megalite.parallel.mesh import build_mesh
+        from megalite.parallel.spec import Box, Piece
+
+        self.mesh = build_mesh(tp=1, pp=1, device=device, timeout=datetime.timedelta(minutes=10))
         rows = (mib << 20) // 4 // (1 << 18) // ranks.world
-        tensors = min(8, rows)
+        height = rows // min(8, rows)
         torch.manual_seed(ranks.rank)
-        pieces = []
-        for n in range(tensors):
-            height = rows // tensors
-            shape = (height * ranks.world, 1 << 18)
+        self.pieces: list[Piece] = []
+        for n in range(min(8, rows)):
             box = Box((height * ranks.rank, 0), (height * (ranks.rank + 1), 1 << 18))
-            pieces.append(Piece(f"model/{n}", shape, box, range(box.numel), torch.randn(box.numel)))
-        mine = sum(p.data.numel() * 4 for p in pieces)
-        folder = Path(directory)
-        raw = folder / "raw" / f"{ranks.rank}"
+            values = torch.randn(box.numel)
+            self.pieces.append(Piece(f"model/{n}", (height * ranks.world, 1 << 18), box, range(box.numel), values))
+        self.bytes = sum(p.data.numel() * 4 for p in self.pieces)
+        self.folder, self.raw = folder, folder / "raw" / f"{ranks.rank}"
+        self._left = torch.randn(512, 512)
+        self._number = self._enough_products()
+        self.raw.parent.mkdir(parents=True, exist_ok=True)
+        self.saver = Saver.open(folder / "saved", self.mesh, self.bytes)
 
-        def seconds(do: Callable[[], object]) -> float:
-            if mesh.world.group is not None:
-                dist.barrier()
-            begin = time.perf_counter()
-            do()
-            took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-            return float(all_reduce_(took, mesh.world, dist.ReduceOp.MAX))
+    def _enough_products(self) -> int:
+        """For 0.1 s, or four times a copy of the state."""
+        import torch
+        import torch.distributed as dist
 
-        def raw_write() -> None:
-            with open(raw, "wb", buffering=0) as file:
-                for piece in pieces:
-                    view = memoryview(piece.data.view(torch.uint8).numpy())  # type: ignore[arg-type]
-                    for begin in range(0, len(view), _CHUNK):
-                        file.write(view[begin : begin + _CHUNK])
-                os.fsync(file.fileno())
+        from megalite.parallel.comm import all_reduce_
 
-        def raw_read() -> None:
-            with open(raw, "rb", buffering=0) as file:
-                for piece in pieces:
-                    view = memoryview(piece.data.view(torch.uint8).numpy())  # type: ignore[arg-type]
-                    for begin in range(0, len(view), _CHUNK):
-                        if file.readinto(view[begin : begin + _CHUNK]) != min(_CHUNK, len(view) - begin):
-                            raise OSError(f"{raw} is shorter than what was written")
-
-        def load() -> None:
-            found = reader.load(folder / "saved", mesh, lambda *_: reader.Wanted(pieces, exact=True))
-            assert found is not None
-
-        left = torch.randn(512, 512)
-        spare = torch.empty_like(pieces[0].data).fill_(0)
-
-        def products(number: int) -> float:
-            begin = time.perf_counter()
-            for _ in range(number):
-                torch.mm(left, left)
-            return time.perf_counter() - begin
-
+        spare = torch.empty_like(self.pieces[0].data).fill_(0)
         begin = time.perf_counter()
-        for piece in pieces:
+        for piece in self.pieces:
             spare.copy_(piece.data)
         needed = max(0.1, 4 * (time.perf_counter() - begin))
-        products(10)
-        number = torch.tensor(int(needed / products(20) * 20) + 1)
-        all_reduce_(number, mesh.world, dist.ReduceOp.MAX)
+        self._multiply(10)
+        begin = time.perf_counter()
+        self._multiply(20)
+        number = torch.tensor(int(needed / (time.perf_counter() - begin) * 20) + 1)
+        return int(all_reduce_(number, self.mesh.world, dist.ReduceOp.MAX))
 
-        raw.parent.mkdir(parents=True, exist_ok=True)
-        saver = Saver.open(folder / "saved", mesh, mine)
+    def _multiply(self, number: int) -> None:
+        for _ in range(number):
+            self._left.mm(self._left)
+
+    def _wait(self) -> None:
+        if self.mesh.world.group is not None:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+    def _seconds(self, do: Callable[[], object]) -> float:
+        """Of the slowest rank."""
+        import torch
+        import torch.distributed as dist
+
+        from megalite.parallel.comm import all_reduce_
+
+        self._wait()
+        begin = time.perf_counter()
+        do()
+        took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        return float(all_reduce_(took, self.mesh.world, dist.ReduceOp.MAX))
+
+    def _views(self) -> Iterator[memoryview]:
+        """The state, in parts of a raw write or read."""
+        for piece in self.pieces:
+            view = memoryview(piece.data.numpy()).cast("B")
+            for begin in range(0, len(view), _CHUNK):
+                yield view[begin : begin + _CHUNK]
+
+    def _clear(self, what: str = "") -> None:
+        """Delete the last files of a kind and drop all from memory; rank 0, while the others wait."""
+        if self.mesh.world.is_first:
+            kinds = {"saved": [*self.folder.glob("saved/iter_*")], "raw": [self.raw.parent]}
+            for path in kinds.get(what, []):
+                shutil.rmtree(path, ignore_errors=True)
+            self.raw.parent.mkdir(exist_ok=True)
+            _drop_cache(self.folder)
+        self._wait()
+
+    def write(self) -> dict[str, float]:
+        def write() -> None:
+            with open(self.raw, "wb", buffering=0) as file:
+                for view in self._views():
+                    file.write(view)
+                os.fsync(file.fileno())
+
+        self._clear("raw")
+        return {"raw_write_s": self._seconds(write)}
+
+    def save(self, step: int) -> dict[str, float]:
+        self._clear("saved")
+        before, self.saver.background = _peak_bytes(reset=True), False
+        took = self._seconds(lambda: self.saver.save(3 * step, self.pieces, {}))
+        return {"save_s": took, "save_extra_bytes": float(max(0, _peak_bytes(reset=False) - before))}
+
+    def step(self) -> dict[str, float]:
+        return {"step_s": self._seconds(lambda: self._multiply(self._number))}
+
+    def step_beside(self, step: int) -> dict[str, float]:
+        self._clear("saved")
+        self.saver.background = True
+        call_s = self._seconds(lambda: self.saver.save(3 * step + 1, self.pieces, {}))
+        beside_s = self._seconds(lambda: self._multiply(self._number))
+        stall_s = call_s + self._seconds(self.saver.before_update)
+        self.saver.wait()
+        return {"beside_s": beside_s, "stall_s": stall_s}
+
+    def read(self) -> dict[str, float]:
+        def read() -> None:
+            with open(self.raw, "rb", buffering=0) as file:
+                for view in self._views():
+                    if file.readinto(view) != len(view):
+                        raise OSError(f"{self.raw} is shorter than what was written")
+
+        self._clear()
+        return {"raw_read_s": self._seconds(read)}
+
+    def load(self) -> dict[str, float]:
+        from megalite.checkpoint.run import loader
+
+        def load() -> None:
+            wanted = loader.Wanted(self.pieces, exact=True)
+            assert loader.load(self.folder / "saved", self.mesh, lambda *_: wanted) is not None
+
+        self._clear()
+        return {"load_s": self._seconds(load)}
+
+
+def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> None:
+    """`mib` of state over all ranks; rank 0 writes the rounds' seconds and bytes to the JSON file `out`."""
+    with process_group(ranks, device="cpu", startup_timeout=datetime.timedelta(minutes=10)) as device:
+        bench = Bench(ranks, device, Path(directory), mib)
         table: list[dict[str, float]] = []
         for step in range(1, rounds + 2):
-            row: dict[str, float] = {"bytes": float(mine * ranks.world), "rank_bytes": float(mine)}
-
-            def clear(what: str) -> None:
-                """Delete the last files of a kind and drop all from memory; rank 0, while the others wait."""
-                if mesh.world.is_first:
-                    for path in [*folder.glob("saved/iter_*")] if what == "saved" else [raw.parent] * (what == "raw"):
-                        shutil.rmtree(path, ignore_errors=True)
-                    raw.parent.mkdir(exist_ok=True)
-                    _drop_cache(folder)
-                if mesh.world.group is not None:
-                    dist.barrier()
-
-            def timed_raw(row: dict[str, float] = row, clear: Callable[[str], None] = clear) -> None:
-                clear("raw")
-                row["raw_write_s"] = seconds(raw_write)
-
-            def timed_save(row: dict[str, float] = row, clear: Callable[[str], None] = clear, n: int = step) -> None:
-                clear("saved")
-                before, saver.background = _peak_bytes(reset=True), False
-                row["save_s"] = seconds(lambda: saver.save(3 * n, pieces, {}))
-                row["save_extra_bytes"] = float(max(0, _peak_bytes(reset=False) - before))
-
-            for do in (timed_raw, timed_save) if step % 2 else (timed_save, timed_raw):
-                do()
-
-            def timed_step(row: dict[str, float] = row) -> None:
-                row["step_s"] = seconds(lambda: products(int(number)))
-
-            def timed_beside(row: dict[str, float] = row, clear: Callable[[str], None] = clear, n: int = step) -> None:
-                clear("saved")
-                saver.background = True
-                call_s = seconds(lambda: saver.save(3 * n + 1, pieces, {}))
-                row["beside_s"] = seconds(lambda: products(int(number)))
-                row["stall_s"] = call_s + seconds(saver.before_update)
-                saver.wait()
-
-            for do in (timed_step, timed_beside) if step % 2 else (timed_beside, timed_step):
-                do()
-
-            def timed_read(row: dict[str, float] = row, clear: Callable[[str], None] = clear) -> None:
-                clear("")
-                row["raw_read_s"] = seconds(raw_read)
-
-            def timed_load(row: dict[str, float] = row, clear: Callable[[str], None] = clear) -> None:
-                clear("")
-                row["load_s"] = seconds(load)
-
-            for do in (timed_read, timed_load) if step % 2 else (timed_load, timed_read):
-                do()
+            row = {"bytes": float(bench.bytes * ranks.world), "rank_bytes": float(bench.bytes)}
+            pairs = (
+                (bench.write, partial(bench.save, step)),
+                (bench.step, partial(bench.step_beside, step)),
+                (bench.read, bench.load),
+            )
+            for raw, ours in pairs:
+                for do in (raw, ours) if step % 2 else (ours, raw):
+                    row |= do()
             if step > 1:  # the first warms up: it also makes the host copy
                 table.append(row)
-        saver.close()
+        bench.saver.close()
         if ranks.rank == 0:
             Path(out).write_text(json.dumps(table), encoding="utf-8")
 

@@ -9,6 +9,7 @@ cache: fresh pages for the bytes of a whole file would cost more time than readi
 from __future__ import annotations
 
 import contextlib
+import mmap
 import queue
 import threading
 from collections import Counter
@@ -23,7 +24,7 @@ from megalite.checkpoint.format import hashing
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.format.pieces import inside, intersect, offset_in, rectangles
 from megalite.checkpoint.format.tensor_file import Place, places
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.progress import ProgressLines
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import OpenFile, storage_of
 from megalite.parallel.spec import Box
@@ -59,10 +60,11 @@ def read_blocks(
     todo: Sequence[tuple[str, int]],
     wants: Mapping[tuple[str, int], Sequence[Want]] | None = None,
     tell: str | None = None,
+    buffers: list[Tensor] | None = None,
 ) -> None:
     """Read the blocks `todo`, (file, number) in order, check their hashes, and fill the targets of `wants`. Raises
     CheckpointError that names the first block that is wrong, and the tensors in it. `tell`: what this is called in the
-    lines that say how far it is."""
+    lines that say how far it is. `buffers`: of earlier calls for this checkpoint; this one adds those that it makes."""
     storage = storage_of(folder)
     turn = threading.Lock() if storage.in_order else contextlib.nullcontext()
     jobs: queue.SimpleQueue[tuple[int, str, int]] = queue.SimpleQueue()
@@ -70,17 +72,19 @@ def read_blocks(
         jobs.put((n, name, i))
     files = _Files(folder, Counter(name for name, _ in todo))
     wrong: dict[int, CheckpointError] = {}
-    largest = max((min(manifest.files[name].block, manifest.files[name].size) for name, _ in todo), default=0)
+    threads = min(storage.readers, len(todo))
+    buffers = [] if buffers is None else buffers
+    largest = max((min(stamp.block, stamp.size) for stamp in manifest.files.values()), default=0)
+    # not of malloc, which keeps what it gave to a thread for threads to come
+    buffers += [torch.frombuffer(mmap.mmap(-1, largest), dtype=torch.uint8) for _ in range(threads - len(buffers))]
 
-    def work() -> None:
-        buffer: Tensor | None = None
+    def work(buffer: Tensor) -> None:
         while not wrong:
             try:
                 n, name, i = jobs.get_nowait()
             except queue.Empty:
                 return
             try:
-                buffer = torch.empty(largest, dtype=torch.uint8) if buffer is None else buffer
                 wanted = (wants or {}).get((name, i), ())
                 block = _Block(folder / name, manifest, i, buffer, wanted, storage.in_order)
                 with turn:
@@ -95,11 +99,10 @@ def read_blocks(
                 progress.add((block.end - block.begin) / 2**30)
 
     total = sum(min(s.block, s.size - i * s.block) for name, i in todo for s in [manifest.files[name]]) / 2**30
-    progress = None if tell is None else Progress(tell, total, "GiB that this rank needs")
+    progress = None if tell is None else ProgressLines(tell, total, "GiB that this rank needs")
     try:
-        with ThreadPoolExecutor(min(storage.readers, len(todo) or 1), thread_name_prefix="megalite-read") as pool:
-            for thread in [pool.submit(work) for _ in range(min(storage.readers, len(todo)))]:
-                thread.result()
+        with ThreadPoolExecutor(max(1, threads), thread_name_prefix="megalite-read") as pool:
+            list(pool.map(work, buffers[:threads]))
     finally:
         files.close()
     if wrong:

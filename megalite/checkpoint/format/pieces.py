@@ -1,7 +1,7 @@
 """Which rectangles of the whole tensor a piece is, and how pieces meet. Pure.
 
 A piece is a contiguous range of a flattened box (parallel/spec.py). Such a range is the end of a row, whole rows and
-the begin of a row, and so on inwards: at most 2 n - 1 rectangles for n dims (3 for a matrix).
+the start of a row, and so on inwards: at most 2 n - 1 rectangles for n dims (3 for a matrix).
 
     . . . # #      box of 3 x 5, range 3 .. 12:   [0, 3:5], [1:2, :], [2, 0:2]
     # # # # #
@@ -38,7 +38,7 @@ def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 
 def rectangles(box: Box, span: range) -> list[tuple[Box, range]]:
     """The rectangles of the whole tensor that make up `span` of the flattened box, each with its part of the span,
-    counted from the span's begin."""
+    counted from the span's start."""
     result, done = [], 0
     for low, high in _split(box.shape, span.start, span.stop):
         start = tuple(b + x for b, x in zip(box.start, low, strict=True))

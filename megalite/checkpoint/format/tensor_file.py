@@ -3,9 +3,9 @@
     8 bytes: length of the header | header, JSON: key -> dtype, shape, [begin, end) | bytes of the tensors, packed
 
 A piece's rectangles follow each other in its flat data (pieces.py), so the payload of a file is the pieces' data one
-after the other: the header is known before the first byte is written, and nothing is gathered in memory. Reading goes
-straight into the target where the bytes are contiguous on both sides. `safetensors` itself wants all tensors at once
-to write, and maps the file to read: a file that shrinks meanwhile then kills the process with SIGBUS.
+after the other: the header is known before the first byte is written, and nothing is gathered in memory.
+`safetensors` itself wants all tensors at once to write, and maps the file to read: a file that shrinks meanwhile then
+kills the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
-from megalite.checkpoint.format.pieces import inside, rectangles
+from megalite.checkpoint.format.pieces import rectangles
 from megalite.checkpoint.storage.location import Location
 from megalite.checkpoint.storage.protocol import OpenFile, storage_of
 from megalite.parallel.spec import Box, Piece
@@ -37,6 +37,8 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+CODES = {dtype: name for dtype, name in _NAMES.items() if dtype.is_floating_point}  # of weights
+DTYPES = {name: dtype for dtype, name in CODES.items()}
 _PAGE = 4096  # the payload begins at a multiple of it: writes and reads then copy whole pages
 _HEADER = 100_000_000  # bytes; the limit of the format
 _BOUNCE = 1 << 25  # bytes of host memory for data that is on a device, or not contiguous in the file
@@ -53,21 +55,67 @@ class Row:
     box: Box
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that will be written; `bytes` of its data."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def header_of(plan: Iterable[Planned], align: int = _PAGE) -> bytes:
+    """The start of a file whose data are the tensors of `plan` in order; the data begin at a multiple of `align`.
+
+    Wider dtypes must come first, so that every tensor starts at a multiple of its element's size.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end, width = 0, 8
+    for p in plan:
+        assert p.dtype.itemsize <= width, "narrower dtypes come last"
+        begin, end, width = end, end + p.bytes, p.dtype.itemsize
+        entries[p.key] = {"dtype": _NAMES[p.dtype], "shape": p.shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    return len(text).to_bytes(8, "little") + text
+
+
 def plan(pieces: Sequence[Piece]) -> tuple[bytes, list[Row], list[Piece]]:
-    """(header, rows, the pieces in the order of their data). Wide dtypes come first, so that all are aligned."""
+    """(header, rows, the pieces in the order of their data)."""
     ordered = sorted(pieces, key=lambda p: -p.data.element_size())
     rows: list[Row] = []
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    planned: list[Planned] = []
     for piece in ordered:
         for box, _ in rectangles(piece.box, piece.span):
-            begin, end = end, end + box.numel * piece.data.element_size()
-            key = f"{len(rows):06d}"
-            entries[key] = {"dtype": _NAMES[piece.data.dtype], "shape": box.shape, "data_offsets": [begin, end]}
-            rows.append(Row(piece.name, piece.shape, str(piece.data.dtype)[6:], key, box))
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _PAGE)
-    return len(text).to_bytes(8, "little") + text, rows, ordered
+            planned.append(Planned(f"{len(rows):06d}", piece.data.dtype, box.shape))
+            rows.append(Row(piece.name, piece.shape, str(piece.data.dtype)[6:], planned[-1].key, box))
+    return header_of(planned), rows, ordered
+
+
+def cut(sizes: Sequence[int], limit: int) -> list[range]:
+    """Consecutive items in as few files of at most `limit` bytes as their order allows; a larger item is alone.
+
+    >>> cut([3, 4, 9, 1, 1], 8)
+    [range(0, 2), range(2, 3), range(3, 5)]
+    """
+    files, start, held = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and held + size > limit:
+            files.append(range(start, i))
+            start, held = i, 0
+        held += size
+    return [*files, range(start, len(sizes))] if sizes else []
+
+
+def flat(plan: Sequence[Planned], values: Iterable[Tensor]) -> Iterator[Tensor]:
+    """`values`, which come in the plan's order, as the 1-D tensors that a file is written from."""
+    for p, tensor in zip(plan, values, strict=True):
+        assert (tensor.dtype, tuple(tensor.shape)) == (p.dtype, p.shape), p.key
+        yield tensor.detach().contiguous().view(-1)
 
 
 def write(path: Location, header: bytes, data: Iterable[Tensor], block: int = BLOCK) -> Stamp:
@@ -136,43 +184,3 @@ def _places(path: Location, file: OpenFile) -> dict[str, Place]:
             raise ValueError(f"{path}: {key} is at bytes {begin}..{end} of {size}, {wanted} wanted")
         result[key] = Place(dtype, shape, begin, end)
     return result
-
-
-class TensorFile:
-    """An open safetensors file, for reading rectangles. OSError and ValueError name the file."""
-
-    def __init__(self, path: Location):
-        self.path, self._file = path, storage_of(path).open(path)
-        try:
-            self.places = _places(path, self._file)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def close(self) -> None:
-        self._file.close()
-
-    def copy(self, key: str, stored: Box, both: Box, target: Tensor, box: Box) -> None:
-        """Copy the rectangle `both` of the tensor `key`, which holds `stored`, into `target`, which holds `box`."""
-        place = self.places[key]
-        if place.shape != stored.shape:
-            raise ValueError(f"{self.path}: {key} has shape {place.shape}, the manifest says {stored.shape}")
-        item = (place.end - place.begin) // max(1, stored.numel)
-        row = stored.numel // stored.shape[0] if stored.shape else 1  # elements
-        first = both.start[0] - stored.start[0] if stored.shape else 0
-        rows = both.shape[0] if stored.shape else 1
-        into = target[inside(both, box)]
-        direct = both.shape[1:] == stored.shape[1:] and into.is_contiguous()
-        if direct and target.device.type == "cpu" and target.dtype == place.dtype:
-            flat = into.reshape(-1).view(torch.uint8)
-            self._file.pread(memoryview(flat.numpy()), place.begin + first * row * item)  # type: ignore[arg-type]
-            return
-        at_once = max(1, _BOUNCE // (row * item))  # rows; whole ones, of which a part may be wanted
-        bounce = torch.empty(min(rows, at_once) * row * item, dtype=torch.uint8)
-        for begin in range(0, rows, at_once):
-            n = min(at_once, rows - begin)
-            raw = bounce[: n * row * item]
-            self._file.pread(memoryview(raw.numpy()), place.begin + (first + begin) * row * item)  # type: ignore[arg-type]
-            values = raw.view(place.dtype).view(n, *stored.shape[1:]) if stored.shape else raw.view(place.dtype)[0]
-            part = values[(slice(None), *inside(both, stored)[1:])] if stored.shape else values
-            (into[begin : begin + n] if stored.shape else into).copy_(part)

@@ -1,14 +1,13 @@
-"""Save: every rank writes the rectangles it owns into one file of its own; then the whole becomes visible at once.
+"""Write one checkpoint, file by file, then make it exist: pure storage, whoever calls it and on however many ranks.
 
-    .iter_0000500.part/ rank-00000.safetensors + its list   each rank; the file synced, hashed while it is written
-    all ranks agree that every file is there                one all-reduce; else the folder is removed, all raise
-    manifest.json, then COMPLETE (the manifest's sha256)    rank 0; both synced, then the folder
-    rename to iter_0000500/, sync the parent                rank 0: from here on it exists
-    latest_checkpointed_iteration.txt                       rank 0, replaced atomically
+    .iter_0000500.part/ rank-00000.safetensors + its list   `write_rank`: synced, hashed while it is written
+    manifest.json, then COMPLETE (the manifest's sha256)    `commit`: both synced, then the folder
+    rename to iter_0000500/, sync the parent                from here on it exists
+    latest_checkpointed_iteration.txt                       replaced atomically
 
 Behind a URL nothing can be renamed: the files are written to iter_0000500/ itself, and COMPLETE makes it exist.
-Killed anywhere, the checkpoint before stays the newest. The directory must be shared by all ranks. A save needs no
-memory beside the state: files are streamed (tensor_file.py).
+Killed anywhere, the checkpoint before stays the newest. Nothing is needed in memory beside what is written: files are
+streamed (tensor_file.py). How the ranks of a run agree on all this is in run/foreground.py and run/saver.py.
 """
 
 from __future__ import annotations
@@ -16,85 +15,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint.format import tensor_file
 from megalite.checkpoint.format.hashing import Stamp
 from megalite.checkpoint.format.manifest import Manifest, Stored, Whole, dump
 from megalite.checkpoint.format.tensor_file import Row
-from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location
-from megalite.checkpoint.storage.protocol import TRACKER, folder_of, storage_of
-from megalite.parallel.comm import all_reduce_
-from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Box, Piece
-
-
-def agree(error: Exception | None, mesh: Mesh, doing: str) -> None:
-    """Raise on all ranks if any failed: the culprit with its own error, the others with its rank."""
-    failed = torch.full((), mesh.world.rank if error else mesh.world.size, dtype=torch.int64, device=mesh.device)
-    first = int(all_reduce_(failed, mesh.world, dist.ReduceOp.MIN))
-    if error is not None:
-        raise CheckpointError(f"{mesh.describe()} failed while {doing}: {error}") from error
-    if first < mesh.world.size:
-        raise ElsewhereError(f"rank {first} failed while {doing}; the checkpoint before is untouched")
-
-
-def save(
-    directory: str | Location,
-    step: int,
-    pieces: Sequence[Piece],
-    state: dict[str, Any],
-    mesh: Mesh,
-    confirm: Callable[[], None] = lambda: None,
-    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-) -> Any:
-    """Write the pieces that this rank owns; collective. Returns the folder of the checkpoint, a Path or a Url.
-
-    `confirm`: called on rank 0 before anything is changed and before it is committed; what it raises ends the save.
-    `around`: on rank 0, what must be so only if there is a commit.
-    """
-    final = folder_of(directory, step)
-    part = storage_of(final).part_of(final)
-    begin_part(part, mesh, confirm)
-    error: Exception | None = None
-    try:
-        header, rows, ordered = tensor_file.plan(pieces)
-        write_rank(part, mesh.world.rank, header, rows, (p.data for p in ordered))
-    except Exception as e:  # whatever it is, the other ranks must hear of it
-        error = e
-    try:
-        agree(error, mesh, f"writing to {part}")
-    except CheckpointError:
-        if mesh.world.is_first:
-            abandon(part)
-        raise
-    if mesh.world.is_first:
-        try:
-            confirm()
-            with around():
-                commit(part, final, state, step, mesh.world.size)
-        except Exception as e:
-            abandon(part)
-            error = e
-    agree(error, mesh, f"committing {final}")
-    return final
-
-
-def begin_part(part: Location, mesh: Mesh, confirm: Callable[[], None] = lambda: None) -> None:
-    """An empty folder to build a checkpoint in; collective."""
-    error: Exception | None = None
-    if mesh.world.is_first:
-        try:
-            confirm()
-            storage_of(part).begin(part)
-        except (OSError, CheckpointError) as e:
-            error = e
-    agree(error, mesh, f"making {part}")
+from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.checkpoint.storage.protocol import TRACKER, storage_of
+from megalite.parallel.spec import Box
 
 
 def abandon(part: Location) -> None:

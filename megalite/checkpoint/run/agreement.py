@@ -8,14 +8,24 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
-from megalite.checkpoint.format.writer import agree
-from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location
 from megalite.checkpoint.storage.protocol import storage_of
-from megalite.parallel.comm import broadcast_
+from megalite.parallel.comm import all_reduce_, broadcast_
 from megalite.parallel.mesh import Mesh
 
 T = TypeVar("T")
+
+
+def agree(error: Exception | None, mesh: Mesh, doing: str) -> None:
+    """Raise on all ranks if any failed: the culprit with its own error, the others with its rank."""
+    failed = torch.full((), mesh.world.rank if error else mesh.world.size, dtype=torch.int64, device=mesh.device)
+    first = int(all_reduce_(failed, mesh.world, dist.ReduceOp.MIN))
+    if error is not None:
+        raise CheckpointError(f"{mesh.describe()} failed while {doing}: {error}") from error
+    if first < mesh.world.size:
+        raise ElsewhereError(f"rank {first} failed while {doing}; the checkpoint before is untouched")
 
 
 def together(mesh: Mesh, do: Callable[[], T], doing: str) -> T:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.format import writer
-from megalite.checkpoint.format.writer import agree
-from megalite.checkpoint.run.agreement import check_shared, together
+from megalite.checkpoint.run import foreground
+from megalite.checkpoint.run.agreement import agree, check_shared, together
 from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
 from megalite.checkpoint.run.branch import Branch
 from megalite.checkpoint.run.log_lines import LogLines
@@ -140,7 +140,7 @@ class Saver:
         final = folder_of(self.directory, step)
         if not self.background or last:
             around = lambda: self._replaced_by(step)  # noqa: E731
-            writer.save(self.directory, step, pieces, state, self.mesh, self._confirm, around)
+            foreground.save(self.directory, step, pieces, state, self.mesh, self._confirm, around)
             if self.mesh.world.is_first:
                 self._prune(step)
             self.waited_s = time.perf_counter() - asked
@@ -149,7 +149,7 @@ class Saver:
             self._tell_megatron(step)
             return final
         part = self.storage.part_of(final)
-        writer.begin_part(part, self.mesh, self._confirm)
+        foreground.begin_part(part, self.mesh, self._confirm)
         frozen = json.dumps(state) if self.mesh.world.is_first else ""  # the run changes its own from here on
 
         def commit() -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.run.agreement import as_first_says, together
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
-from megalite.config.options import CheckpointConfig, Config, LogConfig, OperationsConfig, ParallelConfig, TrainConfig
-from megalite.config.toml import to_toml
+from megalite.config.options import Config, training_of
 from megalite.interop.megatron import rank_files as megatron
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
@@ -96,22 +96,11 @@ def started_again(mesh: Mesh, config: Config, local: str | None) -> bool:
     return as_first_says(mesh, together(mesh, look, f"looking for checkpoints in {c.load}"))
 
 
-def _training(config: Config) -> str:
-    """What decides which weights a run that resumes in its own directory has at a step: not its layout, its log, how
-    often it saves and evaluates, when it stops, and how the same step is computed."""
+def _training(config: Config) -> dict[str, Any]:
+    """What decides which weights a run that resumes in its own directory has at a step."""
     c = config.checkpoint
     here = c.load is not None and c.save is not None and _same(c.load, c.save)
-    begin = CheckpointConfig(
-        load=None if here else c.load, ckpt_step=c.ckpt_step, finetune=c.finetune, no_load_optim=c.no_load_optim
-    )
-    stops = {"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False, "exit_signal": None}
-    how = {f.name: f.default for f in fields(TrainConfig) if f.name.startswith(("recompute", "compile", "cuda_graph"))}
-    if config.train.global_batch_size is not None:
-        how["micro_batch_size"] = 0  # of which the batch is made
-    evaluation = {"eval_interval": None, "eval_iters": 0, "eval_global_batch_size": None, "eval_micro_batch_size": None}
-    train = replace(config.train, **evaluation, **stops, **how)
-    watched = {"log": LogConfig(), "operations": OperationsConfig()}
-    return to_toml(replace(config, checkpoint=begin, train=train, parallel=ParallelConfig(), **watched))
+    return training_of(replace(config, checkpoint=replace(c, load=None)) if here else config)
 
 
 def begin_branch(run: Run, config: Config, saver: Saver | None, saved: int | None) -> list[str]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format import reader
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.progress import show
+from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.config.check import check
+from megalite.config.field import MODEL, TRAINING, facts_of
 from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml
 from megalite.data.errors import DataError
@@ -27,21 +28,6 @@ from megalite.train.setup import SetupError
 from megalite.train.start.fit import MAIN, across_precisions, kinds_of, misfit
 from megalite.train.state import Run
 
-# of the model's options, those that a run may change on the way: what is stored fits, and means the same
-FREE = {
-    "no_weight_decay_cond_type",
-    "seq_length",
-    "max_position_embeddings",
-    "make_vocab_size_divisible_by",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "embedding_init_method_std",
-}
-_EFFECTIVE = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "num_query_groups": "groups"}
-# by the number of groups, the activation, the kind of positions
-_IMPLIED = {"group_query_attention", "bias_gelu_fusion", "openai_gelu", "add_position_embedding"}
-_PATTERNS = {"window_attn_skip_freq": "windows", "no_rope_freq": "rotary"}  # 2 and [1,0]*4 are the same
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
 
 
@@ -111,7 +97,7 @@ def resume(
     notes: list[str] = []
     numbers: list[tuple[dict[str, int], int, LossScaler, Rates]] = []  # of the last one looked at
 
-    def wanted(folder: Location, manifest: Manifest) -> reader.Wanted:
+    def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
         here, there = run.optimizer.kinds(), kinds_of(manifest)
         numbers[:] = [_numbers(run, folder, manifest, config.checkpoint)]
         asked = config.checkpoint.override_opt_param_scheduler or config.checkpoint.use_checkpoint_opt_param_scheduler
@@ -138,9 +124,9 @@ def resume(
         if not weights_only and here["model"] != there["model"]:
             pieces = across_precisions(pieces, here, there)
             notes.append(f"saved in {there['model']}: the main weights go on bit for bit, in {here['model']}")
-        return reader.Wanted(pieces, not weights_only, tell=_tell_load(run, config, folder, manifest))
+        return loader.Wanted(pieces, not weights_only, tell=_tell_load(run, config, folder, manifest))
 
-    found = reader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
+    found = loader.load(directory, run.mesh, wanted, start.step, later=start.later, first=first)
     if found is None:
         return None
     folder, manifest = found
@@ -264,16 +250,17 @@ def model_differences(config: Config, manifest: Manifest, folder: Location, voca
 
 
 def options_that_differ(here: ModelConfig, there: ModelConfig, where: str) -> list[str]:
-    """One line per option, but those that a run may change on the way; of those with a default, what it comes to."""
+    """One line per option that changes what weights mean; of those with a default, what it comes to."""
     lines = []
     for f in fields(ModelConfig):
-        if f.name in FREE or f.name in _IMPLIED:
+        facts = facts_of(f)
+        if facts.resume != MODEL or facts.through is not None:
             continue
-        if f.name in _PATTERNS and getattr(here, _PATTERNS[f.name]) == getattr(there, _PATTERNS[f.name]):
-            continue
-        name = _EFFECTIVE.get(f.name, f.name)
-        if getattr(here, name) != getattr(there, name):
-            lines.append(f"{f.name}: {getattr(here, name)!r} here, {getattr(there, name)!r} in {where}")
+        mine, theirs = (getattr(m, facts.same_as or f.name) for m in (here, there))
+        if mine != theirs and isinstance(mine, tuple):  # a number per layer is too long to show
+            mine, theirs = getattr(here, f.name), getattr(there, f.name)
+        if mine != theirs:
+            lines.append(f"{f.name}: {mine!r} here, {theirs!r} in {where}")
     return lines
 
 
@@ -313,10 +300,10 @@ def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
     problems, model = [], {}
     for f in fields(ModelConfig):
         mine, theirs = getattr(config.model, f.name), getattr(saved, f.name)
-        if f.name in FREE and mine != f.default:
-            continue  # may change on the way
+        if facts_of(f).resume == TRAINING and mine != f.default:
+            continue  # may change on the way: the weights fit
         if mine not in (f.default, theirs):
-            problems.append(f"{f.name}={mine!r}, but {theirs!r} in {where}; leave it away")
+            problems.append(f"{f.name}={mine!r}, but {theirs!r} in {where}; remove it")
         model[f.name] = theirs
     if problems:
         raise SetupError("\n".join(problems))

@@ -1,0 +1,125 @@
+"""What contradicts itself in the model's options and in how its layers are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.options import Config, ModelConfig
+from megalite.config.pattern import read_pattern
+from megalite.config.problem import Problem, Say
+from megalite.config.stage_layers import GIVEN, given_stages
+
+# what Megatron-LM leaves out in silence, or refuses, with yarn
+_NOT_YARN = {
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": 1.0,
+    "use_rope_scaling": False,
+}
+
+
+def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
+    heads = m.num_attention_heads
+    if m.kv_channels is None and m.hidden_size % heads:
+        yield say("{=hidden_size} is not a multiple of {=num_attention_heads}; or set {--kv-channels}")
+    elif m.position_embedding_type in ("rope", "yarn") and int(m.head_size * m.rotary_percent) % 2:
+        yield say("{=rotary_percent} rotates an odd number of {size} channels; make it even", size=m.head_size)
+    tp_breaks = "{=tensor_model_parallel_size} does not divide "
+    if heads % tp:
+        yield say(tp_breaks + "{=num_attention_heads}: use {fit}", fit=_divisors(heads))
+    if heads % m.groups:
+        yield say(
+            "{=num_query_groups} does not divide {=num_attention_heads}: use {fit}",
+            fit=_divisors(heads),
+            num_query_groups=m.groups,
+        )
+    elif m.groups % tp and tp % m.groups:
+        yield say(
+            "{=tensor_model_parallel_size} and {=num_query_groups}: neither divides the other; change one",
+            num_query_groups=m.groups,
+        )
+    if m.ffn_size < 1:
+        yield say("{=hidden_size} is too small for the default width of swiglu; give {--ffn-hidden-size}")
+    if m.ffn_size % tp:
+        yield say(tp_breaks + "{=ffn_hidden_size}; change one", ffn_hidden_size=m.ffn_size)
+    if m.seq_length % tp:
+        yield say(tp_breaks + "{=seq_length}; change one")
+    if m.positions < m.seq_length:
+        yield say("{=max_position_embeddings} is below {=seq_length}; make it at least that")
+    yield from _window(m, say)
+    if not 0 < m.rotary_percent <= 1:
+        yield say("{=rotary_percent} is not in (0, 1]; use 1.0")
+    yield from _positions(m, say)
+
+
+def _positions(m: ModelConfig, say: Say) -> Iterator[Problem]:
+    kind, pattern = m.position_embedding_type, m.no_rope_freq
+    if kind == "learned_absolute" and not m.add_position_embedding:
+        yield say("{=add_position_embedding} with {=position_embedding_type}; use none, or rope")
+    if pattern is not None:
+        try:
+            read_pattern(pattern, m.num_layers)
+        except ValueError as error:
+            yield say("{=no_rope_freq} {error}", "num_layers", error=error)
+    if kind != "yarn":
+        return
+    for name, plain in _NOT_YARN.items():
+        if getattr(m, name) != plain:
+            yield say("{=option} with {=position_embedding_type}, which does not know it; remove it", option=name)
+    if m.yarn_beta_fast <= m.yarn_beta_slow:
+        yield say("{=yarn_beta_fast:g} is not above {=yarn_beta_slow:g}; raise it")
+    if m.rotary_base == 1:
+        yield say("{=rotary_base} turns all channels alike; use 10000")
+
+
+def _window(m: ModelConfig, say: Say) -> Iterator[Problem]:
+    size, pattern = m.window_size, m.window_attn_skip_freq
+    if size is None:
+        if pattern is not None:
+            yield say("{=window_attn_skip_freq} has no effect; add {--window-size}")
+        return
+    if len(size) != 2:
+        yield say("{=window_size} is not two numbers; give LEFT,RIGHT, as 4095,0")
+        return
+    left, right = size
+    if right not in (0, -1):
+        yield say(
+            "{=window_size} has {right} on the right, where a causal model sees nothing; use {left},0",
+            left=left,
+            right=right,
+        )
+    if left == 0 or left < -1:
+        why = "leaves a token itself alone" if left == 0 else "is no window"
+        yield say("{=window_size} {why}; give at least 1,0, or -1,0 for no limit", why=why)
+    if left == -1 or pattern is None:
+        return
+    try:
+        if not any(read_pattern(pattern, m.num_layers)):
+            yield say("{=window_attn_skip_freq} leaves no layer with the window; drop {--window-size}", "num_layers")
+    except ValueError as error:
+        yield say("{=window_attn_skip_freq} {error}", "num_layers", error=error)
+
+
+def layout_problems(config: Config, say: Say) -> Iterator[Problem]:
+    m, p = config.model, config.parallel
+    pp = p.pipeline_model_parallel_size
+    if p.context_parallel_size != 1:
+        yield say("{=context_parallel_size} is not supported yet; use 1")
+    try:
+        stages = given_stages(m.num_layers, p)
+    except ValueError as error:
+        yield Problem(str(error), GIVEN)
+    else:
+        chunks = p.num_virtual_stages_per_pipeline_rank or 1
+        if stages is None and pp * chunks > m.num_layers:
+            text = "{=pipeline_model_parallel_size} x {chunks} chunks is above {=num_layers}: use fewer"
+            yield say(text, "num_virtual_stages_per_pipeline_rank", chunks=chunks)
+    size = p.microbatch_group_size_per_virtual_pipeline_stage
+    if size is not None and size < pp:
+        text = "{=microbatch_group_size_per_virtual_pipeline_stage} is below pipeline parallel {pp}; raise it"
+        yield say(text, "pipeline_model_parallel_size", pp=pp)
+
+
+def _divisors(n: int) -> str:
+    found = [str(i) for i in range(1, n + 1) if n % i == 0]
+    return ", ".join(found[:-1]) + " or " + found[-1] if len(found) > 1 else found[0]

@@ -1,0 +1,62 @@
+"""What the package reads of the environment, and sets there for libraries; nothing but parallel/launch.py, which reads
+who a rank is, does either.
+
+A variable of OVERRIDES wins over its option: for tests, and for programs that have no options.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import TypeVar
+
+from megalite.config.field import facts_of
+from megalite.config.run_options import ParallelConfig
+
+T = TypeVar("T", str, bool)
+OVERRIDES = dict(
+    kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION", shared_memory="MEGALITE_SHARED_MEMORY"
+)
+
+
+def variable(name: str, default: str = "") -> str:
+    return os.environ.get(name, default)
+
+
+def set_defaults(**variables: str) -> None:
+    """What a library reads when it is loaded; what the user has set stays."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def override(option: str, value: T) -> T:
+    """`value`, unless the option's variable is set (a switch: on or off). Raises ValueError."""
+    text = variable(OVERRIDES[option])
+    facts = next(facts_of(f) for f in fields(ParallelConfig) if f.name == option)
+    known = {"on": True, "off": False} if isinstance(value, bool) else {choice: choice for choice in facts.choices}
+    if text and text not in known:
+        *others, last = known
+        raise ValueError(f"{OVERRIDES[option]}={text} is unknown; use {', '.join(others)} or {last}")
+    return known[text] if text else value  # pyright: ignore[reportReturnType]
+
+
+def source(option: str) -> str:
+    """Where its value is from: the variable's name, or its own."""
+    return OVERRIDES[option] if variable(OVERRIDES[option]) else option
+
+
+def problems() -> list[str]:
+    """Of the variables above, all at once."""
+    found = []
+    for option in OVERRIDES:
+        try:
+            override(option, getattr(ParallelConfig(), option))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def values_of(names: Iterable[str]) -> str:
+    """NAME=value of those that are set."""
+    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)

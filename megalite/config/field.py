@@ -1,0 +1,116 @@
+"""One option: a field of a section's dataclass, which carries all that is known of it.
+
+`free`, `how`, `training` and `model` declare one, by what a resumed run may change of it:
+
+    free      neither the model nor the training: its log, when it saves, evaluates and stops
+    how       how the same step is computed: layout, kernels, recomputation
+    training  another training, which the stored weights fit all the same
+    model     what the stored weights mean, so another training, too
+
+There is no default: an option without a class would count as something silently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field
+from functools import partial
+from typing import Any
+
+FREE, HOW, TRAINING, MODEL = "free", "how", "training", "model"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an option's declaration says.
+
+    flags      other spellings; "--x=VALUE" sets the field to VALUE
+    refused    values of Megatron-LM's that are none of the choices, and why
+    required   0 is "not set"
+    least      the smallest value; `above`: a bound that is too small itself
+    below      (a bound that is too large itself, what is said of such a value); `most`: (the largest value, the same)
+    stand_in   what contradicts nothing, so that all else can be checked where the option's value is unclear
+    same_as    the section's property that holds what the option comes to: two values of it are the same option
+    through    the option that this one speaks through: where that is the same, this may differ
+    """
+
+    resume: str
+    help: str
+    choices: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    required: bool = False
+    least: int = 0
+    above: int | None = None
+    below: tuple[float, str] | None = None
+    most: tuple[float, str] | None = None
+    stand_in: float | None = None
+    same_as: str | None = None
+    through: str | None = None
+
+    def problem(self, value: object) -> str | None:
+        """What is wrong with the size of a number, if anything is."""
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return None
+        if not math.isfinite(value):
+            return "is not finite; give a number"
+        if value < self.least:
+            return f"is negative; give {'0' if self.least == 0 else self.least} or more"
+        if self.above is not None and value == self.above:
+            return "is too small; give " + (
+                f"{self.above + 1} or more" if isinstance(value, int) else f"more than {self.above}"
+            )
+        if self.below is not None and value >= self.below[0]:
+            return self.below[1]
+        return self.most[1] if self.most is not None and value > self.most[0] else None
+
+
+def opt(resume: str, default: Any, help: str, **facts: Any) -> Any:
+    """A field of the configuration; `help` states the unit, `facts` are those of `Facts`. A number that may be left
+    open is above 0, unless it sets its `least`: None means none."""
+    if default is None and "least" not in facts:
+        facts["above"] = 0
+    return field(default=default, metadata={"facts": Facts(resume, help, **facts)})
+
+
+free, how, training, model = (partial(opt, resume) for resume in (FREE, HOW, TRAINING, MODEL))
+
+
+def facts_of(f: Field[Any]) -> Facts:
+    return f.metadata["facts"]
+
+
+def base_type(f: Field[Any]) -> str:
+    """int, float, bool, str, ints or strs."""
+    name = str(f.type).replace(" | None", "")
+    return {"tuple[int, ...]": "ints", "tuple[str, ...]": "strs"}.get(name, name)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def convert(f: Field[Any], value: Any) -> Any:
+    """`value`, of a TOML file or preset, as the field's type. No text becomes a number. Raises ValueError."""
+    kind, facts = base_type(f), facts_of(f)
+    bad = ValueError(f"{f.name}={value!r} is not {'an' if kind[0] == 'i' else 'a'} {kind}; write it as one")
+    if kind in ("ints", "strs"):
+        item = int if kind == "ints" else str
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, item) for v in values):
+            raise bad
+        return tuple(values)
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if kind == "str" and isinstance(value, str):
+        if value in facts.refused:
+            raise ValueError(f"{f.name}={value} is not supported: {facts.refused[value]}")
+        if facts.choices and value not in facts.choices:
+            raise ValueError(f"{f.name}={value!r} is not one of {', '.join(facts.choices)}; use one of them")
+        return value
+    raise bad

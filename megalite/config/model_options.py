@@ -1,0 +1,141 @@
+"""The model's options. What they come to where they are left open is a property."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.field import model, training
+from megalite.config.pattern import read_pattern
+
+ALL_DROPPED = (1, "drops everything; use less than 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    num_layers: int = model(0, "transformer layers", flags=("--encoder-num-layers",), required=True, stand_in=2)
+    hidden_size: int = model(0, "model width D", required=True, stand_in=64)
+    ffn_hidden_size: int | None = model(
+        None, "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu", same_as="ffn_size"
+    )
+    num_attention_heads: int = model(0, "query heads H", required=True, stand_in=1)
+    kv_channels: int | None = model(None, "head size K; default D / H", same_as="head_size")
+    group_query_attention: bool = model(False, "share key/value heads in groups", through="num_query_groups")
+    num_query_groups: int | None = model(
+        None, "key/value heads G with --group-query-attention; default 1", same_as="groups"
+    )
+    seq_length: int = training(0, "tokens per sequence", flags=("--encoder-seq-length",), required=True, stand_in=1)
+    max_position_embeddings: int | None = training(None, "longest sequence that has positions; default seq_length")
+    normalization: str = model("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = model(1e-5, "added to the variance in norms", flags=("--layernorm-epsilon",))
+    apply_layernorm_1p: bool = model(False, "store norm weights as their difference from 1")
+    add_bias_linear: bool = model(True, "biases in all linear layers", flags=("--disable-bias-linear=false",))
+    add_qkv_bias: bool = model(False, "biases in the query, key, value projections only")
+    activation: str = model(
+        "gelu",
+        "feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
+        choices=("gelu", "gelu_erf", "swiglu", "squared_relu"),
+        flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
+    )
+    bias_gelu_fusion: bool = model(
+        True, "Megatron-LM's fused gelu, the tanh form; off: the exact one, if none is named", through="activation"
+    )
+    openai_gelu: bool = model(
+        False,
+        "the tanh form of gelu, where no activation is named",
+        flags=("--use-te-activation-func=true",),
+        through="activation",
+    )
+    parallel_residual: bool = model(False, "attention and feed-forward side by side on the same input, as in GPT-NeoX")
+    position_embedding_type: str = model(
+        "learned_absolute",
+        "positions",
+        choices=("learned_absolute", "rope", "yarn", "none"),
+        flags=("--use-rotary-position-embeddings=rope",),
+    )
+    add_position_embedding: bool = model(
+        True,
+        "off: no learned positions, beside rotary ones",
+        flags=("--no-position-embedding=false",),
+        through="position_embedding_type",
+    )
+    rotary_base: float = model(10000.0, "base of the rotary wavelengths", above=0)
+    rotary_percent: float = model(1.0, "part of each head that rotates")
+    rotary_interleaved: bool = model(False, "channels 2i and 2i + 1 turn as a pair, instead of i and i + half")
+    rotary_seq_len_interpolation_factor: float = model(1.0, "rope: positions are divided by this", above=0)
+    no_rope_freq: str | None = model(
+        None,
+        "N: every N-th layer has no rotary positions; or a list of a number per layer, 1 without, as [0,0,0,1]*8",
+        same_as="rotary",
+    )
+    rotary_scaling_factor: float = model(1.0, "yarn: stretch of the context", above=0)
+    yarn_original_max_position_embeddings: int = model(4096, "yarn: tokens that the model trained on before", above=0)
+    yarn_beta_fast: float = model(32.0, "yarn: channels with more turns in that length keep their wavelength")
+    yarn_beta_slow: float = model(1.0, "yarn: channels with fewer are stretched by the whole factor", above=0)
+    yarn_correction_range_round_to_int: bool = model(True, "yarn: the border between them is of whole channels")
+    mscale: float = model(1.0, "yarn: queries and keys grow by the quotient of 1 + 0.1 log(factor) times this")
+    mscale_all_dim: float = model(0.0, "yarn: and 1 + 0.1 log(factor) times this")
+    use_rope_scaling: bool = model(False, "Llama-3 scaling of rotary wavelengths")
+    rope_scaling_factor: float = model(8.0, "stretch of the longest wavelengths with --use-rope-scaling", above=0)
+    untie_embeddings_and_output_weights: bool = model(False, "the head has weights of its own")
+    make_vocab_size_divisible_by: int = training(128, "vocabulary is padded to a multiple of this (and of tp)", above=0)
+    hidden_dropout: float = training(0.1, "dropout after embedding, attention and feed-forward", below=ALL_DROPPED)
+    attention_dropout: float = training(0.1, "dropout of attention weights", below=ALL_DROPPED)
+    init_method_std: float = training(0.02, "standard deviation of initial weights")
+    embedding_init_method_std: float | None = training(None, "that of embeddings; default init_method_std", least=0)
+    qk_layernorm: bool = model(False, "norm on each query and key head")
+    no_weight_decay_cond_type: str | None = training(
+        None,
+        "apply_wd_to_qk_layernorm: weight decay on the norms of query and key heads too",
+        choices=("apply_wd_to_qk_layernorm",),
+        flags=("--apply-wd-to-qk-layernorm=apply_wd_to_qk_layernorm",),
+    )
+    window_size: tuple[int, ...] | None = model(
+        None, "LEFT,0: a query sees its own key and LEFT before it; default, and -1: all before it"
+    )
+    window_attn_skip_freq: str | None = model(
+        None,
+        "N: every N-th layer has no window; or a list of a number per layer, 1 with and 0 without, as [1,1,0]*8",
+        same_as="windows",
+    )
+
+    @property
+    def head_size(self) -> int:
+        assert self.hidden_size and self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def groups(self) -> int:
+        assert self.num_attention_heads
+        if not self.group_query_attention:
+            return self.num_attention_heads
+        return self.num_query_groups or self.num_attention_heads  # not given: stored before `completed`
+
+    @property
+    def ffn_size(self) -> int:
+        assert self.hidden_size
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.activation == "swiglu" else 4 * self.hidden_size
+
+    @property
+    def positions(self) -> int:
+        assert self.seq_length
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def rotary(self) -> tuple[bool, ...]:
+        """Of each layer: whether it has rotary positions."""
+        some, pattern = self.position_embedding_type in ("rope", "yarn"), self.no_rope_freq
+        if pattern is None or not some:
+            return (some,) * self.num_layers
+        bits = read_pattern(pattern, self.num_layers)
+        return bits if pattern.strip().isdigit() else tuple(not bit for bit in bits)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer: how many keys a query sees, itself included; None: all before it."""
+        if self.window_size is None or self.window_size[0] == -1:
+            return (None,) * self.num_layers
+        window, pattern = self.window_size[0] + 1, self.window_attn_skip_freq
+        bits = (True,) * self.num_layers if pattern is None else read_pattern(pattern, self.num_layers)
+        return tuple(window if bit else None for bit in bits)

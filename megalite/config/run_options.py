@@ -1,0 +1,334 @@
+"""The options of a run: how it computes, trains and reads its data; what it saves, logs and watches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.field import free, how, training
+
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # those that the launcher passes on to its ranks
+KERNELS = ("auto", "triton", "torch")
+ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
+LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    nproc: int | None = how(
+        None, "local processes to start when no launcher (torchrun, srun, mpirun) did; default: tp x pp x --dp, else 1"
+    )
+    device: str = how("auto", "where to compute; auto: cuda where there is a card", choices=("auto", "cpu", "cuda"))
+    tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
+    pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
+    context_parallel_size: int = how(1, "cp: ranks that share a sequence; only 1 so far", flags=("--cp",), above=0)
+    data_parallel_size: int | None = how(
+        None, "dp: ranks that share the batch; follows from the number of ranks, which it checks", flags=("--dp",)
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = how(None, "layers per chunk of the interleaved schedule")
+    num_virtual_stages_per_pipeline_rank: int | None = how(None, "chunks per pipeline rank of the interleaved schedule")
+    pipeline_model_parallel_layout: str | None = how(None, "layers of each stage, as in 'Et|(tt|)*2tL'")
+    decoder_first_pipeline_num_layers: int | None = how(None, "layers of pipeline rank 0; others share the rest")
+    decoder_last_pipeline_num_layers: int | None = how(None, "layers of the last pipeline rank; others share the rest")
+    account_for_embedding_in_pipeline_split: bool = how(False, "the embedding takes the place of a layer")
+    account_for_loss_in_pipeline_split: bool = how(False, "the head and the loss take the place of a layer")
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = how(
+        None, "micro-batches that run through a chunk before the next chunk; default pp, the remainder spread over them"
+    )
+    use_tp_pp_dp_mapping: bool = how(False, "number the ranks in the order tp, pp, dp; default: tp, dp, pp")
+    pipeline_schedule: str = how("1f1b", "order of micro-batches in the pipeline", choices=("1f1b", "gpipe"))
+    use_distributed_optimizer: bool = how(True, "shard optimizer state over dp (ZeRO-1)")
+    overlap_grad_reduce: bool = how(True, "reduce gradients during the last backward")
+    grad_reduce_in_bf16: bool = how(False, "round gradients to bf16 for their sum over dp; each rank adds up in fp32")
+    overlap_param_gather: bool = how(True, "gather weights during the next forward")
+    ddp_bucket_size: int | None = how(None, "elements per gradient bucket; default 40 million")
+    kernels: str = how("auto", "whose kernels run; auto: Triton's on cuda where it is installed", choices=KERNELS)
+    attention_kernel: str = how("auto", "for every shape that it can do; auto: by a table", choices=ATTENTION_KERNELS)
+    shared_memory: bool = how(True, "cpu: ranks of one machine exchange through shared memory; off: through gloo")
+    distributed_backend: str | None = how(None, "default: nccl on cuda, gloo on cpu", choices=("nccl", "gloo", "mpi"))
+    distributed_timeout_minutes: float = how(10.0, "how long start-up may take, minutes", above=0, most=LONGEST_TIMEOUT)
+    distributed_timeout_seconds_after_init: float | None = how(
+        None, "how long a collective may take in training, seconds; default: as at start-up", most=LONGEST_TIMEOUT
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    micro_batch_size: int = training(
+        0, "samples per micro-batch and dp rank", required=True, stand_in=1, same_as="batch_unit"
+    )
+    global_batch_size: int | None = training(None, "samples per step; default micro_batch_size x dp")
+    rampup_batch_size: tuple[int, ...] | None = training(None, "START INCREMENT SAMPLES: the batch grows over SAMPLES")
+    step_batch_size_schedule: str | None = training(
+        None, "TOKENS:SIZE ...: the global batch from so many tokens on, as '0:768 250B:1536' (K, M, B, T)"
+    )
+    train_iters: int | None = training(None, "steps")
+    train_samples: int | None = training(None, "samples, instead of --train-iters")
+    iterations_to_skip: tuple[int, ...] | None = training(None, "steps, from 1, whose samples are not trained on")
+    skip_train: bool = training(False, "evaluate what --load brings on the validation and the test set, and stop")
+    seed: int = training(1234, "of weights, dropout and data order")
+    eval_iters: int = free(100, "steps per evaluation; 0 or -1: no evaluation", least=-1)
+    eval_global_batch_size: int | None = free(None, "samples per step of evaluation; default: as --global-batch-size")
+    eval_micro_batch_size: int | None = free(None, "samples per micro-batch there; default: as --micro-batch-size")
+    eval_interval: int | None = free(None, "steps between evaluations; default: only at the end")
+    exit_interval: int | None = free(None, "save and stop at a step divisible by this")
+    exit_duration_in_mins: float | None = free(None, "save and stop after this many minutes", least=0)
+    exit_signal_handler: bool = free(False, "save and stop on SIGTERM, SIGINT and --exit-signal")
+    exit_signal: str | None = free(None, "save and stop on this signal", choices=EXIT_SIGNALS)
+    recompute_granularity: str | None = how(
+        None,
+        "activations to recompute in backward; selective: see --recompute-modules",
+        choices=("selective", "full"),
+        flags=("--recompute-activations=selective",),
+    )
+    recompute_modules: tuple[str, ...] = how(
+        ("core_attn",), "with selective: core_attn (scores and softmax), layernorm, mlp; one or more"
+    )
+    recompute_method: str | None = how(None, "full: every group of layers, or the first", choices=("uniform", "block"))
+    recompute_num_layers: int | None = how(None, "uniform: layers per group; block: layers per stage")
+    z_loss_coeff: float = training(0.0, "z-loss: this times log^2 of the softmax's sum, added to the loss; PaLM: 1e-4")
+    check_for_nan_in_loss_and_grad: bool = free(True, "stop at a loss or gradient that is not finite")
+    deterministic_mode: bool = how(False, "refuse operations that may give other bits in another run")
+    compile: bool = how(False, "torch.compile between a block's matmuls; not with --kernels triton")
+    cuda_graph_impl: str = how(
+        "none",
+        "local: record a micro-batch once and replay it, for small models",
+        choices=("none", "local"),
+        flags=("--enable-cuda-graph=local",),
+    )
+    dry_run: bool = free(False, "print the plan and stop")
+
+    @property
+    def batch_unit(self) -> int | None:
+        """Micro-batch size where the global batch is a multiple of it; None where that is given."""
+        return self.micro_batch_size if self.global_batch_size is None else None
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    optimizer: str = training("adam", "adam is AdamW", choices=("adam", "sgd"))
+    optimizer_impl: str = how("auto", "whose AdamW; apex needs its CUDA extension", choices=("auto", "torch", "apex"))
+    lr: float | None = training(None, "peak learning rate", stand_in=1.0, least=0)
+    min_lr: float = training(0.0, "learning rate at the end of decay")
+    decoupled_lr: float | None = training(None, "peak learning rate of the word embedding and the head", least=0)
+    decoupled_min_lr: float | None = training(None, "theirs at the end of decay; default: --min-lr", least=0)
+    lr_decay_style: str = training(
+        "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_decay_iters: int | None = training(None, "steps of decay; default train_iters")
+    lr_decay_samples: int | None = training(None, "samples of decay; default train_samples")
+    lr_warmup_iters: int = training(0, "steps of linear warm-up")
+    lr_warmup_samples: int = training(0, "samples of linear warm-up")
+    lr_warmup_fraction: float | None = training(None, "warm-up as a part of the decay", least=0)
+    lr_warmup_init: float = training(0.0, "learning rate at step 0 of the warm-up")
+    lr_wsd_decay_style: str = training(
+        "exponential", "shape of WSD's last phase", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = training(None, "steps of WSD's last phase", least=0)
+    lr_wsd_decay_samples: int | None = training(None, "samples of WSD's last phase", least=0)
+    weight_decay: float = training(0.01, "decoupled decay; not on norms and biases")
+    start_weight_decay: float | None = training(
+        None, "weight decay at the start of training, with --weight-decay-incr-style", least=0
+    )
+    end_weight_decay: float | None = training(None, "weight decay at the end of training, with the same", least=0)
+    weight_decay_incr_style: str = training(
+        "constant", "how weight decay grows from its start to its end", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = training(1.0, "largest gradient norm; 0: no clipping")
+    adam_beta1: float = training(0.9, "decay of the first moment", below=(1, "is not below 1; use 0.9 to 0.999"))
+    adam_beta2: float = training(0.999, "decay of the second moment", below=(1, "is not below 1; use 0.9 to 0.999"))
+    adam_eps: float = training(1e-8, "added to the root of the second moment")
+    exp_avg_dtype: str = training("fp32", "of the first moment; bf16: rounded at random", choices=("fp32", "bf16"))
+    exp_avg_sq_dtype: str = training("fp32", "of the second moment; bf16: rounded at random", choices=("fp32", "bf16"))
+    sgd_momentum: float = training(0.9, "momentum of sgd")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    bf16: bool = training(False, "bfloat16 weights and activations; gradients and main weights in fp32")
+    fp16: bool = training(False, "float16 with loss scaling; gradients and main weights in fp32")
+    loss_scale: float | None = training(None, "constant loss scale for fp16; default: dynamic")
+    initial_loss_scale: float = training(2.0**32, "where dynamic scaling starts")
+    min_loss_scale: float = training(1.0, "lowest dynamic scale", above=0)
+    loss_scale_window: int = training(1000, "clean steps before the scale doubles", above=0)
+    hysteresis: int = training(2, "overflows before the scale halves", above=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    data_path: tuple[str, ...] | None = training(None, "PREFIX or WEIGHT PREFIX pairs of .bin/.idx files; see --split")
+    train_data_path: tuple[str, ...] | None = training(None, "the same for training only; no split")
+    valid_data_path: tuple[str, ...] | None = free(None, "the same for validation only; NAME=PREFIX for several sets")
+    test_data_path: tuple[str, ...] | None = free(None, "the same for the test only")
+    data_args_path: str | None = training(None, "file that holds what --data-path would, for long blends")
+    per_split_data_args_path: str | None = training(None, "JSON file with train, valid, test: the three lists above")
+    multiple_validation_sets: bool = free(False, "each prefix of --valid-data-path is a set with a loss of its own")
+    validation_set_names: tuple[str, ...] | None = free(None, "their names; default: the last part of each prefix")
+    split: str | None = training(None, "parts of the documents for training, validation, test; default 969, 30, 1")
+    dataloader_type: str = training(
+        "single",
+        "order of samples: each epoch is shuffled by itself, also with cyclic",
+        choices=("single", "cyclic"),
+        refused={"external": "it takes a loader of your own; give --data-path"},
+    )
+    data_cache_path: str | None = how(None, "directory of index caches")
+    mmap_bin_files: bool = how(True, "map token files; off: read them, where maps are slow or files may shrink")
+    mock_data: bool = training(False, "generated tokens instead of files")
+    eod_mask_loss: bool = training(False, "no loss after an end-of-document token")
+    reset_position_ids: bool = training(False, "count positions from the start of each document")
+    reset_attention_mask: bool = training(False, "attend within the document only (variable-length attention)")
+    document_packing: str = training(
+        "concatenate",
+        "documents end to end, or as few as possible cut (best-fit packing; what is left of a sample is padding)",
+        choices=("concatenate", "best-fit"),
+    )
+    fim_data: bool = training(False, "fill-in-the-middle: rearrange documents of the training data")
+    fim_rate: float = training(0.5, "share of documents that are rearranged", most=(1, "is no share; use at most 1"))
+    fim_spm_rate: float = training(
+        0.5,
+        "share of these as suffix, prefix, middle; the others as prefix, suffix, middle",
+        most=(1, "is no share; use at most 1"),
+    )
+    fim_split_sample: str | None = training(None, "token that parts a document into fragments, each cut by itself")
+    fim_fragment_rate: float | None = training(
+        None, "share of fragments that are rearranged", most=(1, "is no share; use at most 1"), least=0
+    )
+    fim_no_prefix: str | None = training(None, "text: what begins with it stays as it is")
+    fim_prefix_token: str = training("<fim_prefix>", "special token of the tokenizer")
+    fim_middle_token: str = training("<fim_middle>", "special token of the tokenizer")
+    fim_suffix_token: str = training("<fim_suffix>", "special token of the tokenizer")
+    fim_pad_token: str = training("<fim_pad>", "special token of the tokenizer, for samples that became shorter")
+    fim_eod_token: str | None = training(None, "token that ends a document; default: the tokenizer's own")
+    fim_cut_tokens: bool = training(False, "cut documents between tokens instead of characters: faster, a little worse")
+    tokenizer_type: str | None = training(
+        None,
+        "kind of tokenizer; with --vocab-file and --merge-file GPT2BPETokenizer",
+        choices=(
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "TikTokenizer",
+            "ByteTokenizer",
+            "NullTokenizer",
+        ),
+        refused={
+            **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), "BERT's; use HuggingFaceTokenizer"),
+            "MultimodalTokenizer": "images are not supported; use the tokenizer of its text",
+            "NullMultimodalTokenizer": "images are not supported; use NullTokenizer",
+            "SFTTokenizer": "conversations are not supported; use HuggingFaceTokenizer on plain text",
+        },
+    )
+    tokenizer_model: str | None = training(None, "tokenizer file")
+    tiktoken_pattern: str | None = training(None, "how TikTokenizer splits text: v1, v2, gpt2, cl100k, o200k")
+    vocab_file: str | None = training(None, "GPT-2 vocab.json")
+    merge_file: str | None = training(None, "GPT-2 merges.txt")
+    vocab_size: int | None = training(None, "true vocabulary, at least the tokenizer's; default: the tokenizer's")
+    padded_vocab_size: int | None = training(
+        None, "rows of the embedding, instead of the vocabulary rounded up by --make-vocab-size-divisible-by"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    save: str | None = free(
+        None, "directory to save checkpoints in, or a URL; without an interval only when the run ends or stops"
+    )
+    save_local: str | None = free(None, "fast directory to save in first; from it, --save is filled while training")
+    save_interval: int | None = free(None, "steps between checkpoints", flags=("--persistent-save-interval",))
+    save_interval_mins: float | None = free(None, "minutes between checkpoints, also beside --save-interval")
+    asynchronous_save: str = free(
+        "auto",
+        "write in the background; auto: on cuda",
+        choices=("auto", "on", "off"),
+        flags=("--async-save=on", "--no-async-save=off"),
+    )
+    keep_last: int | None = free(None, "checkpoints to keep; default: all, 1 with --save-retain-interval")
+    save_retain_interval: int | None = free(None, "checkpoints of steps divisible by this are never deleted")
+    no_save_optim: bool = free(False, "save weights only; such a checkpoint does not resume a run exactly")
+    load: str | None = training(
+        None, "directory or URL to resume from, or Hugging Face model to begin with; one that is empty starts afresh"
+    )
+    ckpt_step: int | None = training(
+        None,
+        "step of the checkpoint to load; default: the newest valid one; the same training, started again, continues",
+        least=0,
+    )
+    no_load_optim: bool = training(False, "load weights, step and data position, not the optimizer's state")
+    finetune: bool = training(False, "load weights only, and start at step 0")
+    override_opt_param_scheduler: bool = free(
+        False, "rates and weight decay as here, whatever the checkpoint had", flags=("--override-lr-scheduler=true",)
+    )
+    use_checkpoint_opt_param_scheduler: bool = free(
+        False, "rates and weight decay as in the checkpoint", flags=("--use-checkpoint-lr-scheduler=true",)
+    )
+    pretrained_checkpoint: str | None = free(
+        None, "directory, also of Hugging Face, to take weights from when --load holds no checkpoint"
+    )
+    use_checkpoint_args: bool = free(False, "take the model's options from the checkpoint")
+    exit_on_missing_checkpoint: bool = free(False, "stop when --load holds no checkpoint")
+    export_hf: str | None = free(None, "new directory that becomes a Hugging Face model after the last step")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    log_interval: int | None = free(
+        None, "steps per log line; default: a fiftieth of the run, 1 to 100; 100 in Megatron's style"
+    )
+    log_style: str = free(
+        "auto",
+        "form of the log; auto: Megatron-LM's for a command line that only it has, else megalite's",
+        choices=("auto", "megalite", "megatron"),
+    )
+    log_throughput: bool = free(False, "TFLOP/s in Megatron's log line")
+    log_params_norm: bool = free(False, "L2 norm of all parameters, after the step")
+    log_num_zeros_in_grad: bool = free(False, "number of gradient elements that are exactly zero")
+    log_progress: bool = free(False, "progress.txt beside the checkpoints: starts, saves, TFLOP/s, tokens")
+    log_memory_interval: int | None = free(None, "steps per memory line; a multiple of --log-interval")
+    log_device_memory_used: bool = free(False, "in the memory line: what all processes hold of the card")
+    timing_log_level: int = free(
+        0,
+        "timers: 0 evaluations and saves; 1 parts of a step; 2 its micro-batches",
+        most=(2, "is above 2; use 0, 1 or 2"),
+    )
+    timing_log_option: str = free("minmax", "timers over ranks", choices=("max", "minmax", "all"))
+    barrier_with_level_1_timing: bool = free(True, "ranks wait for each other at the parts that level 1 times")
+    run_dir: str | None = free(None, "directory of logs; default: --save, else runs/last")
+    tensorboard_dir: str | None = free(None, "directory of TensorBoard events")
+    tensorboard_log_interval: int = free(1, "steps per TensorBoard point", above=0)
+    tensorboard_queue_size: int = free(1000, "TensorBoard events held in memory", above=0)
+    log_timers_to_tensorboard: bool = free(False, "timers in TensorBoard, the slowest rank's, seconds per step")
+    log_loss_scale_to_tensorboard: bool = free(True, "the loss scale in TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = free(False, "perplexity of validation sets in TensorBoard")
+    log_memory_to_tensorboard: bool = free(False, "memory of rank 0 in TensorBoard, bytes")
+    log_world_size_to_tensorboard: bool = free(False, "the number of ranks in TensorBoard")
+    wandb_project: str | None = free(None, "Weights & Biases project")
+    wandb_exp_name: str | None = free(None, "Weights & Biases run name")
+    wandb_entity: str | None = free(None, "Weights & Biases user or team")
+    wandb_save_dir: str | None = free(None, "directory of Weights & Biases' own files")
+    peak_tflops: float | None = free(None, "dense peak of one device, TFLOP/s; default: a table, measured on cpu")
+    profile_pipeline: int | None = free(None, "step whose pipeline is timed into timeline.json", least=0)
+
+
+@dataclass(frozen=True)
+class OperationsConfig:
+    """How a run is watched and stopped; nothing here changes what it trains."""
+
+    manual_gc: bool = free(False, "Python's garbage collector runs only when told, at the same step on all ranks")
+    manual_gc_interval: int = free(0, "steps between collections with --manual-gc; 0: at evaluations only")
+    manual_gc_eval: bool = free(True, "collect before and after evaluations with --manual-gc")
+    empty_unused_memory_level: int = free(
+        0, "give CUDA memory back: 1 before each update, 2 also after it", most=(2, "is above 2; use 0, 1 or 2")
+    )
+    profile: bool = free(False, "profile steps: cudaProfilerStart and Stop, for nsys; or --use-pytorch-profiler")
+    use_pytorch_profiler: bool = free(False, "with --profile: torch's profiler, into trace/ of the run directory")
+    profile_step_start: int = free(10, "steps before the first that is profiled")
+    profile_step_end: int = free(12, "the last step that is profiled")
+    profile_ranks: tuple[int, ...] = free((), "ranks that are profiled; default: all")
+    pytorch_profiler_collect_shapes: bool = free(False, "shapes of tensors in torch's profile")
+    pytorch_profiler_collect_callstack: bool = free(False, "call stacks in torch's profile")
+    record_memory_history: bool = free(False, "write CUDA's memory history at each log line, for torch's viewer")
+    memory_snapshot_path: str = free("snapshot.pickle", "file of --record-memory-history; _RANK is added")
+    check_weight_hash_across_dp_replicas_interval: int | None = free(
+        None, "steps between checks that all copies of each weight are the same bits"
+    )

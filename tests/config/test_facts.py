@@ -1,0 +1,149 @@
+"""An option's facts: its class of resume, the size of its value, its problems by name."""
+
+from __future__ import annotations
+
+import ast
+import string
+from dataclasses import Field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config import cli, field
+from megalite.config.check import check
+from megalite.config.field import FREE, HOW, MODEL, TRAINING, base_type, facts_of
+from megalite.config.options import SECTIONS, Config, ConfigError, build, options, training_of
+from megalite.config.problem import Problem, Say
+from megalite.config.toml import parse_toml, to_toml
+from megalite.models.families import PRESETS
+from megalite.train.start import origin
+
+CONFIG = Path(field.__file__).parent
+GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16
+ --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100 --save here --load here --ckpt-step 2""".split()
+# what has an effect beside these alone
+BESIDE = {
+    "num_query_groups": {"group_query_attention": True},
+    "no_rope_freq": {"position_embedding_type": "rope"},
+    "window_attn_skip_freq": {"window_size": (7, 0)},
+    "micro_batch_size": {"global_batch_size": None},
+}
+OTHER: dict[str, Any] = {"no_rope_freq": "2", "window_attn_skip_freq": "2", "window_size": (7, 0)}
+# they decide the meaning of others, which are what is compared
+THROUGH = {f.name for _, f in options() if facts_of(f).through is not None}
+
+
+def changed(config: Config, f: Field[Any]) -> Config:
+    """`config` with another value of the option than it has."""
+    section = next(name for name, g in options() if g.name == f.name)
+    value = getattr(getattr(config, section), f.name)
+    kind, texts = base_type(f), [*facts_of(f).choices, "other"]
+    other: Any = {"ints": (3, 0), "strs": ("x",), "str": next(text for text in texts if text != value)}.get(kind)
+    if kind in ("int", "float"):
+        other = (value or 4) * 2
+    elif kind == "bool":
+        other = not value
+    return replace(config, **{section: replace(getattr(config, section), **{f.name: OTHER.get(f.name, other)})})
+
+
+@pytest.mark.parametrize("f", [f for _, f in options()], ids=lambda f: f.name)
+def test_a_restarted_command_is_the_same_training_unless_an_option_of_the_training_changed(f: Field[Any]) -> None:
+    """Two starts of one --ckpt-step command: the first one's configuration has been through its checkpoint."""
+    resume = facts_of(f).resume
+    assert resume in (FREE, HOW, TRAINING, MODEL)
+    config, _ = cli.read(GOOD, PRESETS)
+    for section in SECTIONS:
+        more = {k: v for k, v in BESIDE.get(f.name, {}).items() if hasattr(getattr(config, section), k)}
+        config = replace(config, **{section: replace(getattr(config, section), **more)})
+    before = build(parse_toml(to_toml(config), "checkpoint"))
+    same = origin._training(changed(config, f)) == origin._training(before)
+    if f.name in THROUGH:
+        assert facts_of(f).through in {g.name for _, g in options()}
+    elif f.name not in ("save", "load"):  # that they are the same is asked before
+        assert same == (resume in (FREE, HOW))
+
+
+def test_another_spelling_of_the_same_model_is_the_same_training() -> None:
+    short, _ = cli.read(GOOD, PRESETS)
+    spelt = "--ffn-hidden-size 256 --kv-channels 16 --group-query-attention --num-query-groups 4"
+    long, _ = cli.read([*GOOD, *spelt.split()], PRESETS)
+    assert training_of(short) == training_of(long)
+    other, _ = cli.read([*GOOD, "--group-query-attention", "--num-query-groups", "2"], PRESETS)
+    assert training_of(short) != training_of(other)
+
+
+def test_micro_batches_are_how_where_the_batch_is_given() -> None:
+    one, _ = cli.read(GOOD, PRESETS)
+    two, _ = cli.read([*GOOD, "--micro-batch-size", "4"], PRESETS)
+    assert training_of(one) == training_of(two)
+
+
+def test_an_option_without_a_class_is_an_error_at_import() -> None:
+    with pytest.raises(TypeError, match="help"):
+        field.opt(0, "transformer layers")
+    with pytest.raises(TypeError, match="colour"):
+        field.how(0, "transformer layers", colour="red")
+
+
+def test_facts_name_what_there_is() -> None:
+    for section, f in options():
+        facts = facts_of(f)
+        assert facts.same_as is None or isinstance(getattr(SECTIONS[section], facts.same_as), property)
+        assert facts.problem(f.default) is None or facts.required, f.name
+        assert facts.stand_in is None or facts.problem(facts.stand_in) is None
+        assert f.default is None or not facts.choices or f.default in facts.choices
+
+
+def templates() -> list[tuple[str, str]]:
+    """(where, text) of every constant in the modules that make problems."""
+    found = []
+    for path in sorted([*CONFIG.glob("check*.py"), CONFIG / "effects.py"]):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
+            if (
+                id(node) not in parts
+                and isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and "{" in node.value
+            ):
+                found.append((f"{path.name}:{node.lineno}", node.value))
+    return found
+
+
+def test_every_template_names_options() -> None:
+    """A flag or a value of an option that does not exist would be found only when its problem is."""
+    names = {f.name for _, f in options()} | {"option"}
+    assert len(templates()) > 60
+    for where, text in templates():
+        for _, word, _, _ in string.Formatter().parse(text):
+            if word is not None and word[:1] in "=-":
+                assert word.lstrip("=-").replace("-", "_") in names, (where, word)
+
+
+def test_a_problem_knows_its_options_and_survives_a_process() -> None:
+    import pickle
+
+    say = Say(build({"lr": 0.5, "window_size": (7, 0), "split": "a"}))
+    problem = say("{=lr:g} {window_size} {=window_size} {=split!r} {--min-lr} {n}", "seed", n=3)
+    assert problem == "lr=0.5 window_size window_size=7,0 split='a' --min-lr 3"
+    assert problem.options == {"lr", "window_size", "split", "min_lr", "seed"}
+    again = pickle.loads(pickle.dumps(problem))
+    assert isinstance(again, Problem) and (again, again.options) == (problem, problem.options)
+
+
+def test_a_list_per_layer_is_not_blamed_where_the_number_of_layers_is_unclear() -> None:
+    flags = "--position-embedding-type rope --no-rope-freq [1,0]*2 --window-size 7,0 --window-attn-skip-freq [1,0]*2"
+    with pytest.raises(ConfigError) as error:
+        cli.read([*GOOD, "--num-layers", "x", *flags.split()], PRESETS)
+    assert error.value.problems == ["num_layers='x' is not an int; write it as one"]
+
+
+def test_a_small_number_is_told_what_is_allowed() -> None:
+    config, _ = cli.read(GOOD, PRESETS)
+    wrong = replace(config, log=replace(config.log, peak_tflops=0.0, tensorboard_log_interval=0))
+    assert check(wrong) == [
+        "tensorboard_log_interval=0 is too small; give 1 or more",
+        "peak_tflops=0 is too small; give more than 0",
+    ]
