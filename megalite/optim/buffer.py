@@ -70,4 +70,4 @@ class ParamBuffer:
         self.owned_range, self.owned_grad = storage.owned_range, storage.owned_grad
         self.owned_weight = storage.owned_weight
         self.zero_grad, self.begin_all, self.finish = reduce.zero, reduce.begin_all, reduce.finish
-        self.on_last_backward, self.gather, self.wait_gather = reduce.on_last_backward, gather.start, gather.wait
+        self.on_last_backward, self.gather, self.wait_gather = reduce.on_last_backward, gather.gather, gather.wait

@@ -33,7 +33,7 @@ class ParamGather:
         for b in needs:
             self._finish(b)
 
-    def start(self) -> None:
+    def gather(self) -> None:
         """In order of use. GATHERS_AHEAD are under way at a time, and one that is waited for starts the next: with a
         single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all at once would hold up every kernel behind them."""
         if not self.storage.sharded or self.storage.dp.size == 1:
