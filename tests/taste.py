@@ -152,17 +152,46 @@ def environment_readers(root: Path) -> Iterator[str]:
             yield f"{path}:{reads[0]}: reads the environment; only {', '.join(sorted(READERS))} do"
 
 
-# Ends and beginnings of a parameter's name: what a parameter is, its ParamSpec says.
-BY_NAME = re.compile(
-    r"""(endswith|startswith|removesuffix|removeprefix)\(\s*\(?\s*f?["'][^"']*(weight|bias|norm|embed|attention|mlp|layers\.|head)"""
-)
+# Words of a parameter's name, ours or another program's: what a parameter is, its ParamSpec says.
+PARAMETER = set("layers embedding word position attention mlp norm q_norm k_norm final_norm head weight bias".split())
+PARAMETER |= set("q kv out gate_up up down q_bias kv_bias out_bias gate_up_bias up_bias down_bias".split())
+PARAMETER |= set("decoder self_attention input_layernorm pre_mlp_layernorm output_layer word_embeddings".split())
+QUESTIONS = set("startswith endswith removeprefix removesuffix split rsplit partition rpartition count find".split())
+ROOMS = set("parallel nn models optim pipeline checkpoint interop generate".split())
+# It reads foreign files a second time, by names of its own: a check does not read through the facts that it checks.
+BY_NAME_ON_PURPOSE = {"megalite/interop/second_reading.py"}
+
+
+def _is_name(node: ast.expr) -> bool:
+    """Whether an expression is called a name: `name`, `spec.name`, `old_name[0]`."""
+    while isinstance(node, ast.Subscript | ast.Call):
+        node = node.value if isinstance(node, ast.Subscript) else node.func
+        node = node.value if isinstance(node, ast.Attribute) and node.attr in QUESTIONS else node
+    return (node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")).endswith(("name", "ours", "theirs"))
+
+
+def _names_parameter(node: ast.expr, asked: bool) -> bool:
+    """Whether a string in it is of a parameter's name; a single word only where a name is `asked`."""
+    texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return any(PARAMETER & set(re.split("[./]", text.strip("_["))) and (asked or "." in text) for text in texts)
 
 
 def facts_by_name(root: Path) -> Iterator[str]:
-    for path, _ in sources(root, "megalite"):
-        for number, line in enumerate((root / path).read_text(encoding="utf-8").splitlines(), 1):
-            if BY_NAME.search(line):
-                yield f"{path}:{number}: decides by a parameter's name: {line.strip()[:100]}"
+    """A list of names, a part of a name, an end of it that decides something about a parameter."""
+    for path, tree in sources(root, "megalite", "tools", "pretrain_gpt.py"):
+        room = path.split("/")[1] if "/" in path else path
+        for node in ast.walk(tree) if path not in BY_NAME_ON_PURPOSE else ():
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                found = any(_names_parameter(side, any(map(_is_name, sides))) for side in sides)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in QUESTIONS:
+                asked = _is_name(node.func.value)
+                apart = node.func.attr.endswith(("split", "partition")) and "'.'" in map(ast.unparse, node.args)
+                found = any(_names_parameter(a, asked) for a in node.args) or (asked and apart and room in ROOMS)
+            else:
+                continue
+            if found:
+                yield f"{path}:{node.lineno}: decides by a parameter's name: {ast.unparse(node)[:100]}"
 
 
 def options(root: Path) -> Iterator[str]:

@@ -35,6 +35,9 @@ FAULTS: dict[str, dict[str, str]] = {
     "twins ": {"megalite/a.py": "class X: ...", "megalite/b.py": "class X: ...\n"},
     "environment_readers": {"megalite/a.py": "import os\n\nx = os.environ['A']\n"},
     "facts_by_name": {"megalite/a.py": "def f(name): return name.endswith('.norm.weight')\n"},
+    "facts_by_name ": {"tools/a.py": "def f(spec): return spec.name in ('embedding.word', 'head')\n"},
+    "facts_by_name  ": {"megalite/interop/a.py": "def f(name): return name.rsplit('.', 1)[-1] in STACKED\n"},
+    "facts_by_name   ": {"megalite/a.py": "def f(entry): return entry.parts[0] == 'embedding.word'\n"},
     "options": {
         "megalite/config/a.py": "class AConfig:\n" + "".join(f"    a{i}: int\n" for i in range(taste.OPTIONS + 1))
     },

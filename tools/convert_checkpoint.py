@@ -6,7 +6,7 @@
     python tools/convert_checkpoint.py --from-megatron old/checkpoints --save runs/old
     python tools/convert_checkpoint.py --load runs/old --to-megatron new/checkpoints
 
-The result of --save is a checkpoint of step 0 without optimizer states: the begin of a run. --load takes a --save
+The result of --save is a checkpoint of step 0 without optimizer states: the start of a run. --load takes a --save
 directory (its newest valid checkpoint) or one checkpoint in it, saved under any layout. Names of families and of their
 tensors: megalite/models/families.py. What cannot be converted exactly is refused by name.
 """
@@ -32,16 +32,16 @@ from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.tokenizers.tokenizer import build_tokenizer  # noqa: E402
 from megalite.interop import second_reading  # noqa: E402
-from megalite.interop.convert import Foreign, Ours, compare, saved_model, write_import  # noqa: E402
-from megalite.interop.hugging_face import model_files as hugging_face
+from megalite.interop.convert import Ours, compare, saved_model, write_import  # noqa: E402
+from megalite.interop.hugging_face import model_files as hugging_face  # noqa: E402
 from megalite.interop.hugging_face.config_json import choose_family  # noqa: E402
 from megalite.interop.hugging_face.write import write_model  # noqa: E402
 from megalite.interop.logits import compare_logits  # noqa: E402
-from megalite.interop.megatron import export as megatron_export
-from megalite.interop.megatron import rank_files as megatron
-from megalite.interop.megatron import torch_dist as megatron_dist
-from megalite.interop.rules import specs_of  # noqa: E402
-from megalite.models.families import HUGGING_FACE  # noqa: E402
+from megalite.interop.megatron import rank_files as megatron  # noqa: E402
+from megalite.interop.megatron import torch_dist as megatron_dist  # noqa: E402
+from megalite.interop.megatron.release import write_megatron  # noqa: E402
+from megalite.models.families import FAMILIES  # noqa: E402
+from megalite.models.specs import specs_of  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
 from megalite.train.datasets import open_tokenizer  # noqa: E402
 from megalite.train.export import family_in, like_of, tokenizer_files  # noqa: E402
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
-    parser.add_argument("--family", choices=sorted(HUGGING_FACE), help="--to-hf: default: of --like, or the first fit")
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf: default: of --like, or the first fit")
     parser.add_argument("--like", type=Path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
     parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: of a file (default 5GB)")
@@ -126,7 +126,7 @@ def misuse(args: argparse.Namespace) -> str | None:
     for name, partners in _ONLY_WITH.items():
         value = getattr(args, name)
         if value not in (None, False) and all(getattr(args, partner) is None for partner in partners):
-            return f"{flag(name)} has no effect without {' or '.join(map(flag, partners))}; leave it away"
+            return f"{flag(name)} has no effect without {' or '.join(map(flag, partners))}; drop it"
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             return f"{flag(name)} {value} is too small; give 1 or more"
     return None
@@ -139,16 +139,16 @@ def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
     try:
         found = build_tokenizer(**options).vocab_size
     except DataError as error:
-        print(f"note: the tokenizer is left away: {error}", file=sys.stderr)
+        print(f"note: the tokenizer is left out: {error}", file=sys.stderr)
         return {}
     if found > rows:
-        print(f"note: the tokenizer is left away: {found} tokens, but {rows} rows of embedding", file=sys.stderr)
+        print(f"note: the tokenizer is left out: {found} tokens, but {rows} rows of the embedding", file=sys.stderr)
         return {}
     return options
 
 
 def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors, for a run that begins with converted weights."""
+    """What a checkpoint holds beside tensors, for a run that starts from converted weights."""
     precision = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(dtype, {})
     config = build({**options, **tokenizer, **precision})
     state = {"progress": State().to_json(), "updates": 0, "loss_scaler": LossScaler().to_json()}
@@ -160,7 +160,7 @@ def from_hf(args: argparse.Namespace) -> bool:
     theirs = hugging_face.open_model(folder, args.seq_length)
     tokenizer = checked_tokenizer(tokenizer_beside(folder), theirs.vocab_size)
     state, specs = start_state(theirs.options, theirs.dtype, tokenizer), specs_of(theirs.model, theirs.vocab_size)
-    written = write_import(args.save, theirs.tensors, specs, theirs.vocab_size, state)
+    written = write_import(args.save, theirs.tensors, specs, state)
     print(f"{written}: {theirs.family}, {len(theirs.tensors)} tensors, vocabulary {theirs.vocab_size}")
     return checked(args, folder, theirs, Ours(open_checkpoint(written, verified=True)))
 
@@ -170,7 +170,7 @@ def checked(args: argparse.Namespace, folder: Path, theirs: hugging_face.Hugging
     if not (args.check or args.check_bits):
         return True
     weight = second_reading.hugging_face(folder, theirs.family, theirs.model)
-    good = report(theirs.tensors, ours, theirs.vocab_size) & agrees(weight, theirs.model, ours, theirs.vocab_size)
+    good = report(theirs, ours, theirs.vocab_size) & agrees(weight, theirs.model, ours, theirs.vocab_size)
     if not args.check:
         return good
     if importlib.util.find_spec("transformers") is None:
@@ -196,7 +196,7 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     tokenizer["vocab_size"] = vocab_size
     state = start_state({**theirs.options, "vocab_size": vocab_size}, theirs.dtype, tokenizer)
-    written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), vocab_size, state)
+    written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), state)
     print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
     if unknown:
         print(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size", file=sys.stderr)
@@ -205,7 +205,7 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
 
 def checked_megatron(theirs: megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
     weight = second_reading.megatron(theirs.shards, theirs.args, theirs.model)
-    return report(theirs.tensors, ours, vocab_size) & agrees(weight, theirs.model, ours, vocab_size)
+    return report(theirs, ours, vocab_size) & agrees(weight, theirs.model, ours, vocab_size)
 
 
 def to_hf(args: argparse.Namespace) -> bool:
@@ -236,7 +236,7 @@ def to_megatron(args: argparse.Namespace) -> bool:
     ours = Ours(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
     fused = args.transformer_impl != "local"
-    written = megatron_export.write_megatron(
+    written = write_megatron(
         args.to_megatron, ours, model, vocab_size=vocab_size, tokenizer=tokenizer, tp=tp, pp=pp, fused=fused
     )
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
@@ -254,17 +254,18 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
     except DataError as error:
         if given is None and saved is None and config.data.vocab_size is None:
             raise CheckpointError(f"{error}; or give --vocab-size") from None
-        print(f"note: the tokenizer of the run is not there: {error}", file=sys.stderr)
+        print(f"note: the run's tokenizer cannot be opened: {error}", file=sys.stderr)
     size = given or saved or max(size or 0, config.data.vocab_size or 0)
     if not isinstance(size, int) or size < 1:
-        raise CheckpointError("the checkpoint does not tell its vocabulary; give --vocab-size")
+        raise CheckpointError("the checkpoint does not state the size of its vocabulary; give --vocab-size")
     return size, eod
 
 
 def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab_size: int) -> bool:
     """The check that shares nothing with what converts: each layer computes the same."""
-    model, written = saved_model(ours.source), ours.dtype_of_name("embedding.word")
-    rounded = written != ours.source.dtype("model/embedding.word") or (model.apply_layernorm_1p and ours.used)
+    model, stored = saved_model(ours.source), ours.source.dtype("model/embedding.word")
+    written = ours.dtype_of_name("embedding.word")
+    rounded = written != stored or (model.apply_layernorm_1p and ours.used)
     rounding = torch.finfo(written).eps if rounded else 0.0
     whole = ours.dtype == torch.float32
     verdict = second_reading.compare_layers(
@@ -274,8 +275,8 @@ def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab
     return verdict.good
 
 
-def report(theirs: list[Foreign], ours: Ours, vocab_size: int) -> bool:
-    verdict = compare(theirs, ours, vocab_size)
+def report(theirs: hugging_face.HuggingFaceModel | megatron.MegatronModel, ours: Ours, vocab_size: int) -> bool:
+    verdict = compare(theirs.tensors, ours, specs_of(theirs.model, vocab_size))
     print(verdict)
     return not verdict.differing
 

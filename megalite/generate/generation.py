@@ -28,8 +28,8 @@ from megalite.generate.cache import KeyValueCache
 from megalite.generate.sampling import Sampling, choose
 from megalite.interop.hugging_face.model_files import open_model, stop_ids
 from megalite.interop.load import fill_from
-from megalite.interop.rules import specs_of
 from megalite.models.gpt import Batch, Head, Stage
+from megalite.models.specs import specs_of
 from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh

@@ -6,6 +6,7 @@ all of them: cut it into rectangles of ours and leave the padding of their vocab
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,8 +23,8 @@ from megalite.checkpoint.storage.protocol import steps_in
 from megalite.config.check import check
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml
-from megalite.interop.rules import Entry, Specs, join, split, trimmed
-from megalite.parallel.spec import Box
+from megalite.interop.rules import Recipe, Specs, join, split, unpadded
+from megalite.parallel.spec import Box, ParamSpec
 
 FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 # what a run needs beside a model, so that what `check` finds is the model's
@@ -32,12 +33,24 @@ ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "
 
 @dataclass(frozen=True)
 class Foreign:
-    """`read()` gives a tensor of entry.shape and `dtype`; `place` is for people: a file, and a name in it."""
+    """`read()` gives a tensor of recipe.shape and `dtype`; `place` is for people: a file, and a name in it."""
 
-    entry: Entry
+    recipe: Recipe
     dtype: torch.dtype
     place: str
     read: Callable[[], Tensor]
+
+
+def usual_dtype(foreign: Sequence[Foreign]) -> torch.dtype:
+    """That of most tensors."""
+    return Counter(one.dtype for one in foreign).most_common(1)[0][0]
+
+
+def refuse(problems: Sequence[str], what: str) -> None:
+    """Raises CheckpointError where there are problems: a line each, after what they are of."""
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        raise CheckpointError("\n  ".join([f"{what}:", *problems[:20], *more]))
 
 
 def model_of(options: dict[str, Any], where: str) -> ModelConfig:
@@ -48,31 +61,28 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
         raise CheckpointError(f"{where}: {'; '.join(error.problems)}; it is damaged") from None
 
 
-def items_of(foreign: Sequence[Foreign], vocab_size: int) -> list[Item]:
-    """What to write; rows that pad their vocabulary are left out."""
+def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
+    """What to write into tensors of `specs`; rows that pad their vocabulary are left out."""
     items = []
     for one in foreign:
-        boxes = [(name, trimmed(name, box, vocab_size)) for name, box in one.entry.parts]
+        boxes = [(spec.name, unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
         parts = [(name, box) for name, box in boxes if box is not None]
         if parts:
-            items.append(Item(one.dtype, [(f"model/{n}", b) for n, b in parts], lambda o=one: _values(o, vocab_size)))
+            named = [(f"model/{name}", box) for name, box in parts]
+            items.append(Item(one.dtype, named, lambda one=one: (values for _, _, values in _kept(one, specs))))
     return items
 
 
-def _values(one: Foreign, vocab_size: int) -> Iterator[Tensor]:
-    for name, box, values in split(one.entry, one.read()):
-        kept = trimmed(name, box, vocab_size)
+def _kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
+    """Our rectangles and their values in a foreign tensor, without rows that `specs` do not store."""
+    for spec, box, values in split(one.recipe, one.read()):
+        kept = unpadded(box, specs[spec.name])
         if kept is not None:
-            yield values if kept == box else values[: kept.shape[0]]
+            yield spec, kept, values[: kept.shape[0]]
 
 
 def write_import(
-    directory: Path,
-    foreign: Sequence[Foreign],
-    specs: Specs,
-    vocab_size: int,
-    state: dict[str, Any],
-    file_bytes: int = FILE_BYTES,
+    directory: Path, foreign: Sequence[Foreign], specs: Specs, state: dict[str, Any], file_bytes: int = FILE_BYTES
 ) -> Location:
     """A checkpoint of step 0 from foreign weights; no optimizer states. Raises CheckpointError.
 
@@ -80,10 +90,10 @@ def write_import(
     """
     if steps_in(directory):
         raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
-    items = items_of(foreign, vocab_size)
+    items = items_of(foreign, specs)
     files = [[items[i] for i in chosen] for chosen in cut([item.bytes for item in items], file_bytes)]
     folder = folder_of(directory, 0)
-    write_checkpoint(folder, files, {f"model/{name}": spec.shape for name, spec in specs.items()}, state)
+    write_checkpoint(folder, files, {f"model/{name}": spec.stored_shape for name, spec in specs.items()}, state)
     return folder
 
 
@@ -121,14 +131,11 @@ class Ours:
     def dtype_of_name(self, name: str) -> torch.dtype:
         return self.dtype or self.source.dtype(self._key(name))
 
-    def dtype_of(self, entry: Entry) -> torch.dtype:
-        return self.dtype_of_name(entry.parts[0][0])
+    def dtype_of(self, recipe: Recipe) -> torch.dtype:
+        return self.dtype_of_name(recipe.parts[0][0].name)
 
     def offset(self, name: str) -> float:
         return 0.0 if self.used is None else self.used[name].offset
-
-    def rows(self, name: str) -> int:
-        return self.source.shape(self._key(name))[0]
 
     def read(self, name: str, box: Box) -> Tensor:
         values = self.source.read(self._key(name), box)
@@ -136,8 +143,8 @@ class Ours:
             values = values + offset
         return values if self.dtype is None else values.to(self.dtype)
 
-    def join(self, entry: Entry) -> Tensor:
-        return join(entry, self.read)
+    def join(self, recipe: Recipe) -> Tensor:
+        return join(recipe, lambda spec, box: self.read(spec.name, box))
 
 
 @dataclass(frozen=True)
@@ -161,18 +168,14 @@ def _told(d: Difference) -> str:
     return f"{d.name}{list(d.index or ())}: {d.there!r} there, {d.here!r} here; {d.note and d.note + ', '}{more}"
 
 
-def compare(foreign: Iterable[Foreign], ours: Ours, vocab_size: int) -> Verdict:
-    """Every foreign tensor against ours, bit by bit; rows that pad the vocabulary do not count."""
+def compare(foreign: Iterable[Foreign], ours: Ours, specs: Specs) -> Verdict:
+    """Every foreign tensor against ours, bit by bit; `specs` tell which rows pad the vocabulary and do not count."""
     tensors, elements, differing = 0, 0, []
     for one in foreign:
         tensors += 1
-        for name, box, values in split(one.entry, one.read()):
-            kept = trimmed(name, box, vocab_size)
-            if kept is None:
-                continue
-            theirs = values[: kept.shape[0]]
+        for spec, kept, theirs in _kept(one, specs):
             elements += theirs.numel()
-            found = difference(f"{one.place}, {name}", ours.read(name, kept), theirs)
+            found = difference(f"{one.place}, {spec.name}", ours.read(spec.name, kept), theirs)
             if found is not None:
                 at = zip(found.index or (), kept.start, strict=False)  # no index where only dtypes differ
                 differing.append(replace(found, index=tuple(i + start for i, start in at)))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import inside, intersect, rectangles
 from megalite.checkpoint.progress import ProgressLines
-from megalite.interop.convert import Foreign
+from megalite.interop.convert import Foreign, refuse
 from megalite.interop.rules import Specs, split
 from megalite.parallel.spec import Box, Piece
 
@@ -29,13 +28,12 @@ def misshapen(pieces: Sequence[Piece], specs: Specs) -> list[str]:
 def fill_from(
     foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool = False
 ) -> None:
-    """Write the values of `foreign`, a model of `specs`, into the pieces' data, in the pieces' dtype. `tell`: say how
+    """Write the values of `foreign`, a model of `specs`, into the pieces' data, in the pieces' dtype. `tell`: show how
     far it is, where it takes long.
 
     Raises CheckpointError: before anything changes where shapes differ, later where a file cannot be read.
     """
-    if lines := misshapen(pieces, specs):
-        raise CheckpointError(f"{where} does not fit this model:\n  " + "\n  ".join(lines))
+    refuse(misshapen(pieces, specs), f"{where} does not fit this model")
     wanted: dict[str, list[Piece]] = {}
     for piece in pieces:
         wanted.setdefault(_bare(piece), []).append(piece)
@@ -43,9 +41,9 @@ def fill_from(
     for one in foreign:
         if progress is not None:
             progress.add(1)
-        if any(_meets(wanted, name, box) for name, box in one.entry.parts):
-            for name, box, values in split(one.entry, one.read()):
-                for piece in wanted.get(name, ()):
+        if any(_meets(wanted, spec.name, box) for spec, box in one.recipe.parts):
+            for spec, box, values in split(one.recipe, one.read()):
+                for piece in wanted.get(spec.name, ()):
                     for rectangle, span in rectangles(piece.box, piece.span):
                         both = intersect(rectangle, box)
                         if both is not None:

@@ -22,8 +22,8 @@ from megalite.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class LogitVerdict:
-    """`largest`: absolute difference of logits; `scale`: the largest logit; `agreement`: part of positions whose
-    likeliest token is the same. `text`: of a sample text; else of random tokens."""
+    """`largest`: absolute difference of logits; `scale`: the largest logit; `agreement`: share of the positions whose
+    most likely token is the same. `text`: of a sample text; else of random tokens."""
 
     text: bool
     positions: int

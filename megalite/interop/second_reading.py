@@ -1,7 +1,7 @@
 """A second reading of foreign files, to check a conversion with: does a layer of theirs compute what ours computes?
 
-The tables that convert (models/families.py, interop/rules.py, ParamSpec) are not used: names, the order of rows
-and what is stored as a difference are said here once more, in another form, so that a mistake in one of them is seen.
+The tables that convert (models/families.py, megatron/names.py, rules.py, ParamSpec) are not used: names, the order of
+rows and what is stored as a difference stand here once more, in another form, so that a mistake in one of them shows.
 Layer after layer is filled from the files and run in fp64 beside ours, on the same states; embedding, final norm and
 head are one more layer. One layer of each is in memory at a time, and transformers is not needed.
 """
@@ -82,7 +82,7 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
     def get(name: str) -> Tensor:
-        bare = name.partition(".")[2]  # some files leave the first word away
+        bare = name.partition(".")[2]  # some files leave out the first word
         return places[name if name in places or bare not in places else bare].get_tensor(
             name if name in places else bare
         )
@@ -185,7 +185,7 @@ def compare_layers(
     rounding: float = 0.0,
 ) -> Agreement:
     """Each layer of foreign files beside that of our checkpoint. `main_weights`: of ours, those that the optimizer
-    keeps; `rounding`: what it changed in theirs at most, relative. Raises CheckpointError where a tensor is lacking.
+    keeps; `rounding`: what it changed in theirs at most, relative. Raises CheckpointError where a tensor is missing.
     """
     S = min(TOKENS, model.positions)
     generator = torch.Generator().manual_seed(1234)
@@ -205,7 +205,7 @@ def compare_layers(
                     used = used[:vocab_size]
                 parameter.copy_(used.view(parameter.shape))
         except (KeyError, RuntimeError) as error:
-            raise CheckpointError(f"the second reading of the files ends at layer {n}: {error}") from None
+            raise CheckpointError(f"the second reading stops at layer {n}: {error}; give complete files") from None
         want, got = mine(x_SBD, batch), other(x_SBD, batch)
         if n >= 0:
             want, got = want - x_SBD, got - x_SBD

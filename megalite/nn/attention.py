@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -87,15 +88,12 @@ class Attention(nn.Module):
         kv_shards, kv_grad = ((), "partial") if self.replicated else (((1, "tp"),), "whole")
         zero = Constant(0.0)
         self.q = make(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
-        self.kv = make(
-            ParamSpec(f"{name}.kv", (2, G * K, D), shards=kv_shards, grad=kv_grad, init=Normal(std), block_dim=1)
-        )
+        kv = partial(ParamSpec, shards=kv_shards, grad=kv_grad, stacked=True)
+        self.kv = make(kv(f"{name}.kv", (2, G * K, D), init=Normal(std)))
         self.q_bias = self.kv_bias = self.out_bias = None
         if shape.bias or shape.qkv_bias:
             self.q_bias = make(ParamSpec(f"{name}.q_bias", (H * K,), shards=((0, "tp"),), init=zero, decay=False))
-            self.kv_bias = make(
-                ParamSpec(f"{name}.kv_bias", (2, G * K), shards=kv_shards, grad=kv_grad, init=zero, decay=False)
-            )
+            self.kv_bias = make(kv(f"{name}.kv_bias", (2, G * K), init=zero, decay=False))
         self.q_norm = self.k_norm = None
         if shape.qk_norm is not None:
             self.q_norm = Norm(make, f"{name}.q_norm", K, *shape.qk_norm)

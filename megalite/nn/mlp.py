@@ -37,10 +37,10 @@ class MLP(nn.Module):
         D, F, zero = hidden_size, ffn_size, Constant(0.0)
         gated = self.activation.width == 2
         up, lead, shards = ("gate_up", (2, F), ((1, "tp"),)) if gated else ("up", (F,), ((0, "tp"),))
-        self.up = make(ParamSpec(f"{name}.{up}", (*lead, D), shards=shards, init=Normal(std)))
+        self.up = make(ParamSpec(f"{name}.{up}", (*lead, D), shards=shards, init=Normal(std), stacked=gated))
         self.up_bias = self.down_bias = None
         if bias:
-            self.up_bias = make(ParamSpec(f"{name}.{up}_bias", lead, shards=shards, init=zero, decay=False))
+            self.up_bias = make(ParamSpec(f"{name}.{up}_bias", lead, shards, init=zero, decay=False, stacked=gated))
         self.down = make(ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(out_std)))
         if bias:
             self.down_bias = make(ParamSpec(f"{name}.down_bias", (D,), grad="partial", init=zero, decay=False))

@@ -39,7 +39,7 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int) -> Tenso
     if len(spec.shards) > 1:
         raise ValueError(f"{spec.name}: blocks run along one sharded dim, not {spec.shards}")
     std = spec.init.std
-    dim = spec.block_dim if spec.block_dim is not None else spec.shards[0][0] if spec.shards else 0
+    dim = spec.block_dim
     start, stop = box.start[dim], box.stop[dim]
     rows = tensor.movedim(dim, 0)
 

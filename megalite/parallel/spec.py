@@ -11,6 +11,7 @@ Pure Python: no torch. Shapes are in elements; a `Box` is half open, `start <= i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -46,10 +47,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,8 @@ class ParamSpec:
     vocabulary  whether it is the word embedding or the head, which may have a learning rate of their own
     tied    a second copy of this parameter lives at the other end of the pipeline; both copies carry the flag,
             and only when the pipeline has more than one rank
-    block_dim  the dim along which initial values are drawn in blocks; default: the sharded one, or 0
+    stacked dim 0 counts matrices that are used as one, [2, F, D] for gate and up: split, drawn and known to other
+            programs along dim 1, where the rows are
     offset  added to what is stored wherever it is used: 1 for norm weights that are stored as their difference from 1
     rows    how many rows of dim 0 mean something, where the rest pads the vocabulary so that it splits: padding
             depends on the layout, so it is not part of what is stored
@@ -81,9 +80,14 @@ class ParamSpec:
     decay: bool = True
     vocabulary: bool = False
     tied: bool = False
-    block_dim: int | None = None
+    stacked: bool = False
     rows: int | None = None
     offset: float = 0.0
+
+    @property
+    def block_dim(self) -> int:
+        """The dim along which initial values are drawn in blocks: the sharded one, or that of the rows."""
+        return self.shards[0][0] if self.shards else int(self.stacked)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from megalite.interop.convert import Ours
 from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import choose_family
 from megalite.interop.hugging_face.write import write_model
-from megalite.interop.rules import specs_of
+from megalite.models.specs import specs_of
 from megalite.parallel.comm import broadcast_
 from megalite.train.datasets import open_tokenizer
 from megalite.train.setup import SetupError

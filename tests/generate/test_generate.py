@@ -81,7 +81,7 @@ def test_a_text_ends_at_the_id_that_ends_a_document(models, tmp_path: Path) -> N
     assert found[0].stop == "eod" and len(found[0].ids) <= 6
     assert {text.stop == "eod" for text in found} == {text.ids[-1] in model.stops for text in found}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "2"}))
-    with pytest.raises(CheckpointError, match="eos_token_id='2' is no token id"):
+    with pytest.raises(CheckpointError, match="eos_token_id='2' is neither a token id"):
         stop_ids(tmp_path)
 
 

@@ -34,11 +34,12 @@ from megalite.config.pattern import write_pattern  # noqa: E402
 from megalite.config.toml import parse_toml, to_toml  # noqa: E402
 from megalite.generate.generation import load_model  # noqa: E402
 from megalite.interop import logits  # noqa: E402
-from megalite.interop.convert import Ours, compare, saved_model, write_import  # noqa: E402
+from megalite.interop.convert import Ours, Verdict, compare, saved_model, write_import  # noqa: E402
 from megalite.interop.hugging_face.config_json import choose_family, read_config, write_config  # noqa: E402
 from megalite.interop.hugging_face.model_files import open_model  # noqa: E402
-from megalite.interop.rules import entries, join, specs_of, split  # noqa: E402
-from megalite.models.families import HUGGING_FACE  # noqa: E402
+from megalite.interop.rules import join, recipes, split  # noqa: E402
+from megalite.models.families import FAMILIES  # noqa: E402
+from megalite.models.specs import specs_of  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import Mesh  # noqa: E402
 from megalite.parallel.spec import Box, Piece  # noqa: E402
@@ -75,6 +76,11 @@ def loaded(folder: Path) -> Any:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def compared(folder: Path, ours: Path) -> Verdict:
+    theirs = open_model(folder)
+    return compare(theirs.tensors, Ours(open_checkpoint(ours)), specs_of(theirs.model, V))
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -139,7 +145,7 @@ def test_half_precision_and_many_files(models, tmp_path: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 2
     found = open_model(folder)
     state = convert_checkpoint.start_state(found.options, found.dtype, {})
-    write_import(tmp_path / "ours", found.tensors, specs_of(found.model, V), V, state, file_bytes=20_000)
+    write_import(tmp_path / "ours", found.tensors, specs_of(found.model, V), state, file_bytes=20_000)
     source = open_checkpoint(tmp_path / "ours")
     assert len(source.manifest.files) > 2
     assert build(parse_toml(source.manifest.state["config"], "")).precision.bf16
@@ -416,7 +422,7 @@ def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
     head = {"lm_head.weight": tensors["wte.weight"].clone()}  # tied, and there all the same
     save_file(tensors | masks | head, old / "model.safetensors")
     assert tool("--from-hf", old, "--save", tmp_path / "ours") == 0
-    assert not compare(open_model(folder).tensors, Ours(open_checkpoint(tmp_path / "ours")), V).differing
+    assert not compared(folder, tmp_path / "ours").differing
     head["lm_head.weight"][0, 0] += 1
     save_file(tensors | masks | head, old / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head.weight .* differs from the embedding"):
@@ -434,7 +440,7 @@ def test_the_check_finds_one_bit(models, tmp_path: Path, capsys) -> None:
     bits[3, 7] ^= 1
     tensors["model.norm.weight"][4] += 2.0
     save_file(tensors, changed / "model.safetensors")
-    verdict = compare(open_model(changed).tensors, Ours(open_checkpoint(tmp_path / "ours")), V)
+    verdict = compared(changed, tmp_path / "ours")
     assert [(d.name.split()[0], d.count, d.index) for d in verdict.differing] == [
         ("model.layers.1.self_attn.v_proj.weight", 1, (1, 3, 7)),
         ("model.norm.weight", 1, (4,)),
@@ -445,7 +451,7 @@ def test_the_check_finds_one_bit(models, tmp_path: Path, capsys) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    family=st.sampled_from(sorted(HUGGING_FACE)),
+    family=st.sampled_from(sorted(FAMILIES)),
     groups=st.sampled_from([1, 2, 4]),
     head=st.sampled_from([2, 6]),
     tp=st.sampled_from([1, 2, 4]),
@@ -471,12 +477,12 @@ def test_split_and_join_are_inverse_and_shards_cover_everything(family: str, gro
     specs = specs_of(model, 8)
     held = {name: torch.zeros(spec.shape, dtype=torch.int32) for name, spec in specs.items()}
     for rank in range(tp):
-        for entry in entries(HUGGING_FACE[family], specs, groups, range(2), tp=tp, rank=rank):
-            theirs = torch.randn(entry.shape)
-            parts = {(name, box): values for name, box, values in split(entry, theirs)}
-            for name, box in parts:
-                held[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] += 1
-            assert torch.equal(join(entry, lambda name, box, parts=parts: parts[name, box]), theirs)
+        for recipe in recipes(FAMILIES[family], specs, groups, range(2), tp=tp, rank=rank):
+            theirs = torch.randn(recipe.shape)
+            parts = {(spec, box): values for spec, box, values in split(recipe, theirs)}
+            for spec, box in () if recipe.copy else parts:
+                held[spec.name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] += 1
+            assert torch.equal(join(recipe, lambda spec, box, parts=parts: parts[spec, box]), theirs)
     for name, counts in held.items():
         times = 1 if specs[name].shards else tp
         assert (counts == times).all(), name
@@ -514,10 +520,10 @@ REFUSED = {
     "sliding_window=1 is not a number of 2 or more": {"model_type": "mistral", "sliding_window": 1},
     "sliding_window='8' is not": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": "8"},
     "layer_types is not a list of 2 kinds": {"model_type": "qwen3", "layer_types": ["sliding_attention"]},
-    "'chunked_attention', which qwen3 has not": {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2},
-    "'sliding_attention', which llama has not": {"layer_types": ["full_attention", "sliding_attention"]},
+    "'chunked_attention', which qwen3 does not have": {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2},
+    "'sliding_attention', which llama does not have": {"layer_types": ["full_attention", "sliding_attention"]},
     "but there is no sliding_window in use": {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2},
-    "beside sliding_window=9, which mistral": {
+    "beside sliding_window=9, but mistral has it": {
         "model_type": "mistral",
         "sliding_window": 9,
         "layer_types": ["full_attention"] * 2,
@@ -661,14 +667,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
             _tensors(f, lambda t: t.update({NORM.removeprefix("model."): torch.ones(32)})),
             _index(f, lambda m: None),
         ),
-        "norm.weight in .*not a tensor of this model, or twice",
+        "norm.weight in .*not a tensor of this model, or a second one",
     ),
-    "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]), "not a whole"),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a whole"),
-    "huge header": (lambda f: _raw(f, b"{}", 1 << 62), "not a whole"),
-    "beyond the end": (lambda f: _raw(f, b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'), "not a whole"),
-    "overlap": (lambda f: _raw(f, b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}' + b" " * 9), "not a whole"),
-    "not JSON": (lambda f: _raw(f, b"\x80\x04cos\nsystem\n."), "not a whole"),
+    "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]), "not a complete"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a complete"),
+    "huge header": (lambda f: _raw(f, b"{}", 1 << 62), "not a complete"),
+    "beyond the end": (lambda f: _raw(f, b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'), "not a complete"),
+    "overlap": (lambda f: _raw(f, b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}' + b" " * 9), "not a complete"),
+    "not JSON": (lambda f: _raw(f, b"\x80\x04cos\nsystem\n."), "not a complete"),
     "nested": (lambda f: (f / "config.json").write_text("[" * 100_000), "cannot be read"),
     "list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
     "negative": (lambda f: _config(f, num_hidden_layers=-3), "num_layers=-3"),

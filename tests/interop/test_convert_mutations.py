@@ -20,8 +20,9 @@ from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import read_config
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron import torch_dist as megatron_dist
-from megalite.interop.rules import entries, specs_of
-from megalite.models.families import HUGGING_FACE
+from megalite.interop.rules import recipes
+from megalite.models.families import FAMILIES
+from megalite.models.specs import specs_of
 
 ROUNDS = 120
 
@@ -66,8 +67,8 @@ def hub(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[Foreign]]]]
         config = {"model_type": "qwen3", "intermediate_size": 24, "max_position_embeddings": 8, **sizes}
         (folder / "config.json").write_text(json.dumps(config))
         model = model_of(read_config(config, None, "")[1], "")
-        wanted = entries(HUGGING_FACE["qwen3"], specs_of(model, 20), model.groups, range(2))
-        save_file({entry.theirs: torch.ones(entry.shape) for entry in wanted}, folder / "model.safetensors")
+        wanted = recipes(FAMILIES["qwen3"], specs_of(model, 20), model.groups, range(2))
+        save_file({recipe.theirs: torch.ones(recipe.shape) for recipe in wanted}, folder / "model.safetensors")
         return folder / name, lambda: hugging_face.open_model(folder).tensors
 
     return make
@@ -87,14 +88,14 @@ TARGETS = {
 def test_mutated_files_are_read_or_refused(target: str, tmp_path: Path) -> None:
     path, read = TARGETS[target](tmp_path / "files")
     content = path.read_bytes()
-    assert all(one.read().shape == one.entry.shape for one in read())
+    assert all(one.read().shape == one.recipe.shape for one in read())
     refused, slowest = 0, 0.0
     for seed in range(ROUNDS):
         path.write_bytes(mutated(content, seed))
         begin = time.process_time()
         try:
             for one in read():
-                assert one.read().shape == one.entry.shape
+                assert one.read().shape == one.recipe.shape
         except CheckpointError:
             refused += 1
         slowest = max(slowest, time.process_time() - begin)

@@ -88,7 +88,7 @@ def test_pretrained_checkpoint_and_the_folder_of_one_iteration(kind: str, tmp_pa
     assert first_loss(str(folder), f"{flags} --ckpt-step 7")[0] == want
     assert first_loss(str(tmp_path / "none"), f"{flags} --pretrained-checkpoint {folder}")[0] == want
     with pytest.raises(
-        SetupError, match="holds no checkpoint that is there, but it has iter_0000007; give --ckpt-step"
+        SetupError, match="holds no such checkpoint, but the directory has iter_0000007; give --ckpt-step"
     ):
         parse(folder, "--ckpt-step", "8", "--vocab-size", str(V))
 
@@ -96,7 +96,7 @@ def test_pretrained_checkpoint_and_the_folder_of_one_iteration(kind: str, tmp_pa
 def test_a_release_is_found_and_a_tracker_that_is_wrong_is_named(tmp_path: Path) -> None:
     folder = theirs(tmp_path, "torch", GPT)
     (folder / "latest_checkpointed_iteration.txt").write_text("9")
-    with pytest.raises(SetupError, match="iteration.txt names no checkpoint that is there, but it has iter_0000007"):
+    with pytest.raises(SetupError, match="iteration.txt names no such checkpoint, but the directory has iter_0000007"):
         parse(folder, "--vocab-size", str(V))
     (folder / "iter_0000007").rename(folder / "release")
     (folder / "latest_checkpointed_iteration.txt").write_text("release\n")

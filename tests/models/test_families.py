@@ -7,9 +7,10 @@ import math
 import pytest
 
 from megalite.config.options import Config, build
-from megalite.interop.rules import specs_of
 from megalite.models.families import PRESETS
+from megalite.models.family import rules
 from megalite.models.flops import train_flops_per_token
+from megalite.models.specs import specs_of
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -42,6 +43,26 @@ def test_the_count_is_the_published_one(name: str) -> None:
 def test_gpt3_is_175_billion() -> None:
     config = build(PRESETS["gpt3-175b"])
     assert round(num_parameters(config, 50257) / 1e9) == 175
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_stages_of_a_model_hold_what_the_model_does(tied: bool) -> None:
+    model = build({**PRESETS["tiny"], "untie_embeddings_and_output_weights": not tied}).model
+    whole, halves = specs_of(model, 100), (range(3), range(3, 8))
+    first, last = (specs_of(model, 100, stages=halves, number=number) for number in (0, 1))
+    assert {**first, **last} == whole
+    assert first.keys() & last.keys() == ({"embedding.word"} if tied else set())  # the last stage's head is it
+    padded = specs_of(model, 100, padded=128)["embedding.word"]
+    assert (padded.shape[0], padded.stored_shape) == (128, whole["embedding.word"].shape)
+
+
+def test_a_line_of_rules_with_stars_is_two_rules() -> None:
+    weight, bias = rules("layer.c_attn.* = our.q* + our.kv*[0] (columns)", "h.{n}.")
+    assert (weight.theirs, weight.ours) == ("h.{n}.c_attn.weight", ("layers.{n}.q", "layers.{n}.kv[0]"))
+    assert (bias.theirs, bias.ours) == ("h.{n}.c_attn.bias", ("layers.{n}.q_bias", "layers.{n}.kv_bias[0]"))
+    assert (weight.form, bias.form) == ("columns", "rows")
+    (head,) = rules("lm_head.weight = head | embedding.word", "")
+    assert (head.ours, head.copied) == (("head",), ("embedding.word",))
 
 
 def test_flops_follow_the_formula() -> None:

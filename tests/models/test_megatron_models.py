@@ -11,8 +11,8 @@ import pytest
 
 from megalite.config import cli
 from megalite.config.options import padded_vocab_size
-from megalite.interop.rules import specs_of
 from megalite.models.families import PRESETS
+from megalite.models.specs import specs_of
 
 D, H, L, S, V = 48, 6, 3, 20, 100
 LINE = f"""--num-layers {L} --hidden-size {D} --num-attention-heads {H} --seq-length {S} --max-position-embeddings {S}

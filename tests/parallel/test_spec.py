@@ -27,3 +27,10 @@ def test_without_padding_all_is_stored() -> None:
     spec = ParamSpec("layers.0.mlp.up", (8, 2), shards=((0, "tp"),))
     assert spec.stored_shape == spec.shape
     assert spec.stored_box({"tp": 2}, {"tp": 1}) == spec.box({"tp": 2}, {"tp": 1})
+
+
+def test_stacked_parts_are_split_and_drawn_along_their_rows() -> None:
+    shards = ((1, "tp"),)
+    for spec in (ParamSpec("gate_up", (2, 8, 3), shards, stacked=True), ParamSpec("kv", (2, 8, 3), stacked=True)):
+        assert spec.block_dim == 1  # the same bits whether or not a layout splits them
+    assert [ParamSpec("x", (8, 6), given).block_dim for given in ((), ((0, "tp"),), shards)] == [0, 0, 1]

@@ -436,7 +436,9 @@ def test_trained_weights_are_exported_without_saving(models, layout: str, tmp_pa
 def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path) -> None:
     small = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 93"
     config = cli.parse([*BASE.split(), *small.split(), "--squared-relu", "--export-hf", str(tmp_path / "x")], PRESETS)
-    with pytest.raises(SetupError, match="(?s)export_hf=.*no family of Hugging Face has this model.*squared_relu"):
+    with pytest.raises(
+        SetupError, match="(?s)export_hf=.*no family of Hugging Face can express this model.*squared_relu"
+    ):
         preflight(config, Ranks())
     (tmp_path / "mine").write_text("x")
     config = cli.parse([*BASE.split(), *small.split(), "--export-hf", str(tmp_path / "mine" / "x")], PRESETS)

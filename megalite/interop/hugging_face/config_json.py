@@ -1,7 +1,7 @@
 """config.json of Hugging Face <-> options of the model. What cannot be expressed exactly is refused by name.
 
-The tables are in forms.py; what is here is what they cannot say: groups, rotary positions; windows are
-in windows.py.
+What a family's keys mean is in models/families.py, and no family is named here. What is here is what tables cannot
+say: groups, rotary positions; windows are in windows.py.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Any
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config.options import ModelConfig
-from megalite.interop.hugging_face.forms import FORMS, LLAMA_LIKE, TRAINING
+from megalite.interop.convert import refuse
 from megalite.interop.hugging_face.windows import read_window, window_misfits, write_window
 from megalite.kernels.rope import RopeScaling, Yarn
+from megalite.models.families import FAMILIES
+from megalite.models.family import Family
 from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]
-_LLAMA3: Mapping[str, Any] = MappingProxyType(
-    {"low_freq_factor": "low_factor", "high_freq_factor": "high_factor"}
-    | {"original_max_position_embeddings": "original_length"}
-)
-
+TRAINING = ("hidden_dropout",)  # no part of what the model computes
+# key of rope_scaling -> field of RopeScaling
+_LLAMA3 = {"low_freq_factor": "low_factor", "high_freq_factor": "high_factor"}
+_LLAMA3 |= {"original_max_position_embeddings": "original_length"}
 # key of rope_scaling -> (option, value where the key is missing; None: it must be there)
 _YARN: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
@@ -43,50 +44,52 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     seq_length: tokens per sequence to be trained on; default: as many as the model has positions for.
     """
     problems: list[str] = []
-    family = config.get("model_type")
-    form = FORMS.get(family) if isinstance(family, str) else None
-    if form is None or not isinstance(family, str):
-        raise CheckpointError(f"{where}: model_type={family!r} is not one of {', '.join(FORMS)}; it is another model")
-    options: Json = dict(form.fixed)
+    kind = config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise CheckpointError(f"{where}: model_type={kind!r} is not one of {known}; convert a model of one of these")
+    options: Json = dict(family.fixed)
 
     def get(key: str, default: Any = ...) -> Any:
-        value = config.get(key, form.optional.get(key, default))
+        value = config.get(key, family.optional.get(key, default))
         if value is ... or (value is None and key != "n_inner"):  # there, null is 4 times the width
             problems.append(f"{key} is missing")
             return None
         return value
 
-    for option, key in form.keys.items():
+    for option, key in family.keys.items():
         options[option] = get(key)
     options["vocab_size"] = get("vocab_size")
     if options["ffn_hidden_size"] is None and isinstance(options["hidden_size"], int):
         options["ffn_hidden_size"] = 4 * options["hidden_size"]
-    activation = config.get(form.activation_key, next(iter(form.activations)))
-    options["activation"] = form.activations.get(activation if isinstance(activation, str) else "")
+    activation = config.get(family.activation_key, next(iter(family.activations)))
+    options["activation"] = family.activations.get(activation if isinstance(activation, str) else "")
     if options["activation"] is None:
-        problems.append(f"{form.activation_key}={activation!r} is not {', '.join(form.activations)}")
-    options["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", form.tied_by_default)
-    for key, allowed in form.only.items():
+        problems.append(f"{family.activation_key}={activation!r} is not {', '.join(family.activations)}")
+    options["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", family.tied_by_default)
+    for key, allowed in family.only.items():
         if config.get(key, allowed[0]) not in allowed:
             problems.append(f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}")
     if config.get("quantization_config") is not None:
-        problems.append("quantization_config: the weights are quantised")
-    if family in LLAMA_LIKE:
+        problems.append("quantization_config: the weights are quantised; give the model as it was before")
+    if family.grouped:
         _read_groups(config, options)
-    if family == "llama":
-        biases = [config.get("attention_bias", False), config.get("mlp_bias", False)]
-        if biases[0] != biases[1]:
-            problems.append(f"attention_bias={biases[0]} with mlp_bias={biases[1]}: there is one option for both")
-        options["add_bias_linear"] = biases[0]
+    biases = {key: config.get(key, False) for key, name in family.written.items() if name == "add_bias_linear"}
+    if biases:
+        first, *others = biases.values()
+        if any(other != first for other in others):
+            given = " with ".join(f"{key}={value}" for key, value in biases.items())
+            problems.append(f"{given}: there is one option for both")
+        options["add_bias_linear"] = first
     if options["position_embedding_type"] == "rope":
         problems += _read_rope(config, options, family)
     problems += _read_positions(options, seq_length)
     window, wrong = read_window(config, family, options["num_layers"])
     options |= window
     problems += wrong
-    if problems:
-        raise CheckpointError(f"{where} is a model that megalite does not have:\n  " + "\n  ".join(problems))
-    return family, {name: value for name, value in options.items() if value is not None}
+    refuse(problems, f"{where} describes a model that megalite cannot express")
+    return family.name, {name: value for name, value in options.items() if value is not None}
 
 
 def _read_groups(config: Json, options: Json) -> None:
@@ -96,7 +99,7 @@ def _read_groups(config: Json, options: Json) -> None:
     options["kv_channels"] = config.get("head_dim")
 
 
-def _read_rope(config: Json, options: Json, family: str) -> list[str]:
+def _read_rope(config: Json, options: Json, family: Family) -> list[str]:
     """rope_parameters is the newer form of rope_theta (rotary_emb_base) with rope_scaling."""
     rope: Json = {}
     for key in ("rope_scaling", "rope_parameters"):
@@ -105,15 +108,14 @@ def _read_rope(config: Json, options: Json, family: str) -> list[str]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     options["rotary_base"] = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
     part = rope.get("partial_rotary_factor", config.get("rotary_pct", config.get("partial_rotary_factor")))
-    if family == "gpt_neox":
-        options["rotary_percent"] = 0.25 if part is None else part
+    if "rotary_pct" in family.written:
+        options["rotary_percent"] = family.optional["rotary_pct"] if part is None else part
     elif part not in (None, 1, 1.0):
         return [f"partial_rotary_factor={part!r} is not 1"]
     if kind == "default":
         return []
-    if family == "gpt_neox" or kind not in ("linear", "llama3", "yarn"):
-        others = "" if family == "gpt_neox" else ", linear, llama3 or yarn"
-        return [f"rope scaling of type {kind!r} is not default{others}"]
+    if kind not in family.scalings:
+        return [f"rope scaling of type {kind!r} is not {' or '.join(('default', *family.scalings))}"]
     if kind == "linear":
         options["rotary_seq_len_interpolation_factor"] = rope.get("factor")
         return []
@@ -153,30 +155,27 @@ def _read_positions(options: Json, seq_length: int | None) -> list[str]:
     return []
 
 
-def misfits(model: ModelConfig, family: str) -> list[str]:
+def misfits(model: ModelConfig, family: Family) -> list[str]:
     """Why `family` cannot express `model`; empty where it can."""
-    form = FORMS[family]
     implied: Json = {"add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}  # all biases are those too
-    if family in LLAMA_LIKE and model.position_embedding_type == "yarn":
+    if "yarn" in family.scalings and model.position_embedding_type == "yarn":
         implied["position_embedding_type"] = "rope"
-    have = {option: implied.get(option, getattr(model, option)) for option in form.fixed if option not in TRAINING}
-    lines = [
-        f"{option}={value} is not {form.fixed[option]}" for option, value in have.items() if value != form.fixed[option]
-    ]
+    wanted = {option: value for option, value in family.fixed.items() if option not in TRAINING}
+    have = {option: implied.get(option, getattr(model, option)) for option in wanted}
+    lines = [f"{option}={have[option]} is not {value}" for option, value in wanted.items() if have[option] != value]
     lines += _rotary_misfits(model, family)
-    if model.activation not in form.activations.values():
-        lines.append(f"activation={model.activation} is not {' or '.join(sorted(set(form.activations.values())))}")
-    usual_heads = model.head_size * model.num_attention_heads == model.hidden_size
-    if family in ("gpt2", "gpt_neox") and model.groups != model.num_attention_heads:
+    if model.activation not in family.activations.values():
+        lines.append(f"activation={model.activation} is not {' or '.join(sorted(set(family.activations.values())))}")
+    if not family.grouped and model.groups != model.num_attention_heads:
         lines.append(f"num_query_groups={model.groups} is not num_attention_heads={model.num_attention_heads}")
-    if family in ("gpt2", "gpt_neox") and not usual_heads:
+    if not family.grouped and model.head_size * model.num_attention_heads != model.hidden_size:
         lines.append(f"kv_channels={model.kv_channels} is not hidden_size / num_attention_heads")
-    if family == "llama" and model.hidden_size % model.num_attention_heads:
+    if family.even_heads and model.hidden_size % model.num_attention_heads:
         lines.append(f"hidden_size={model.hidden_size} is not a multiple of {model.num_attention_heads} heads")
     return lines + window_misfits(model, family)
 
 
-def _rotary_misfits(model: ModelConfig, family: str) -> list[str]:
+def _rotary_misfits(model: ModelConfig, family: Family) -> list[str]:
     if model.position_embedding_type not in ("rope", "yarn"):
         return []
     lines = []
@@ -185,43 +184,38 @@ def _rotary_misfits(model: ModelConfig, family: str) -> list[str]:
     if model.rotary_interleaved:
         lines.append("rotary_interleaved=True: a pair is channels i and i + half there")
     stretched = model.rotary_seq_len_interpolation_factor
-    if stretched != 1 and (family not in LLAMA_LIKE or model.use_rope_scaling):
+    if stretched != 1 and ("linear" not in family.scalings or model.use_rope_scaling):
         lines.append(f"rotary_seq_len_interpolation_factor={stretched:g} has no key there")
     return lines
 
 
 def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> str:
     """`wanted`, or `usual` if it fits, or the first that does. Raises CheckpointError with what is in the way."""
-    if wanted is not None and (lines := misfits(model, wanted)):
-        raise CheckpointError(f"family={wanted} cannot express this model:\n  " + "\n  ".join(lines))
-    for family in (*(name for name in (wanted, usual) if name is not None and name in FORMS), *FORMS):
-        if not misfits(model, family):
-            return family
-    every = [f"{family}: {'; '.join(misfits(model, family))}" for family in FORMS]
-    raise CheckpointError("no family of Hugging Face has this model:\n  " + "\n  ".join(every))
+    reasons = {name: misfits(model, family) for name, family in FAMILIES.items()}
+    if wanted is not None:
+        refuse(reasons[wanted], f"family={wanted} cannot express this model")
+    for name in (wanted, usual, *FAMILIES):
+        if name in reasons and not reasons[name]:
+            return name
+    every = [f"{name}: {'; '.join(lines)}" for name, lines in reasons.items()]
+    raise CheckpointError("no family of Hugging Face can express this model:\n  " + "\n  ".join(every))
 
 
-def write_config(model: ModelConfig, family: str, vocab_size: int, dtype: str, tokens: Mapping[str, Any]) -> Json:
+def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tokens: Mapping[str, Any]) -> Json:
     """config.json with keys that old and new releases of transformers know. `tokens`: bos_token_id and the like."""
-    form = FORMS[family]
-    activation = next(key for key, ours in form.activations.items() if ours == model.activation)
-    config: Json = {"architectures": [form.architecture], "model_type": family, "vocab_size": vocab_size}
-    values = {**{option: getattr(model, option) for option in form.keys}, "ffn_hidden_size": model.ffn_size}
+    family = FAMILIES[name]
+    activation = next(key for key, ours in family.activations.items() if ours == model.activation)
+    config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
+    values = {**{option: getattr(model, option) for option in family.keys}, "ffn_hidden_size": model.ffn_size}
     values["max_position_embeddings"] = model.positions
-    config |= {key: values[option] for option, key in form.keys.items()}
-    config |= {key: allowed[0] for key, allowed in form.only.items()}
-    config[form.activation_key] = activation
+    config |= {key: values[option] for option, key in family.keys.items()}
+    config |= {key: getattr(model, attribute) for key, attribute in family.written.items()}
+    config |= {key: allowed[0] for key, allowed in family.only.items()}
+    config[family.activation_key] = activation
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-    if family in LLAMA_LIKE:
-        config |= {"num_key_value_heads": model.groups, "head_dim": model.head_size, "rope_theta": model.rotary_base}
+    if family.scalings:
         config["rope_scaling"] = _write_scaling(model)
-    if family == "llama":
-        config |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     config |= write_window(model, family)
-    if family == "gpt_neox":
-        config |= {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
-    if family == "gpt2":
-        config["embd_pdrop"] = model.hidden_dropout
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import DTYPES
 from megalite.config.options import ModelConfig
-from megalite.interop.convert import Foreign, model_of
+from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
 from megalite.interop.hugging_face.config_json import Json, read_config
-from megalite.interop.rules import Entry, entries, specs_of
-from megalite.models.families import HUGGING_FACE, Family
+from megalite.interop.rules import Recipe, recipes
+from megalite.models.families import FAMILIES
+from megalite.models.family import Naming
+from megalite.models.specs import specs_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# that belong to a model and are copied with it; no code among them
+# files that belong to a model and are copied with it; none of them holds code
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,7 +51,7 @@ def read_json(path: Path) -> Json:
     """A JSON object. Raises CheckpointError."""
     try:
         if path.stat().st_size > _LARGEST_JSON:
-            raise CheckpointError(f"{path}: implausibly large for a JSON file; it is damaged")
+            raise CheckpointError(f"{path}: larger than any JSON file of a model; it is damaged: fetch the model again")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); give the directory of a model") from None
@@ -59,7 +62,7 @@ def read_json(path: Path) -> Json:
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A directory that was opened: `options` of config.json, and every tensor of it."""
+    """A directory that was opened: `options` of its config.json, and all its tensors."""
 
     folder: Path
     family: str
@@ -83,12 +86,10 @@ def open_model(folder: Path, seq_length: int | None = None) -> HuggingFaceModel:
     if not wrong and (model.num_attention_heads % model.groups or model.head_size < 1):
         wrong.append(f"num_query_groups={model.groups} with num_attention_heads={model.num_attention_heads}")
     if wrong:
-        raise CheckpointError(f"{folder / 'config.json'}: {', '.join(wrong)} cannot be; it is damaged")
-    wanted = entries(HUGGING_FACE[family], specs_of(model, vocab_size), model.groups, range(model.num_layers))
-    tensors = _tensors(folder, HUGGING_FACE[family], wanted, not model.untie_embeddings_and_output_weights)
-    counts = {dtype: sum(t.dtype == dtype for t in tensors) for dtype in {t.dtype for t in tensors}}
-    usual = max(counts, key=lambda dtype: counts[dtype])
-    return HuggingFaceModel(folder, family, options, model, vocab_size, usual, tensors)
+        raise CheckpointError(f"{folder / 'config.json'}: {', '.join(wrong)} is out of range; it is damaged")
+    wanted = recipes(FAMILIES[family], specs_of(model, vocab_size), model.groups, range(model.num_layers))
+    tensors = _tensors(folder, FAMILIES[family], wanted)
+    return HuggingFaceModel(folder, family, options, model, vocab_size, usual_dtype(tensors), tensors)
 
 
 def _files(folder: Path) -> list[str]:
@@ -98,20 +99,22 @@ def _files(folder: Path) -> list[str]:
         if (folder / SINGLE).is_file():
             return [SINGLE]
         others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-        hint = f"; {others[0]} can run code and is not read: save the model as safetensors" if others else ""
-        raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}{hint}")
+        hint = f"{others[0]} can run code and is not read: save the model as safetensors" if others else ""
+        raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}; {hint or 'give the directory of a model'}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index}: has no weight_map of names to files; it is damaged")
     files = sorted(set(weight_map.values()))
     for file in files:
         if not file or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: file {file!r} is not the plain name of a safetensors file; do not use it")
+            raise CheckpointError(
+                f"{index}: {file!r} is not the plain name of a safetensors file; do not use this model"
+            )
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file}: missing, but {INDEX} names it; fetch the model again")
         found = set(_open(folder / file).keys())
         if lost := sorted(name for name, f in weight_map.items() if f == file and name not in found):
-            raise CheckpointError(f"{folder / file}: has no {lost[0]}, but {INDEX} says so; fetch the model again")
+            raise CheckpointError(f"{folder / file}: has no {lost[0]}, but {INDEX} lists it; fetch the model again")
     return files
 
 
@@ -121,40 +124,37 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); fetch the model again") from None
+        raise CheckpointError(f"{path}: not a complete safetensors file ({error}); fetch the model again") from None
 
 
-def _tensors(folder: Path, family: Family, wanted: Sequence[Entry], tied: bool) -> list[Foreign]:
+def _tensors(folder: Path, naming: Naming, wanted: Sequence[Recipe]) -> list[Foreign]:
     """Every wanted tensor in the order of the files. Raises CheckpointError listing what does not fit."""
-    missing = {entry.theirs: entry for entry in wanted}
-    heads = {rule.theirs: "embedding.word" for rule in family.rules if rule.ours == ("head",)} if tied else {}
-    word = next(entry for entry in wanted if entry.parts[0][0] == "embedding.word")
+    copied = {recipe.theirs: recipe for recipe in wanted if recipe.copy}
+    missing = {recipe.theirs: recipe for recipe in wanted if not recipe.copy}
     problems, found, copies = [], [], []
     for file in _files(folder):
         handle = _open(folder / file)
         for name in sorted(handle.keys()):
-            known = name if name in missing or name in heads else family.prefix + name
-            entry = word if known in heads else missing.pop(known, None)
-            if entry is None:
-                if not name.endswith(family.ignored):
-                    problems.append(f"{name} in {file}: not a tensor of this model, or twice")
+            known = name if name in missing or name in copied else naming.prefix + name
+            recipe = copied.get(known) or missing.pop(known, None)
+            if recipe is None:
+                if not name.endswith(naming.ignored):
+                    problems.append(f"{name} in {file}: not a tensor of this model, or a second one")
                 continue
             part = handle.get_slice(name)
             shape, dtype = tuple(part.get_shape()), DTYPES.get(part.get_dtype())
             if dtype is None:
-                problems.append(f"{name} in {file}: {part.get_dtype()} is not a floating-point type of ours")
-            elif shape != entry.shape:
-                problems.append(f"{name} in {file}: shape {shape}, not {entry.shape}")
+                problems.append(f"{name} in {file}: {part.get_dtype()} is not a floating-point type that megalite has")
+            elif shape != recipe.shape:
+                problems.append(f"{name} in {file}: shape {shape}, not {recipe.shape}")
             else:
-                one = Foreign(entry, dtype, f"{name} in {file}", _Read(handle, name, folder / file))
-                (copies if known in heads else found).append(one)
+                one = Foreign(recipe, dtype, f"{name} in {file}", partial(_read, handle, name, folder / file))
+                (copies if recipe.copy else found).append(one)
     problems += [f"{name} is missing" for name in missing]
-    if problems:
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise CheckpointError(f"{folder} does not fit its config.json:\n  " + "\n  ".join(problems[:20]) + more)
+    refuse(problems, f"{folder} does not fit its config.json")
     for copy in copies:
-        table = next(one for one in found if one.entry is word)
-        if not torch.equal(copy.read(), table.read()):
+        original = next(one for one in found if one.recipe.parts == copy.recipe.parts)
+        if not torch.equal(copy.read(), original.read()):
             raise CheckpointError(
                 f"{folder}: {copy.place} differs from the embedding that config.json ties it to; "
                 "set tie_word_embeddings to false in it"
@@ -162,19 +162,13 @@ def _tensors(folder: Path, family: Family, wanted: Sequence[Entry], tied: bool) 
     return found
 
 
-@dataclass(frozen=True)
-class _Read:
-    handle: Any
-    name: str
-    path: Path
+def _read(handle: Any, name: str, path: Path) -> Tensor:
+    from safetensors import SafetensorError
 
-    def __call__(self) -> Tensor:
-        from safetensors import SafetensorError
-
-        try:
-            return self.handle.get_tensor(self.name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{self.path}: {self.name} cannot be read ({error})") from None
+    try:
+        return handle.get_tensor(name)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: {name} cannot be read ({error}); fetch the model again") from None
 
 
 def companions(folder: Path | None) -> dict[str, Path | str]:
@@ -197,5 +191,5 @@ def stop_ids(folder: Path) -> list[int]:
     found = token_ids(folder).get("eos_token_id") if given is None else given
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"{folder}: eos_token_id={found!r} is no token id or list of them; mend its JSON files")
+        raise CheckpointError(f"{folder}: eos_token_id={found!r} is neither a token id nor a list of them; correct it")
     return ids

@@ -1,12 +1,11 @@
 """Write a Hugging Face model directory, without transformers and with one tensor in memory at a time.
 
-The vocabulary has no padding there. The directory is made beside its place and renamed when it is whole.
+The vocabulary has no padding there.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +18,10 @@ from megalite.config.options import ModelConfig
 from megalite.interop.convert import Ours
 from megalite.interop.hugging_face.config_json import Json, write_config
 from megalite.interop.hugging_face.model_files import INDEX, SINGLE, TOKENS, HuggingFaceModel, open_model
-from megalite.interop.rules import Entry, entries, specs_of
-from megalite.models.families import HUGGING_FACE
+from megalite.interop.new_directory import new_directory
+from megalite.interop.rules import Recipe, recipes
+from megalite.models.families import FAMILIES
+from megalite.models.specs import specs_of
 
 
 def write_model(
@@ -38,19 +39,15 @@ def write_model(
 
     tokens: bos_token_id and the like. files: what else is in it, the tokenizer's for example: name to a file that is
     copied, or to a text.
-    It is made beside `folder` and renamed when it is whole; `folder` must not hold anything yet.
+    `folder` must not hold anything yet.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not empty; give a new directory")
-    wanted = entries(HUGGING_FACE[family], specs_of(model, vocab_size), model.groups, range(model.num_layers))
-    if ours.rows("embedding.word") < vocab_size:
-        raise CheckpointError(
-            f"vocab_size={vocab_size} is above the {ours.rows('embedding.word')} rows of the embedding"
-        )
-    part = folder.with_name(f".{folder.name}.part")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+    specs = specs_of(model, vocab_size)
+    every = recipes(FAMILIES[family], specs, model.groups, range(model.num_layers))
+    wanted = [recipe for recipe in every if not recipe.copy]
+    rows = min(ours.source.shape(f"model/{spec.name}")[0] for spec in specs.values() if spec.vocabulary)
+    if rows < vocab_size:
+        raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
+    with new_directory(folder) as part:
         widest = _write_shards(part, ours, wanted, shard_bytes)
         config = write_config(model, family, vocab_size, str(widest)[6:], tokens)
         _write_json(part / "config.json", config)
@@ -61,19 +58,12 @@ def write_model(
                 (part / name).write_text(content, encoding="utf-8")
         if not (part / "generation_config.json").exists():
             _write_json(part / "generation_config.json", {name: config.get(name) for name in TOKENS[:2]})
-        if folder.exists():
-            folder.rmdir()
-        os.replace(part, folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written ({error}); convert a checkpoint elsewhere") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return open_model(folder)
 
 
-def _write_shards(part: Path, ours: Ours, wanted: Sequence[Entry], shard_bytes: int) -> torch.dtype:
+def _write_shards(part: Path, ours: Ours, wanted: Sequence[Recipe], shard_bytes: int) -> torch.dtype:
     """The files and their index; the widest dtype among them."""
-    planned = [(entry, tensor_file.Planned(entry.theirs, ours.dtype_of(entry), entry.shape)) for entry in wanted]
+    planned = [(one, tensor_file.Planned(one.theirs, ours.dtype_of(one), one.shape)) for one in wanted]
     planned.sort(key=lambda pair: -pair[1].dtype.itemsize)
     files = tensor_file.cut([plan.bytes for _, plan in planned], shard_bytes)
     weight_map: dict[str, str] = {}
@@ -81,7 +71,7 @@ def _write_shards(part: Path, ours: Ours, wanted: Sequence[Entry], shard_bytes: 
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         pairs = [planned[i] for i in chosen]
         plans = [plan for _, plan in pairs]
-        values = tensor_file.flat(plans, (ours.join(entry) for entry, _ in pairs))
+        values = tensor_file.flat(plans, (ours.join(recipe) for recipe, _ in pairs))
         tensor_file.write(part / name, tensor_file.header_of(plans, align=8), values)
         weight_map |= {plan.key: name for _, plan in pairs}
     if len(files) > 1:

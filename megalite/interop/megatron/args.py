@@ -13,6 +13,7 @@ from typing import Any
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config.options import ModelConfig, gelu_form
 from megalite.config.pattern import read_pattern, write_pattern
+from megalite.interop.convert import refuse
 
 # option -> its value where a checkpoint, being older than the flag, has no such argument; ...: it must have it
 _SAME: Mapping[str, Any] = {
@@ -47,7 +48,7 @@ _SAME: Mapping[str, Any] = {
     "embedding_init_method_std": None,
     "qk_layernorm": False,
 }
-# argument -> values that mean nothing out of the ordinary
+# argument -> the values that change nothing
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
@@ -84,8 +85,7 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     for name, usual in _ONLY.items():
         if getattr(args, name, None) not in usual:
             problems.append(f"{name}={getattr(args, name)!r}")
-    if problems:
-        raise CheckpointError(f"{where}: args that megalite does not have:\n  " + "\n  ".join(problems))
+    refuse(problems, f"{where}: args with values that megalite does not have")
     return options
 
 
@@ -121,7 +121,7 @@ def _read_layers_without_rope(args: Namespace) -> tuple[dict[str, Any], list[str
 
 
 def _bits(args: Namespace, pattern: Any) -> list[bool] | None:
-    """A list of 0 and 1, one per layer; None: it is none."""
+    """A list of 0 and 1, one per layer; None: it is not such a list."""
     layers = getattr(args, "num_layers", None)
     if not isinstance(pattern, (list, tuple)) or len(pattern) != layers or not set(pattern) <= {0, 1}:
         return None
@@ -151,8 +151,9 @@ def write_args(
     pp: int,
     dtype: str,
 ) -> Namespace:
-    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args; and the true vocabulary, for
-    which it has no place. `tokenizer`: the options that name it, None where one is not given. Raises CheckpointError.
+    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args; and the true vocabulary,
+    for which it has no argument. `tokenizer`: the options that name it, None where one is not given. Raises
+    CheckpointError.
     """
     if model.parallel_residual:
         raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")

@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints of one file per (tp, pp) rank, read without Megatron-LM; export.py writes.
+"""Megatron-LM's checkpoints of one file per (tp, pp) rank, read without Megatron-LM; release.py writes.
 
     DIR/latest_checkpointed_iteration.txt        a number, or "release"
     DIR/iter_0000500/mp_rank_00/model_optim_rng.pt            mp_rank_TT, or mp_rank_TT_PPP where pp > 1
@@ -27,10 +27,11 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import CODES
 from megalite.checkpoint.storage.location import is_megatron
 from megalite.config.options import ModelConfig
-from megalite.interop.convert import Foreign, model_of
+from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
 from megalite.interop.megatron.args import read_args
-from megalite.interop.rules import entries, specs_of
-from megalite.models.families import MEGATRON, MEGATRON_SYNONYMS
+from megalite.interop.megatron.names import LAYER, MEGATRON, SYNONYMS, WORD
+from megalite.interop.rules import recipes
+from megalite.models.specs import specs_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -38,7 +39,6 @@ FILES = ("model_optim_rng.pt", "model_rng.pt")
 DAMAGED = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError)
 DAMAGED += (RuntimeError, TypeError, ValueError)
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class Inert:
@@ -76,7 +76,8 @@ INERT = (
 class MegatronModel:
     """A checkpoint that was opened: `padded_vocab_size` rows in embedding and head, `args` as they were saved.
 
-    shards(name within its layer, layer), or of what is outside the layers: the tensor of each tp rank. KeyError.
+    shards(name within its layer, layer), or of what is outside the layers (name, -1): the tensor of each tp rank.
+    KeyError.
     """
 
     folder: Path
@@ -124,7 +125,7 @@ def holds(directory: Path) -> bool:
 
 def find(directory: Path, step: int | None = None) -> Path | None:
     """The folder of the checkpoint of Megatron-LM that `directory` is or holds, the one that its tracker file names or
-    that of `step`; None where it holds none. Raises CheckpointError where the named one is not there."""
+    that of `step`; None where it holds none. Raises CheckpointError where the named one is missing."""
     if is_megatron(directory):
         if step is not None and directory.name != f"iter_{step:07d}":
             raise CheckpointError(f"{directory} is not the checkpoint of step {step}; give the folder above it")
@@ -136,14 +137,13 @@ def find(directory: Path, step: int | None = None) -> Path | None:
     if not iterations:
         return None
     where = f"{directory / TRACKER} names" if step is None and folder != directory else f"{directory} holds"
-    raise CheckpointError(
-        f"{where} no checkpoint that is there, but it has {', '.join(iterations[-3:])}; give --ckpt-step, or the folder"
-    )
+    near = ", ".join(iterations[-3:])
+    raise CheckpointError(f"{where} no such checkpoint, but the directory has {near}; give --ckpt-step, or the folder")
 
 
 def true_vocab_size(args: Namespace, rows: int, tokenizer: int | None = None) -> int | None:
     """How many of the embedding's `rows` are tokens, as our converter has written it, or as `tokenizer` has them, or as
-    --vocab-size said; None where nothing does: Megatron-LM itself keeps the padded size alone."""
+    --vocab-size gave it; None where nothing does: Megatron-LM itself keeps the padded size alone."""
     found = (getattr(args, "true_vocab_size", None), tokenizer, getattr(args, "vocab_size", None))
     return next((n for n in found if type(n) is int and 0 < n <= rows), None)
 
@@ -156,7 +156,7 @@ def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
         file = next((path / name for name in FILES if (path / name).is_file()), None)
         if match is not None:
             if file is None:
-                raise CheckpointError(f"{path}: has no {FILES[0]}; it is not whole")
+                raise CheckpointError(f"{path}: has no {FILES[0]}; the checkpoint is incomplete: copy it again")
             found[int(match[1]), int(match[2] or 0)] = file
     if not found:
         raise CheckpointError(f"{folder}: has no folder mp_rank_00; give the directory of a checkpoint")
@@ -164,7 +164,7 @@ def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     for t in range(tp):
         for p in range(pp):
             if (t, p) not in found:
-                raise CheckpointError(f"{folder}: tp rank {t}, pp rank {p} of {tp} x {pp} is missing")
+                raise CheckpointError(f"{folder}: tp rank {t}, pp rank {p} of {tp} x {pp} is missing; copy it again")
     return found
 
 
@@ -182,20 +182,20 @@ def open_megatron(directory: Path, say: Any = print) -> MegatronModel:
     if not isinstance(args, Namespace):
         raise CheckpointError(f"{files[0, 0]}: has no args; it is not a checkpoint of Megatron-LM")
     if not isinstance(version, (int, float)) or version < 2:
-        raise CheckpointError(f"{files[0, 0]}: checkpoint_version={version!r} is below 2, when qkv had another order")
+        old = f"checkpoint_version={version!r} is below 2, when qkv had another order"
+        raise CheckpointError(f"{files[0, 0]}: {old}; save it again with a newer Megatron-LM")
     options = read_args(args, str(files[0, 0]))
     model = model_of(options, str(files[0, 0]))
     stages = {key: _stages(file, str(files[key])) for key, file in loaded.items()}
     if model.groups % tp or model.num_attention_heads % model.groups:
         raise CheckpointError(f"{folder}: num_query_groups={model.groups} does not split over tp={tp}")
-    rows = stages[0, 0][0].get("embedding.word_embeddings.weight")
+    rows = stages[0, 0][0].get(WORD)
     if rows is None or rows.dim() != 2:
         raise CheckpointError(f"{files[0, 0]}: has no word embeddings; it is not the first stage of a GPT")
     padded = rows.shape[0] * tp
     tensors = _tensors(model, stages, files, padded, tp, pp)
-    dtypes = [one.dtype for one in tensors]
-    usual = max(set(dtypes), key=dtypes.count)
-    return MegatronModel(folder, options, model, padded, usual, tensors, args, _shards(stages, tp, pp))
+    usual, shards = usual_dtype(tensors), _shards(stages, tp, pp)
+    return MegatronModel(folder, options, model, padded, usual, tensors, args, shards)
 
 
 def _shards(stages: dict[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int) -> Callable[..., list[Tensor]]:
@@ -203,15 +203,15 @@ def _shards(stages: dict[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp:
     depth = [(p, chunk) for chunk in range(len(stages[0, 0])) for p in range(pp)]
     layers: list[tuple[int, int, int]] = []
     for p, chunk in depth:
-        numbers = {int(found[1]) for name in stages[0, p][chunk] if (found := _LAYER.match(name))}
+        numbers = {int(found[1]) for name in stages[0, p][chunk] if (found := LAYER.match(name))}
         layers += [(p, chunk, n) for n in sorted(numbers)]
 
     def shards(name: str, layer: int) -> list[Tensor]:
-        if name.startswith(("self_attention.", "mlp.", "input_layernorm.", "pre_mlp_layernorm.")):
+        if layer < 0:
+            p, chunk = next((at for at in depth if name in stages[0, at[0]][at[1]]), depth[-1])
+        else:
             p, chunk, n = layers[layer]
             name = f"decoder.layers.{n}.{name}"
-        else:
-            p, chunk = depth[0 if name.startswith("embedding.") else -1]
         return [stages[t, p][chunk][name] for t in range(tp)]
 
     return shards
@@ -223,7 +223,7 @@ def _stages(file: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
         [file["model"]] if "model" in file else [file[f"model{i}"] for i in range(len(file)) if f"model{i}" in file]
     )
     if not chunks:
-        raise CheckpointError(f"{where}: has no model")
+        raise CheckpointError(f"{where}: has no model; give the checkpoint of a model")
     return [_named(_flat(chunk, where), where) for chunk in chunks]
 
 
@@ -242,12 +242,12 @@ def _named(flat: dict[str, Any], where: str) -> dict[str, Tensor]:
     for name, value in flat.items():
         if name.endswith(MEGATRON.ignored):
             continue
-        for old, new in MEGATRON_SYNONYMS:
+        for old, new in SYNONYMS:
             name = name.replace(old, new)
         if not isinstance(value, Tensor) or value.dtype not in CODES:
             raise CheckpointError(f"{where}: {name} is not a floating-point tensor")
         if name in result:
-            raise CheckpointError(f"{where}: {name} is there under two names")
+            raise CheckpointError(f"{where}: {name} stands there under two names")
         result[name] = value
     return result
 
@@ -261,38 +261,36 @@ def _tensors(
     pp: int,
 ) -> list[Foreign]:
     """Every tensor of every rank once. Raises CheckpointError listing what does not fit."""
-    specs = specs_of(model, padded)
-    tied = not model.untie_embeddings_and_output_weights
     problems, found = [], []
-    begin = 0
-    for chunk in range(max(len(rank) for rank in stages.values())):
-        for p in range(pp):
-            here = [stages[t, p][chunk] if chunk < len(stages[t, p]) else {} for t in range(tp)]
-            count = max((1 + int(m[1]) for names in here for name in names if (m := _LAYER.match(name))), default=0)
-            if begin + count > model.num_layers:
-                raise CheckpointError(f"{files[0, p]}: layer {begin + count} is above num_layers={model.num_layers}")
-            layers = range(begin, begin + count)
-            begin += count
-            for t, names in enumerate(here):
-                wanted = {e.theirs: e for e in entries(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)}
-                for name, values in names.items():
-                    place = f"{name} in {files[t, p]}"
-                    if name == "output_layer.weight" and tied:  # the last stage's copy of the embedding
-                        if not torch.equal(values, stages[t, 0][0]["embedding.word_embeddings.weight"]):
-                            problems.append(f"{place}: differs from the embedding that it is tied to")
-                        continue
-                    entry = wanted.get(name)
-                    if entry is None:
-                        problems.append(f"{place}: not a tensor of this model")
-                    elif tuple(values.shape) != entry.shape:
-                        problems.append(f"{place}: shape {tuple(values.shape)}, not {entry.shape}")
-                    elif t > 0 and not any(specs[part].shards for part, _ in entry.parts):  # a replica
-                        if not torch.equal(values, here[0].get(name, values.new_zeros(0))):
-                            problems.append(f"{place}: differs from tp rank 0's copy")
-                    else:
-                        found.append(Foreign(entry, values.dtype, place, lambda values=values: values))
-    if begin != model.num_layers:
-        problems.append(f"{begin} of num_layers={model.num_layers} layers are there")
-    if problems:
-        raise CheckpointError("the files do not fit their args:\n  " + "\n  ".join(problems[:20]))
+    depth = [(p, chunk) for chunk in range(max(len(rank) for rank in stages.values())) for p in range(pp)]
+    held = [[stages[t, p][chunk] if chunk < len(stages[t, p]) else {} for t in range(tp)] for p, chunk in depth]
+    ranges: list[range] = []
+    for (p, _), here in zip(depth, held, strict=True):
+        begin = ranges[-1].stop if ranges else 0
+        count = max((1 + int(m[1]) for names in here for name in names if (m := LAYER.match(name))), default=0)
+        if begin + count > model.num_layers:
+            raise CheckpointError(f"{files[0, p]}: layer {begin + count} is above num_layers={model.num_layers}")
+        ranges.append(range(begin, begin + count))
+    for number, ((p, _), layers, here) in enumerate(zip(depth, ranges, held, strict=True)):
+        specs = specs_of(model, padded, stages=ranges, number=number)
+        for t, names in enumerate(here):
+            wanted = {r.theirs: r for r in recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)}
+            for name, values in names.items():
+                place = f"{name} in {files[t, p]}"
+                recipe = wanted.get(name)
+                if recipe is None:
+                    problems.append(f"{place}: not a tensor of this model on this stage")
+                elif tuple(values.shape) != recipe.shape:
+                    problems.append(f"{place}: shape {tuple(values.shape)}, not {recipe.shape}")
+                elif recipe.copy:  # of the first stage's embedding, on the last
+                    if not torch.equal(values, stages[t, 0][0][WORD]):
+                        problems.append(f"{place}: differs from the embedding that it is tied to")
+                elif t > 0 and not any(spec.shards for spec, _ in recipe.parts):  # a replica
+                    if not torch.equal(values, here[0].get(name, values.new_zeros(0))):
+                        problems.append(f"{place}: differs from tp rank 0's copy")
+                else:
+                    found.append(Foreign(recipe, values.dtype, place, lambda values=values: values))
+    if ranges[-1].stop != model.num_layers:
+        problems.append(f"the files hold {ranges[-1].stop} of num_layers={model.num_layers} layers")
+    refuse(problems, "the files do not fit their args")
     return found

@@ -28,11 +28,12 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import inside, intersect
 from megalite.checkpoint.format.tensor_file import CODES
-from megalite.interop.convert import Foreign, model_of
+from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
 from megalite.interop.megatron.args import read_args
+from megalite.interop.megatron.names import MEGATRON, STACKED_LAYERS, SYNONYMS, WORD
 from megalite.interop.megatron.rank_files import DAMAGED, INERT, MegatronModel, load_pickle, open_megatron
-from megalite.interop.rules import entries, specs_of
-from megalite.models.families import MEGATRON, MEGATRON_SYNONYMS
+from megalite.interop.rules import recipes
+from megalite.models.specs import specs_of
 from megalite.parallel.spec import Box
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -46,8 +47,7 @@ RECORDS = (
     "pathlib._local.PosixPath",
 )
 _FILE = re.compile(r"__\d+_\d+\.distcp")
-_STACKED = re.compile(r"decoder\.layers\.(?!\d)")
-_OTHER = ("optimizer.", "rng_state", "rerun_state_machine_state", "chained_")  # what is there beside the model
+_OTHER = ("optimizer.", "rng_state", "rerun_state_machine_state", "chained_")  # entries beside the model
 _LARGEST = 1 << 30  # bytes of .metadata
 
 
@@ -84,7 +84,7 @@ class Reader:
                 result[inside(both, box)] = self._load(key, chunk, stored)[inside(both, chunk.box)]
                 filled += both.numel
         if filled != box.numel:
-            raise CheckpointError(f"{self.folder}: {key} has a hole: {filled} of {box.numel} elements are there")
+            raise CheckpointError(f"{self.folder}: damaged: {key} has a hole: {filled} of {box.numel} elements exist")
         return result
 
     def _load(self, key: str, chunk: Chunk, stored: StoredTensor) -> Tensor:
@@ -97,9 +97,9 @@ class Reader:
                 data = io.BytesIO(file.read(chunk.length))
             values = torch.load(data, map_location="cpu", weights_only=True)
         except (*DAMAGED, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path}: {key} cannot be read ({type(error).__name__})") from None
+            raise CheckpointError(f"{path}: {key} cannot be read ({type(error).__name__}); it is damaged") from None
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.box.shape or values.dtype != stored.dtype:
-            raise CheckpointError(f"{path}: {key} is not the tensor that .metadata says; it is damaged")
+            raise CheckpointError(f"{path}: {key} is not the tensor that .metadata describes; it is damaged")
         self.last = (chunk, values)
         return values
 
@@ -110,7 +110,7 @@ def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> Megat
         return open_megatron(folder, say)
     if not (folder / "common.pt").is_file() or not (folder / ".metadata").is_file():
         raise CheckpointError(
-            f"{folder}: cannot be read: of Megatron-LM's formats only torch_dist and torch are; "
+            f"{folder}: of Megatron-LM's formats only torch_dist and torch can be read; "
             "convert it there with --ckpt-convert-format torch_dist"
         )
     return open_dist(folder, say)
@@ -131,23 +131,25 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
     named: dict[str, tuple[str, int | None]] = {}
     for key in stored:
         name = key
-        for old, new in MEGATRON_SYNONYMS:
+        for old, new in SYNONYMS:
             name = name.replace(old, new)
-        stacked = _STACKED.match(name)
+        stacked = STACKED_LAYERS.match(name)
         for n in range(model.num_layers) if stacked else (None,):
             named[name if n is None else f"decoder.layers.{n}.{name[stacked.end() :]}"] = (key, n)  # type: ignore[union-attr]
-    word = stored.get("embedding.word_embeddings.weight")
+    word = stored.get(WORD)
     if word is None or len(word.shape) != 2:
         raise CheckpointError(f"{folder}: has no word embeddings; it is not the checkpoint of a GPT")
     problems, found, reader, places = [], [], Reader(folder), dict(named)
-    for entry in entries(MEGATRON, specs_of(model, word.shape[0]), model.groups, range(model.num_layers)):
-        key, n = named.pop(entry.theirs, (None, None))
+    for recipe in recipes(MEGATRON, specs_of(model, word.shape[0]), model.groups, range(model.num_layers)):
+        if recipe.copy:
+            continue
+        key, n = named.pop(recipe.theirs, (None, None))
         if key is None:
-            problems.append(f"{entry.theirs} is missing")
+            problems.append(f"{recipe.theirs} is missing")
             continue
         shape = stored[key].shape if n is None else stored[key].shape[1:]
-        if shape != entry.shape or (n is not None and stored[key].shape[0] != model.num_layers):
-            problems.append(f"{key}: shape {stored[key].shape}, not {entry.shape} for each layer")
+        if shape != recipe.shape or (n is not None and stored[key].shape[0] != model.num_layers):
+            problems.append(f"{key}: shape {stored[key].shape}, not {recipe.shape} for each layer")
             continue
         lead = () if n is None else (n,)
         box = Box((*lead, *(0 for _ in shape)), (*(i + 1 for i in lead), *shape))
@@ -155,10 +157,9 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
         def read(key: str = key, box: Box = box, shape: tuple[int, ...] = shape) -> Tensor:
             return reader.read(key, stored[key], box).view(shape)
 
-        found.append(Foreign(entry, stored[key].dtype, f"{entry.theirs} in {folder}", read))
+        found.append(Foreign(recipe, stored[key].dtype, f"{recipe.theirs} in {folder}", read))
     problems += [f"{key}: not a tensor of this model" for key, _ in named.values()]
-    if problems:
-        raise CheckpointError(f"{folder}: the tensors do not fit the args:\n  " + "\n  ".join(problems[:20]))
+    refuse(problems, f"{folder}: the tensors do not fit the args")
 
     def shards(name: str, layer: int) -> list[Tensor]:  # there are none: a tensor is whole whatever tp was
         key, n = places[name if name in places else f"decoder.layers.{layer}.{name}"]
@@ -167,9 +168,7 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
         values = reader.read(key, stored[key], Box(begin, shape if n is None else (n + 1, *shape[1:])))
         return [values if n is None else values[0]]
 
-    dtypes = [one.dtype for one in found]
-    usual = max(set(dtypes), key=dtypes.count)
-    return MegatronModel(folder, options, model, word.shape[0], usual, found, args, shards)
+    return MegatronModel(folder, options, model, word.shape[0], usual_dtype(found), found, args, shards)
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
@@ -177,7 +176,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     path = folder / ".metadata"
     try:
         if path.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{path}: implausibly large; it is damaged")
+            raise CheckpointError(f"{path}: larger than any .metadata file; it is damaged")
         root = _unpickle(path.read_bytes())
         places = {
             (index.state["fqn"], tuple(index.state["offset"])): info.state
@@ -207,7 +206,9 @@ def _stored(key: str, state: dict[str, Any], places: dict[Any, dict[str, Any]], 
         if not _FILE.fullmatch(place["relative_path"]) or not (folder / place["relative_path"]).is_file():
             raise CheckpointError(f"{folder}: {key} is in {place['relative_path']!r}, which is not a file of it")
         if place.get("transform_descriptors"):
-            raise CheckpointError(f"{folder}: {key} is compressed ({place['transform_descriptors']}); save it plainly")
+            raise CheckpointError(
+                f"{folder}: {key} is compressed ({place['transform_descriptors']}); save it uncompressed"
+            )
         box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
         begin, length = int(place["offset"]), int(place["length"])
         if min(begin, length) < 0 or begin + length > (folder / place["relative_path"]).stat().st_size:
@@ -238,7 +239,7 @@ def _unpickle(data: bytes) -> Any:
         def find_class(self, module: str, name: str) -> Any:
             found = known.get(f"{module}.{name}")
             if found is None:
-                raise pickle.UnpicklingError(f"it names {module}.{name}, which is not on the list")
+                raise pickle.UnpicklingError(f"it names {module}.{name}, which is not on the list of types")
             return found
 
     return Unpickler(io.BytesIO(data)).load()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.storage.location import Location
 from megalite.config.options import ModelConfig
-from megalite.interop.rules import specs_of
+from megalite.models.specs import specs_of
 from megalite.parallel.spec import Piece
 
 MOST = 3  # options that are named; hundreds of tensors follow from one

@@ -30,7 +30,7 @@ from megalite.interop.load import fill_from
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron.rank_files import true_vocab_size
 from megalite.interop.megatron.torch_dist import open_checkpoint
-from megalite.interop.rules import specs_of
+from megalite.models.specs import specs_of
 from megalite.parallel.comm import broadcast_
 from megalite.train.datasets import open_tokenizer
 from megalite.train.setup import SetupError

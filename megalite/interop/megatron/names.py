@@ -1,0 +1,54 @@
+"""What Megatron-LM calls its tensors, as tables: Megatron core's names, and those that other releases use for them."""
+
+from __future__ import annotations
+
+import re
+
+from megalite.models.family import QKV, Naming, rules
+
+_CORE_RULES = rules(
+    f"""
+    embedding.word_embeddings.weight = embedding.word
+    embedding.position_embeddings.weight = embedding.position
+    layer.input_layernorm.* = our.attention.norm.*
+    layer.self_attention.linear_qkv.* = {QKV} (groups)
+    layer.self_attention.q_layernorm.* = our.attention.q_norm.*
+    layer.self_attention.k_layernorm.* = our.attention.k_norm.*
+    layer.self_attention.linear_proj.* = our.attention.out*
+    layer.pre_mlp_layernorm.* = our.mlp.norm.*
+    layer.mlp.linear_fc1.* = our.mlp.up*
+    layer.mlp.linear_fc1.* = our.mlp.gate_up*
+    layer.mlp.linear_fc2.* = our.mlp.down*
+    decoder.final_layernorm.* = final_norm.*
+    output_layer.weight = head | embedding.word
+    """,
+    "decoder.layers.{n}.",
+)
+MEGATRON = Naming(name="megatron", rules=_CORE_RULES, ignored=("._extra_state", ".inv_freq"))
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # numbered
+STACKED_LAYERS = re.compile(r"decoder\.layers\.(?!\d)")  # [L, ...] under one name
+WORD = "embedding.word_embeddings.weight"
+
+# (other name, the name above): norms that are part of the matmul after them, in Transformer Engine's layers
+FUSED: tuple[tuple[str, str], ...] = (
+    (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
+    (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
+)
+# those, and the names from before Megatron core; each is replaced wherever it occurs
+SYNONYMS: tuple[tuple[str, str], ...] = (
+    *FUSED,
+    ("word_embeddings_for_head.", "output_layer."),
+    ("language_model.embedding.", "embedding."),
+    ("language_model.output_layer.", "output_layer."),
+    ("language_model.encoder.", "decoder."),
+    ("language_model.transformer.", "decoder."),
+    (".input_norm.", ".input_layernorm."),
+    (".post_attention_layernorm.", ".pre_mlp_layernorm."),
+    (".post_attention_norm.", ".pre_mlp_layernorm."),
+    (".attention.", ".self_attention."),
+    (".self_attention.query_key_value.", ".self_attention.linear_qkv."),
+    (".self_attention.dense.", ".self_attention.linear_proj."),
+    (".mlp.dense_h_to_4h.", ".mlp.linear_fc1."),
+    (".mlp.dense_4h_to_h.", ".mlp.linear_fc2."),
+    ("decoder.final_norm.", "decoder.final_layernorm."),
+)

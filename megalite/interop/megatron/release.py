@@ -1,0 +1,87 @@
+"""A `release` for Megatron-LM, one file per (tp, pp) rank (rank_files.py), under the names of Megatron core.
+
+The vocabulary is padded to a multiple of 128 x tp, as there. With a tied embedding and pp > 1 the last stage holds a
+copy of it. torch writes a file at once, so the weights of one rank are in memory, not of all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.config.options import ModelConfig
+from megalite.interop.convert import Ours
+from megalite.interop.megatron.args import write_args
+from megalite.interop.megatron.names import FUSED, MEGATRON
+from megalite.interop.megatron.rank_files import FILES, TRACKER
+from megalite.interop.new_directory import new_directory
+from megalite.interop.rules import join, recipes, unpadded
+from megalite.models.specs import specs_of
+from megalite.parallel.spec import Box, ParamSpec
+
+
+def write_megatron(
+    directory: Path,
+    ours: Ours,
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    tokenizer: Mapping[str, Any],
+    tp: int = 1,
+    pp: int = 1,
+    fused: bool = True,
+) -> Path:
+    """A `release` of Megatron-LM for tp x pp ranks, in memory one rank at a time. Raises CheckpointError.
+
+    tokenizer: its options, which Megatron-LM compares with its own.
+    fused: names of Transformer Engine's layers (Megatron-LM's default), in which norms are part of the matmul after.
+    """
+    padded = -(-vocab_size // (128 * tp)) * 128 * tp
+    if model.num_layers % pp or model.groups % tp or model.ffn_size % tp or model.num_attention_heads % tp:
+        uneven = f"heads, groups and ffn_hidden_size do not all split over tp={tp}, or layers not over pp={pp}"
+        raise CheckpointError(f"{uneven}; choose sizes that divide them")
+    dtype = str(ours.dtype_of_name("embedding.word"))[6:]
+    sizes = dict(vocab_size=vocab_size, padded_vocab_size=padded)
+    args = write_args(model, **sizes, tokenizer=tokenizer, tp=tp, pp=pp, dtype=dtype)
+    each = model.num_layers // pp
+    stages = [range(p * each, (p + 1) * each) for p in range(pp)]
+    with new_directory(directory) as part:
+        for p, layers in enumerate(stages):
+            specs = specs_of(model, vocab_size, padded=padded, stages=stages, number=p)
+            for t in range(tp):
+                wanted = recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)
+                twice = {recipe.parts for recipe in wanted if recipe.copy}  # the first stage names it as itself
+                weights = OrderedDict(
+                    (_name(recipe.theirs, fused), join(recipe, lambda spec, box: _padded(ours, spec, box)))
+                    for recipe in wanted
+                    if recipe.copy == (p > 0) or recipe.parts not in twice
+                )
+                folder = part / "release" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else ""))
+                folder.mkdir(parents=True)
+                state = {"args": args, "checkpoint_version": 3.0, "iteration": 0, "model": weights}
+                torch.save(state, folder / FILES[0])
+        (part / TRACKER).write_text("release\n", encoding="utf-8")
+    return directory / "release"
+
+
+def _name(plain: str, fused: bool) -> str:
+    for there, here in FUSED if fused else ():
+        plain = plain.replace(here, there)
+    return plain
+
+
+def _padded(ours: Ours, spec: ParamSpec, box: Box) -> Tensor:
+    """Our rectangle, with zeros where their vocabulary is padded."""
+    kept = unpadded(box, spec)
+    if kept == box:
+        return ours.read(spec.name, box)
+    values = torch.zeros(box.shape, dtype=ours.dtype_of_name(spec.name))
+    if kept is not None:
+        values[: kept.shape[0]] = ours.read(spec.name, kept)
+    return values

@@ -1,0 +1,29 @@
+"""The parameters of a model, or of a stage of it, as facts: no memory is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megalite.config.options import ModelConfig
+from megalite.models.gpt import Stage
+from megalite.nn.parameter import Maker, named_specs
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.spec import ParamSpec
+
+
+def specs_of(
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    padded: int | None = None,
+    stages: Sequence[range] | None = None,
+    number: int = 0,
+) -> dict[str, ParamSpec]:
+    """Every parameter by name, in order of use: of the whole model, or of stage `number` of `stages`. `padded`: rows of
+    embedding and head; default: `vocab_size`. A tied head of a stage without the embedding has the embedding's spec."""
+    make, rows = Maker(Mesh.alone(), torch.float32, seed=0, meta=True), padded or vocab_size
+    cut = [range(model.num_layers)] if stages is None else stages
+    stage = Stage(make, model, cut, number, vocab_size=vocab_size, padded_vocab_size=rows)
+    return {spec.name: spec for spec, _ in named_specs(stage)}
