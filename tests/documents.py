@@ -202,7 +202,7 @@ def chains(text: str) -> list[list[Place]]:
 
 
 def source_of(root: Path, place: Place) -> str | None:
-    """The text of a class, a function, a method or a constant; None where the file does not hold it."""
+    """The text of a class, a function, a method, an attribute or a constant; None where the file does not hold it."""
     path = found_at(root, place.file)
     if path is None:
         return None
@@ -210,10 +210,18 @@ def source_of(root: Path, place: Place) -> str | None:
     node: ast.AST = ast.parse(text)
     for name in place.name.split("."):
         inner = [n for n in getattr(node, "body", []) if name in _defines(n)]
+        if not inner and isinstance(node, ast.ClassDef):  # set where it is made: self.NAME = ...
+            inner = [n for n in ast.walk(node) if isinstance(n, ast.Assign) and f"self.{name}" in _targets(n)]
         if not inner:
             return None
         node = inner[0]
     return ast.get_source_segment(text, node)
+
+
+def _targets(node: ast.Assign) -> set[str]:
+    return {
+        ast.unparse(part) for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Attribute)
+    }
 
 
 def _defines(node: ast.AST) -> set[str]:

@@ -44,7 +44,7 @@ def _counted(flags: str) -> tuple[Count, dict[str, Any]]:
     calls: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
     train_step(run)
     run.buffer.wait_gather()  # the gathers of a step are started during the next forward, a few ahead
-    from megalite.optim import buffer
+    from megalite.optim import grad_reduce
     from megalite.parallel import comm
     from megalite.pipeline import runtime
 
@@ -64,7 +64,7 @@ def _counted(flags: str) -> tuple[Count, dict[str, Any]]:
     spy(dist, "isend", "isend", 0)
     spy(dist, "irecv", "irecv", 0)
     spy(comm, "all_gather_flat", "all_gather", 1)
-    assert runtime.dist is dist and buffer.dist is dist
+    assert runtime.dist is dist and grad_reduce.dist is dist
     train_step(run)
     run.buffer.wait_gather()
     run.data.close()

@@ -75,8 +75,8 @@ def test_every_rule_has_a_fault() -> None:
 def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
     right = {
         "docs/shapes.md": SHAPES,
-        "docs/a.md": "`nn/a.py: A.g`, [a](shapes.md)\n```\nnn/a.py: f\n  nn/a.py: A.g\n```\n",
-        "megalite/nn/a.py": "import os\n\nclass A:\n    def g(self): ...\n\ndef f(x_SBD):\n"
+        "docs/a.md": "`nn/a.py: A.g`, `nn/a.py: A.h`, [a](shapes.md)\n```\nnn/a.py: f\n  nn/a.py: A.g\n```\n",
+        "megalite/nn/a.py": "import os\n\nclass A:\n    def g(self): self.i, self.h = 1, self.g\n\ndef f(x_SBD):\n"
         "    S, B, _ = x_SBD.shape\n    y_sBD = scatter(x_SBD)\n    return A().g(y_sBD=y_sBD)\n",
         "megalite/train/b.py": "from megalite.nn.a import A\n",
         "megalite/config/environment.py": "import os\nx = os.environ\n",

@@ -83,6 +83,31 @@ def measure(name: str, more: dict[str, str], options: argparse.Namespace, flags:
     return {**result, "parts": [rank.get("parts") for rank in ranks]}
 
 
+def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, list[str]]:
+    """Whether the flags ask for bf16; and what is wrong with them."""
+    from megalite.config import cli
+    from megalite.config.check import check
+    from megalite.config.options import ConfigError
+    from megalite.models.families import PRESETS
+    from megalite.train.run import choose_device
+    from megalite.train.setup import SetupError
+
+    try:
+        config, _ = cli.read(flags, PRESETS)
+        problems = check(config, options.nproc)
+        choose_device(config.parallel.device)
+    except ConfigError as error:
+        return False, error.problems
+    except SetupError as error:
+        return False, [str(error)]
+    if options.peer and not problems:
+        m = config.model
+        is_llama = (m.activation, m.normalization, m.position_embedding_type) == ("swiglu", "RMSNorm", "rope")
+        if not is_llama or m.add_bias_linear or config.data.vocab_size is None:
+            problems = ["peer=transformers is a Llama; drop --peer, or the flags that make another model"]
+    return config.precision.bf16, problems
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -101,27 +126,7 @@ def main(argv: list[str]) -> int:
     shaped = any(flag in rest for flag in ("--preset", "--num-layers", "--config"))
     batch = [] if "--global-batch-size" in rest else ["--global-batch-size", "8"]
     flags = [*([] if shaped else SHAPE.split()), *RUN.split(), *batch, *rest]
-
-    from megalite.config import cli
-    from megalite.config.check import check
-    from megalite.config.options import ConfigError
-    from megalite.models.families import PRESETS
-    from megalite.train.run import choose_device
-    from megalite.train.setup import SetupError
-
-    try:
-        config, _ = cli.read(flags, PRESETS)
-        problems = check(config, options.nproc)
-        choose_device(config.parallel.device)
-    except ConfigError as error:
-        problems = error.problems
-    except SetupError as error:
-        problems = [str(error)]
-    if options.peer and not problems:
-        m = config.model
-        is_llama = (m.activation, m.normalization, m.position_embedding_type) == ("swiglu", "RMSNorm", "rope")
-        if not is_llama or m.add_bias_linear or config.data.vocab_size is None:
-            problems = ["peer=transformers is a Llama; leave --peer away, or the flags that make another model"]
+    half, problems = read_config(flags, options)
     if problems:
         print("\n".join(f"benchmark.py: {problem}" for problem in problems), file=sys.stderr)
         return 2
@@ -141,7 +146,7 @@ def main(argv: list[str]) -> int:
     interrupted = False
     try:
         for _ in range(options.repeats):
-            for name, more in contenders(options, config.precision.bf16):
+            for name, more in contenders(options, half):
                 result = measure(name, more, options, flags)
                 runs.setdefault(name, []).append(result)
                 save(False)

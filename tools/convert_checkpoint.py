@@ -30,7 +30,7 @@ from megalite.config.options import Config, ConfigError, ModelConfig, build  # n
 from megalite.config.toml import to_toml  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside  # noqa: E402
-from megalite.data.tokenizers.tokenizer import build_tokenizer  # noqa: E402
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
 from megalite.interop import second_reading  # noqa: E402
 from megalite.interop.convert import Ours, compare, saved_model, write_import  # noqa: E402
 from megalite.interop.hugging_face import model_files as hugging_face  # noqa: E402

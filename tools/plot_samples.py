@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megalite.data.samples.gpt_dataset import GptDataset  # noqa: E402
 from megalite.data.samples.packed_dataset import PackedDataset  # noqa: E402
 from megalite.data.samples.permutation import fold, permute  # noqa: E402
 from megalite.data.samples.token_line import Line  # noqa: E402
+from tools.plot import positive  # noqa: E402
 
 LENGTHS = (14, 5, 9, 3, 22, 7, 4, 11, 6, 16, 8, 5)
 COLOURS = (
@@ -81,8 +83,21 @@ def bar(
             axis.text(at, 0, str(document), ha="center", va="center", color="white", fontsize=8.5)
 
 
-def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
-    """The figure: file, stream with its cuts, samples in training order, and the same documents packed."""
+@dataclass(frozen=True)
+class Toy:
+    """What the program reads of documents of these lengths; tokens as numbers of their documents, padding by -1."""
+
+    file: NDArray[np.int64]
+    ranges: list[range]  # documents for training, validation and test
+    epoch_tokens: int
+    stream: NDArray[np.int64]  # the first epoch and the beginning of the next
+    windows: list[tuple[NDArray[np.int64], int]]  # samples in training order, and which window of the stream each is
+    bins: list[tuple[NDArray[np.int64], int]]  # the same with best-fit packing
+    cut: int  # documents, by windows
+    packed: PackedDataset
+
+
+def read_toy(lengths: list[int], split: str, seq_length: int, seed: int) -> Toy:
     data_lengths = np.array(lengths, np.int32)
     document_of = np.append(np.repeat(np.arange(len(lengths)), lengths), -1)  # by token id; the last one is padding
     pad = len(document_of) - 1
@@ -95,7 +110,7 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
         ranges = [range(round(a * len(lengths)), round(b * len(lengths))) for a, b in parts]
         train = ranges[0]
         if not train:
-            raise DataError(f"split={split!r} leaves no document for training")
+            raise DataError(f"split={split!r} leaves no document for training; make its first part larger")
         plain = GptDataset(data, train, seq_length, seed)
         packed = PackedDataset(data, train, seq_length, seed, pad)
         total, bins = plain.num_tokens, packed.plan.num_bins
@@ -105,15 +120,23 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
     key = fold(seed, "train")
     epochs = [build_epoch(data_lengths[: len(train)], fold(key, "documents", e)) for e in (0, 1)]
     stream = np.concatenate([np.repeat(epoch.order, data_lengths[epoch.order]) for epoch in epochs])
-    reach = epochs[0].starts[:-1] % seq_length + np.diff(epochs[0].starts)  # from its window's begin to its end
-    cut = int((reach > seq_length + 1).sum())
     stream = stream[: count * seq_length + seq_length // 2].astype(np.int64)
-    numbers = Line(total, key).place(np.arange(count), seq_length) // seq_length
-    bin_numbers = permute(np.arange(bins), bins, fold(key, "bins", 0))
+    reach = epochs[0].starts[:-1] % seq_length + np.diff(epochs[0].starts)  # from its window's beginning to its end
+    numbers = (Line(total, key).place(np.arange(count), seq_length) // seq_length).tolist()
+    bin_numbers = permute(np.arange(bins), bins, fold(key, "bins", 0)).tolist()
+    windows = list(zip(rows, numbers, strict=True))
+    cut = int((reach > seq_length + 1).sum())
+    packing = list(zip(packed_rows, bin_numbers, strict=True))
+    return Toy(document_of[:-1], ranges, total, stream, windows, packing, cut, packed)
 
+
+def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
+    """The figure: file, stream with its cuts, samples in training order, and the same documents packed."""
+    toy = read_toy(lengths, split, seq_length, seed)
+    count, total, plan = len(toy.windows), toy.epoch_tokens, toy.packed.plan
     tops = (0.6, 0.95, 0.6, 0.6)
     figure, axes = make_figure([top + 1.2 for top in tops])
-    width = max(len(document_of), len(stream) + 1, max(count, bins) * (seq_length + 1 + GAP))
+    width = max(len(toy.file) + 1, len(toy.stream) + 1, max(count, len(toy.bins)) * (seq_length + 1 + GAP))
     for axis, top in zip(axes, tops, strict=True):
         axis.set_xlim(-0.5, width)
         axis.set_ylim(-1.2, top)
@@ -126,18 +149,18 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
         axis.text(x, y, text, ha="center", va="center", fontsize=8, color="#333333", **options)
 
     title(
-        axes[0], f"1  The file: {len(lengths)} documents, parted into training, validation and test by --split {split}"
+        axes[0], f"1  The file: {len(lengths)} documents, divided into training, validation and test by --split {split}"
     )
-    bar(axes[0], 0, document_of[:-1])
-    ends = np.concatenate([[0], np.cumsum(data_lengths)]).tolist()
-    for name, part in zip(("train", "valid", "test"), ranges, strict=True):
+    bar(axes[0], 0, toy.file)
+    ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    for name, part in zip(("train", "valid", "test"), toy.ranges, strict=True):
         if part:
             begin, end = ends[part.start], ends[part.stop]
             axes[0].plot([begin + 0.2, end - 0.2], [-0.66, -0.66], color="#333333", linewidth=1.2)
             note(axes[0], (begin + end) / 2, name)
 
     title(axes[1], f"2  An epoch: its documents shuffled and laid end to end, cut every {seq_length} tokens")
-    bar(axes[1], 0, stream, cuts=[j * seq_length for j in range(count + 1)])
+    bar(axes[1], 0, toy.stream, cuts=[j * seq_length for j in range(count + 1)])
     axes[1].plot([total, total], [-0.62, 0.8], color="black", linewidth=2)
     axes[1].text(total + 0.6, 0.72, "epoch 1, another order", fontsize=8, va="center")
     for j in range(count + 1):
@@ -145,27 +168,20 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
         if j < count:
             note(axes[1], (j + 0.5) * seq_length, f"window {j}")
 
-    title(axes[2], "3  What is trained on: the windows shuffled, each with the token behind it (pale), a label only")
+    title(axes[2], "3  What is trained on: the windows shuffled, each with the token after it (pale), a label only")
     title(
         axes[3],
-        f"4  The same documents with best-fit packing; documents cut: {packed.plan.pieces.num_cut} (above: {cut}); "
-        f"{100 * packed.plan.padding:.0f} % padding, hatched",
+        f"4  The same documents with best-fit packing; documents cut: {plan.pieces.num_cut} (above: {toy.cut}); "
+        f"{100 * plan.padding:.0f} % padding, hatched",
     )
     step = seq_length + 1 + GAP
-    for i, (row, number) in enumerate(zip(rows, numbers.tolist(), strict=True)):
+    for i, (row, number) in enumerate(toy.windows):
         bar(axes[2], i * step, row, seq_length)
         note(axes[2], i * step + (seq_length + 1) / 2, f"sample {i}: window {number}")
-    for i, (row, number) in enumerate(zip(packed_rows, bin_numbers.tolist(), strict=True)):
+    for i, (row, number) in enumerate(toy.bins):
         bar(axes[3], i * step, row)
         note(axes[3], i * step + (seq_length + 1) / 2, f"sample {i}: bin {number}")
     return figure
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
     python tools/prepare_cache.py FLAGS OF THE RUN
 
 Builds the order of documents of every epoch that training, validation and test will read, and prints the files that are
-new. What is there already is checked and kept, so a second call builds nothing. The run must have the same data, split,
+new. What exists already is checked and kept, so a second call builds nothing. The run must have the same data, split,
 sequence length, seed and length; what it misses it builds by itself.
 """
 

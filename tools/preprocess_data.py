@@ -7,7 +7,7 @@
 A .jsonl file holds one document per line, an object with the text under each of --json-keys; a .txt file is one
 document; a row of a .parquet file is a record with the keys as columns. .gz and .zst are read too, and - is standard
 input. Texts without tokens are left out. The first bad line ends the run and is named, unless --max-bad-fraction
-allows some: these are counted and sampled into PREFIX.rejects.jsonl. An interrupted run goes on with --resume, also
+allows some: these are counted and sampled into PREFIX.rejects.jsonl. An interrupted run continues with --resume, also
 one that reads standard input, when the same stream is given again. Exit code 3: the data or the disk is at fault.
 """
 
@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.preprocess.tokenize_files import preprocess  # noqa: E402
-from megalite.data.tokenizers.tokenizer import TYPES  # noqa: E402
+from megalite.data.preprocess.workers import Job  # noqa: E402
+from megalite.data.tokenizers.tokenizer_types import TYPES  # noqa: E402
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,8 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="of the lines that may be bad and are left out; default 0: the first bad one ends the run",
     )
     kept = parser.add_mutually_exclusive_group()
-    kept.add_argument("--resume", action="store_true", help="go on with an interrupted run, if there is one")
-    kept.add_argument("--overwrite", action="store_true", help="throw an interrupted run away and begin anew")
+    kept.add_argument("--resume", action="store_true", help="continue an interrupted run, if there is one")
+    kept.add_argument("--overwrite", action="store_true", help="discard an interrupted run and start over")
     parser.add_argument("--partitions", type=int, default=1, help="accepted; the result never depends on it")
     parser.add_argument("--keep-sequential-samples", action="store_true", help="accepted; always on")
     parser.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
         if args.pop(flag):
             print(
                 f"preprocess_data.py: --{flag.replace('_', '-')} is for BERT and T5 data, which megalite does not "
-                "make: leave it out",
+                "make: drop it",
                 file=sys.stderr,
             )
             return 2
@@ -85,7 +86,10 @@ def main(argv: list[str]) -> int:
         for name in ("workers", "log_interval"):
             if args[name] < 1:
                 raise DataError(f"{name}={args[name]} is not positive")
-        prefixes = preprocess(args.pop("input"), args.pop("output_prefix"), keys=args.pop("json_keys"), **args)
+        files, prefix = args.pop("input"), args.pop("output_prefix")
+        how = {name: args.pop(name) for name in ("workers", "log_interval", "max_bad_fraction", "resume", "overwrite")}
+        keys, append_eod, fast = tuple(args.pop("json_keys")), args.pop("append_eod"), args.pop("gigatoken")
+        prefixes = preprocess(files, prefix, Job(args, keys, append_eod, fast), **how)
         for prefix in prefixes:
             data = IndexedDataset(prefix)
             print(

@@ -46,15 +46,7 @@ class KeyValueCache:
                 block.attention.attend = attention
 
     def attend(
-        self,
-        layer: int,
-        q_SBhK: Tensor,
-        k_SBgK: Tensor,
-        v_SBgK: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        **_: Any,
+        self, layer: int, q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor, *, scale: float, window: int | None, **_: Any
     ) -> Tensor:
         """Store the new keys and values of `layer`, and let the queries see all up to their own place, or the last
         `window` of these: o_SBhK. What else kernels/attention.py takes is of training."""

@@ -23,7 +23,8 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.config.check import check
 from megalite.config.options import Config, ParallelConfig, build
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
-from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate.cache import KeyValueCache
 from megalite.generate.sampling import Sampling, choose
 from megalite.interop.hugging_face.model_files import open_model, stop_ids

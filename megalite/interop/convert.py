@@ -68,8 +68,8 @@ def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
         boxes = [(spec.name, unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
         parts = [(name, box) for name, box in boxes if box is not None]
         if parts:
-            named = [(f"model/{name}", box) for name, box in parts]
-            items.append(Item(one.dtype, named, lambda one=one: (values for _, _, values in _kept(one, specs))))
+            keyed = [(f"model/{name}", box) for name, box in parts]
+            items.append(Item(one.dtype, keyed, lambda one=one: (values for _, _, values in _kept(one, specs))))
     return items
 
 

@@ -17,7 +17,7 @@ form of these takes blocks that stay in cache, as it makes some 25 passes. `grad
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -153,46 +153,31 @@ def adamw_(
             num_warps=WARPS,
         )
         return
-    args = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": step}
+    args = {"lr": lr, "beta1": b1, "beta2": b2, "eps": eps, "weight_decay": weight_decay}
     if exp_avg.dtype == exp_avg_sq.dtype == param.dtype:
-        _fused_(param, grad, exp_avg, exp_avg_sq, grad_scale, **args)
+        _fused_(param, grad, exp_avg, exp_avg_sq, step, grad_scale, **args)
     else:
         block = BLOCK.get(param.device.type, BLOCK["cuda"])
         for w, g, m, v in zip(*(x.split(block) for x in (param, grad, exp_avg, exp_avg_sq)), strict=True):
-            _rounded_(w, g, m, v, grad_scale, **args)
+            _rounded_(w, g, m, v, step, grad_scale, **args)
     if copy is not None:
         copy.copy_(param)
 
 
-def _fused_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad_scale: float,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-) -> None:
+def _fused_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: float, **args: float) -> None:
     """All of one dtype: what torch.optim.AdamW(fused=True) calls."""
-    if grad_scale != 1.0:
-        grad.mul_(grad_scale)  # torch's own scale is a divisor in fp32, also for fp64
-    steps = torch.full((), float(step), device=param.device)
-    torch.ops.aten._fused_adamw_(
-        [param], [grad], [exp_avg], [exp_avg_sq], [], [steps],
-        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-    )  # fmt: skip
+    if scale != 1.0:
+        grad.mul_(scale)  # torch's own scale is a divisor in fp32, also for fp64
+    steps = torch.full((), float(step), device=w.device)
+    torch.ops.aten._fused_adamw_([w], [grad], [m], [v], [], [steps], amsgrad=False, maximize=False, **args)
 
 
-def _rounded_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad_scale: float, **args: Any) -> None:
+def _rounded_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: float, **args: float) -> None:
     """A block of which a moment is in bf16."""
-    first, second = (x.to(param.dtype) for x in (exp_avg, exp_avg_sq))  # a moment that is not is itself
-    bits = random_bits(rounding_key(args["step"]), *(x.float() for x in (param, grad, first, second)))
-    _fused_(param, grad, first, second, grad_scale, **args)
-    if exp_avg.dtype == torch.bfloat16:
-        exp_avg.copy_(round_at_random(first.float(), bits & 0xFFFF))
-    if exp_avg_sq.dtype == torch.bfloat16:
-        exp_avg_sq.copy_(round_at_random(second.float(), (bits >> 16).bitwise_and_(0xFFFF)))
+    first, second = (x.to(w.dtype) for x in (m, v))  # a moment that is not is itself
+    bits = random_bits(rounding_key(step), *(x.float() for x in (w, grad, first, second)))
+    _fused_(w, grad, first, second, step, scale, **args)
+    if m.dtype == torch.bfloat16:
+        m.copy_(round_at_random(first.float(), bits & 0xFFFF))
+    if v.dtype == torch.bfloat16:
+        v.copy_(round_at_random(second.float(), (bits >> 16).bitwise_and_(0xFFFF)))

@@ -17,7 +17,6 @@ import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +49,7 @@ def attention_reference(
     v_SBGK: Tensor,
     *,
     scale: float,
-    dropout_p: float = 0.0,
-    dropout_key: int | None = None,
-    sample_ids_B: Tensor | None = None,
-    head_offset: int = 0,
+    drop: Drop | None = None,
     documents: Documents | None = None,
     window: int | None = None,
 ) -> Tensor:
@@ -70,14 +66,12 @@ def attention_reference(
     if documents is not None:
         hidden = hidden | (length < documents.first_BS.unsqueeze(-1)).unsqueeze(1)
     scores = scores.masked_fill(hidden, float("-inf"))
-    if dropout_p == 0.0:
+    if drop is None:
         return (scores.softmax(-1).to(v.dtype) @ v).permute(2, 0, 1, 3)
-    assert dropout_key is not None and sample_ids_B is not None
-    heads = torch.arange(head_offset, head_offset + q.shape[1], device=q.device)
-    keep = keep_mask(
-        dropout_key, dropout_p, sample_ids_B.view(-1, 1, 1, 1), heads.view(-1, 1, 1), length.view(-1, 1), length
-    )
-    weights = (scores.softmax(-1) * keep / (1 - dropout_p)).to(v.dtype)
+    heads = torch.arange(drop.head_offset, drop.head_offset + q.shape[1], device=q.device)
+    samples = drop.sample_ids_B.view(-1, 1, 1, 1)
+    keep = keep_mask(drop.key, drop.p, samples, heads.view(-1, 1, 1), length.view(-1, 1), length)
+    weights = (scores.softmax(-1) * keep / (1 - drop.p)).to(v.dtype)
     return (weights @ v).permute(2, 0, 1, 3)
 
 
@@ -157,34 +151,24 @@ def attention(
     v_SBGK: Tensor,
     *,
     scale: float,
-    dropout_p: float = 0.0,
-    dropout_key: int | None = None,
-    sample_ids_B: Tensor | None = None,
-    head_offset: int = 0,
+    drop: Drop | None = None,
     documents: Documents | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`head_offset`: the global number of head 0, a coordinate of dropout like sample_ids_B and dropout_key.
-    `documents` None: one per sample. `window`: how many keys a query sees, itself included; None: all before it."""
+    """`drop`: of attention weights; None: no dropout. `documents` None: one per sample. `window`: how many keys a query
+    sees, itself included; None: all before it."""
     if window is not None and window >= q_SBHK.shape[0]:
         window = None
-    drop: dict[str, Any] = {}
-    if dropout_p:
-        drop = dict(dropout_p=dropout_p, dropout_key=dropout_key, sample_ids_B=sample_ids_B, head_offset=head_offset)
-    name = backend(q_SBHK, masked=documents is not None, window=window is not None, dropout=bool(drop))
+    name = backend(q_SBHK, masked=documents is not None, window=window is not None, dropout=drop is not None)
     if name == "explicit":
-        return attention_reference(q_SBHK, k_SBGK, v_SBGK, scale=scale, documents=documents, window=window, **drop)
+        return attention_reference(q_SBHK, k_SBGK, v_SBGK, scale=scale, drop=drop, documents=documents, window=window)
     if name == "triton":
         first_BS = None if documents is None else documents.first_BS
-        return flash_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, first_BS=first_BS, **drop)
-    blocks_drop = None
-    if drop:
-        assert dropout_key is not None and sample_ids_B is not None
-        blocks_drop = Drop(dropout_p, dropout_key, sample_ids_B, head_offset)
+        return flash_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, first_BS=first_BS, drop=drop)
     if documents is not None:
-        return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale, window, blocks_drop)
+        return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale, window, drop)
     if name == "blocked":
-        return blocked_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, drop=blocks_drop)
+        return blocked_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, drop=drop)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32

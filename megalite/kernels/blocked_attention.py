@@ -38,21 +38,21 @@ BLOCK_BYTES = 4 << 20  # of one block's scores
 
 @dataclass(frozen=True)
 class Drop:
-    """Dropout of attention weights; its coordinates as in kernels/attention.py. first_position: the sequence position
-    of row 0."""
+    """Dropout of attention weights and its coordinates. sample_ids_B: global sample numbers. head_offset: the global
+    number of head 0. first_position: the sequence position of row 0."""
 
     p: float
     key: int
     sample_ids_B: Tensor
-    head_offset: int
+    head_offset: int = 0
     first_position: int = 0
 
     def mask(self, heads: tuple[Tensor, Tensor], queries: slice, keys: slice) -> Tensor:
-        """Of some groups of heads: [n, P, queries, keys]. `heads`: the sample of each group, [n, 1, 1, 1], and the
-        numbers of its heads, [n, P, 1, 1]."""
-        sample_nP, head_nP = heads
-        positions = torch.arange(queries.stop, device=head_nP.device) + self.first_position
-        samples, numbers = self.sample_ids_B[sample_nP], head_nP + self.head_offset
+        """Of some groups of heads: [m, Q, queries, keys]. `heads`: the sample of each group, [m, 1, 1, 1], and the
+        numbers of its heads, [m, Q, 1, 1]."""
+        sample_mQ, head_mQ = heads
+        positions = torch.arange(queries.stop, device=head_mQ.device) + self.first_position
+        samples, numbers = self.sample_ids_B[sample_mQ], head_mQ + self.head_offset
         return keep_mask(self.key, self.p, samples, numbers, positions[queries, None], positions[keys])
 
 
@@ -67,35 +67,35 @@ def in_range(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _by_group(x_SBHK: Tensor, groups: int) -> Tensor:
-    """[B * G, H / G, S, K]"""
+    """x_MQSK, M = B * G, Q = H / G (docs/shapes.md)."""
     s, b, h, k = x_SBHK.shape
     return x_SBHK.reshape(s, b, groups, h // groups, k).permute(1, 2, 3, 0, 4).reshape(b * groups, h // groups, s, k)
 
 
-def _by_position(x_NPSK: Tensor, batch: int) -> Tensor:
+def _by_position(x_MQSK: Tensor, batch: int) -> Tensor:
     """The inverse: [S, B, H, K], a view."""
-    n, p, s, k = x_NPSK.shape
-    return x_NPSK.view(batch, n // batch * p, s, k).permute(2, 0, 1, 3)
+    m, q, s, k = x_MQSK.shape
+    return x_MQSK.view(batch, m // batch * q, s, k).permute(2, 0, 1, 3)
 
 
 class _Blocks:
     """The blocks of one call, and their probabilities."""
 
-    def __init__(self, q_NPSK: Tensor, k_NSK: Tensor, batch: int, scale: float, window: int | None, drop: Drop | None):
-        self.q, self.k, self.scale, self.drop = q_NPSK, k_NSK, scale, drop
-        n, per_group, self.length, _ = q_NPSK.shape
+    def __init__(self, q_MQSK: Tensor, k_MSK: Tensor, batch: int, scale: float, window: int | None, drop: Drop | None):
+        self.q, self.k, self.scale, self.drop = q_MQSK, k_MSK, scale, drop
+        n, per_group, self.length, _ = q_MQSK.shape
         self.kept = 1.0 if drop is None else 1.0 - drop.p  # by which is divided what was dropped from
-        groups, first = torch.arange(n, device=q_NPSK.device).view(-1, 1, 1, 1), n // batch
-        within = torch.arange(per_group, device=q_NPSK.device).view(-1, 1, 1)
+        groups, first = torch.arange(n, device=q_MQSK.device).view(-1, 1, 1, 1), n // batch
+        within = torch.arange(per_group, device=q_MQSK.device).view(-1, 1, 1)
         self.samples, self.heads = groups // first, groups % first * per_group + within
         self.window = min(window or self.length, self.length)
         fewest, most = IN_WINDOW if self.window < self.length else (QUERIES, QUERIES)
         self.rows = min(self.length, most, max(fewest, self.window))
         columns = min(self.length, self.rows + self.window)
-        self.groups = min(n, max(1, BLOCK_BYTES // (per_group * self.rows * columns * q_NPSK.element_size())))
-        hidden = q_NPSK.new_full((self.rows, self.rows), float("-inf"))
+        self.groups = min(n, max(1, BLOCK_BYTES // (per_group * self.rows * columns * q_MQSK.element_size())))
+        hidden = q_MQSK.new_full((self.rows, self.rows), float("-inf"))
         self.later, self.earlier = hidden.triu(1), hidden.tril(-1)
-        self.nothing = q_NPSK.new_zeros(())
+        self.nothing = q_MQSK.new_zeros(())
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
         """Which groups, which queries, and the keys that some of these see."""
@@ -108,9 +108,9 @@ class _Blocks:
                     slice(max(0, start - self.window + 1), stop),
                 )
 
-    def queries(self, x_NPSK: Tensor, groups: slice, here: slice) -> Tensor:
-        """The block's rows, those of all heads of a group below each other: [n, P * rows, K]."""
-        return x_NPSK[groups, :, here].flatten(1, 2)
+    def queries(self, x_MQSK: Tensor, groups: slice, here: slice) -> Tensor:
+        """The block's rows, those of all heads of a group below each other: [m, Q * rows, K]."""
+        return x_MQSK[groups, :, here].flatten(1, 2)
 
     def scaled(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
         return torch.baddbmm(self.nothing, a, b, beta=0, alpha=scale)
@@ -143,44 +143,44 @@ class _BlockedAttention(Function):
         ctx.given = (q_SBHK.shape[1], scale, window, drop)
         groups, dtype = k_SBGK.shape[2], q_SBHK.dtype
         q_SBHK, k_SBGK, v_SBGK = in_range(q_SBHK, k_SBGK, v_SBGK)
-        q_NPSK = _by_group(q_SBHK, groups)
-        k_NSK, v_NSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
-        o_NPSK = torch.empty_like(q_NPSK)
-        blocks = _Blocks(q_NPSK, k_NSK, *ctx.given)
+        q_MQSK = _by_group(q_SBHK, groups)
+        k_MSK, v_MSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
+        o_MQSK = torch.empty_like(q_MQSK)
+        blocks = _Blocks(q_MQSK, k_MSK, *ctx.given)
         for some, here, keys in blocks:
-            p = blocks.probabilities(blocks.queries(q_NPSK, some, here), some, here, keys)
+            p = blocks.probabilities(blocks.queries(q_MQSK, some, here), some, here, keys)
             blocks.dropped_(some, here, keys, p)
-            target, v = o_NPSK[some, :, here], v_NSK[some, keys]
+            target, v = o_MQSK[some, :, here], v_MSK[some, keys]
             o = p @ v if drop is None else blocks.scaled(p, v, 1 / blocks.kept)
             target.copy_(o.view(target.shape))
-        return _by_position(o_NPSK, q_SBHK.shape[1]).to(dtype)
+        return _by_position(o_MQSK, q_SBHK.shape[1]).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, do_SBHK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dtype = do_SBHK.dtype
         q_SBHK, k_SBGK, v_SBGK, do_SBHK = in_range(*ctx.saved_tensors, do_SBHK)
         groups, batch = k_SBGK.shape[2], q_SBHK.shape[1]
-        q_NPSK, do_NPSK = _by_group(q_SBHK, groups), _by_group(do_SBHK, groups)
-        k_NSK, v_NSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
-        dq_NPSK = torch.empty_like(q_NPSK)
-        dk_NSK, dv_NSK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_NSK, v_NSK))
-        blocks = _Blocks(q_NPSK, k_NSK, *ctx.given)
+        q_MQSK, do_MQSK = _by_group(q_SBHK, groups), _by_group(do_SBHK, groups)
+        k_MSK, v_MSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
+        dq_MQSK = torch.empty_like(q_MQSK)
+        dk_MSK, dv_MSK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_MSK, v_MSK))
+        blocks = _Blocks(q_MQSK, k_MSK, *ctx.given)
         scale = blocks.scale / blocks.kept  # the gradient of a softmax is linear in that of p
         for some, here, keys in blocks:
-            q, do = (blocks.queries(x, some, here) for x in (q_NPSK, do_NPSK))
+            q, do = (blocks.queries(x, some, here) for x in (q_MQSK, do_MQSK))
             p = blocks.probabilities(q, some, here, keys)
-            dp, kept = do @ v_NSK[some, keys].mT, p
+            dp, kept = do @ v_MSK[some, keys].mT, p
             if blocks.drop is not None:
                 kept = p.clone()
                 blocks.dropped_(some, here, keys, kept, dp)
-            dv_NSK[some, keys].add_(kept.mT @ do)
+            dv_MSK[some, keys].add_(kept.mT @ do)
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
-            target = dq_NPSK[some, :, here]
-            target.copy_(blocks.scaled(ds, k_NSK[some, keys], scale).view(target.shape))
-            dk_NSK[some, keys].add_(blocks.scaled(ds.mT, q, scale))
+            target = dq_MQSK[some, :, here]
+            target.copy_(blocks.scaled(ds, k_MSK[some, keys], scale).view(target.shape))
+            dk_MSK[some, keys].add_(blocks.scaled(ds.mT, q, scale))
         if blocks.drop is not None:
-            dv_NSK.div_(blocks.kept)
-        grads = (dq_NPSK, dk_NSK.unsqueeze(1), dv_NSK.unsqueeze(1))
+            dv_MSK.div_(blocks.kept)
+        grads = (dq_MQSK, dk_MSK.unsqueeze(1), dv_MSK.unsqueeze(1))
         return *(_by_position(x.to(dtype), batch) for x in grads), None, None, None
 
 

@@ -14,23 +14,17 @@ from torch import Tensor
 
 
 def cached_attention(
-    q_SBHK: Tensor,
-    k_TBGK: Tensor,
-    v_TBGK: Tensor,
-    positions_SB: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, positions_SB: Tensor, *, scale: float, window: int | None = None
 ) -> Tensor:
     """o_SBHK; H is a multiple of G. `window`: how many keys a query sees, its own included."""
     S, B, H, K = q_SBHK.shape
     G = k_TBGK.shape[2]
     k, v = (x.permute(1, 2, 0, 3) for x in (k_TBGK, v_TBGK))
-    q_BGRK = q_SBHK.unflatten(2, (G, H // G)).permute(1, 2, 3, 0, 4).reshape(B, G, H // G * S, K)
+    q = q_SBHK.unflatten(2, (G, H // G)).permute(1, 2, 3, 0, 4).reshape(B, G, H // G * S, K)  # rows are (head, query)
     places_T, positions_BS1 = torch.arange(k.shape[2], device=q_SBHK.device), positions_SB.T.unsqueeze(-1)
     seen_BST = places_T <= positions_BS1
     if window is not None:
         seen_BST &= places_T > positions_BS1 - window
-    seen = seen_BST.repeat(1, H // G, 1).unsqueeze(1)  # rows are (head, query)
-    o_BGRK = F.scaled_dot_product_attention(q_BGRK, k, v, attn_mask=seen, scale=scale)
-    return o_BGRK.unflatten(2, (H // G, S)).permute(3, 0, 1, 2, 4).flatten(2, 3)
+    seen = seen_BST.repeat(1, H // G, 1).unsqueeze(1)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    return o.unflatten(2, (H // G, S)).permute(3, 0, 1, 2, 4).flatten(2, 3)

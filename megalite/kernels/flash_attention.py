@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dispatch import ceil_div, interpreted, kernel, power_of_two
 from megalite.kernels.dropout import as_int32, chain
 
@@ -282,13 +283,9 @@ def flash_attention(
     scale: float,
     window: int | None = None,
     first_BS: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_key: int = 0,
-    sample_ids_B: Tensor | None = None,
-    head_offset: int = 0,
+    drop: Drop | None = None,
 ) -> Tensor:
     """o_SBHK. `window`: how many keys a query sees, itself included. first_BS: int64, of each position the first one of
-    its document. Head size up to 128, bf16, fp16 or fp32. The last four: as in kernels/attention.py; sample_ids_B is
-    needed where dropout_p > 0."""
-    drop = (dropout_p, dropout_key, sample_ids_B, head_offset)
-    return _Attention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, first_BS, *drop)  # type: ignore[return-value]
+    its document. Head size up to 128, bf16, fp16 or fp32."""
+    given = (0.0, 0, None, 0) if drop is None else (drop.p, drop.key, drop.sample_ids_B, drop.head_offset)
+    return _Attention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, first_BS, *given)  # type: ignore[return-value]

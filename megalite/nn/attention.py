@@ -17,6 +17,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megalite.kernels.attention import Documents, attention
+from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dropout import fold
 from megalite.kernels.rope import apply_rope, pairs_to_halves
 from megalite.nn.embedding import SITE_ATTENTION
@@ -119,22 +120,12 @@ class Attention(nn.Module):
                 size = 2 * where.rope[0].shape[-1]
                 q_SBhK, k_SBgK = pairs_to_halves(q_SBhK, size), pairs_to_halves(k_SBgK, size)
             q_SBhK, k_SBgK = self.rotate(q_SBhK, k_SBgK, *where.rope)
-        dropout_p = self.shape.dropout_p if self.training else 0.0
-
-        def core(q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor) -> Tensor:
-            return self.attend(
-                q_SBhK,
-                k_SBgK,
-                v_SBgK,
-                scale=1.0 / math.sqrt(K),
-                dropout_p=dropout_p,
-                dropout_key=fold(self.seed, where.step, self.layer, SITE_ATTENTION) if dropout_p else None,
-                sample_ids_B=where.sample_ids_B,
-                head_offset=self.tp.rank * q_SBhK.shape[2],
-                documents=where.documents,
-                window=self.shape.window,
-            )
-
+        drop = None
+        if self.shape.dropout_p and self.training:
+            key = fold(self.seed, where.step, self.layer, SITE_ATTENTION)
+            drop = Drop(self.shape.dropout_p, key, where.sample_ids_B, self.tp.rank * q_SBhK.shape[2])
+        scale, window = 1.0 / math.sqrt(K), self.shape.window
+        core = partial(self.attend, scale=scale, drop=drop, documents=where.documents, window=window)
         again = self.again and self.training
         o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK) if again else core(q_SBhK, k_SBgK, v_SBgK)
         return add_bias(linear_scatter(o_SBhK.flatten(-2), self.out, self.tp), self.out_bias)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from megalite.config.options import Config, OptimConfig, padded_vocab_size
 from megalite.models.flops import head_flops, layer_flops, stage_saved
-from megalite.optim.buffer import lay_out_chunks, main_dtype
+from megalite.optim.buffer import lay_out_chunks
+from megalite.optim.flat_storage import main_dtype
 from megalite.parallel.mesh import PLANNED, Axis, Mesh, rank_grid
 from megalite.parallel.spec import ParamSpec
 from megalite.pipeline.schedule import group_sizes, plan

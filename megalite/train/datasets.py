@@ -16,7 +16,8 @@ from megalite.data.samples.ledger import Ledger
 from megalite.data.samples.mock import MockDataset
 from megalite.data.samples.source import Dataset
 from megalite.data.samples.validation_sets import bytes_per_token, parse_named_sets, sets_of_each
-from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's

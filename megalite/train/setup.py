@@ -15,7 +15,7 @@ from megalite.config.check import check
 from megalite.config.options import Config, padded_vocab_size
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.stage_layers import given_stages
-from megalite.data.samples.batches import Batches, Prefetcher, Unread
+from megalite.data.samples.batches import Batches, Borders, Prefetcher, Unread
 from megalite.data.samples.source import Dataset
 from megalite.models.compiled import Backend, compile_blocks
 from megalite.models.flops import How, head_flops, layer_flops
@@ -253,15 +253,12 @@ def build_run(
     def batches(dataset: Dataset, ignored_label: int | None, micro_batch_size: int) -> Batches:
         return Batches(
             dataset if reads else Unread(m.seq_length),
-            m.seq_length,
             micro_batch_size,
             mesh.dp.rank,
             mesh.dp.size,
             sources.vocab_size,
-            eod=sources.eod,
-            eod_mask_loss=d.eod_mask_loss,
-            documents=d.reset_position_ids or d.reset_attention_mask,
-            ignored_label=ignored_label,
+            Borders(sources.eod, d.eod_mask_loss, d.reset_position_ids or d.reset_attention_mask),
+            ignored_label,
         )
 
     def loader(

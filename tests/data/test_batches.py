@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_writer import IndexedWriter
-from megalite.data.samples.batches import Batches, MicroBatch, Prefetcher, Unread
+from megalite.data.samples.batches import Batches, Borders, MicroBatch, Prefetcher, Unread
 from megalite.data.samples.blend import build_blend
 from megalite.data.samples.mock import MockDataset
 
@@ -20,7 +20,7 @@ S, V = 6, 40
 
 
 def batches(dp_rank: int = 0, dp_size: int = 1, micro: int = 2, **options: object) -> Batches:
-    return Batches(MockDataset(V, S, 1), S, micro, dp_rank, dp_size, V, **options)  # type: ignore[arg-type]
+    return Batches(MockDataset(V, S, 1), micro, dp_rank, dp_size, V, Borders(**options))  # type: ignore[arg-type]
 
 
 def in_order(parts: list[list[MicroBatch]]) -> tuple[list[int], NDArray[np.int64]]:
@@ -54,12 +54,12 @@ def test_batch_size_that_does_not_divide_is_refused() -> None:
 def test_loss_after_end_of_document_is_masked() -> None:
     plain = batches().at(0, 4)[0]
     eod = int(plain.tokens[0, 2])
-    masked = batches(eod=eod, eod_mask_loss=True).at(0, 4)[0]
+    masked = batches(eod=eod, mask_loss=True).at(0, 4)[0]
     assert masked.loss_mask is not None and masked.loss_mask.dtype == np.float32
     assert np.array_equal(masked.loss_mask, (plain.tokens[:, :-1] != eod).astype(np.float32))
     assert masked.loss_mask[0, 2] == 0
     with pytest.raises(ValueError, match="need the id of the end-of-document token"):
-        batches(eod_mask_loss=True)
+        batches(mask_loss=True)
 
 
 def test_where_documents_begin() -> None:
@@ -83,7 +83,7 @@ class Packed(MockDataset):
 
 
 def test_pieces_of_a_packed_sample_are_documents_and_padding_does_not_count() -> None:
-    micro = Batches(Packed(V, S, 1), S, 2, 0, 1, V, eod=0, documents=True).at(0, 2)[0]
+    micro = Batches(Packed(V, S, 1), 2, 0, 1, V, Borders(eod=0, documents=True)).at(0, 2)[0]
     assert micro.loss_mask is not None and micro.first is not None
     assert micro.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [1] * S]  # labels: one ahead
     assert micro.first.tolist() == [[0, 0, 0, 3, 3, 5], [0] * S]
@@ -91,7 +91,7 @@ def test_pieces_of_a_packed_sample_are_documents_and_padding_does_not_count() ->
 
 
 def test_a_rank_that_needs_no_tokens_reads_none_but_has_the_ids() -> None:
-    micro = Batches(Unread(S), S, 2, 1, 2, V).at(8, 4)[0]
+    micro = Batches(Unread(S), 2, 1, 2, V).at(8, 4)[0]
     assert micro.sample_ids.tolist() == [10, 11] and micro.tokens.shape == (2, S + 1)
 
 
@@ -103,7 +103,7 @@ def test_ids_beyond_the_vocabulary_name_file_and_document(tmp_path: Path, bad: i
         writer.finish()
     train = build_blend([str(tmp_path / "a")], S, 1, "train")
     with pytest.raises(DataError, match=rf"a.bin, document 2, token 2: token id {bad} is outside the vocabulary 0..39"):
-        Batches(train, S, 4, 0, 1, V).at(0, 4)
+        Batches(train, 4, 0, 1, V).at(0, 4)
 
 
 def same(a: list[MicroBatch], b: list[MicroBatch]) -> bool:
@@ -131,7 +131,7 @@ class Slow(MockDataset):
 
 
 def test_prefetcher_reads_while_the_caller_computes_and_passes_errors_on() -> None:
-    slow = Batches(Slow(V, S, 1), S, 2, 0, 1, V)
+    slow = Batches(Slow(V, S, 1), 2, 0, 1, V)
     prefetcher = Prefetcher(slow, lambda micro: micro, size_at=lambda consumed: 2 if consumed < 4 else 4)
     try:
         _, first = prefetcher.get(0, 2)

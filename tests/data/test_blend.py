@@ -76,7 +76,7 @@ def test_blend_gives_the_sources_samples() -> None:
         assert mixed.order.counts(n) == np.bincount(source[:n], minlength=2).tolist()
     rows = mixed.samples(np.arange(40))
     for i in range(40):
-        assert np.array_equal(rows[i], (a, b)[source[i]].sample(int(number[i])))
+        assert np.array_equal(rows[i], (a, b)[source[i]].samples(np.array([int(number[i])]))[0])
         assert mixed.where(i, 3) == f"mock sample {number[i]}, token 3"
     assert (source == 0).sum() == 10
 

@@ -23,7 +23,8 @@ from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.files.merge import document_blocks, expand_prefixes, merge
 from megalite.data.files.sidecar import make_info, read_info
 from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.train.datasets import open_sources
 from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
 

@@ -98,10 +98,12 @@ def test_other_data_seed_or_split_has_other_files(tmp_path: Path) -> None:
     for step in range(4):
         if step == 2:
             prefix = write(tmp_path / "a", 51)  # the same name, other documents
-        dataset(prefix, directory, seed=2 if step == 1 else 1).sample(0)
+        dataset(prefix, directory, seed=2 if step == 1 else 1).samples(np.array([0]))[0]
         if step == 3:
             data = IndexedDataset(prefix)
-            GptDataset(data, range(50), 7, 1, "train", directory).sample(0)  # the first data's lengths again
+            GptDataset(data, range(50), 7, 1, "train", directory).samples(np.array([0]))[
+                0
+            ]  # the first data's lengths again
         found = {p.name for p in directory.iterdir() if p.suffix == ".npy"}
         assert len(found - seen) == (2 if step < 3 else 0)
         seen = found

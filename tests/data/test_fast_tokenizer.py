@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from megalite.data.errors import DataError
 from megalite.data.tokenizers import fast_tokenizer
 from megalite.data.tokenizers.fast_tokenizer import NASTY, FastTokenizer, accelerate, surround
-from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.train_tokenizer import train, train_hugging_face
 
 WORDS = (" zyxwvut", " qponmlk")  # frequent in what the tokenizers are made of, and not in NASTY

@@ -296,7 +296,7 @@ def test_samples_are_pure_and_keep_their_length(plain: GptDataset) -> None:
     together = dataset.samples(np.arange(40))
     assert together.shape == (40, 33) and together.dtype == np.int64 and dataset.seq_length == 32
     for i in np.random.default_rng(0).permutation(40).tolist():
-        assert np.array_equal(FimDataset(plain, fim(0.5), 7).sample(i), together[i])
+        assert np.array_equal(FimDataset(plain, fim(0.5), 7).samples(np.array([i]))[0], together[i])
     assert not np.array_equal(together, FimDataset(plain, fim(0.5), 8).samples(np.arange(40)))
     assert np.array_equal(FimDataset(plain, fim(0), 7).samples(np.arange(40)), plain.samples(np.arange(40)))
     again = dataset.samples(np.array([5, 5 + 10**6, 5]))
@@ -313,7 +313,7 @@ def test_where_names_the_document_of_a_moved_token(plain: GptDataset) -> None:
     dataset = FimDataset(plain, fim(1), 7)
     moved = 0
     for i in range(10):
-        for position, token in enumerate(dataset.sample(i).tolist()):
+        for position, token in enumerate(dataset.samples(np.array([i]))[0].tolist()):
             text = dataset.where(i, position)
             if token in (PRE, MID, SUF):
                 assert text == f"fill-in-the-middle of sample {i}, position {position}"
@@ -326,10 +326,10 @@ def test_where_names_the_document_of_a_moved_token(plain: GptDataset) -> None:
 
 def test_feeds_batches_and_refuses_packed_data(plain: GptDataset) -> None:
     dataset = FimDataset(plain, fim(1, 0.25), 7)
-    assert Batches(dataset, 32, 2, 0, 1, 900).at(0, 4)[0].tokens.shape == (2, 33)
+    assert Batches(dataset, 2, 0, 1, 900).at(0, 4)[0].tokens.shape == (2, 33)
     assert dataset.describe(3) == plain.describe(3) + "\nfill-in-the-middle: rate 1, SPM 0.25, cut between tokens"
     packed = PackedDataset(plain._data, range(40), 32, 1, EOD)
     for one in (packed, Blend([plain, packed], [1, 1])):
         with pytest.raises(DataError, match="do not go together"):
             FimDataset(one, fim(1), 1)
-    assert FimDataset(Blend([plain, plain], [1, 1]), fim(1), 1).sample(0).shape == (33,)
+    assert FimDataset(Blend([plain, plain], [1, 1]), fim(1), 1).samples(np.array([0]))[0].shape == (33,)

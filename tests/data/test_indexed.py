@@ -445,8 +445,8 @@ def test_a_wrong_prefix_names_the_pairs_that_are_there(tmp_path: Path, monkeypat
         "data/mine": f"data/mine.idx: {no}; did you mean data/mine_text_document, data/mine_title_document?",
         "data/mnie_text_document": f"data/mnie_text_document.idx: {no}; did you mean data/mine_text_document, "
         "data/mine_title_document?",
-        "data/x": f"data/x.idx: {no}; in data there is data/mine_text_document, data/mine_title_document",
-        "many/zzzz": f"many/zzzz.idx: {no}; in many there is many/a, many/b, many/c, many/d, many/e and 2 more",
+        "data/x": f"data/x.idx: {no}; data holds data/mine_text_document, data/mine_title_document",
+        "many/zzzz": f"many/zzzz.idx: {no}; many holds many/a, many/b, many/c, many/d, many/e and 2 more",
         "empty/a": f"empty/a.idx: {no}; {makes} such files",
         "data/mine_text_document.bin": "data/mine_text_document.bin: the prefix of a pair is given without suffix; "
         "give data/mine_text_document",
@@ -455,8 +455,8 @@ def test_a_wrong_prefix_names_the_pairs_that_are_there(tmp_path: Path, monkeypat
         "data": "data: is a directory; give a prefix in it: data/mine_text_document, data/mine_title_document",
         "empty": f"empty: is a directory without token files; {makes} them",
         "text.jsonl": f"text.jsonl: is a file, not the prefix of a .bin/.idx pair; {makes} one of text",
-        "many/half": f"many/half.bin: {no}, but many/half.idx is there; a pair needs both, write it again",
-        "nowhere/a": f"nowhere/a.idx: {no}; there is no directory nowhere",
+        "many/half": f"many/half.bin: {no}, but many/half.idx exists; a pair needs both: write it again",
+        "nowhere/a": f"nowhere/a.idx: {no}; the directory nowhere does not exist",
         "other": f"other.idx: {no}; did you mean other_text_document?",
     }
     for prefix, message in said.items():

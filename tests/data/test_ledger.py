@@ -1,4 +1,4 @@
-"""What a run has seen of each source, and that it goes on with what is left when the blend changes."""
+"""What a run has seen of each source, and that it continues with what is left when the blend changes."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_kills_and_other_numbers_of_ranks_leave_the_order_as_it_was(files: tuple
             if step == steps - since_checkpoint:
                 saved = run.to_json(consumed + step * 24)
             for rank in range(dp):
-                for batch in Batches(run, 8, micro, rank, dp, 5000).at(consumed + step * 24, 24):
+                for batch in Batches(run, micro, rank, dp, 5000).at(consumed + step * 24, 24):
                     for i, row in zip(batch.sample_ids.tolist(), batch.tokens, strict=True):
                         assert seen.setdefault(i, row.tobytes()) == row.tobytes()
         if not since_checkpoint:

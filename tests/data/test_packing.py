@@ -17,7 +17,7 @@ from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end, label_mask
-from megalite.data.samples.packing import Packing, Pieces, from_arrays, pack
+from megalite.data.samples.packing import Packing, Pieces, pack
 
 PAD = 10**6
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=60)
@@ -86,40 +86,6 @@ def test_pieces_are_found_one_by_one(lengths: list[int], capacity: int) -> None:
     assert [tuple(int(a[0]) for a in pieces.find(np.array([i]))) for i in range(len(pieces))] == want
 
 
-def test_arrays_come_back_and_damage_is_refused(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(1).integers(0, 60, 500).astype(np.int32)
-    plan = pack(lengths, 17)
-    for name, array in plan.to_arrays().items():
-        np.save(tmp_path / f"{name}.npy", array)
-    mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("order", "starts")}
-    again = from_arrays(mapped, lengths, 17)
-    assert np.array_equal(again.order, plan.order) and np.array_equal(again.starts, plan.starts)
-    assert again.padding == plan.padding
-
-    def damaged(name: str, at: int, value: int) -> dict[str, np.ndarray]:
-        arrays = {key: array.copy() for key, array in plan.to_arrays().items()}
-        arrays[name][at] = value
-        return arrays
-
-    for arrays in (
-        damaged("order", 5, -1),
-        damaged("order", 5, len(plan.order)),
-        damaged("starts", 3, -4),
-        damaged("starts", 3, 2),
-        damaged("starts", -1, len(plan.order) - 1),
-        {"order": plan.order[:-1], "starts": plan.starts},
-        {"order": plan.order.astype(np.int64), "starts": plan.starts},
-        {"order": plan.order, "starts": plan.starts[:0]},
-        {"order": plan.order, "starts": np.array([0, len(plan.order)])},  # all in one bin
-    ):
-        with pytest.raises(DataError, match="the stored packing does not fit 500 documents in samples of 17"):
-            from_arrays(arrays, lengths, 17)
-    with pytest.raises(DataError, match="samples of 16: pack them again"):
-        from_arrays(plan.to_arrays(), lengths, 16)
-    empty = pack(lengths[:0], 17)
-    assert empty.num_bins == 0 and from_arrays(empty.to_arrays(), lengths[:0], 17).num_bins == 0
-
-
 def test_capacity_without_a_label_is_refused() -> None:
     with pytest.raises(DataError, match="capacity=1 tokens hold no label"):
         pack(np.array([3], np.int32), 1)
@@ -166,9 +132,9 @@ def test_epochs_differ_and_samples_are_pure(tmp_path: Path) -> None:
     bins = dataset.plan.num_bins
     index = np.arange(2 * bins)
     samples, layout = dataset.samples(index), dataset.layout(index)
-    fresh = PackedDataset(data, range(400), 64, 5, PAD, plan=dataset.plan)
+    fresh = PackedDataset(data, range(400), 64, 5, PAD)
     for i in np.random.default_rng(1).permutation(2 * bins)[:60].tolist():  # alone, in any order: the same
-        assert np.array_equal(fresh.sample(i), samples[i])
+        assert np.array_equal(fresh.samples(np.array([i]))[0], samples[i])
         assert np.array_equal(fresh.layout(np.array([i]))[0], layout[i])
     orders = {frozenset(row.tolist()): row.tolist() for row in samples[:bins]}
     for row in samples[bins:]:
@@ -199,7 +165,7 @@ def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
     data = write(tmp_path / "a", [4, 0, 23, 6, 1, 3])
     dataset = PackedDataset(data, range(1, 6), 9, 3, PAD)
     for i in range(2 * dataset.plan.num_bins):
-        for position, token in enumerate(dataset.sample(i).tolist()):
+        for position, token in enumerate(dataset.samples(np.array([i]))[0].tolist()):
             if token == PAD:
                 assert dataset.where(i, position) == f"{data.prefix}.bin, padding of sample {i}, position {position}"
                 continue
@@ -228,18 +194,15 @@ def test_cuts_of_plain_concatenation_are_as_predicted() -> None:
     assert np.mean(found) == pytest.approx(cut_end_to_end(lengths, seq_length), rel=0.02)
 
 
-def test_too_little_data_or_a_foreign_plan_is_refused(tmp_path: Path) -> None:
+def test_too_little_data_is_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "a", [1, 0, 1, 5])
     for documents in (range(0), range(3)):
         with pytest.raises(DataError, match="no document of two tokens or more among"):
             PackedDataset(data, documents, 4, 1, PAD)
-    plan = PackedDataset(data, range(4), 4, 1, PAD).plan
-    with pytest.raises(DataError, match="the packing is for 4 documents in samples of 5, not for 4 in 6: pack them"):
-        PackedDataset(data, range(4), 5, 1, PAD, plan=plan)
 
 
 def test_feeds_batches_and_blends(tmp_path: Path) -> None:
     parts = [PackedDataset(write(tmp_path / name, [7, 3, 20, 2]), range(4), 8, 1, PAD) for name in "ab"]
     mixed = Blend(parts, [1, 3])
-    tokens = np.concatenate([m.tokens for m in Batches(mixed, 8, 2, 0, 1, PAD + 1).at(0, 8)])
+    tokens = np.concatenate([m.tokens for m in Batches(mixed, 2, 0, 1, PAD + 1).at(0, 8)])
     assert tokens.shape == (8, 9) and "packed into" in mixed.describe(8)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,12 @@ from megalite.data.preprocess import workers as worker_module
 from megalite.data.preprocess.records import parse_line
 from megalite.data.preprocess.text_input import expand
 from megalite.data.preprocess.tokenize_files import preprocess
-from megalite.data.tokenizers.tokenizer import build_tokenizer
+from megalite.data.preprocess.workers import Job
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools import python_corpus, train_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
-BYTES = {"tokenizer_type": "ByteTokenizer"}
+BYTES = Job({"tokenizer_type": "ByteTokenizer"})
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -78,7 +80,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytes
     write_jsonl(tmp_path / "a.jsonl", [f"document {i} " * (i % 17) for i in range(900)])
     made = {}
     for workers in (1, 3):
-        [prefix] = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / f"w{workers}"), workers=workers, **BYTES)
+        [prefix] = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / f"w{workers}"), workers=workers, job=BYTES)
         made[workers] = [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx", ".json")]
     assert made[1] == made[3]
     assert len(IndexedDataset(prefix)) == 900 - 53
@@ -86,7 +88,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytes
 
 def test_each_key_gets_its_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"title": "ab", "text": "c"}\n{"title": "d", "text": ""}\n')
-    prefixes = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), keys=("text", "title"), **BYTES)
+    prefixes = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), replace(BYTES, keys=("text", "title")))
     assert [Path(p).name for p in prefixes] == ["o_text_document", "o_title_document"]
     assert [len(IndexedDataset(p)) for p in prefixes] == [1, 2]
 
@@ -116,7 +118,7 @@ def test_bad_line_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> Non
     line, reason = BAD_LINES[name]
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "fine"}\r\n\n' + line + b'\n{"text": "fine"}\n')
     with pytest.raises(DataError, match=reason) as caught:
-        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **BYTES)
+        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), job=BYTES)
     assert f"{tmp_path / 'in.jsonl'}:3: " in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -149,7 +151,7 @@ def test_worker_that_dies_is_an_error_and_not_a_hang(tmp_path: Path, monkeypatch
     monkeypatch.setattr(worker_module, "_work", _die)
     write_jsonl(tmp_path / "a.jsonl", ["abc"] * 50)
     with pytest.raises(DataError, match="a worker process ended with code -9; -9 means that memory ran out"):
-        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), workers=2, **BYTES)
+        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), workers=2, job=BYTES)
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -190,13 +192,13 @@ def test_full_disk_is_an_error_and_the_earlier_pair_stays(tmp_path: Path) -> Non
 def test_input_without_text_or_of_unknown_kind_is_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["", ""])
     with pytest.raises(DataError, match="holds no text"):
-        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), **BYTES)
+        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), job=BYTES)
     (tmp_path / "a.pdf").touch()
     with pytest.raises(DataError, match="a.pdf is not a .jsonl"):
         expand([str(tmp_path / "a.pdf")])
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     with pytest.raises(DataError, match="a.txt:1: .*can't decode byte 0xff in position 2"):
-        preprocess([str(tmp_path / "a.txt")], str(tmp_path / "o"), **BYTES)
+        preprocess([str(tmp_path / "a.txt")], str(tmp_path / "o"), job=BYTES)
 
 
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -205,14 +207,14 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     for size in (300, 310):
         train_tokenizer.train([str(tmp_path / "t.txt")], str(tmp_path / f"m{size}"), size, ["text"], 10**6, None, 1)
         models.append(str(tmp_path / f"m{size}.model"))
-    arguments = {"tokenizer_type": "SentencePieceTokenizer"}
-    [prefix] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "o"), tokenizer_model=models[1], **arguments)
+    jobs = [Job({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": model}, fast=True) for model in models]
+    [prefix] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "o"), jobs[1])
     check_tokenizer(prefix, build_tokenizer("Llama2Tokenizer", models[1]))  # the same model under another name
     with pytest.raises(
         DataError, match=rf"made with {models[1]} \(vocabulary 310\), but this run has {models[0]} \(300\): give"
     ):
         check_tokenizer(prefix, build_tokenizer("SentencePieceTokenizer", models[0]))
-    [small] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "s"), tokenizer_model=models[0], **arguments)
+    [small] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "s"), jobs[0])
     with pytest.raises(DataError, match=rf"made with {models[0]} \(fingerprint \w+\), but this run has {models[1]}"):
         check_tokenizer(small, build_tokenizer("SentencePieceTokenizer", models[1]))
     check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=320))  # stands for any, if it is large enough

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_every_kind_of_bad_line_is_left_out_counted_and_shown(tmp_path: Path, wo
     lines = [line for name in REASONS for line in (BAD_LINES[name][0], b'{"text": "fine"}', b"", b'{"text": ""}')]
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
     source = [str(tmp_path / "in.jsonl")]
-    [prefix] = preprocess(source, str(tmp_path / "o"), workers=workers, max_bad_fraction=0.5, **BYTES)
+    [prefix] = preprocess(source, str(tmp_path / "o"), workers=workers, max_bad_fraction=0.5, job=BYTES)
     assert len(IndexedDataset(prefix)) == len(REASONS)
     info = read_info(prefix)
     assert info and (info["records"], info["empty"]) == (3 * len(REASONS), len(REASONS))
@@ -64,7 +65,7 @@ def test_samples_are_bounded_and_counts_are_not(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)
     path = tmp_path / "a.jsonl"
     path.write_bytes((b"[" + b"x" * 999 + b'\n{"text": "y"}\n{"text": 5}\n') * 150)
-    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.7, **BYTES)
+    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.7, job=BYTES)
     raw = (tmp_path / "o.rejects.jsonl").read_bytes()
     rows = [json.loads(line)["reason"] for line in raw.splitlines()]
     assert {reason: rows.count(reason) for reason in rows} == {"not-json": 100, "not-a-string": 100}
@@ -92,7 +93,7 @@ def test_hopeless_input_is_stopped_early(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 5000)
     path = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 20_000)
     with pytest.raises(DataError, match="lines are bad .* key-missing") as caught:
-        preprocess([str(path)], str(tmp_path / "o"), keys=("content",), max_bad_fraction=0.01, **BYTES)
+        preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.01, job=replace(BYTES, keys=("content",)))
     assert int(str(caught.value).split(" of ")[1].split()[0]) < 4000
 
 
@@ -118,10 +119,10 @@ def test_judgement(tmp_path: Path, bad: int, records: int, share: float, fails: 
 def test_rejects_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n17\n')
-    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, **BYTES)
+    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, job=BYTES)
     assert (tmp_path / "o.rejects.jsonl").exists()
     path.write_bytes(b'{"text": "x"}\n')
-    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, **BYTES)
+    preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, job=BYTES)
     assert sorted(p.suffix for p in tmp_path.glob("o*")) == [".bin", ".idx", ".json"]
 
 
@@ -129,7 +130,7 @@ def test_rejects_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
 def test_fraction_outside_its_range(tmp_path: Path, fraction: float) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     with pytest.raises(DataError, match="max_bad_fraction=.* is not a fraction"):
-        preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=fraction, **BYTES)
+        preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=fraction, job=BYTES)
 
 
 def test_standard_input_and_mixed_files_and_progress(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.files.sidecar import make_info, read_info
 from megalite.data.samples.blend import Reading, build_blend
 from megalite.data.samples.gpt_dataset import GptDataset
-from megalite.data.tokenizers.tokenizer import build_tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [list(range(k * 100, k * 100 + k * 7 % 23)) for k in range(60)]
@@ -239,7 +239,7 @@ def test_lasting_faults_end_after_a_bounded_number_of_attempts(tmp_path: Path) -
     data = IndexedDataset(url, cache_path=tmp_path / "c")
     Flaky.reads, Flaky.faults = [], [ConnectionResetError("reset by peer")] * 100
     with pytest.raises(
-        DataError, match=r"a.bin: reading bytes 0..63 failed 6 times, at last with ConnectionResetError: rese"
+        DataError, match=r"a.bin: reading bytes 0..63 failed 6 times, the last time with ConnectionResetError: rese"
     ):
         data.tokens[0:3]
     assert len(Flaky.reads) == remote.ATTEMPTS
@@ -280,7 +280,7 @@ def test_cache_stays_within_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     url, cache = write(tmp_path / "a"), tmp_path / "c"
     limit = (tmp_path / "a.idx").stat().st_size + 5 * 68
     data = IndexedDataset(url, cache_path=cache, cache_bytes=limit)
-    assert "most will be fetched anew, 6.4e-05 MB each" in caplog.text
+    assert "most will be fetched again, 6.4e-05 MB each" in caplog.text
     names: set[str] = set()
     for _ in range(2):
         for i in range(len(data)):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.preprocess import journal, text_input, token_run
 from megalite.data.preprocess.tokenize_files import preprocess
+from megalite.data.preprocess.workers import Job
 
 ROOT = Path(__file__).resolve().parents[2]
-BYTES = {"tokenizer_type": "ByteTokenizer"}
-SETTINGS: dict[str, Any] = {"append_eod": True, "max_bad_fraction": 0.5, **BYTES}
+BYTES = Job({"tokenizer_type": "ByteTokenizer"})
+SETTINGS: dict[str, Any] = {"job": replace(BYTES, append_eod=True), "max_bad_fraction": 0.5}
 FILES = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt"]
 
 
@@ -146,7 +148,7 @@ def test_killed_before_every_single_step_that_lasts(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(token_run, "JOURNAL_BYTES", 700)
     lines = [json.dumps({"text": f"text {i}", "title": f"title {i}"}) for i in range(24)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "oops"]))
-    arguments: dict[str, Any] = {"keys": ("text", "title"), **SETTINGS}
+    arguments = SETTINGS | {"job": replace(SETTINGS["job"], keys=("text", "title"))}
 
     def run(prefix: Path, resume: bool = False) -> None:
         preprocess([str(tmp_path / "a.jsonl")], str(prefix), resume=resume, **arguments)
@@ -164,7 +166,7 @@ def test_killed_before_every_single_step_that_lasts(tmp_path: Path, monkeypatch:
         if status == 0:
             break
         assert status == -signal.SIGKILL
-        for key in arguments["keys"]:
+        for key in arguments["job"].keys:
             if Path(f"{prefix}_{key}_document.idx").exists() and not number % 2:
                 assert all(Path(f"{prefix}_{key}_document.{x}").exists() for x in ("bin", "json"))
                 IndexedDataset(f"{prefix}_{key}_document")
@@ -192,7 +194,7 @@ def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: 
     process.wait()
     assert entries.exists() and not looks_complete(prefix)
     plain = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert plain.returncode == 3 and "--resume goes on with it, --overwrite begins anew" in plain.stderr
+    assert plain.returncode == 3 and "continue it with --resume, or discard it with" in plain.stderr
     again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0, again.stderr
     assert "resuming after" in again.stderr and contents(prefix) == want
@@ -214,7 +216,7 @@ def test_disk_full_then_resumed(corpus: Path, want: dict[str, bytes], tmp_path: 
 
     assert in_child(run) == 9
     assert "File too large; what was done is kept in" in message.read_text()
-    assert "--resume goes on from there" in message.read_text()
+    assert "continue from there with --resume" in message.read_text()
     assert not looks_complete(prefix)
     preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
     assert contents(prefix) == want
@@ -232,7 +234,7 @@ def test_worker_that_dies_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(token_run.TokenRun, "_note", note_and_kill)
-        with pytest.raises(DataError, match="a worker process ended with code -9.*--resume goes on from there"):
+        with pytest.raises(DataError, match="a worker process ended with code -9.*continue from there with --resume"):
             preprocess(inputs(corpus), str(prefix), workers=2, **SETTINGS)
     preprocess(inputs(corpus), str(prefix), workers=2, resume=True, **SETTINGS)
     assert contents(prefix) == want
@@ -249,9 +251,15 @@ def test_what_differs_is_refused_and_nothing_is_lost(corpus: Path, want: dict[st
     stopped(corpus, prefix)
     before = contents(prefix)
     others: list[tuple[dict[str, Any], str]] = [
-        ({"tokenizer_type": "NullTokenizer", "vocab_size": 501}, "the interrupted run had tokenizer"),
-        ({"append_eod": False}, "the interrupted run had append_eod true, this one has false"),
-        ({"resume": False}, "an interrupted run was kept here: --resume goes on with it, --overwrite begins anew"),
+        (
+            {"job": Job({"tokenizer_type": "NullTokenizer", "vocab_size": 501}, append_eod=True)},
+            "the interrupted run had tokenizer",
+        ),
+        ({"job": BYTES}, "the interrupted run had append_eod true, this one has false"),
+        (
+            {"resume": False},
+            "an interrupted run was kept here: continue it with --resume, or discard it with --overwrite",
+        ),
     ]
     for other, reason in others:
         with pytest.raises(DataError, match=reason):
@@ -267,9 +275,9 @@ def test_changed_input_is_not_complete_already(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "a.jsonl"
     for text in ("first", "other"):  # as many bytes
         write_lines(path, [text])
-        [prefix] = preprocess([str(path)], str(tmp_path / "o"), resume=True, **BYTES)
+        [prefix] = preprocess([str(path)], str(tmp_path / "o"), resume=True, job=BYTES)
         assert bytes(IndexedDataset(prefix).document(0).astype("u1")).decode() == text
-        assert "nothing to resume, beginning anew" in capsys.readouterr().err
+        assert "nothing to resume, starting from the beginning" in capsys.readouterr().err
         os.utime(prefix + ".idx", (1, 1))
 
 
@@ -308,9 +316,11 @@ def test_bad_line_late_in_the_run_can_be_passed_by_resuming(tmp_path: Path) -> N
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write("[]\n")
     source, prefix = [str(tmp_path / "a.jsonl")], str(tmp_path / "o")
-    with pytest.raises(DataError, match=r"a.jsonl:2001: is not a JSON object but list; .*--resume goes on from there"):
-        preprocess(source, prefix, **BYTES)
-    [pair] = preprocess(source, prefix, resume=True, max_bad_fraction=0.01, **BYTES)
+    with pytest.raises(
+        DataError, match=r"a.jsonl:2001: is not a JSON object but list; .*continue from there with --resume"
+    ):
+        preprocess(source, prefix, job=BYTES)
+    [pair] = preprocess(source, prefix, resume=True, max_bad_fraction=0.01, job=BYTES)
     assert len(IndexedDataset(pair)) == 2000
     [row] = Path(prefix + ".rejects.jsonl").read_text().splitlines()
     assert json.loads(row)["line"] == 2001
@@ -334,7 +344,7 @@ def test_standard_input_is_fed_again(tmp_path: Path) -> None:
                 os._exit(0)
             os.close(there)
             os.dup2(here, 0)
-            work(lambda: preprocess(["-"], str(prefix), **options, **BYTES))
+            work(lambda: preprocess(["-"], str(prefix), **options, job=BYTES))
 
         return in_child(run)
 

@@ -97,7 +97,7 @@ def test_one_at_a_time_in_any_order_is_the_same(tmp_path: Path) -> None:
     together = dataset.samples(np.arange(60))
     fresh = GptDataset(data, range(4), 6, 3)
     for i in np.random.default_rng(0).permutation(60).tolist():
-        assert np.array_equal(fresh.sample(i), together[i])
+        assert np.array_equal(fresh.samples(np.array([i]))[0], together[i])
 
 
 def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
     data = write(tmp_path / "a", lengths)
     dataset = GptDataset(data, range(1, 4), 5, 3)
     for i in range(12):
-        for position, token in enumerate(dataset.sample(i).tolist()):
+        for position, token in enumerate(dataset.samples(np.array([i]))[0].tolist()):
             prefix, document, place = dataset.where(i, position).split(", ")
             assert prefix == data.prefix + ".bin"
             assert data.document(int(document.split()[1]))[int(place.split()[1])] == token
@@ -115,7 +115,7 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
     for lengths in ([], [0, 0], [3], [2, 2]):
         with pytest.raises(DataError, match="tokens in .* documents, fewer than one sample of seq_length 4"):
             GptDataset(write(tmp_path / "a", lengths), range(len(lengths)), 4, 1)
-    assert GptDataset(write(tmp_path / "a", [5]), range(1), 4, 1).sample(0).tolist() == [0, 1, 2, 3, 4]
+    assert GptDataset(write(tmp_path / "a", [5]), range(1), 4, 1).samples(np.array([0]))[0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_billions_of_samples_need_no_table() -> None:

@@ -17,7 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.fast_tokenizer import NASTY
 from megalite.data.tokenizers.tiktoken_files import ENCODINGS, PATTERNS
-from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.train_tokenizer import train
 
 TEXTS = ["hello world\n\n\tx = 1  # two  spaces\r\n", "ünïcødé 漢字 \u0000 🙂", "", "</s> <|endoftext|> 12345"]
@@ -161,7 +162,7 @@ def test_tiktoken_json_is_megatrons(directory: Path) -> None:
 BAD_RANKS = [
     ("YQ== 0\nYQ==\n", None, None, ":2: .* is not 'base64 rank'"),
     ("YQ== 0\nYg== x", None, None, ":2: .* is not 'base64 rank'"),
-    ("YQ== 0\n\nYQ== 1\n", None, None, ":3: the token b'a' is there twice"),
+    ("YQ== 0\n\nYQ== 1\n", None, None, ":3: the token b'a' is repeated"),
     ("\n", None, None, "holds no ranks"),
     ("YQ== 0\n", None, None, "does not say how text is split.*give --tiktoken-pattern"),
     ("YQ== 0\n", "gpt2", None, "byte 0x00 has no rank"),
@@ -254,7 +255,7 @@ BAD = [
     (("HuggingFaceTokenizer", "org/name"), "not downloaded|not fetched"),
     (
         ("HuggingFaceTokenizer", "garbage"),
-        "tokenizer_model=garbage is not a tokenizer.json, .*give --tokenizer-type Sent",
+        "tokenizer_model=garbage is not a tokenizer.json: .*give --tokenizer-type Sent",
     ),
     (("HuggingFaceTokenizer", "tokenizer.json"), "tokenizer_model=tokenizer.json is not a tokenizer.json: "),
     (("GPT2BPETokenizer",), "needs --vocab-file"),
@@ -286,7 +287,7 @@ def test_missing_tiktoken_is_named(directory: Path, monkeypatch: pytest.MonkeyPa
 
 def test_libraries_are_imported_only_when_needed() -> None:
     code = (
-        "import sys; from megalite.data.tokenizers.tokenizer import build_tokenizer; import megalite.data.samples.batches;"
+        "import sys; from megalite.data.tokenizers.tokenizer_types import build_tokenizer; import megalite.data.samples.batches;"
         "build_tokenizer('NullTokenizer', vocab_size=5); import megalite.data.preprocess.tokenize_files;"
         "print([m for m in ('torch', 'sentencepiece', 'tokenizers', 'tiktoken', 'gigatoken') if m in sys.modules])"
     )

@@ -20,8 +20,9 @@ import train_tokenizer  # noqa: E402
 
 from megalite.config.options import build  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
+from megalite.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json, differs, read_sentencepiece  # noqa: E402
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
 from megalite.train.export import tokenizer_files  # noqa: E402
 
 CORPUS = [

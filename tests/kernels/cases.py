@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.kernels.activation import ACTIVATIONS
 from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
+from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
 from megalite.kernels.dropout import dropout, dropout_add, dropout_add_reference
 from megalite.kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
@@ -148,11 +149,11 @@ def attended(fn: Callable[..., Tensor], window: int | None = None, dropout_p: fl
 
     def run(q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor | None = None) -> Tensor:
         documents = None if first_BS is None else Documents(spans_of(first_BS), first_BS)
-        drop: dict[str, Any] = {}
+        drop = None
         if dropout_p:
             ids_B = torch.arange(q.shape[1], device=q.device) * 1_000_003 + 2**33
-            drop = {"dropout_p": dropout_p, "dropout_key": KEY, "sample_ids_B": ids_B, "head_offset": 3}
-        return fn(q, k, v, scale=q.shape[-1] ** -0.5, window=window, documents=documents, **drop)
+            drop = Drop(dropout_p, KEY, ids_B, head_offset=3)
+        return fn(q, k, v, scale=q.shape[-1] ** -0.5, window=window, documents=documents, drop=drop)
 
     return run
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.attention import attention, attention_reference
+from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.cached_attention import cached_attention
 
 S, B, H, K = 24, 2, 2, 64
@@ -45,7 +46,7 @@ def definition(q: Tensor, k: Tensor, v: Tensor, layer: int = 1, path: str = "pla
 PATHS: dict[str, Callable[..., Tensor]] = {
     "plain": attention,
     "window": functools.partial(attention, window=WINDOW),
-    "dropout": functools.partial(attention, dropout_p=1e-12, dropout_key=3, sample_ids_B=torch.arange(B)),
+    "dropout": functools.partial(attention, drop=Drop(1e-12, 3, torch.arange(B))),
     "explicit": attention_reference,
     "generation": lambda q, k, v, scale: cached_attention(
         q, k, v, torch.arange(S).unsqueeze(1).expand(S, B), scale=scale

@@ -14,6 +14,7 @@ import torch
 from cases import OPS, results
 from compiling import compile_ops, spilled
 
+from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.layer_norm import add_layer_norm
 from megalite.kernels.rms_norm import add_rms_norm
@@ -54,8 +55,8 @@ def test_attention_fits_into_registers_and_uses_the_tensor_cores(head_size: int,
     def run() -> None:
         q, k, v = (torch.zeros(256, 2, n, head_size, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
         first_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
-        drop = {"dropout_p": dropout_p, "sample_ids_B": ids_B}
-        flash_attention(q, k, v, scale=0.1, first_BS=first_BS, **drop).sum().backward()
+        drop = Drop(dropout_p, 0, ids_B)
+        flash_attention(q, k, v, scale=0.1, first_BS=first_BS, drop=drop).sum().backward()
 
     built = compile_ops(run)
     assert len(built) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megalite.kernels.activation import ACTIVATIONS
 from megalite.kernels.attention import Documents, attention
+from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dropout import dropout, dropout_add, fold, keep_mask
 from megalite.kernels.layer_norm import layer_norm
 from megalite.kernels.rms_norm import rms_norm
@@ -158,11 +160,11 @@ def test_dropout_backward_uses_the_same_mask_and_saves_nothing() -> None:
 
 def test_attention_dropout_splits_over_heads_and_keeps_the_mean() -> None:
     q, k, v = (normal(6, 2, 4, 8, seed=i) for i in range(3))
-    args = {"scale": 0.3, "dropout_p": 0.3, "dropout_key": fold(1), "sample_ids_B": torch.tensor([3, 4])}
-    whole = attention(q, k, v, **args)
-    half = attention(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], head_offset=2, **args)
+    drop = Drop(0.3, fold(1), torch.tensor([3, 4]))
+    whole = attention(q, k, v, scale=0.3, drop=drop)
+    half = attention(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], scale=0.3, drop=replace(drop, head_offset=2))
     torch.testing.assert_close(half, whole[:, :, 2:], rtol=1e-12, atol=1e-12)
-    many = torch.stack([attention(q, k, v, **{**args, "dropout_key": fold(i)}) for i in range(400)]).mean(0)
+    many = torch.stack([attention(q, k, v, scale=0.3, drop=replace(drop, key=fold(i))) for i in range(400)]).mean(0)
     assert (many - attention(q, k, v, scale=0.3)).abs().max() < 0.5
 
 
@@ -204,8 +206,7 @@ def test_documents_of_one_sequence_do_not_see_each_other() -> None:
     weight = normal(*q.shape, seed=9)
     grads = [torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (got, want)]
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
-    ids = torch.arange(2)
-    dropped = attention(q, k, v, **args, dropout_p=1e-9, dropout_key=fold(1), sample_ids_B=ids)  # the explicit scores
+    dropped = attention(q, k, v, **args, drop=Drop(1e-9, fold(1), torch.arange(2)))
     torch.testing.assert_close(dropped, want, rtol=1e-6, atol=1e-6)
 
 

@@ -117,7 +117,7 @@ def _gathers_left() -> int:
     train_step(run)
     ids_SB = torch.zeros(16, 2, dtype=torch.int64)
     run.pipeline.stages[0](None, Batch(ids_SB, ids_SB, None, torch.arange(2), step=1))
-    left = len(run.buffer._gathering) + len(run.buffer._to_gather)
+    left = len(run.buffer.param_gather._gathering) + len(run.buffer.param_gather._to_gather)
     run.close()
     return left
 

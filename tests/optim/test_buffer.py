@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from megalite.optim import buffer as buffer_module
+from megalite.optim import param_gather
 from megalite.optim.buffer import ParamBuffer
 from megalite.optim.rule import Update
 from megalite.optim.zero1 import Zero1
@@ -119,20 +120,20 @@ def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, T
     assert (mesh.dp.shared is not None) == shared
     model, moved = Scale("a", dtype=torch.bfloat16), []
     buffer = ParamBuffer([model], mesh, shard=shard, reduce_in_bf16=reduce_in_bf16)
-    real = buffer_module.dist.all_reduce
+    real = dist.all_reduce
 
     def spy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         moved.append(x.numel() * x.element_size())
         return real(x, *args, **kwargs)
 
-    buffer_module.dist.all_reduce = spy
+    dist.all_reduce = spy
     inputs = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(mesh.dp.rank)).bfloat16()
     for i in range(3):
         if i == 2:
             buffer.on_last_backward(0)
         model(inputs[i]).sum().backward()
     buffer.finish()
-    buffer_module.dist.all_reduce = real
+    dist.all_reduce = real
     return buffer.owned_grad(buffer.layout.buckets[0]).clone(), inputs.float().sum(0), [n for n in moved if n > 64]
 
 
@@ -161,7 +162,7 @@ def _early(overlap: bool) -> tuple[list[int], int]:
     mesh, seen, counts = _mesh(), [], []
     model = nn.Sequential(Scale("a"), Scale("b"), Scale("c"))
     buffer = ParamBuffer([model], mesh, bucket_size=1, overlap_grad_reduce=overlap)
-    _spy(buffer_module.dist, "all_reduce", seen)
+    _spy(dist, "all_reduce", seen)
     model(torch.ones(SIZE)).sum().backward()
     counts.append(len(seen))
     buffer.on_last_backward(0)
@@ -205,7 +206,7 @@ class Half:
 
 def _late_weights(dtype: torch.dtype, overlap: bool, training: bool) -> tuple[float, float, bool]:
     mesh = _mesh()
-    buffer_module.start_all_gather_into = _Late  # type: ignore[assignment]
+    param_gather.start_all_gather_into = _Late  # type: ignore[assignment]
     model = nn.Sequential(Scale("a", 4.0, dtype), Scale("b", 6.0, dtype)).train(training)
     buffer = ParamBuffer([model], mesh, bucket_size=1, overlap_param_gather=overlap)
     optimizer = Zero1(buffer, Half())
@@ -238,7 +239,7 @@ def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, lis
     model = nn.Sequential(Scale("whole"), Scale("extra", **facts))
     buffer = ParamBuffer([model], mesh, shard=shard)
     seen: list[tuple[Any, int]] = []
-    _spy(buffer_module.dist, "all_reduce", seen)  # the same module as comm's
+    _spy(dist, "all_reduce", seen)
     buffer.on_last_backward(0)
     (model(torch.ones(SIZE)).sum() * (mesh.world.rank + 1)).backward()
     buffer.finish()

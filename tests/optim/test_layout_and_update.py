@@ -100,10 +100,9 @@ def _counted(micro_batches: int, shard: bool) -> tuple[dict[str, int], int]:
 
         setattr(module, name, call)
 
-    from megalite.optim import buffer as module
     from megalite.parallel import comm
 
-    spy(module.dist, "all_reduce")
+    spy(comm.dist, "all_reduce")
     spy(comm, "all_gather_flat")
     model = _module(torch.float32)
     buffer = ParamBuffer([model], mesh, bucket_size=20, shard=shard)

@@ -13,7 +13,7 @@ from train_cases import SMALL, TP2_PP2
 
 from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.files.sidecar import make_info
-from megalite.data.tokenizers.tokenizer import build_tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", "--vocab-size", "94"]

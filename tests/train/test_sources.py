@@ -12,6 +12,7 @@ from megalite.config import cli
 from megalite.config.options import Config
 from megalite.data.errors import DataError
 from megalite.data.preprocess.tokenize_files import preprocess
+from megalite.data.preprocess.workers import Job
 from megalite.models.families import PRESETS
 from megalite.train.datasets import Sources, open_sources
 
@@ -35,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines), encoding="utf-8")
     files = {"vocab_file": str(out / "vocab.json"), "merge_file": str(out / "merges.txt")}
     preprocess(
-        [str(out / "text.jsonl")], str(out / "mine"), tokenizer_type="GPT2BPETokenizer", append_eod=True, **files
+        [str(out / "text.jsonl")],
+        str(out / "mine"),
+        Job({"tokenizer_type": "GPT2BPETokenizer", **files}, append_eod=True),
     )
     return out
 

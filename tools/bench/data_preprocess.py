@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         path.write_bytes(b"".join(lines))
         long = directory / "long.jsonl"
         long.write_bytes(b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines * args.times))
-        job = Job(("text",), False, arguments)
+        job = Job(arguments)
         out = str(directory / "out")
         rows = ("library", "preprocess", "first result", "by gigatoken")
         took: dict[str, list[tuple[float, float]]] = {row: [] for row in rows}
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
             took["library"].append(seconds(lambda: encode(texts)))
             for row, fast, source in (("preprocess", False, path), ("by gigatoken", True, long)):
                 once = seconds(
-                    lambda: preprocess([str(source)], out, workers=args.workers, gigatoken=fast, **arguments)  # noqa: B023
+                    lambda: preprocess([str(source)], out, Job(arguments, fast=fast), workers=args.workers)  # noqa: B023
                 )
                 took[row].append(once)
             took["first result"].append(seconds(lambda: first_result(path, job, args.workers)))

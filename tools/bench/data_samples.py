@@ -125,7 +125,7 @@ def read_batches(prefix: str, kind: str, size: int) -> float:
     """Tokens per second, the files being in memory; every call asks for other samples."""
     data = IndexedDataset(prefix, mmap_bin_files=kind != "read")
     dataset = GptDataset(data, range(len(data)), SEQ_LENGTH, 1)
-    batches = Batches(dataset, SEQ_LENGTH, size, 0, 1, 1 << 16)
+    batches = Batches(dataset, size, 0, 1, 1 << 16)
     for a in range(0, data.num_tokens, 1 << 20):  # from disk into memory
         data.tokens[a : a + (1 << 20)].max(initial=0)
     times = []

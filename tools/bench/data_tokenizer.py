@@ -25,7 +25,8 @@ from typing import Any
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate
 from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
-from megalite.data.tokenizers.tokenizer import TYPES, SentencePieceTokenizer, Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
+from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer
 
 BATCH_BYTES = 1_000_000
 

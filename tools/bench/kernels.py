@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that compile a sweep's tiles first")
     parser.add_argument("--seconds", type=float, help="begin no measurement after this time")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, after each one")
-    parser.add_argument("--list", action="store_true", help="say what would be measured")
+    parser.add_argument("--list", action="store_true", help="list what would be measured")
     parser.add_argument("--build", help=argparse.SUPPRESS)  # I/N: what --jobs starts
     args = parser.parse_args(argv)
     wanted = args.only.split(",") if args.only else None

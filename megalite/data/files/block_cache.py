@@ -16,7 +16,6 @@ import logging
 import mmap
 import os
 import struct
-import tempfile
 import threading
 import time
 import zlib
@@ -27,6 +26,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megalite.data.locks import appearing
 
 log = logging.getLogger(__name__)
 
@@ -139,17 +140,12 @@ class Blocks:
             self._store(number, part)
 
     def _store(self, number: int, part: bytes) -> None:
-        temporary = ""
         try:
-            handle, temporary = tempfile.mkstemp(dir=self._directory, suffix=".partial")
-            with os.fdopen(handle, "wb") as file:
+            with appearing(self._path(number)) as file:
                 file.write(part)
                 file.write(CRC.pack(zlib.crc32(part)))
-            os.replace(temporary, self._path(number))
             self._stored += 1
         except OSError as error:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
             if not self._told_full:
                 self._told_full = True
                 log.warning("%s: blocks cannot be stored (%s); they are fetched each time", self._directory, error)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from megalite.data.errors import DataError
 from megalite.data.files.index_rules import CHUNK
 from megalite.data.files.indexed import CODES, HEADER, MAGIC, VERSION
+from megalite.data.locks import open_locked, sync_directory
 
 
 class IndexedWriter:
@@ -25,7 +25,7 @@ class IndexedWriter:
     documents. The former is locked: two writers of one prefix cannot mix. `finish` removes an old index first and
     renames the new one last: a visible .idx always has its own .bin (and .json) beside it.
 
-    A writer that was left with `keep` or killed is taken up with resume_at = (documents, tokens), as `sync` returned
+    A writer that was left with `keep` or killed is continued with resume_at = (documents, tokens), as `sync` returned
     them; what came later is cut off. That works at any moment up to the end of `finish`.
     """
 
@@ -53,7 +53,7 @@ class IndexedWriter:
             sizes = ((self._file, self.num_tokens * self.dtype.itemsize), (self._lengths, 4 * self.num_documents))
             for file, size in sizes:
                 if os.fstat(file.fileno()).st_size < size:
-                    raise DataError(f"{file.name}: shorter than the {size} bytes written before; begin anew")
+                    raise DataError(f"{file.name}: shorter than the {size} bytes written before; start over")
             for file, size in sizes:
                 file.truncate(size)
         except BaseException:
@@ -156,29 +156,6 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()  # does nothing after finish()
-
-
-def open_locked(path: Path) -> BinaryIO:
-    """The file, to append to (nothing is cut yet), held by this process alone until it is closed."""
-    while True:
-        file = open(path, "ab")  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.close()
-            raise DataError(f"{path}: another process is writing it ({error.strerror})") from error
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
-        file.close()  # its last owner renamed or removed it between opening and locking
-
-
-def sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sync(file: Any) -> None:

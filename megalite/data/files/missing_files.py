@@ -1,4 +1,4 @@
-"""Files of the options that are not there, and those that may have been meant. Pure but for looking."""
+"""Files of the options that do not exist, and those that may have been meant. Pure but for looking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def absent(data: DataConfig) -> list[str]:
         for word in paths or ():
             _, named, rest = word.partition("=")  # of NAME=PREFIX, or NAME= and the prefix behind it
             prefix = rest if named and not _is_pair(word) else word
-            if prefix and "://" not in prefix and not _is_number(prefix) and not _is_pair(prefix):
+            if prefix and "://" not in prefix and not is_number(prefix) and not _is_pair(prefix):
                 lines.append(missing(prefix))
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(data, name)
@@ -29,7 +29,7 @@ def absent(data: DataConfig) -> list[str]:
 
 
 def missing(prefix: str) -> str:
-    """What is wrong with `prefix`, of which a file is not there, and what to give instead."""
+    """What is wrong with `prefix`, of which a file does not exist, and what to give instead."""
     reason = os.strerror(errno.ENOENT)
     stem = prefix.removesuffix(".bin").removesuffix(".idx")
     if stem != prefix and _is_pair(stem):
@@ -46,20 +46,20 @@ def missing(prefix: str) -> str:
     there = [suffix for suffix in (".bin", ".idx") if Path(prefix + suffix).is_file()]
     if len(there) == 1:
         lost = ".idx" if there == [".bin"] else ".bin"
-        return f"{prefix}{lost}: {reason}, but {prefix}{there[0]} is there; a pair needs both, write it again"
+        return f"{prefix}{lost}: {reason}, but {prefix}{there[0]} exists; a pair needs both: write it again"
     folder = Path(prefix).parent
     if not folder.is_dir():
-        return f"{prefix}.idx: {reason}; there is no directory {folder}"
+        return f"{prefix}.idx: {reason}; the directory {folder} does not exist"
     begun, others = _pairs(folder, Path(stem).name), _pairs(folder, "")
     near = difflib.get_close_matches(Path(stem).name, [Path(other).name for other in others], n=MOST)
     if begun or near:
         return f"{prefix}.idx: {reason}; did you mean {_list(begun or [str(folder / name) for name in near])}?"
     return f"{prefix}.idx: {reason}; " + (
-        f"in {folder} there is {_list(others)}" if others else "tools/preprocess_data.py makes such files"
+        f"{folder} holds {_list(others)}" if others else "tools/preprocess_data.py makes such files"
     )
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
     try:
         float(text)
         return True

@@ -17,7 +17,6 @@ import logging
 import os
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.files.block_cache import BLOCK, FETCHES, INDEX, Blocks, contents
-from megalite.data.samples.epoch_cache import locked
+from megalite.data.locks import appearing, locked
 
 log = logging.getLogger(__name__)
 
@@ -112,13 +111,13 @@ class UrlFile:
             except Exception as error:  # the packages of the protocols raise kinds of their own
                 last = error
         raise DataError(
-            f"{self.url}: {what} failed {ATTEMPTS} times, at last with {type(last).__name__}: {last}; check the "
+            f"{self.url}: {what} failed {ATTEMPTS} times, the last time with {type(last).__name__}: {last}; check the "
             "network and the credentials, then start again: what was fetched is kept"
         ) from last
 
 
 def read_whole(url: str, limit: int) -> bytes | None:
-    """A small file, its first `limit` bytes at most; None when there is none."""
+    """A small file, its first `limit` bytes at most; None when it does not exist."""
     try:
         source = UrlFile(url)
     except DataError as error:
@@ -152,7 +151,7 @@ class RemotePair:
         if total > cache_bytes:
             log.warning(
                 f"{prefix}: has {total / 1e9:.3g} GB, but the cache at {root} holds {cache_bytes / 1e9:.3g} GB: "
-                f"documents are read in random order, so most will be fetched anew, {BLOCK / 1e6:.3g} MB each; copy "
+                f"documents are read in random order, so most will be fetched again, {BLOCK / 1e6:.3g} MB each; copy "
                 "the data to the nodes, or give a larger disk"
             )
 
@@ -182,18 +181,12 @@ class RemotePair:
 
     def _download(self, path: Path) -> None:
         source = self._index
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as file, ThreadPoolExecutor(FETCHES) as pool:
-                for group in range(0, source.size, GROUP * BLOCK):
-                    starts = range(group, min(group + GROUP * BLOCK, source.size), BLOCK)
-                    for part in pool.map(lambda start: source.fetch(start, min(start + BLOCK, source.size)), starts):
-                        file.write(part)
+        with appearing(path) as file, ThreadPoolExecutor(FETCHES) as pool:
+            for group in range(0, source.size, GROUP * BLOCK):
+                starts = range(group, min(group + GROUP * BLOCK, source.size), BLOCK)
+                for part in pool.map(lambda start: source.fetch(start, min(start + BLOCK, source.size)), starts):
+                    file.write(part)
             source.confirm()
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
 
     def tokens(self, dtype: np.dtype[Any]) -> RemoteTokens:
         blocks = Blocks(self._directory, self.size, self._limit, self._bin.fetch, self._bin.confirm)

@@ -34,7 +34,7 @@ def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequen
 
 
 def read_info(prefix: str | Path) -> dict[str, Any] | None:
-    """The contents of prefix.json, None when there is none."""
+    """The contents of prefix.json, None when it does not exist."""
     path = f"{prefix}.json"
     if "://" in path:
         from megalite.data.files.remote import read_whole

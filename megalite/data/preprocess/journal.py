@@ -1,7 +1,7 @@
 """How far an interrupted run had come: one line per entry, each written after the data it vouches for is on disk.
 
 crc32 of the rest, 8 hex digits | JSON
-line 1: what the run is (tokenizer, inputs, keys): a run that differs cannot go on from it
+line 1: what the run is (tokenizer, inputs, keys): a run that differs cannot continue from it
 others: one `Tally` each; the last whole one counts, a line cut by the end of power does not
 """
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megalite.data.errors import DataError
-from megalite.data.files.indexed_writer import open_locked, sync_directory
+from megalite.data.locks import open_locked, sync_directory
 from megalite.data.preprocess.text_input import Position
 
 
 @dataclass
 class Tally:
-    """Everything that a run knows after a block; with the partial files it is all that going on needs."""
+    """Everything that a run knows after a block; with the partial files it is all that continuing needs."""
 
     position: Position = field(default_factory=Position)
     documents: list[int] = field(default_factory=list)  # per key
@@ -47,7 +47,8 @@ class Journal:
             if len(found) > 1 and not overwrite:
                 if not resume:
                     raise DataError(
-                        f"{path}: an interrupted run was kept here: --resume goes on with it, --overwrite begins anew"
+                        f"{path}: an interrupted run was kept here: continue it with --resume, or discard it with "
+                        "--overwrite"
                     )
                 self._compare(found[0], header)
                 self.last = _progress(path, found[-1])
@@ -66,7 +67,7 @@ class Journal:
                 was, now = (json.dumps(x, ensure_ascii=False)[:500] for x in (old.get(name), new[name]))
                 raise DataError(
                     f"{self.path}: the interrupted run had {name} {was}, this one has {now}: give the same, or "
-                    "--overwrite to begin anew"
+                    "start over with --overwrite"
                 )
 
     def append(self, progress: Tally) -> None:
@@ -106,4 +107,4 @@ def _progress(path: Path, entry: dict[str, Any]) -> Tally:
     try:
         return Tally(**{**entry, "position": Position(**entry["position"])})
     except (TypeError, KeyError) as error:
-        raise DataError(f"{path}: written by another version; --overwrite begins anew") from error
+        raise DataError(f"{path}: written by another version; start over with --overwrite") from error

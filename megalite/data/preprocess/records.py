@@ -19,7 +19,7 @@ SAMPLE_BYTES = 200  # of a bad line that are kept to look at
 
 
 class BadLine(ValueError):
-    """A record without usable text. reason: a short name to count by; text: the begin of what was there."""
+    """A record without usable text. reason: a short name to count by; text: the beginning of what was there."""
 
     def __init__(self, reason: str, detail: str, raw: bytes = b""):
         super().__init__(detail)

@@ -1,7 +1,7 @@
 """Bad lines: a sample of them in `PREFIX.rejects.jsonl`, and how many a run may have.
 
-At most SAMPLES lines of each reason are written, with file, line, reason, what exactly is wrong and the begin of its
-text; the counts, which are complete, are in `Tally.bad` and in `prefix.json`.
+At most SAMPLES lines of each reason are written, with file, line, reason, what exactly is wrong and how the text
+begins; the counts, which are complete, are in `Tally.bad` and in `prefix.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Rejects:
         self._file = open(self._partial, "ab")  # noqa: SIM115, stays open until finish()
         if os.fstat(self._file.fileno()).st_size < size:
             self._file.close()
-            raise DataError(f"{self._partial}: shorter than the {size} bytes written before; begin anew")
+            raise DataError(f"{self._partial}: shorter than the {size} bytes written before; start over")
         self._file.truncate(size)
 
     def add(self, file: int, result: Result, progress: Tally) -> None:

@@ -7,7 +7,7 @@
 
 A document may have MAX_DOCUMENT_BYTES; a longer one is passed over without being held, and reported. Reading can begin
 at any position that came with a block: plain files are entered there, compressed ones and standard input are read up
-to there and compared by checksum, parquet goes on with the row. A compressed file that ends early is an error.
+to there and compared by checksum, parquet continues with the row. A compressed file that ends early is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LINES, ROWS, TOO_LONG = range(3)  # what a block holds: lines of JSON; pack_rows
 
 @dataclass(frozen=True)
 class Position:
-    """Where reading goes on. at: uncompressed bytes of the file, or rows, before here; crc: of these bytes."""
+    """Where reading continues. at: uncompressed bytes of the file, or rows, before here; crc: of these bytes."""
 
     file: int = 0
     line: int = 1
@@ -66,13 +66,13 @@ def expand(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         found = [pattern] if pattern == "-" or os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not found:
-            raise DataError(f"input={pattern} matches no file")
+            raise DataError(f"input={pattern} matches no file; check the path")
         files += [name for name in found if name not in files]
     for name in files:
         if not format_of(name) or os.path.isdir(name):
             raise DataError(
                 f"input={name} is not a .jsonl, .json (one object per line) or .txt file, one of them with .gz or .zst "
-                "behind it, a .parquet file, or - for standard input"
+                "after it, a .parquet file, or - for standard input"
             )
     return files
 
@@ -105,7 +105,7 @@ def read_blocks(
 
 
 def _chunks(name: str, at: int = 0) -> Iterator[tuple[bytes, int]]:
-    """The uncompressed contents from byte `at` of a plain file, else from the begin; and how far on disk."""
+    """The uncompressed contents from byte `at` of a plain file, else from the beginning; and how far on disk."""
     with open(0, "rb", closefd=False) if name == "-" else open(name, "rb") as raw:
         if name.endswith((".gz", ".zst")) and not os.fstat(raw.fileno()).st_size:
             raise EOFError("empty")
@@ -155,14 +155,14 @@ def _from(name: str, start: Position) -> Iterator[tuple[bytes, int]]:
     if left or crc != start.crc:
         raise DataError(
             f"{name}: the first {start.at} bytes are not those of the interrupted run: give the same input again, "
-            "or --overwrite to begin anew"
+            "or start over with --overwrite"
         )
 
 
 def _lines(name: str, start: Position) -> Iterator[TextBlock]:
     line, at, crc, disk = start.line, start.at, start.crc, 0
     ready: list[bytes] = []  # whole lines
-    tail: list[bytes] = []  # the begin of the next line
+    tail: list[bytes] = []  # the beginning of the next line
     ready_size = tail_size = dropped = 0
 
     def pass_(pieces: Sequence[bytes]) -> None:
@@ -189,7 +189,7 @@ def _lines(name: str, start: Position) -> Iterator[TextBlock]:
             end = chunk.find(b"\n") + 1 or len(chunk)
             pass_([chunk[:end]])
             dropped += end
-            if chunk[end - 1] != 10:  # the line goes on
+            if chunk[end - 1] != 10:  # the line continues
                 continue
             yield leave_out(dropped - 1)
             dropped, chunk = 0, chunk[end:]

@@ -1,4 +1,4 @@
-"""One preprocessing run: its pairs, rejects and journal, what is done so far, and how it ends or is taken up again.
+"""One preprocessing run: its pairs, rejects and journal, what is done so far, and how it ends or is continued.
 
     write    results, in order -> .bin.partial, .lengths.partial, .rejects.jsonl.partial; now and then sync + journal
     finish   the journal says complete -> pairs visible one by one -> rejects -> journal removed
@@ -17,8 +17,9 @@ from typing import Any
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import token_dtype
-from megalite.data.files.indexed_writer import IndexedWriter, sync_directory
+from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.files.sidecar import make_info, read_info
+from megalite.data.locks import sync_directory
 from megalite.data.preprocess.journal import Journal, Tally
 from megalite.data.preprocess.rejects import Rejects, judge
 from megalite.data.preprocess.text_input import MAX_DOCUMENT_BYTES, TextBlock
@@ -35,7 +36,7 @@ def tell(text: str) -> None:
 
 
 class TokenRun:
-    """files: input, in order; output_prefix: as the user gave it; max_bad: share of bad lines that is let pass."""
+    """files: input, in order; output_prefix: as the user gave it; max_bad: share of bad lines that is accepted."""
 
     def __init__(self, files: Sequence[str], output_prefix: str, job: Job, model: Tokenizer, max_bad: float):
         self.files, self.job, self.model, self.max_bad = files, job, model, max_bad
@@ -51,7 +52,7 @@ class TokenRun:
     # what the run is
 
     def _header(self) -> dict[str, Any]:
-        """What has to be the same for a run to go on where another one stopped."""
+        """What has to be the same for a run to continue where another one stopped."""
         stats = zip(self.files, self._stats, strict=True)
         return {
             "version": 1,
@@ -102,7 +103,7 @@ class TokenRun:
     # begin and end
 
     def open(self, resume: bool, overwrite: bool) -> TokenRun:
-        """Take the journal and the files; begin anew, or where an interrupted run stopped."""
+        """Take the journal and the files; start over, or where an interrupted run stopped."""
         n, dtype = len(self.prefixes), token_dtype(self.model.vocab_size)
         self._journal = Journal(self.journal_path, self._header(), resume, overwrite)
         self.resumed = self._journal.last is not None
@@ -144,7 +145,7 @@ class TokenRun:
             return ""
         if self._journal.last is None:
             return "; nothing was written under the final names"
-        return f"; what was done is kept in {self.journal_path}: --resume goes on from there"
+        return f"; what was done is kept in {self.journal_path}: continue from there with --resume"
 
     def finish(self) -> None:
         """Give all files their final names. Interrupted anywhere, it is done again by resuming."""
@@ -164,7 +165,7 @@ class TokenRun:
     # the work
 
     def write(self, results: Iterator[tuple[TextBlock, Result]], log_interval: int) -> None:
-        """Append every result, and an entry to the journal now and then; the last entry says that all is there."""
+        """Append every result, and an entry to the journal now and then; the last entry says that all is written."""
         p, meter = self.progress, Meter(self.progress, self._sizes)
         noted, noted_bytes, told = time.monotonic(), 0, p.documents[0]
         for block, result in results:

@@ -4,7 +4,7 @@
 
 The output is the same bytes for any number of workers, and whether the run was interrupted or not. Every 30
 seconds or 256 MiB of tokens all is synced and noted in PREFIX.journal; a run that is killed, or stopped by an error,
-goes on from the last note with resume=True. Nothing has its final name before all input is read.
+continues from the last note with resume=True. Nothing has its final name before all input is read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from megalite.data.errors import DataError
 from megalite.data.preprocess.records import BadLine, parse_block
@@ -21,7 +21,7 @@ from megalite.data.preprocess.text_input import expand, format_of, read_blocks
 from megalite.data.preprocess.token_run import TokenRun, tell
 from megalite.data.preprocess.workers import Job, in_process, in_workers
 from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate
-from megalite.data.tokenizers.tokenizer import build_tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 
 COMPARED = 200  # documents on which gigatoken has to make the ids of the tokenizer it stands for
 COMPARED_LENGTH = 1 << 16  # characters; longer ones would make the start slow
@@ -30,34 +30,29 @@ COMPARED_LENGTH = 1 << 16  # characters; longer ones would make the start slow
 def preprocess(
     patterns: Sequence[str],
     output_prefix: str,
+    job: Job,
     *,
-    keys: Sequence[str] = ("text",),
-    append_eod: bool = False,
     workers: int = 1,
     log_interval: int = 10_000,
     max_bad_fraction: float = 0.0,
     resume: bool = False,
     overwrite: bool = False,
-    gigatoken: bool = True,
-    **tokenizer: Any,
 ) -> list[str]:
-    """Write `{output_prefix}_{key}_document.bin/.idx/.json` for every key; returns these prefixes.
+    """Write `{output_prefix}_{key}_document.bin/.idx/.json` for every key of the job; returns these prefixes.
 
     patterns          files or globs, see `text_input`; "-" is standard input
     log_interval      documents between two lines of progress
     max_bad_fraction  of the lines that may be bad; 0: the first one ends the run. Bad ones are left out and sampled
                       into `{output_prefix}.rejects.jsonl`. Texts without tokens are left out too, but not bad
-    resume            go on with an interrupted run of the same input and tokenizer, if there is one
-    overwrite         throw an interrupted run away; without either it is an error
-    gigatoken         use this package if it is installed and makes the same ids; see `fast_tokenizer`
-    tokenizer         arguments of `build_tokenizer`
+    resume            continue an interrupted run of the same input and tokenizer, if there is one
+    overwrite         discard an interrupted run; without either it is an error
     """
     files = expand(patterns)
-    _check(files, keys, max_bad_fraction, resume, overwrite)
-    model = build_tokenizer(**tokenizer)
-    if gigatoken:  # decided here, once, so that the output does not depend on the number of workers
-        model = accelerate(model, _first_texts(files, keys))
-    job = Job(tuple(keys), append_eod, tokenizer, isinstance(model, FastTokenizer))
+    _check(files, job.keys, max_bad_fraction, resume, overwrite)
+    model = build_tokenizer(**job.tokenizer)
+    if job.fast:  # decided here, once, so that the output does not depend on the number of workers
+        model = accelerate(model, _first_texts(files, job.keys))
+        job = replace(job, fast=isinstance(model, FastTokenizer))
     run = TokenRun(files, output_prefix, job, model, max_bad_fraction)
     if resume and not run.journal_path.exists() and run.is_complete():
         tell(f"{output_prefix}: complete already, there is nothing to resume")
@@ -67,9 +62,9 @@ def preprocess(
             if resume:
                 p = run.progress
                 done = f"resuming after {p.documents[0]} documents, {sum(p.tokens)} tokens"
-                tell(done if run.resumed else "nothing to resume, beginning anew")
+                tell(done if run.resumed else "nothing to resume, starting from the beginning")
             if not run.progress.complete:
-                blocks = read_blocks(files, keys, run.progress.position)
+                blocks = read_blocks(files, job.keys, run.progress.position)
                 if workers > 1:
                     results = in_workers(blocks, job, workers)
                 else:
@@ -88,14 +83,14 @@ def _check(files: Sequence[str], keys: Sequence[str], max_bad_fraction: float, r
     if not 0 <= max_bad_fraction < 1:
         raise DataError(f"max_bad_fraction={max_bad_fraction} is not a fraction: use 0 or more and less than 1")
     if resume and overwrite:
-        raise DataError("resume and overwrite: an interrupted run can be continued or thrown away, not both")
+        raise DataError("resume and overwrite: an interrupted run is continued or discarded; give one of them")
     if len(set(keys)) != len(keys):
         raise DataError(f"json_keys={' '.join(keys)} names a key twice; give each once")
     for name in files:
         if len(keys) > 1 and format_of(name) == "text":
             raise DataError(f"json_keys={' '.join(keys)}: {name} has one text only; give one key")
         if name != "-" and not os.access(name, os.R_OK):  # now, and not hours later when its turn comes
-            raise DataError(f"{name}: cannot be read; change its permissions or leave it out")
+            raise DataError(f"{name}: cannot be read; change its permissions or drop it from the input")
 
 
 def _first_texts(files: Sequence[str], keys: Sequence[str]) -> list[str]:

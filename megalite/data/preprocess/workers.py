@@ -5,7 +5,7 @@
 Memory is bounded: at most AHEAD blocks per worker are under way and as many wait in the queue. A worker has one block
 at a time, so that neither end ever waits in a full pipe, and gets the next one before this process looks at what it
 sent. Workers speak plain bytes over pipes, so that a worker that dies (out of memory) is one clear error, where a
-multiprocessing.Pool would wait for ever.
+multiprocessing.Pool would wait forever.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from megalite.data.files.indexed import token_dtype
 from megalite.data.preprocess.records import BadLine, parse_block
 from megalite.data.preprocess.text_input import TextBlock
 from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate, surround
-from megalite.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 
 AHEAD = 3
 SAMPLES = 100  # bad lines of one reason that are shown, of a block and of a run; all are counted
@@ -38,12 +39,12 @@ FRAME = struct.Struct("<BQ")  # kind, number of the first line
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know; plain values, so that any start method can pass it on."""
+    """What is made of each text; plain values, so that any start method can pass it on to workers."""
 
-    keys: tuple[str, ...]
-    append_eod: bool
     tokenizer: dict[str, Any]  # arguments of build_tokenizer
-    fast: bool = False  # by gigatoken, which was found to make the same ids
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    fast: bool = False  # by gigatoken, where it makes the same ids; `preprocess` decides it once, for all workers
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Result:
     text_bytes: list[int] = field(default_factory=list)  # of the texts tokenized, UTF-8, per key
     records: int = 0  # good and bad
     bad: dict[str, int] = field(default_factory=dict)  # by reason
-    samples: list[tuple[int, str, str, str]] = field(default_factory=list)  # line, reason, detail, begin of the line
+    samples: list[tuple[int, str, str, str]] = field(default_factory=list)  # line, reason, detail, how it begins
     size: int = 0  # of the block, bytes
 
 

@@ -62,36 +62,69 @@ class Unread:
         return "not read by this rank"
 
 
+@dataclass(frozen=True)
+class Borders:
+    """What is asked where one document ends and the next begins.
+
+    eod        ends a document; needed by the next two unless the samples are packed
+    mask_loss  the label after an eod does not count: what follows is an unrelated text
+    documents  tell where each token's document begins (MicroBatch.first)
+    """
+
+    eod: int | None = None
+    mask_loss: bool = False
+    documents: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.mask_loss or self.documents) and self.eod is None:
+            raise ValueError("eod_mask_loss and documents need the id of the end-of-document token (eod)")
+
+    def find(
+        self, tokens: NDArray[np.int64], layout: list[NDArray[np.int32]] | None
+    ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
+        """(loss mask, position of the first token of each token's document), each None when it is not needed."""
+        inputs = tokens[:, :-1]
+        if layout is None and not (self.mask_loss or self.documents):
+            return None, None
+        begins = np.zeros(tokens.shape, bool)  # a document begins here
+        if layout is None:
+            begins[:, 1:] = inputs == self.eod
+            counts = ~begins[:, 1:] if self.mask_loss else None
+        else:
+            for row, pieces in enumerate(layout):
+                ends = np.cumsum(pieces)
+                begins[row, ends[ends < tokens.shape[1]]] = True
+            counts = label_mask(layout, inputs.shape[1])
+        begins[:, 0] = True
+        first = None
+        if self.documents:
+            positions = np.where(begins[:, :-1], np.arange(inputs.shape[1], dtype=np.int32), np.int32(0))
+            first = np.maximum.accumulate(positions, axis=1)
+        return None if counts is None else counts.astype(np.float32, copy=False), first
+
+
+NO_BORDERS = Borders()
+
+
 class Batches:
     """Cuts the samples of one dataset into micro-batches. Ids outside [0, vocab_size) are refused by name.
 
-    eod            ends a document; needed by the next two unless the samples are packed
-    eod_mask_loss  the label after an eod does not count: what follows is an unrelated text
-    documents      say where each token's document begins (MicroBatch.first)
     ignored_label  an id that only fills samples: it does not count as a label
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        seq_length: int,
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
         vocab_size: int,
-        eod: int | None = None,
-        eod_mask_loss: bool = False,
-        documents: bool = False,
+        borders: Borders = NO_BORDERS,
         ignored_label: int | None = None,
     ):
-        if dataset.seq_length != seq_length:
-            raise ValueError(f"seq_length={seq_length} is not the dataset's {dataset.seq_length}")
-        if (eod_mask_loss or documents) and eod is None:
-            raise ValueError("eod_mask_loss and documents need the id of the end-of-document token (eod)")
         self.dataset, self.vocab_size = dataset, vocab_size
         self._micro, self._rank, self._dp = micro_batch_size, dp_rank, dp_size
-        self._eod, self._mask, self._documents = eod, eod_mask_loss, documents
-        self._ignored = ignored_label
+        self._borders, self._ignored = borders, ignored_label
 
     def at(self, consumed: int, global_batch_size: int) -> list[MicroBatch]:
         """The micro-batches of the step that has `consumed` samples before it."""
@@ -106,7 +139,7 @@ class Batches:
         ids = ids_MB.reshape(-1)
         tokens = self.dataset.samples(ids)
         self._check(ids, tokens)
-        mask, first = self._borders(tokens, self.dataset.layout(ids))
+        mask, first = self._borders.find(tokens, self.dataset.layout(ids))
         if self._ignored is not None and (filled := tokens[:, 1:] == self._ignored).any():
             mask = np.where(filled, np.float32(0), np.float32(1) if mask is None else mask)
 
@@ -117,29 +150,6 @@ class Batches:
             MicroBatch(cut(tokens, m), ids_B, cut(mask, m), cut(first, m))  # type: ignore[arg-type]
             for m, ids_B in enumerate(ids_MB)
         ]
-
-    def _borders(
-        self, tokens: NDArray[np.int64], layout: list[NDArray[np.int32]] | None
-    ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
-        """(loss mask, position of the first token of each token's document), each None when it is not needed."""
-        inputs = tokens[:, :-1]
-        if layout is None and not (self._mask or self._documents):
-            return None, None
-        begins = np.zeros(tokens.shape, bool)  # a document begins here
-        if layout is None:
-            begins[:, 1:] = inputs == self._eod
-            counts = ~begins[:, 1:] if self._mask else None
-        else:
-            for row, pieces in enumerate(layout):
-                ends = np.cumsum(pieces)
-                begins[row, ends[ends < tokens.shape[1]]] = True
-            counts = label_mask(layout, inputs.shape[1])
-        begins[:, 0] = True
-        first = None
-        if self._documents:
-            positions = np.where(begins[:, :-1], np.arange(inputs.shape[1], dtype=np.int32), np.int32(0))
-            first = np.maximum.accumulate(positions, axis=1)
-        return None if counts is None else counts.astype(np.float32, copy=False), first
 
     def _check(self, ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:

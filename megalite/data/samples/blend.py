@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.missing_files import is_number
 from megalite.data.files.sidecar import check_tokenizer
 from megalite.data.samples.blend_order import BlendOrder
 from megalite.data.samples.gpt_dataset import GptDataset
@@ -35,9 +36,6 @@ class Blend:
             rows = np.flatnonzero(sources == k)
             out[rows] = self.datasets[k].samples(numbers[rows])
         return out
-
-    def sample(self, i: int) -> NDArray[np.int64]:
-        return self.samples(np.array([i]))[0]
 
     def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None:
         sources, numbers = self.order.at(index)
@@ -68,24 +66,15 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
     >>> parse_data_path(["0.3", "a", "0.7", "b"])
     (['a', 'b'], [0.3, 0.7])
     """
-
-    def number(text: str) -> float | None:
-        try:
-            return float(text)
-        except ValueError:
-            return None
-
-    numbers = [number(text) for text in data_path]
     if not data_path:
         raise DataError("data_path is empty; give --data-path PREFIX, or WEIGHT PREFIX pairs")
-    if numbers[0] is None:
+    if not is_number(data_path[0]):
         return list(data_path), None
-    weights = [value for value in numbers[::2] if value is not None]
-    if len(data_path) % 2 or len(weights) * 2 != len(data_path):
+    if len(data_path) % 2 or not all(is_number(text) for text in data_path[::2]):
         raise DataError(
             f"data_path={' '.join(data_path)} is not a list of WEIGHT PREFIX pairs; give each prefix a weight, or none"
         )
-    return list(data_path[1::2]), weights
+    return list(data_path[1::2]), [float(text) for text in data_path[::2]]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class BlendOrder:
             raise DataError("a blend needs at least one source")
         for weight in weights:
             if not (math.isfinite(weight) and weight > 0):
-                raise DataError(f"blend weight {weight} is not a number > 0; leave the source out instead")
+                raise DataError(f"blend weight {weight} is not a number > 0; drop the source instead")
         exact = [Fraction(str(weight)) for weight in weights]  # 0.1 means 1/10
         total = sum(exact)
         shares = [weight / total for weight in exact]

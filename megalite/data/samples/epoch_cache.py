@@ -1,8 +1,8 @@
 """Epoch orders kept on disk, so that the ranks of a node share one copy and a restart does not build it again.
 
 A file's name is a hash of everything that determines its content (the documents' lengths among it), so a cache
-never goes stale: other data has another name. Files appear whole, by rename, so what is there is read without a lock.
-Builders of the same one take turns under a lock (the others say whom they wait for), and where the file system has
+never goes stale: other data has another name. Files appear whole, by rename, so what exists is read without a lock.
+Builders of the same one take turns under a lock, and where the file system has
 no locks each builds the same bytes. What is read is checked before it is used, and built again with a warning when
 it is damaged. A directory that cannot be written is no error either: its files are used, what is missing is built in
 memory.
@@ -11,30 +11,26 @@ memory.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
-import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.data.locks import appearing, locked
 from megalite.data.samples.epochs import Epoch
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.1
-SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 2.0, 60.0
 STALE_SECONDS = 24 * 3600.0  # a partial file that nobody wrote to for so long has no writer
 
 
 def load_or_build(directory: str | Path, name: str, lengths: NDArray[Any], build: Callable[[], Epoch]) -> Epoch:
-    """The epoch called `name`, from `directory` if it is there, else built and left there. `lengths` check it."""
+    """The epoch called `name`, from `directory` if it exists, else built and left there. `lengths` check it."""
     path = Path(directory) / name
     epoch = _load(path, lengths)
     if epoch is not None:
@@ -92,16 +88,9 @@ def _checked(order: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any]) -
 
 
 def _save(path: Path, array: NDArray[Any]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.save(file, array, allow_pickle=False)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with appearing(path) as file:
+        np.save(file, array, allow_pickle=False)
+        os.fchmod(file.fileno(), 0o644)
 
 
 def _sweep(path: Path, alone: bool) -> None:
@@ -111,33 +100,3 @@ def _sweep(path: Path, alone: bool) -> None:
             ours = alone and partial.name.startswith(path.name + ".")
             if ours or time.time() - partial.stat().st_mtime > STALE_SECONDS:
                 partial.unlink()
-
-
-@contextlib.contextmanager
-def locked(path: Path, what: str) -> Iterator[bool]:
-    """Hold the lock file `path`; who waits for long says for what and for whom. False: there are no locks here."""
-    with open(path, "a+") as file:
-        alone = _take(file, what)
-        if alone:
-            file.truncate(0)  # "a": what is written goes to the end
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
-        yield alone
-
-
-def _take(file: Any, what: str) -> bool:
-    begin, said = time.monotonic(), 0.0
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            waited = time.monotonic() - begin
-            if waited >= (said + SAY_EVERY_SECONDS if said else SAY_AFTER_SECONDS):
-                file.seek(0)
-                holder = file.read(200) or "another process"
-                log.warning("%s: waiting for %s, which makes it (%.0f s so far)", what, holder, waited)
-                said = waited
-            time.sleep(POLL_SECONDS)
-        except OSError:
-            return False

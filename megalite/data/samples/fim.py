@@ -11,9 +11,9 @@ are. Flags, sentinels and behaviour are those of Megatron-LM's GPTFIMDataset, bu
 here every draw is a hash of (seed, sample, position), so a sample does not depend on which others were read.
 
 Characters or tokens: at inference the prefix may end within a word, and its last token is then one that the tokenizer
-makes of half a word. Cutting between characters and encoding the three texts anew teaches that; cutting between
+makes of half a word. Cutting between characters and encoding the three texts again teaches that; cutting between
 tokens does not, but needs no tokenizer. What does not decode and encode to the same text (half a character at the
-begin of a sample) is cut between tokens in either case: no text is lost or invented.
+beginning of a sample) is cut between tokens in either case: no text is lost or invented.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Codec(Protocol):
 @dataclass(frozen=True)
 class Fim:
     """rate           share of documents that are rearranged; spm_rate: share of these that become SPM, not PSM
-    prefix .. eod  token ids; pad fills a sample that got shorter, which only encoding anew can do
+    prefix .. eod  token ids; pad fills a sample that got shorter, which only encoding again can do
     split          a token that parts a document into fragments (files of a repository), each cut by itself
     fragment_rate  share of fragments that are rearranged, in documents that `rate` chose; needed with `split`
     no_prefix      a text: what begins with it stays as it is
@@ -74,7 +74,7 @@ class Fim:
         if (self.split is None) != (self.fragment_rate is None):
             raise DataError("fim_split_sample and fim_fragment_rate go together; give both or neither")
         if self.no_prefix == "":
-            raise DataError("fim_no_prefix is empty, and every text begins with nothing; leave it out")
+            raise DataError("fim_no_prefix is empty, and every text begins with nothing; drop --fim-no-prefix")
         marks = {"prefix": self.prefix, "middle": self.middle, "suffix": self.suffix, "eod": self.eod}
         if self.split is not None:
             marks["split_sample"] = self.split
@@ -90,7 +90,7 @@ class Fim:
 def transform(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Codec | None = None) -> Part:
     """One sample [n] -> (tokens [n], source [n]): rearranged, and cut or filled to the same length.
 
-    source tells the position in the sample that each token comes from, WRITTEN for those that were written anew.
+    source tells the position in the sample that each token comes from, WRITTEN for those that were encoded again.
     """
     out, source = rearrange(tokens, key, fim, codec)
     short = max(0, len(tokens) - len(out))
@@ -111,7 +111,7 @@ def rearrange(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Codec | None
 
 
 def _spans(tokens: NDArray[np.int64], mark: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, end with the mark behind it) of the texts that `mark` parts."""
+    """(begin, end, end with the mark after it) of the texts that `mark` separates."""
     for at in (np.flatnonzero(tokens[begin:end] == mark) + begin).tolist():
         yield begin, at, at + 1
         begin = at + 1
@@ -151,7 +151,7 @@ def _text(tokens: NDArray[np.int64], begin: int, end: int, key: int, fim: Fim, c
 
 
 def _cut_characters(text: str, draws: NDArray[np.uint32], fim: Fim, codec: Codec) -> list[Part] | None:
-    """Prefix, middle and suffix encoded anew; None when their ids in a row are not the text again."""
+    """Prefix, middle and suffix encoded again; None when their ids in a row are not the text again."""
     a, b = sorted(below(draws, len(text) + 1).tolist())
     texts = text[:a], text[a:b], text[b:]
     marks = {fim.prefix, fim.middle, fim.suffix, fim.eod, fim.split}
@@ -168,7 +168,7 @@ def _cut_characters(text: str, draws: NDArray[np.uint32], fim: Fim, codec: Codec
 
 
 def _encode_within(text: str, codec: Codec) -> list[int]:
-    """The ids of text that goes on after other text: without the space that SentencePiece puts before a first word."""
+    """The ids of text that follows other text: without the space that SentencePiece puts before a first word."""
     before, both = codec.encode("\n"), codec.encode("\n" + text)
     return both[len(before) :] if both[: len(before)] == before else codec.encode(text)
 
@@ -219,9 +219,6 @@ class FimDataset:
         for row, i in enumerate(np.asarray(index).tolist()):
             out[row] = self._transform(out[row], i)[0]
         return out
-
-    def sample(self, i: int) -> NDArray[np.int64]:
-        return self.samples(np.array([i]))[0]
 
     def layout(self, index: NDArray[np.int64]) -> None:
         return None

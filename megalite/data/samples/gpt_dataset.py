@@ -118,9 +118,6 @@ class GptDataset:
         self._data.copy(begins[order], sizes[order], out.reshape(-1))
         return out
 
-    def sample(self, i: int) -> NDArray[np.int64]:
-        return self.samples(np.array([i]))[0]
-
     def _segments(
         self, number: int, offsets: NDArray[np.int64], counts: NDArray[np.int64], places: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], ...]:

@@ -1,11 +1,11 @@
-"""The token ledger: what a run has taken of each source, kept in every checkpoint, and how a run goes on from it.
+"""The token ledger: what a run has taken of each source, kept in every checkpoint, and how a run continues from it.
 
     era         a stretch of the run with one blend: from sample `begin` on, one sequence length, sources and weights
     source      named for people, known by its digest (of its documents): moved files are the same source
 
-A run that is resumed with the blend it had goes on in the same era, bit for bit. With other weights, other sources or
-another sequence length a new era begins at the present sample: each source goes on with what is left of its epoch
-(token_line.py), one that was not there before begins. The order of data within an era is a pure function of the ledger.
+A run that is resumed with the blend it had continues in the same era, bit for bit. With other weights, other sources or
+another sequence length a new era begins at the present sample: each source continues with what is left of its epoch
+(token_line.py), a new one starts at its beginning. The order of data within an era is a pure function of the ledger.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Ledger:
             for source, weight in zip(blend.datasets, blend.weights, strict=True)
         ]
         self.eras = [Era(0, blend.seq_length, blend.datasets[0].packed, tuple(shares))]
-        self._past: dict[str, Total] = {}  # totals at the begin of what `_counted` counts
+        self._past: dict[str, Total] = {}  # totals at the beginning of what `_counted` counts
         self._counted: dict[str, tuple[int, int, int]] = {}  # digest -> samples of this era; tokens, documents in them
 
     @property
@@ -129,11 +129,11 @@ class Ledger:
         eras, past_totals, totals, consumed = read(saved)
         if saved.get("seed") != self.seed:
             raise DataError(
-                f"seed={self.seed}, but the data so far came in the order of seed {saved.get('seed')}; give it"
+                f"seed={self.seed}, but the data so far came in the order of seed {saved.get('seed')}; give that one"
             )
         mine, last = self.eras[-1], eras[-1]
         if mine.packed != last.packed:
-            raise DataError("packing of documents was switched since the checkpoint; leave it as it was")
+            raise DataError("document_packing was changed since the checkpoint; set it as it was then")
         digests = [share.digest for share in mine.sources]
         same = mine.seq_length == last.seq_length and [(s.digest, s.weight) for s in mine.sources] == [
             (s.digest, s.weight) for s in last.sources
@@ -144,10 +144,10 @@ class Ledger:
             self.eras = [*past, replace(mine, begin=last.begin)]
         else:
             self.eras = [*eras, replace(mine, begin=consumed)]
-            notes.append(f"the blend changed: from sample {consumed} on each source goes on with what is left of it")
+            notes.append(f"the blend changed: from sample {consumed} on each source continues with what is left of it")
             for share in mine.sources:
                 if share.digest not in totals:
-                    notes.append(f"{share.name} is new, or its documents changed: it begins")
+                    notes.append(f"{share.name} is new, or its documents changed: it starts at its beginning")
             for digest, total in totals.items():
                 if digest not in digests:
                     notes.append(f"{total.name} is no longer used, after {total.epochs:.2f} epochs")
@@ -161,7 +161,7 @@ class Ledger:
             note = source.go_on(before[digest])
             notes += [note] if note else []
         self._past, self._counted = (past_totals if same else totals), {}
-        if same:  # go on counting documents from here, not from the begin of the era
+        if same:  # continue counting documents from here, not from the beginning of the era
             for share, taken in zip(last.sources, last.taken(consumed - last.begin), strict=True):
                 total, before_era = totals[share.digest], past_totals.get(share.digest, Total("", 0, 0, 0.0))
                 tokens, documents = total.tokens - before_era.tokens, total.documents - before_era.documents

@@ -45,9 +45,6 @@ class MockDataset:
         values = np.where(noisy, below(self._hash("noise", index_n1, t), self._modulus).astype(np.int64), values)
         return values * self._scale
 
-    def sample(self, i: int) -> NDArray[np.int64]:
-        return self.samples(np.array([i]))[0]
-
     def layout(self, index: NDArray[np.int64]) -> None:
         return None
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples.packing import CHUNK, Packing, pack
+from megalite.data.samples.packing import CHUNK, pack
 from megalite.data.samples.permutation import fold, mix32, permute
 from megalite.data.samples.source import digest_of
 
@@ -36,8 +36,7 @@ class _Rows:
 class PackedDataset:
     """The documents `documents` of one file, packed into samples of seq_length + 1 tokens, epoch after epoch.
 
-    pad   fills what no piece does; usually the end-of-document id
-    plan  a packing of these documents for capacity seq_length + 1 (see packing.from_arrays); else it is made here
+    pad  fills what no piece does; usually the end-of-document id
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class PackedDataset:
         seed: int,
         pad: int,
         split: str = "train",
-        plan: Packing | None = None,
     ):
         self.seq_length, self.name, self.pad = seq_length, data.prefix, pad
         self._data, self._documents, self._first = data, documents, 0
@@ -60,12 +58,7 @@ class PackedDataset:
                 f"{data.prefix}: the {split} split has no document of two tokens or more among {len(documents)}, so "
                 "nothing to predict: use a larger part in --split, or more data"
             )
-        self.plan = plan or pack(lengths, seq_length + 1)
-        if self.plan.pieces.capacity != seq_length + 1 or len(self.plan.pieces.lengths) != len(lengths):
-            raise DataError(
-                f"{data.prefix}: the packing is for {len(self.plan.pieces.lengths)} documents in samples of "
-                f"{self.plan.pieces.capacity}, not for {len(lengths)} in {seq_length + 1}: pack them again"
-            )
+        self.plan = pack(lengths, seq_length + 1)
         self.num_tokens = self.plan.pieces.num_tokens
         self._key = fold(seed, split)
 
@@ -84,7 +77,7 @@ class PackedDataset:
             elif samples:
                 bins = pack(self.plan.pieces.lengths, seq_length + 1).num_bins
                 self._first += -(-samples // bins) * self.plan.num_bins
-                note = f"{self.name} was packed for {seq_length} tokens before: it goes on with its next epoch"
+                note = f"{self.name} was packed for {seq_length} tokens before: it continues with its next epoch"
         return note
 
     def count(self, samples: range) -> tuple[int, int]:
@@ -108,9 +101,6 @@ class PackedDataset:
         used = np.add.reduceat(rows.length, rows.ends[:-1]) if len(index) else rows.length
         out[np.arange(self.seq_length + 1) < used[:, None]] = together
         return out
-
-    def sample(self, i: int) -> NDArray[np.int64]:
-        return self.samples(np.array([i]))[0]
 
     def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:
         """For each sample the lengths of its pieces, in order; they sum to seq_length + 1 less the padding."""

@@ -10,14 +10,13 @@ piece by piece. A bin of room r takes r // s pieces of length s and keeps r mod 
 most log2(S) times, and each length leaves one bin half done: O(S log S) group steps and a few numpy passes, whatever
 the number of documents. Piece by piece, the search for a bin would be a Python loop, or compiled code.
 
-The plan depends on the lengths and S alone: it is made once for all epochs and seeds, and can be stored.
+The plan depends on the lengths and S alone: it is made once for all epochs and seeds.
 packed_dataset.py reads samples by it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,28 +92,6 @@ class Packing:
         whole = self.num_bins * self.pieces.capacity
         repeated = len(self.pieces) - int(np.count_nonzero(self.pieces.lengths))  # the tokens that two pieces share
         return 1 - (self.pieces.num_tokens + repeated) / whole if whole else 0.0
-
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """What is to be stored; `from_arrays` takes it back, mapped or not."""
-        return {"order": self.order, "starts": self.starts}
-
-
-def from_arrays(arrays: Mapping[str, NDArray[Any]], lengths: NDArray[Any], capacity: int) -> Packing:
-    """The plan of `to_arrays`. Checks its form and a thousand bins; DataError when it is not one of these documents."""
-    pieces = Pieces(lengths, capacity)
-    order, starts = (np.asarray(arrays[name]).reshape(-1) for name in ("order", "starts"))
-    bins, total = len(starts) - 1, len(pieces)
-    kind = np.dtype(np.int32 if total < 1 << 31 else np.int64)
-    if bins >= 0 and (order.dtype, order.shape, starts.dtype) == (kind, (total,), np.dtype(np.int64)):
-        at = np.unique(np.linspace(0, bins - 1, min(bins, 1024)).astype(np.int64))
-        begin, end = starts[at], starts[at + 1]
-        if starts[0] == 0 and starts[-1] == total and ((begin >= 0) & (begin < end) & (end <= total)).all():
-            some = [order[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
-            if all(part.min() >= 0 and part.max() < total and pieces.find(part)[2].sum() <= capacity for part in some):
-                return Packing(pieces, order, starts)
-    raise DataError(
-        f"the stored packing does not fit {len(lengths)} documents in samples of {capacity}: pack them again"
-    )
 
 
 def pack(lengths: NDArray[Any], capacity: int) -> Packing:

@@ -4,7 +4,7 @@
     sample j  tokens j*S .. j*S + S of the line: S inputs, and the S labels one ahead
     index i   the samples that begin in one segment, shuffled among themselves
 
-A run that starts anew has the line of whole epochs. One that goes on with another sequence length has first what the
+A new run has the line of whole epochs. One that continues with another sequence length has first what the
 samples so far left over of their epoch, in its old order, then whole epochs. So every token is used exactly once per
 epoch whatever the changes on the way, and nothing but the numbers of samples taken must be kept: the line is computed
 again from them. Where leftovers meet, two pieces of text that did not belong together do, as at a document's border.
@@ -29,7 +29,7 @@ class Line:
     key      of the shuffles of samples
     epoch    of the first segment
     left     [n, 2] begin and end of what is left of it, ascending, in tokens of the epoch; None: all of it
-    skip     tokens at the begin of the epoch after it that are used already (the end of a sample)
+    skip     tokens at the beginning of the epoch after it that are used already (the end of a sample)
     """
 
     tokens: int

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.data.errors import DataError
+from megalite.data.files.missing_files import is_number
 from megalite.data.files.sidecar import read_info
 
 BEGINS_SET = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
@@ -69,20 +70,12 @@ def sets_of_each(prefixes: Sequence[str], names: Sequence[str] | None = None) ->
     if len(named) != len(prefixes):
         raise DataError(f"validation_set_names={' '.join(named)}: {len(named)} names for {len(prefixes)} sets")
     for prefix in prefixes:
-        if _is_number(prefix):
-            raise DataError(f"multiple_validation_sets takes prefixes without weights, not {prefix}; leave it out")
+        if is_number(prefix):
+            raise DataError(f"multiple_validation_sets takes prefixes without weights, not {prefix}; drop the weight")
     for name in named:
         if named.count(name) > 1:
             raise DataError(f"two validation sets are called {name!r}; give --validation-set-names, all different")
     return {name: [prefix] for name, prefix in zip(named, prefixes, strict=True)}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def bytes_per_token(prefixes: Sequence[str], weights: Sequence[float] | None = None) -> float | None:

@@ -50,7 +50,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class Gpt2Tokenizer(HuggingFaceTokenizer):
-    """`unknown`: its end of document stands for every special token that it has not, as in Megatron-LM."""
+    """`unknown`: its end of document stands for every special token that it lacks, as in Megatron-LM."""
 
     @property
     def unknown(self) -> int:
@@ -85,7 +85,7 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
         model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except UnicodeDecodeError:
         raise DataError(
-            f"tokenizer_model={file} is not a tokenizer.json, for it is no text; "
+            f"tokenizer_model={file} is not a tokenizer.json: it is not UTF-8 text; "
             "if it is a SentencePiece model, give --tokenizer-type SentencePieceTokenizer"
         ) from None
     except Exception as error:  # the library raises bare Exception

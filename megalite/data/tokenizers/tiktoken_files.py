@@ -153,12 +153,12 @@ def _ranks_of_lines(path: Path, content: bytes) -> dict[bytes, int]:
                 raise ValueError
             raw = base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
-            raise DataError(f"{path}:{number}: {line[:60]!r} is not 'base64 rank'; it is no tiktoken file") from None
+            raise DataError(f"{path}:{number}: {line[:60]!r} is not 'base64 rank': no tiktoken file") from None
         if not raw or raw in ranks:
-            raise DataError(f"{path}:{number}: the token {raw!r} is {'there twice' if raw else 'empty'}")
+            raise DataError(f"{path}:{number}: the token {raw!r} is {'repeated' if raw else 'empty'}")
         ranks[raw] = int(rank)
     if not ranks:
-        raise DataError(f"{path}: holds no ranks; it is no tiktoken file")
+        raise DataError(f"{path}: holds no ranks; this is not a tiktoken file")
     return ranks
 
 
@@ -180,6 +180,6 @@ def _ranks_of_json(path: Path, content: bytes) -> list[bytes]:
             ranks.append(base64.b64decode(record["token_bytes"], validate=True))
         except (KeyError, TypeError, ValueError):
             raise DataError(
-                f"{path}: record {i} is not {{'rank': {i}, 'token_bytes': base64}}; it is no table of ranks"
+                f"{path}: record {i} is not {{'rank': {i}, 'token_bytes': base64}}; this is not a table of ranks"
             ) from None
     return ranks

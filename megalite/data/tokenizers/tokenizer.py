@@ -1,11 +1,4 @@
-"""Tokenizers under Megatron's names: text <-> ids, vocabulary size, end-of-document id, fingerprint.
-
-    SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer   a SentencePiece .model; eod is its eos
-    HuggingFaceTokenizer   a tokenizer.json, or a directory with one; its own rules for special tokens are kept
-    GPT2BPETokenizer       vocab.json + merges.txt; eod is <|endoftext|>
-    TikTokenizer           ranks for tiktoken, in its own format or as Megatron-LM's JSON list (tiktoken_files.py)
-    ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; needs no file and no training
-    NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
+"""Tokenizers: text <-> ids, vocabulary size, end-of-document id, fingerprint; and those that need no file format.
 
 The fingerprint is a sha256 over kind, model files and eod: equal exactly when equal text gives equal ids. The
 libraries are imported when a tokenizer of their kind is built; no code of a model directory is ever run.
@@ -26,15 +19,6 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 
-SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TYPES = (
-    *SENTENCEPIECE,
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "TikTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-)
 EOD_BYTE = 256
 
 
@@ -171,44 +155,6 @@ class SentencePieceTokenizer(Tokenizer):
         import gigatoken
 
         return gigatoken.Tokenizer.from_sentencepiece(self.content)
-
-
-def build_tokenizer(
-    tokenizer_type: str,
-    tokenizer_model: str | None = None,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    vocab_size: int | None = None,
-    tiktoken_pattern: str | None = None,
-) -> Tokenizer:
-    """The tokenizer that the flags of the same names describe; DataError says which one is missing or wrong."""
-
-    def need(name: str, value: Any) -> Any:
-        if value is None:
-            raise DataError(f"tokenizer_type={tokenizer_type} needs --{name.replace('_', '-')}")
-        return value
-
-    if tokenizer_type == "NullTokenizer":
-        if need("vocab_size", vocab_size) < 2:
-            raise DataError(f"vocab_size={vocab_size} has no id beside the end of document; give 2 or more")
-        return NullTokenizer(int(vocab_size or 0))
-    if tokenizer_type == "ByteTokenizer":
-        return ByteTokenizer()
-    if tokenizer_type == "TikTokenizer":
-        from megalite.data.tokenizers.tiktoken_files import open_tiktoken
-
-        return open_tiktoken(Path(need("tokenizer_model", tokenizer_model)), tiktoken_pattern, vocab_size)
-    if tokenizer_type in SENTENCEPIECE:
-        return SentencePieceTokenizer(Path(need("tokenizer_model", tokenizer_model)))
-    if tokenizer_type == "HuggingFaceTokenizer":
-        from megalite.data.tokenizers.hugging_face_files import open_tokenizer_json
-
-        return open_tokenizer_json(Path(need("tokenizer_model", tokenizer_model)))
-    if tokenizer_type == "GPT2BPETokenizer":
-        from megalite.data.tokenizers.hugging_face_files import open_gpt2
-
-        return open_gpt2(Path(need("vocab_file", vocab_file)), Path(need("merge_file", merge_file)))
-    raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {', '.join(TYPES)}")
 
 
 def read(path: Path) -> bytes:

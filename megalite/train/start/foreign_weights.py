@@ -23,7 +23,7 @@ from megalite.checkpoint.storage.location import is_megatron, is_url
 from megalite.config.options import Config, DataConfig, ModelConfig
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
-from megalite.data.tokenizers.tokenizer import TYPES, build_tokenizer
+from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer
 from megalite.interop.convert import Foreign
 from megalite.interop.hugging_face.model_files import open_model
 from megalite.interop.load import fill_from

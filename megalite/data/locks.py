@@ -1,0 +1,93 @@
+"""Files that several processes share: who may write one, and when it can be seen.
+
+locked        one process at a time does a piece of work; the others wait and say for whom
+open_locked   one process holds a file that it writes; any other is refused at once
+appearing     a file has its name only when it is whole
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from megalite.data.errors import DataError
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 2.0, 60.0
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: str) -> Iterator[bool]:
+    """Hold the lock file `path`; who waits for long says for what and for whom. False: there are no locks here."""
+    with open(path, "a+") as file:
+        alone = _take(file, what)
+        if alone:
+            file.truncate(0)  # "a": what is written goes to the end
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        yield alone
+
+
+def _take(file: TextIO, what: str) -> bool:
+    begin, said = time.monotonic(), 0.0
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            waited = time.monotonic() - begin
+            if waited >= (said + SAY_EVERY_SECONDS if said else SAY_AFTER_SECONDS):
+                file.seek(0)
+                holder = file.read(200) or "another process"
+                log.warning("%s: waiting for %s, which makes it (%.0f s so far)", what, holder, waited)
+                said = waited
+            time.sleep(POLL_SECONDS)
+        except OSError:
+            return False
+
+
+def open_locked(path: Path) -> BinaryIO:
+    """The file, to append to (nothing is cut yet), held by this process alone until it is closed."""
+    while True:
+        file = open(path, "ab")  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise DataError(f"{path}: another process is writing it ({error.strerror})") from error
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()  # its last owner renamed or removed it between opening and locking
+
+
+def sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which is called `path` once it is whole. Of an error nothing remains, of a kill *.partial."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

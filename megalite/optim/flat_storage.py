@@ -1,0 +1,51 @@
+"""The memory of weights and gradients, one flat tensor each, of which parameters are views; what of it a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalite.optim.layout import Bucket, Layout, Slot
+from megalite.parallel.mesh import Axis
+
+
+def main_dtype(weights: torch.dtype) -> torch.dtype:
+    """What gradients, main weights and states are kept in."""
+    return torch.float64 if weights == torch.float64 else torch.float32
+
+
+class FlatStorage:
+    """Of `parameters`, the entries of `layout`. `shard`: each rank of `dp` owns a part of each bucket, or else all."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, dp: Axis, shard: bool):
+        self.parameters, self.layout, self.dp, self.sharded = parameters, layout, dp, shard
+        dtypes, device = {p.dtype for p in parameters}, parameters[0].device
+        if len(dtypes) != 1:
+            raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
+        dtype = dtypes.pop()
+        self.weights = torch.zeros(layout.size, dtype=dtype, device=device)
+        for bucket in layout.buckets:
+            for slot in bucket.slots:
+                p = parameters[slot.entry]
+                view = self.view(self.weights, slot)
+                view.copy_(p.data)
+                p.data = view
+        # the old weights are gone by now
+        self.grads = torch.zeros(layout.size, dtype=main_dtype(dtype), device=device)
+
+    def view(self, flat: Tensor, slot: Slot) -> Tensor:
+        """The part of `flat` that is a parameter's, in its shape."""
+        return flat[slot.start : slot.stop].view_as(self.parameters[slot.entry])
+
+    def owned_range(self, bucket: Bucket) -> range:
+        return bucket.shard(self.dp.size, self.dp.rank) if self.sharded else range(bucket.start, bucket.stop)
+
+    def owned_grad(self, bucket: Bucket) -> Tensor:
+        owned = self.owned_range(bucket)
+        return self.grads[owned.start : owned.stop]
+
+    def owned_weight(self, bucket: Bucket) -> Tensor:
+        owned = self.owned_range(bucket)
+        return self.weights[owned.start : owned.stop]

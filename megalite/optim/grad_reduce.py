@@ -1,0 +1,157 @@
+"""Gradients land in their views and are reduced over dp, a bucket at a time, while backward goes on.
+
+A matrix's gradient is added into its fp32 view by the matmul that computes it (`parameter.sink`, nn/linear.py); what
+autograd accumulates itself, a hook adds and drops. The hook is on the parameter's node of the graph, which runs once
+per backward, after all uses of the parameter and also if autograd saw no gradient: so it tells that the parameter is
+done. A step's first gradient writes over the last step's; what gets none is zeroed when its bucket is reduced. The
+pipeline says which backward of a chunk is the last. A full bucket waits for those before it, so every rank runs its
+collectives in one order, even where ranks get gradients for different parameters. Gradients are sums: tokens, loss
+scale and clipping are one factor in the optimizer. The extra sums (over tp, over the pipeline's ends) run on the dp
+shard: 1/dp of the bytes.
+Rejected: hooks that count backward passes to find the last one; they break when a micro-batch skips a layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from megalite.optim.flat_storage import FlatStorage
+from megalite.optim.layout import Bucket
+from megalite.parallel.comm import all_reduce_, start_reduce_scatter_into
+from megalite.parallel.mesh import Mesh
+
+
+class Sink:
+    """The view of one parameter's gradient, [its shape] (nn/parameter.py, GradientSink)."""
+
+    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reducing: dict[int, Any], begun: set[int]):
+        """`slot`: its bucket and its entry. `reducing`, `begun`: GradReduce's own, of all buckets and entries."""
+        self._name, self._grad, self._slot, self._reducing, self._begun = name, grad, slot, reducing, begun
+
+    def open(self) -> tuple[Tensor, bool]:
+        bucket, entry = self._slot
+        if bucket in self._reducing:
+            text = "a gradient came after its bucket was reduced; arm only the last backward"
+            raise RuntimeError(f"{self._name}: {text}")
+        begin = entry not in self._begun
+        self._begun.add(entry)
+        return self._grad, begin
+
+
+def _lander(owner: weakref.ref[GradReduce], p: nn.Parameter, b: int, entry: int) -> Callable[..., None]:
+    """The hook on a parameter's node. `owner` is weak: Python does not see through a node, to free a cycle of them."""
+
+    def land(*_: Any) -> None:
+        if p.grad is not None:
+            grad, begin = p.sink.open()  # type: ignore[attr-defined]
+            grad.copy_(p.grad) if begin else grad.add_(p.grad)
+            p.grad = None
+        if (reduce := owner()) is not None:
+            reduce._landed(b, entry)
+
+    return land
+
+
+class GradReduce:
+    """Puts a sink on every parameter of `storage`.
+
+    overlap  reductions begin in the last backward; else all of them in `finish`
+    in_bf16  the sum over dp moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
+    """
+
+    def __init__(self, storage: FlatStorage, mesh: Mesh, overlap: bool, in_bf16: bool):
+        self.storage, self.mesh, self.overlap, self.in_bf16 = storage, mesh, overlap, in_bf16
+        self.buckets = storage.layout.buckets
+        self._waiting: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
+        self._reducing: dict[int, Any] = {}
+        self._rounded: dict[int, Tensor] = {}  # what is owned of buckets on their way in bf16
+        self._begun: set[int] = set()  # entries whose gradient is of this step; all else is left from the last
+        self.sinks: dict[str, Sink] = {}
+        self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
+        for b, bucket in enumerate(self.buckets):
+            for slot in bucket.slots:
+                p, name = storage.parameters[slot.entry], storage.layout.entries[slot.entry].spec.name
+                grad = storage.view(storage.grads, slot)
+                p.sink = self.sinks[name] = Sink(name, grad, (b, slot.entry), self._reducing, self._begun)  # type: ignore[attr-defined]
+                node = get_gradient_edge(p).node
+                node.register_hook(_lander(weakref.ref(self), p, b, slot.entry))
+                self._nodes.append(node)
+
+    def zero(self) -> None:
+        """Begin a step. `grads` holds zeros for what gets no gradient once it is reduced, not before."""
+        self._begun.clear()
+
+    def begin_all(self) -> None:
+        """Zero what got no gradient in this step so far: all that come are added."""
+        for bucket in self.buckets:
+            self._begin_rest(bucket)
+
+    def _begin_rest(self, bucket: Bucket) -> None:
+        rest = [slot for slot in bucket.slots if slot.entry not in self._begun]
+        spans = [(bucket.start, bucket.stop)] if len(rest) == len(bucket.slots) else [(s.start, s.stop) for s in rest]
+        for start, stop in spans:
+            self.storage.grads[start:stop] = 0
+        self._begun.update(slot.entry for slot in rest)
+
+    def on_last_backward(self, chunk: int) -> None:
+        """The next backward of `chunk` is its last in this step: reduce each bucket when its last gradient lands."""
+        if not self.overlap:
+            return
+        for b, bucket in enumerate(self.buckets):
+            if bucket.chunk == chunk:
+                self._waiting[b] = {slot.entry for slot in bucket.slots}
+
+    def _landed(self, b: int, entry: int) -> None:
+        if b in self._waiting:
+            self._waiting[b].discard(entry)
+            self._start_full()
+
+    def _start_full(self) -> None:
+        """Reduce the full buckets at the head of the queue. One behind a bucket that is not full waits: dp ranks
+        that start collectives in different orders would sum gradients of different parameters."""
+        for b in list(self._waiting):
+            if self._waiting[b]:
+                return
+            del self._waiting[b]
+            self._start(b)
+
+    def _start(self, b: int) -> None:
+        bucket, dp, storage = self.buckets[b], self.mesh.dp, self.storage
+        self._begin_rest(bucket)
+        self._reducing[b] = None
+        if dp.group is None:
+            return
+        whole, owned = storage.grads[bucket.start : bucket.stop], storage.owned_grad(bucket)
+        if self.in_bf16:
+            mine, whole = storage.owned_range(bucket), whole.bfloat16()
+            owned = self._rounded[b] = whole[mine.start - bucket.start : mine.stop - bucket.start]
+        if storage.sharded:
+            self._reducing[b] = start_reduce_scatter_into(owned, whole, dp)
+        else:
+            self._reducing[b] = dist.all_reduce(whole, group=dp.group, async_op=True)
+
+    def finish(self) -> None:
+        """After the last backward: every gradient this rank owns is complete (summed over dp, tp and ends)."""
+        for b in [*self._waiting, *range(len(self.buckets))]:
+            if b not in self._reducing:  # behind a parameter that got no gradient here, or never armed
+                self._start(b)
+        self._waiting.clear()
+        for work in self._reducing.values():
+            if work is not None:
+                work.wait()
+        for b, rounded in self._rounded.items():
+            self.storage.owned_grad(self.buckets[b]).copy_(rounded)
+        self._rounded.clear()
+        for bucket in self.buckets:
+            if bucket.kind.partial:
+                all_reduce_(self.storage.owned_grad(bucket), self.mesh.tp)
+        for bucket in self.buckets:
+            if bucket.kind.tied:
+                all_reduce_(self.storage.owned_grad(bucket), self.mesh.ends)
+        self._reducing.clear()

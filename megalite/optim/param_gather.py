@@ -1,0 +1,66 @@
+"""After an update every dp rank gets the shards of the others, while the next forward is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megalite.optim.flat_storage import FlatStorage
+from megalite.parallel.comm import start_all_gather_into
+
+GATHERS_AHEAD = 2
+
+
+class ParamGather:
+    """Modules of `chunks`, whose parameters are those of `storage`, wait for their weights. overlap False: all do."""
+
+    def __init__(self, storage: FlatStorage, chunks: Sequence[nn.Module], overlap: bool):
+        self.storage, self.overlap = storage, overlap
+        self._to_gather: list[int] = []  # in the order in which every rank starts them
+        self._gathering: dict[int, Any] = {}
+        if not storage.sharded or storage.dp.size == 1:
+            return
+        layout = storage.layout
+        parts = {id(storage.parameters[s.entry]): b for b, bucket in enumerate(layout.buckets) for s in bucket.slots}
+        for module in (m for chunk in chunks for m in chunk.modules()):
+            if needs := sorted({parts[id(p)] for p in module.parameters(recurse=False)}):
+                module.register_forward_pre_hook(partial(self._finish_all, needs))
+
+    def _finish_all(self, needs: list[int], *_: Any) -> None:
+        for b in needs:
+            self._finish(b)
+
+    def start(self) -> None:
+        """In order of use. GATHERS_AHEAD are under way at a time, and one that is waited for starts the next: with a
+        single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all at once would hold up every kernel behind them."""
+        if not self.storage.sharded or self.storage.dp.size == 1:
+            return
+        buckets = self.storage.layout.buckets
+        self._to_gather = sorted(range(len(buckets)), key=lambda b: (buckets[b].chunk, -b))
+        for _ in range(GATHERS_AHEAD):
+            self._start_next()
+        if not self.overlap:
+            self.wait()
+
+    def _start_next(self) -> None:
+        if self._to_gather:
+            b = self._to_gather.pop(0)
+            bucket = self.storage.layout.buckets[b]
+            whole = self.storage.weights[bucket.start : bucket.stop]
+            self._gathering[b] = start_all_gather_into(whole, self.storage.owned_weight(bucket), self.storage.dp)
+
+    def _finish(self, b: int) -> None:
+        while b in self._to_gather:
+            self._start_next()
+        pending = self._gathering.pop(b, None)
+        if pending is not None:
+            pending.wait()
+            self._start_next()
+
+    def wait(self) -> None:
+        """All weights are whole."""
+        while self._gathering:
+            self._finish(next(iter(self._gathering)))
