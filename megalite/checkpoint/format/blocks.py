@@ -76,7 +76,10 @@ def read_blocks(
     buffers = [] if buffers is None else buffers
     largest = max((min(stamp.block, stamp.size) for stamp in manifest.files.values()), default=0)
     # not of malloc, which keeps what it gave to a thread for threads to come
-    buffers += [torch.frombuffer(mmap.mmap(-1, largest), dtype=torch.uint8) for _ in range(threads - len(buffers))]
+    try:
+        buffers += [torch.frombuffer(mmap.mmap(-1, largest), dtype=torch.uint8) for _ in range(threads - len(buffers))]
+    except (OSError, MemoryError) as error:
+        raise _named(folder, error) from None
 
     def work(buffer: Tensor) -> None:
         while not wrong:
