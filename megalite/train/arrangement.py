@@ -224,9 +224,8 @@ class Arrangement:
 
     def _mesh(self, rank: int) -> Mesh:
         """Of a pipeline rank: sizes alone, without groups."""
-        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp}
-        others = {name: Axis(name, size, 0, PLANNED) for name, size in sizes.items()}
-        return Mesh(pp=Axis("pp", self.pp, rank, PLANNED), **others)
+        dp, cp, tp = (Axis(name, getattr(self, name), 0, PLANNED) for name in ("dp", "cp", "tp"))
+        return Mesh(pp=Axis("pp", self.pp, rank, PLANNED), dp=dp, cp=cp, tp=tp)
 
     @property
     def _bytes(self) -> tuple[int, int, int]:
