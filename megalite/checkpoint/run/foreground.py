@@ -26,7 +26,7 @@ def save(
     mesh: Mesh,
     confirm: Callable[[], None] = lambda: None,
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-) -> Any:
+) -> Location:
     """Write the pieces that this rank owns; collective. Returns the folder of the checkpoint, a Path or a Url.
 
     `confirm`: called on rank 0 before anything is changed and before it is committed; what it raises ends the save.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class Wanted:
 
 def newest(
     directory: str | Location, mesh: Mesh, step: int | None = None, *, first: str | Location | None = None
-) -> tuple[Any, Manifest] | None:
+) -> tuple[Location, Manifest] | None:
     """The newest valid checkpoint of `directory`, or that of `step`: (its folder, a Path or a Url; its manifest).
 
     Collective. None where there is none at all. The ranks look at one candidate after the other and take the first in
@@ -72,7 +72,7 @@ def load(
     *,
     later: bool = False,
     first: str | Location | None = None,
-) -> tuple[Any, Manifest] | None:
+) -> tuple[Location, Manifest] | None:
     """`newest`, and fill the pieces that `wanted` names from it; every byte that is used is read once, and verified.
 
     Collective, and `wanted` may be. It is asked about a checkpoint whose manifest is right and whose files are all
@@ -110,7 +110,7 @@ def _first_good(
     first: str | Location | None,
     prepare: Callable[[Location, Manifest], Callable[[], None]],
     later: bool = False,
-) -> tuple[Any, Manifest] | None:
+) -> tuple[Location, Manifest] | None:
     """The newest candidate whose files are there and with which what `prepare` returns is done on all ranks.
     `prepare` is collective; a CheckpointError of what it returns is damage, and the next candidate is tried."""
     roots = [parse(root) for root in (directory, first) if root is not None]
