@@ -17,7 +17,7 @@ from ranks import run_ranks
 from test_layouts import GPT, LLAMA, Row, _assemble, _far, _parts, _twin, alone, row
 from torch import Tensor
 
-from megalite.optim import buffer
+from megalite.optim import grad_reduce
 from megalite.parallel import comm
 
 NOZERO = "--no-use-distributed-optimizer"
@@ -51,7 +51,7 @@ def _native(flags: str) -> tuple[tuple[list[float], list[float], list[tuple]], d
         counts["buckets"] += 1
         return real_into(out, x, axis)
 
-    buffer.start_reduce_scatter_into = into  # type: ignore[attr-defined]
+    grad_reduce.start_reduce_scatter_into = into  # type: ignore[attr-defined]
     spy(dist, "all_reduce", "all-reduces")
     comm.reduce_scatter_is_native = lambda device: True  # type: ignore[attr-defined]
     return _parts(flags, "float64"), counts

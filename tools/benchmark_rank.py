@@ -80,8 +80,8 @@ def watch(run: Any, synchronise: Callable[[], None]) -> Stopwatch:
     for owner, names in ((run.optimizer, ("step", "local_norm_sq")), (run.buffer, ("zero_grad",))):
         for name in names:
             stopwatch.wrap(owner, name, "optimizer")
-    for name in ("finish", "gather", "_finish_gather"):
-        stopwatch.wrap(run.buffer, name, "communication")
+    for owner, name in ((run.buffer, "finish"), (run.buffer, "gather"), (run.buffer.param_gather, "_finish")):
+        stopwatch.wrap(owner, name, "communication")
     stopwatch.wrap(comm.Pending, "wait", "communication")
     stopwatch.wrap(dist.Work, "wait", waiting)
     return stopwatch
