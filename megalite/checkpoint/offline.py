@@ -60,8 +60,7 @@ class Checkpoint:
         if lines := reader.differences(self.manifest, pieces):
             raise CheckpointError(f"{self.folder} does not fit this model:\n  " + "\n  ".join(lines))
         try:
-            with storage_of(self.folder).reading(self.folder):
-                reader.fill_pieces(self.folder, self.manifest, pieces, scratch=self._scratch)
+            reader.fill_pieces(self.folder, self.manifest, pieces, scratch=self._scratch)
         except OSError as error:  # it was deleted meanwhile
             raise CheckpointError(f"{self.folder}: cannot be read ({error}); use another checkpoint") from error
 

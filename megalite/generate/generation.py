@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.location import Location
 from megalite.config.check import check
 from megalite.config.options import Config, ParallelConfig, build
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
@@ -69,21 +71,24 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
     folder = Path(directory)
     if (folder / "config.json").is_file() and not storage.steps_in(folder):
         return _from_hugging_face(folder, mesh, dtype)
-    found = loader.newest(directory, mesh)
-    if found is None:
+    made: list[Generator] = []  # of the checkpoints looked at; the last one counts
+
+    def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
+        config = saved_config(manifest, folder)
+        tokenizer = open_tokenizer(config.data)
+        if tokenizer is None:
+            raise SetupError(f"{folder} was trained without a tokenizer; only its loss can be looked at")
+        if differences := tokenizer_differences(tokenizer, manifest):
+            raise SetupError(f"{folder}: {differences[0]}; put back the tokenizer that it was trained with")
+        rows = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
+        config, stage, pieces = _empty(config, mesh, rows, dtype)
+        step = int(manifest.state["progress"]["step"])
+        made.append(Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step))
+        return loader.Wanted(pieces)
+
+    if loader.load(directory, mesh, wanted) is None:
         raise SetupError(f"load={str(directory)!r} holds no checkpoint; give the --save directory of a run")
-    folder, manifest = found
-    config = saved_config(manifest, folder)
-    tokenizer = open_tokenizer(config.data)
-    if tokenizer is None:
-        raise SetupError(f"{folder} was trained without a tokenizer; only its loss can be looked at")
-    if differences := tokenizer_differences(tokenizer, manifest):
-        raise SetupError(f"{folder}: {differences[0]}; put back the tokenizer that it was trained with")
-    rows = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
-    config, stage, pieces = _empty(config, mesh, rows, dtype)
-    loader.fill(folder, manifest, pieces, mesh)
-    step = int(manifest.state["progress"]["step"])
-    return Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step)
+    return made[-1]
 
 
 def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Generator:

@@ -28,7 +28,6 @@ from megalite.parallel.mesh import Mesh
 TOKENS = 24  # of the sequence that is computed
 EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 sums; in roundings of the weights
 
-Get = Callable[[str], Tensor]  # the file's name -> its tensor; KeyError
 Weight = Callable[[str, int], Tensor]  # (our name within a layer, or outside of them; the layer) -> what is used
 
 # ours -> theirs; of two the one comes above the other

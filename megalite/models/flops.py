@@ -68,7 +68,6 @@ def mean_keys(model: ModelConfig, seq_length: int) -> float:
 def layer_flops(model: ModelConfig, seq_length: int) -> float:
     """Forward FLOPs per token of one layer; where only some have a window, of the mean of them."""
     m = model
-    assert m.hidden_size and m.num_attention_heads
     D, F = m.hidden_size, m.ffn_size
     q, kv = m.num_attention_heads * m.head_size, m.groups * m.head_size
     return (
@@ -81,11 +80,9 @@ def layer_flops(model: ModelConfig, seq_length: int) -> float:
 
 def head_flops(model: ModelConfig, padded_vocab_size: int) -> float:
     """Forward FLOPs per token of the output projection."""
-    assert model.hidden_size
     return 2.0 * model.hidden_size * padded_vocab_size
 
 
 def train_flops_per_token(model: ModelConfig, seq_length: int, padded_vocab_size: int) -> float:
     """Model FLOPs of forward and backward per token."""
-    assert model.num_layers
     return 3.0 * (model.num_layers * layer_flops(model, seq_length) + head_flops(model, padded_vocab_size))

@@ -173,10 +173,6 @@ class Reporter:
         self._row(i.step, i.consumed_tokens, row | {k: v for k, v in more.items() if v is not None})
         self._scalars({"iteration-time": i.step_s, "throughput": speed.tflops(i)}, i.step)
 
-    def points_at(self, step: int) -> bool:
-        """Whether TensorBoard gets this step."""
-        return self._board is not None and step % self.log.tensorboard_log_interval == 0
-
     def step(
         self, state: State, r: StepResult, loss_scale: float, params_norm: float | None, memory: dict[str, float]
     ) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
+import loads
 import numpy as np
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_saved_under_one_layout_loads_under_another(shape, tp, dp, tp2, dp2, dat
         dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
         for rank in cut(values.to(dtype), "w", dim, tp2, dp2):
             for fill in (
-                lambda pieces: loader.fill(final, loaded, pieces, ALONE),
+                lambda pieces: reader.fill_pieces(final, loaded, pieces),
                 lambda pieces: loader.load(folder, ALONE, lambda *_: loader.Wanted(pieces)),
             ):
                 target = replace(rank[0], data=torch.full_like(rank[0].data, torch.nan))
@@ -115,14 +116,14 @@ def test_the_newest_valid_one_is_chosen_and_damage_is_named(tmp_path: Path, caps
     file.write_bytes(content)
     (tmp_path / ".iter_0000009.part").mkdir()
     (tmp_path / "iter_0000010").mkdir()  # incomplete
-    found = loader.newest(tmp_path, ALONE)
+    found = loads.newest(tmp_path, ALONE)
     assert found is not None and found[0].name == "iter_0000002" and found[1].state == {"step": 2}
     assert "rank-00000.safetensors: its content changed" in capsys.readouterr().out
     for step in (1, 2):
         os.truncate(tmp_path / f"iter_{step:07d}" / "rank-00000.safetensors", 8)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
-        loader.newest(tmp_path, ALONE)
-    assert loader.newest(tmp_path / "nothing", ALONE) is None
+        loads.newest(tmp_path, ALONE)
+    assert loads.newest(tmp_path / "nothing", ALONE) is None
 
 
 @pytest.mark.parametrize("place", range(12))
@@ -165,6 +166,6 @@ def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> N
     folder = foreground.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
     pieces = [whole(torch.zeros(4, 2), "a"), whole(torch.zeros(5), "b"), whole(torch.zeros(1), "c")]
     with pytest.raises(CheckpointError) as error:
-        loader.fill(folder, manifests.load(folder), pieces, ALONE)
+        loads.fill(folder, manifests.load(folder), pieces, ALONE)
     assert "b: shape (5,) here, (3,) in" in str(error.value) and "c: shape (1,) here, not in" in str(error.value)
     assert all(not p.data.any() for p in pieces)

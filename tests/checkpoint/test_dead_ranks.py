@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import loads
 import pytest
 from train_cases import SMALL
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.run import loader
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.file_system import LocalStorage
 from megalite.config import cli
@@ -128,7 +128,7 @@ def test_nothing_is_committed_and_the_run_goes_on(name: str, tmp_path: Path, unb
         assert "rank 1" in json.loads((folder / "status.json").read_text())["reason"]
         assert not list(folder.glob(".iter_*"))
     assert storage.steps_in(folder) == [2]
-    found = loader.newest(folder, ALONE)
+    found = loads.newest(folder, ALONE)
     assert found is not None and found[1].state["progress"]["step"] == 2
     if fault.victim == 0 and fault.background:
         return  # the disk is as after the fault before this one

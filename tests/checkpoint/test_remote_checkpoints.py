@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import loads
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -99,13 +100,13 @@ def change(url: str, content: bytes | None) -> None:
 
 def loaded(url: str) -> float:
     """The value of the newest checkpoint, verified, and filled under other boxes than it was saved in."""
-    found = loader.newest(url, ALONE)
+    found = loads.newest(url, ALONE)
     assert found is not None
     targets = []
     for n in range(2):
         box = Box((1, 3), (3, 1 << 12))
         targets.append(Piece(f"model/{n}", (4, 1 << 12), box, range(5, box.numel), torch.zeros(box.numel - 5)))
-    loader.fill(*found, targets, ALONE, exact=True)
+    loads.fill(*found, targets, ALONE, exact=True)
     value = float(targets[0].data[0])
     assert all((target.data == value).all() for target in targets)
     return value
@@ -117,7 +118,7 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
     put, create = object_store.RemoteStorage.put, object_store.RemoteStorage.create
     monkeypatch.setattr(object_store.RemoteStorage, "put", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1])
     monkeypatch.setattr(object_store.RemoteStorage, "create", lambda s, p: (order.append(p.name), create(s, p))[1])
-    assert loader.newest(base, ALONE) is None
+    assert loads.newest(base, ALONE) is None
     one = Saver.open(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
     for step in (1, 2):
         order.clear()
@@ -132,9 +133,9 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
     one.close()
     inside = ["COMPLETE", "manifest.json", "rank-00000.safetensors"]
     assert sorted(files(base)) == sorted([storage.TRACKER, *(f"iter_000000{n}/{f}" for n in (1, 2) for f in inside)])
-    assert loader.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
+    assert loads.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 3"):
-        loader.newest(base, ALONE, step=3)
+        loads.newest(base, ALONE, step=3)
     one = Saver.open(base + "/", ALONE, 0)
     one.save(2, pieces(5.0), {})  # the same step again
     one.close()
@@ -168,7 +169,7 @@ def test_damage_is_named_and_the_one_before_is_taken(
     for step in (1, 2):
         change(f"{base}/iter_000000{step}/COMPLETE", None)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):  # and no fresh start
-        loader.newest(base, ALONE)
+        loads.newest(base, ALONE)
 
 
 def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +276,7 @@ def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.M
     again = Piece(piece.name, piece.shape, box, piece.span, torch.zeros_like(values))
     monkeypatch.setattr(object_store, "READ", 1 << 20)
     reader.verify(folder, manifests.load(folder))
-    loader.fill(folder, manifests.load(folder), [again], ALONE, exact=True)
+    loads.fill(folder, manifests.load(folder), [again], ALONE, exact=True)
     assert torch.equal(again.data, values)
 
     def broken(size: int = 6 << 20) -> Iterator[torch.Tensor]:
@@ -339,7 +340,7 @@ def test_a_bucket_that_is_not_there(on_s3: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
     type(fsspec.filesystem("s3")).clear_instance_cache()  # a client looks at the environment once
     with pytest.raises(CheckpointError, match="looking for checkpoints in s3://runs/x: .*listing it"):
-        loader.newest("s3://runs/x", ALONE)  # never taken for an empty directory
+        loads.newest("s3://runs/x", ALONE)  # never taken for an empty directory
     type(fsspec.filesystem("s3")).clear_instance_cache()
 
 
@@ -388,7 +389,7 @@ def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(CheckpointError, match=r"unsteady://runs/.*ConnectionError: reset by peer"):
         one.save(2, pieces(2.0), {})
     with pytest.raises(CheckpointError, match="ConnectionError: reset by peer"):
-        loader.newest(url, ALONE)
+        loads.newest(url, ALONE)
     monkeypatch.setattr(Unsteady, "bad", 0)
     assert loaded(url) == 1.0
     one.save(3, pieces(3.0), {})
@@ -421,9 +422,9 @@ def _save_rows(base: str, background: bool, environment: dict[str, str]) -> floa
     for step in (1, 2):
         one.save(step, [rows(step)], {"step": step})
     one.wait()
-    found, target = loader.newest(base, mesh), rows(0)
+    found, target = loads.newest(base, mesh), rows(0)
     assert found is not None
-    loader.fill(*found, [target], mesh, exact=True)
+    loads.fill(*found, [target], mesh, exact=True)
     one.close()
     return float(target.data[3])
 
@@ -438,7 +439,7 @@ def test_every_rank_uploads_its_own(on_s3: str, background: bool) -> None:
 
 def _save_for_ever(url: str, background: bool) -> None:
     one = Saver.open(url, ALONE, 0, keep_last=2, background=background)
-    found = loader.newest(url, ALONE)
+    found = loads.newest(url, ALONE)
     step = int(found[0].name[5:]) if found else 0
     while True:
         step += 1

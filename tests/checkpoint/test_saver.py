@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import loads
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ from megalite.checkpoint.format.hashing import BlockHash
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import intersect
 from megalite.checkpoint.run import agreement as shared
-from megalite.checkpoint.run import background_save, foreground, loader, retention
+from megalite.checkpoint.run import background_save, foreground, retention
 from megalite.checkpoint.run.log_lines import LogLines
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
@@ -55,7 +56,7 @@ def load(folder: Path, like: Piece) -> torch.Tensor:
     target = Piece(like.name, like.shape, like.box, like.span, torch.zeros_like(like.data))
     loaded = manifests.load(folder)
     reader.verify(folder, loaded)
-    loader.fill(folder, loaded, [target], ALONE, exact=True)
+    loads.fill(folder, loaded, [target], ALONE, exact=True)
     return target.data.view(like.box.shape)
 
 
@@ -171,13 +172,13 @@ def test_a_failed_save_leaves_the_one_before(
         with pytest.raises(CheckpointError, match="No space left"):
             one.save(2, [whole(torch.ones(2))], {})
             one.wait()
-    found = loader.newest(tmp_path, ALONE)
+    found = loads.newest(tmp_path, ALONE)
     assert found is not None and found[0].name == "iter_0000001"
     assert not list(tmp_path.glob(".iter_*"))
     one.save(3, [whole(torch.ones(2))], {})  # and the next one works again
     one.wait()
     one.close()
-    assert loader.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
+    assert loads.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
 
 
 def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
@@ -195,7 +196,7 @@ def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
         text = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    found = loader.newest(directory, mesh)
+    found = loads.newest(directory, mesh)
     one.close()
     return text, found is not None and found[0].name == "iter_0000001"
 
@@ -257,7 +258,7 @@ def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     one = Saver.open(odd, ALONE, 0)
     one.save(1, [whole(torch.ones(2))], {})
     one.close()
-    assert loader.newest(odd, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
+    assert loads.newest(odd, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
     assert sorted(p.name for p in odd.iterdir()) == [storage.LOCK, "iter_0000001", storage.TRACKER]
 
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import loads
 import pytest
 import torch
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest
-from megalite.checkpoint.run import foreground, loader
+from megalite.checkpoint.run import foreground
 from megalite.checkpoint.storage import file_system
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh
@@ -105,7 +106,7 @@ def test_what_is_read_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_resharded_is_equal(tmp_path: Path, files: int) -> None:
     a = make(tmp_path / "a", 5)
     assert tool.main(["reshard", str(a), str(tmp_path / "b"), "--files", str(files)]) == 0
-    found = loader.newest(tmp_path / "b", ALONE)  # verified
+    found = loads.newest(tmp_path / "b", ALONE)  # verified
     assert found is not None and len(found[1].files) == files and found[1].state == STATE
     assert tool.main(["diff", str(a), str(found[0])]) == 0
     assert tool.main(["reshard", str(a), str(tmp_path / "w" / "iter_0000009"), "--weights"]) == 0

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import loads
 import pytest
 import torch
 from train_cases import SMALL
 
-from megalite.checkpoint.run import foreground, loader, saver, upload
+from megalite.checkpoint.run import foreground, saver, upload
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import file_system, object_store
 from megalite.checkpoint.storage import protocol as storage
@@ -31,10 +32,10 @@ def pieces(value: float) -> list[Piece]:
 
 
 def loaded(url: str, **kwargs: Any) -> tuple[str, float]:
-    found = loader.newest(url, ALONE, **kwargs)
+    found = loads.newest(url, ALONE, **kwargs)
     assert found is not None
     targets = pieces(0.0)
-    loader.fill(*found, targets, ALONE, exact=True)
+    loads.fill(*found, targets, ALONE, exact=True)
     assert len(set(targets[0].data.tolist())) == 1
     return str(found[0]), float(targets[0].data[0])
 
@@ -91,7 +92,7 @@ def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, brok
     assert storage.steps_in(fast) == [1, 2]  # nothing is deleted that is not there
     lines = [line for line in one.news() if "the network is down" in line]
     assert lines and lines[-1].endswith("they stay there, and the next run sends them")
-    assert loader.newest(kept, ALONE) is None
+    assert loads.newest(kept, ALONE) is None
     assert loaded(kept, first=fast) == (f"{fast}/iter_0000002", 2.0)
     broken(False)
     one = Saver.open(fast, ALONE, 0, upload_to=kept)
@@ -142,7 +143,7 @@ def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> 
     one.close()
     line = one.news()[-1]
     assert "rank-00000.safetensors: its content changed after it was written" in line
-    assert loader.newest(kept, ALONE) is None and storage.steps_in(fast) == [1]
+    assert loads.newest(kept, ALONE) is None and storage.steps_in(fast) == [1]
 
 
 def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:

@@ -25,10 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import convert_checkpoint  # noqa: E402
+import loads  # noqa: E402
 
 from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.offline import open_checkpoint  # noqa: E402
-from megalite.checkpoint.run import foreground, loader  # noqa: E402
+from megalite.checkpoint.run import foreground  # noqa: E402
 from megalite.config.options import ModelConfig, build  # noqa: E402
 from megalite.config.pattern import write_pattern  # noqa: E402
 from megalite.config.toml import parse_toml, to_toml  # noqa: E402
@@ -176,10 +177,10 @@ def _through(folder: str) -> None:
         toml = open_checkpoint(Path(directory)).manifest.state["config"]
         config = build({**parse_toml(toml, ""), **COMMON, **flags})
         run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
-        found = loader.newest(directory, run.mesh)
+        found = loads.newest(directory, run.mesh)
         assert found is not None
         pieces = [entry for entry in run.optimizer.pieces() if entry.piece.name.startswith("model/")]
-        loader.fill(*found, [entry.piece for entry in pieces], run.mesh)
+        loads.fill(*found, [entry.piece for entry in pieces], run.mesh)
         owned = [entry.piece for entry in pieces if entry.owned]
         foreground.save(f"{folder}/ranks {name}", 3, owned, found[1].state, run.mesh)
         run.close()

@@ -129,10 +129,7 @@ def _state(state: dict[str, Any]) -> dict[str, Any]:
     for name, kind in {"progress": dict, "loss_scaler": dict, "config": str, "updates": int, "vocab_size": int}.items():
         if name in state and type(state[name]) is not kind:
             raise ValueError(f"state: {name} is no {kind.__name__}")
-    numbers = {
-        **state.get("progress", {}),
-        **{name: state[name] for name in ("updates", "vocab_size") if name in state},
-    }
+    numbers = state.get("progress", {}) | {name: state[name] for name in ("updates", "vocab_size") if name in state}
     for name, value in numbers.items():
         if type(value) is not int or not 0 <= value < _MOST:
             raise ValueError(f"state: {name} is {str(value)[:40]!r}, not a number from 0")

@@ -22,14 +22,12 @@ from megalite.checkpoint.storage.protocol import storage_of
 from megalite.parallel.spec import Box, Piece
 
 
-def verify(folder: Location, manifest: Manifest, rank: int = 0, ranks: int = 1) -> None:
-    """Every file has its size, and every block of this rank's share its hash; the shares are alike in bytes.
-
-    Raises CheckpointError that names the first file, and the tensors in the block, that are damaged.
-    """
+def verify(folder: Location, manifest: Manifest) -> None:
+    """Every file has its size, and every block its hash. Raises CheckpointError that names the first file, and the
+    tensors in the block, that are damaged."""
     check_sizes(folder, manifest)
     blocks = [(name, i) for name, stamp in sorted(manifest.files.items()) for i in range(len(stamp.digests))]
-    read_blocks(folder, manifest, blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks])
+    read_blocks(folder, manifest, blocks)
 
 
 def differences(manifest: Manifest, pieces: Sequence[Piece], exact: bool = False) -> list[str]:
@@ -76,26 +74,28 @@ def fill_pieces(
                 if intersect(box, part.box) is not None:
                     _, targets = found.setdefault(part.file, {}).setdefault(part.key, (part.box, []))
                     targets.append((target, box))
-    new = [name for name in found if name not in headers]
-    with ThreadPoolExecutor(storage_of(folder).readers, thread_name_prefix="megalite-load") as pool:
-        read = dict(zip(new, pool.map(lambda name: _header(folder / name), new), strict=True))
-    wants: dict[tuple[str, int], list[Want]] = {}
-    for name in sorted(found):
-        path, block = folder / name, manifest.files[name].block
-        header, last = read[name] if name in read else headers[name], 0
-        for key, (stored, targets) in sorted(
-            found[name].items(), key=lambda x: header[x[0]].begin if x[0] in header else 0
-        ):
-            place = header.get(key)
-            if place is None or place.shape != stored.shape or place.begin < last:
-                raise CheckpointError(f"{path}: its header and the manifest differ about {key}")
-            last = place.end
-            want = Want(place, stored, tuple(targets))
-            for i in sorted({i for target in targets for i in _blocks_of(target[1], stored, place, block)}):
-                wants.setdefault((name, i), []).append(want)
-        for i in range(-(-min(place.begin for place in header.values()) // block) if name in read else 0):
-            wants.setdefault((name, i), [])  # the header, which said where everything is
-    read_blocks(folder, manifest, sorted(wants), wants, tell, scratch.buffers)
+    storage = storage_of(folder)
+    with storage.reading(folder):
+        new = [name for name in found if name not in headers]
+        with ThreadPoolExecutor(storage.readers, thread_name_prefix="megalite-load") as pool:
+            read = dict(zip(new, pool.map(lambda name: _header(folder / name), new), strict=True))
+        wants: dict[tuple[str, int], list[Want]] = {}
+        for name in sorted(found):
+            path, block = folder / name, manifest.files[name].block
+            header, last = read[name] if name in read else headers[name], 0
+            for key, (stored, targets) in sorted(
+                found[name].items(), key=lambda x: header[x[0]].begin if x[0] in header else 0
+            ):
+                place = header.get(key)
+                if place is None or place.shape != stored.shape or place.begin < last:
+                    raise CheckpointError(f"{path}: its header and the manifest differ about {key}")
+                last = place.end
+                want = Want(place, stored, tuple(targets))
+                for i in sorted({i for target in targets for i in _blocks_of(target[1], stored, place, block)}):
+                    wants.setdefault((name, i), []).append(want)
+            for i in range(-(-min(place.begin for place in header.values()) // block) if name in read else 0):
+                wants.setdefault((name, i), [])  # the header, which said where everything is
+        read_blocks(folder, manifest, sorted(wants), wants, tell, scratch.buffers)
     headers.update(read)
 
 

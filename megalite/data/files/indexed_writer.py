@@ -30,10 +30,7 @@ class IndexedWriter:
     """
 
     def __init__(
-        self,
-        prefix: str | Path,
-        dtype: np.dtype[Any] | type[np.generic],
-        resume_at: tuple[int, int] | None = None,
+        self, prefix: str | Path, dtype: np.dtype[Any] | type[np.generic], resume_at: tuple[int, int] | None = None
     ):
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         if self.dtype not in CODES:

@@ -37,14 +37,8 @@ ATTEMPTS = 6
 FIRST_WAIT_SECONDS = 0.5  # doubles each time: 15 s in all, and up to half as much again by chance
 GROUP = 64  # blocks fetched before their tokens are copied: 256 MiB
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
-PERMANENT = (
-    FileNotFoundError,
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    NotImplementedError,
-    ImportError,
-)
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+PERMANENT += (NotImplementedError, ImportError)
 T = TypeVar("T")
 
 

@@ -55,12 +55,8 @@ def read_info(prefix: str | Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         info = None
     made_by = info.get("tokenizer") if isinstance(info, dict) else None
-    if (
-        not isinstance(info, dict)
-        or not isinstance(made_by, dict)
-        or not isinstance(made_by.get("fingerprint"), str)
-        or type(made_by.get("vocab_size")) is not int
-    ):
+    known = made_by if isinstance(made_by, dict) else {}
+    if not isinstance(known.get("fingerprint"), str) or type(known.get("vocab_size")) is not int:
         raise DataError(f"{path}: damaged; write the data again with tools/preprocess_data.py, or remove this file")
     return info
 
@@ -74,15 +70,10 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     small = made_by["vocab_size"] > tokenizer.vocab_size
     if not small and (tokenizer.is_null or made_by["fingerprint"] == tokenizer.fingerprint):
         return
-    theirs, ours = (
-        (made_by["vocab_size"], tokenizer.vocab_size)
-        if small
-        else (
-            made_by["fingerprint"][:12],
-            tokenizer.fingerprint[:12],
-        )
-    )
+    what, theirs, ours = "fingerprint", made_by["fingerprint"][:12], tokenizer.fingerprint[:12]
+    if small:
+        what, theirs, ours = "vocabulary", made_by["vocab_size"], tokenizer.vocab_size
     raise DataError(
-        f"{prefix}: made with {made_by.get('name')} ({'vocabulary' if small else 'fingerprint'} {theirs}), but this "
+        f"{prefix}: made with {made_by.get('name')} ({what} {theirs}), but this "
         f"run has {tokenizer.name} ({ours}): give the tokenizer that made the data, or preprocess it again"
     )

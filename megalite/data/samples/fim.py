@@ -107,7 +107,7 @@ def rearrange(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Codec | None
     for begin, end, stop in _spans(tokens, fim.eod, 0, len(tokens)):
         parts += _document(tokens, begin, end, key, fim, codec)
         parts.append(_copy(tokens, end, stop))
-    return _join(parts)
+    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
 def _spans(tokens: NDArray[np.int64], mark: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -188,10 +188,6 @@ def _copy(tokens: NDArray[np.int64], begin: int, end: int) -> Part:
 
 def _written(ids: Sequence[int]) -> Part:
     return np.array(ids, np.int64), np.full(len(ids), WRITTEN, np.int64)
-
-
-def _join(parts: list[Part]) -> Part:
-    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
 def _is_packed(dataset: Dataset) -> bool:

@@ -40,13 +40,7 @@ class PackedDataset:
     """
 
     def __init__(
-        self,
-        data: IndexedDataset,
-        documents: range,
-        seq_length: int,
-        seed: int,
-        pad: int,
-        split: str = "train",
+        self, data: IndexedDataset, documents: range, seq_length: int, seed: int, pad: int, split: str = "train"
     ):
         self.seq_length, self.name, self.pad = seq_length, data.prefix, pad
         self._data, self._documents, self._first = data, documents, 0

@@ -19,14 +19,7 @@ from megalite.data.tokenizers.tiktoken_files import open_tiktoken
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TYPES = (
-    *SENTENCEPIECE,
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "TikTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-)
+TYPES = (*SENTENCEPIECE, "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer")
 
 
 def build_tokenizer(

@@ -74,7 +74,10 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     if config.get("quantization_config") is not None:
         problems.append("quantization_config: the weights are quantised; give the model as it was before")
     if family.grouped:
-        _read_groups(config, options)
+        groups = config.get("num_key_value_heads")
+        if groups is not None and groups != options["num_attention_heads"]:
+            options |= {"group_query_attention": True, "num_query_groups": groups}
+        options["kv_channels"] = config.get("head_dim")
     biases = {key: config.get(key, False) for key, name in family.written.items() if name == "add_bias_linear"}
     if biases:
         first, *others = biases.values()
@@ -84,19 +87,15 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
         options["add_bias_linear"] = first
     if options["position_embedding_type"] == "rope":
         problems += _read_rope(config, options, family)
-    problems += _read_positions(options, seq_length)
+    positions = options["max_position_embeddings"]
+    options["seq_length"] = seq_length or positions
+    if isinstance(positions, int) and seq_length is not None and seq_length > positions:
+        problems.append(f"seq_length={seq_length} is above the model's {positions} positions")
     window, wrong = read_window(config, family, options["num_layers"])
     options |= window
     problems += wrong
     refuse(problems, f"{where} describes a model that megalite cannot express")
     return family.name, {name: value for name, value in options.items() if value is not None}
-
-
-def _read_groups(config: Json, options: Json) -> None:
-    groups = config.get("num_key_value_heads")
-    if groups is not None and groups != options["num_attention_heads"]:
-        options |= {"group_query_attention": True, "num_query_groups": groups}
-    options["kv_channels"] = config.get("head_dim")
 
 
 def _read_rope(config: Json, options: Json, family: Family) -> list[str]:
@@ -145,14 +144,6 @@ def _read_yarn(rope: Json, options: Json) -> list[str]:
     except TypeError:
         return [f"rope scaling with {rope!r} is not numbers"]
     return [] if same else [f"rope scaling with attention_factor={magnitude!r} is not {own.magnitude:.6g}"]
-
-
-def _read_positions(options: Json, seq_length: int | None) -> list[str]:
-    positions = options["max_position_embeddings"]
-    options["seq_length"] = seq_length or positions
-    if isinstance(positions, int) and seq_length is not None and seq_length > positions:
-        return [f"seq_length={seq_length} is above the model's {positions} positions"]
-    return []
 
 
 def misfits(model: ModelConfig, family: Family) -> list[str]:

@@ -168,16 +168,11 @@ def write_args(
     for name in ("window_attn_skip_freq", "no_rope_freq"):
         values[name] = _pattern(getattr(model, name), model.num_layers)
     values["rotary_seq_len_interpolation_factor"] = _factor(model.rotary_seq_len_interpolation_factor)
-    values |= {"openai_gelu": False, "bias_gelu_fusion": model.activation == "gelu" and model.add_bias_linear}
-    if model.activation == "gelu" and not model.add_bias_linear:
-        values["openai_gelu"] = True
+    gelu, bias = model.activation == "gelu", model.add_bias_linear
+    values |= {"openai_gelu": gelu and not bias, "bias_gelu_fusion": gelu and bias}
     values |= {**tokenizer, "true_vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
-    values |= {"make_vocab_size_divisible_by": 128}
-    values |= {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "virtual_pipeline_model_parallel_size": None,
-    }
+    values |= {"make_vocab_size_divisible_by": 128, "virtual_pipeline_model_parallel_size": None}
+    values |= {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     values |= {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
     values |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
     return Namespace(**values)

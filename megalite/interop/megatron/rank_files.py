@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import CODES
-from megalite.checkpoint.storage.location import is_megatron
+from megalite.checkpoint.storage.location import TRACKER, is_megatron
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import Foreign, model_of, refuse, usual_dtype
 from megalite.interop.megatron.args import read_args
@@ -33,7 +33,6 @@ from megalite.interop.megatron.names import LAYER, MEGATRON, SYNONYMS, WORD
 from megalite.interop.rules import recipes
 from megalite.models.specs import specs_of
 
-TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 # what the restricted loader raises for bytes that are no file of its own, as mutated files have shown
 DAMAGED = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError)
@@ -219,12 +218,10 @@ def _shards(stages: dict[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp:
 
 def _stages(file: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
     """The virtual stages of one rank, each as Megatron core's names -> tensors."""
-    chunks = (
-        [file["model"]] if "model" in file else [file[f"model{i}"] for i in range(len(file)) if f"model{i}" in file]
-    )
-    if not chunks:
+    names = ["model"] if "model" in file else [f"model{i}" for i in range(len(file)) if f"model{i}" in file]
+    if not names:
         raise CheckpointError(f"{where}: has no model; give the checkpoint of a model")
-    return [_named(_flat(chunk, where), where) for chunk in chunks]
+    return [_named(_flat(file[name], where), where) for name in names]
 
 
 def _flat(node: Any, where: str, prefix: str = "", depth: int = 0) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import re
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,7 +74,7 @@ class Reader:
     """Rectangles of stored tensors; the last chunk is kept, since stacked layers are read one after the other."""
 
     folder: Path
-    last: tuple[Chunk, Tensor] | None = field(default=None)
+    last: tuple[Chunk, Tensor] | None = None
 
     def read(self, key: str, stored: StoredTensor, box: Box) -> Tensor:
         result = torch.empty(box.shape, dtype=stored.dtype)
@@ -140,6 +141,14 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
     if word is None or len(word.shape) != 2:
         raise CheckpointError(f"{folder}: has no word embeddings; it is not the checkpoint of a GPT")
     problems, found, reader, places = [], [], Reader(folder), dict(named)
+
+    def read(key: str, n: int | None) -> Tensor:
+        shape = stored[key].shape
+        begin = 0 if n is None else n
+        end = shape[0] if n is None else n + 1
+        values = reader.read(key, stored[key], Box((begin, *(0 for _ in shape[1:])), (end, *shape[1:])))
+        return values if n is None else values[0]
+
     for recipe in recipes(MEGATRON, specs_of(model, word.shape[0]), model.groups, range(model.num_layers)):
         if recipe.copy:
             continue
@@ -151,22 +160,12 @@ def open_dist(folder: Path, say: Any = print) -> MegatronModel:
         if shape != recipe.shape or (n is not None and stored[key].shape[0] != model.num_layers):
             problems.append(f"{key}: shape {stored[key].shape}, not {recipe.shape} for each layer")
             continue
-        lead = () if n is None else (n,)
-        box = Box((*lead, *(0 for _ in shape)), (*(i + 1 for i in lead), *shape))
-
-        def read(key: str = key, box: Box = box, shape: tuple[int, ...] = shape) -> Tensor:
-            return reader.read(key, stored[key], box).view(shape)
-
-        found.append(Foreign(recipe, stored[key].dtype, f"{recipe.theirs} in {folder}", read))
+        found.append(Foreign(recipe, stored[key].dtype, f"{recipe.theirs} in {folder}", partial(read, key, n)))
     problems += [f"{key}: not a tensor of this model" for key, _ in named.values()]
     refuse(problems, f"{folder}: the tensors do not fit the args")
 
     def shards(name: str, layer: int) -> list[Tensor]:  # there are none: a tensor is whole whatever tp was
-        key, n = places[name if name in places else f"decoder.layers.{layer}.{name}"]
-        shape = stored[key].shape
-        begin = (0,) * len(shape) if n is None else (n, *(0 for _ in shape[1:]))
-        values = reader.read(key, stored[key], Box(begin, shape if n is None else (n + 1, *shape[1:])))
-        return [values if n is None else values[0]]
+        return [read(*places[name if name in places else f"decoder.layers.{layer}.{name}"])]
 
     return MegatronModel(folder, options, model, word.shape[0], usual_dtype(found), found, args, shards)
 
