@@ -53,7 +53,7 @@ class Facts:
         """What is wrong with the size of a number, if anything is."""
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return None
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):  # an int may be too large for a float
             return "is not finite; give a number"
         if value < self.least:
             return f"is negative; give {'0' if self.least == 0 else self.least} or more"

@@ -85,6 +85,7 @@ BAD: list[tuple[str, str]] = [
     ("--lr nan", "lr=nan is not finite"),
     ("--lr inf", "lr=inf is not finite"),
     ("--lr -1", "lr=-1.0 is negative"),
+    (f"--seed=-1{'0' * 400}", "is negative; give 0 or more"),  # larger than any float
     ("--lr x", "lr='x' is not a float"),
     ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2", "lr_wsd_decay_iters=9 is longer"),
