@@ -54,7 +54,7 @@ def newest(
 
     Collective. None where there is none at all. The ranks look at one candidate after the other and take the first in
     which all find their share of the hashes right. Raises CheckpointError where there are checkpoints but none is
-    valid, and where `step` is not there: never a silent fresh start. `first`: another directory, whose checkpoint of
+    valid, and where `step` does not exist: never a silent fresh start. `first`: another directory, whose checkpoint of
     a step is preferred.
     """
 
