@@ -12,6 +12,7 @@ from pathlib import Path
 import taste
 
 WIDTH, BOX_W, BOX_H, FLOOR_H, TOP = 940, 172, 46, 84, 14
+BESIDE = {"train": 234, "interop": -234, "nn": 234}  # of the middle: so fewest dark arrows pass behind a box
 HOLDS = {
     "generate": "text from a model",
     "train": "where the parts meet",
@@ -48,15 +49,12 @@ def implied(room: str, other: str, edges: dict[str, set[str]]) -> bool:
 
 
 def places() -> dict[str, tuple[float, float]]:
-    """room -> middle of its box. A floor with one room has it left and right of the middle by turns, so that arrows
-    that pass it are seen; the ground floor is in the middle."""
-    found, turn = {}, 190.0
-    for row, rooms in enumerate(taste.FLOORS):
-        turn = -turn if len(rooms) == 1 else turn
-        for i, room in enumerate(rooms):
-            x = WIDTH * (i + 0.5) / len(rooms) + (turn if len(rooms) == 1 and row + 1 < len(taste.FLOORS) else 0.0)
-            found[room] = (x, TOP + FLOOR_H * row + BOX_H / 2)
-    return found
+    """room -> middle of its box."""
+    return {
+        room: (WIDTH * (i + 0.5) / len(rooms) + BESIDE.get(room, 0), TOP + FLOOR_H * row + BOX_H / 2)
+        for row, rooms in enumerate(taste.FLOORS)
+        for i, room in enumerate(rooms)
+    }
 
 
 def draw(root: Path) -> str:

@@ -26,7 +26,7 @@ FLOORS = (
     ("generate",),
     ("train",),
     ("interop",),
-    ("checkpoint", "pipeline", "optim", "data"),
+    ("checkpoint", "pipeline", "data", "optim"),
     ("models",),
     ("nn",),
     ("parallel", "kernels"),

@@ -90,7 +90,7 @@ def read_batch_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], ..
         raise ValueError("does not begin at 0 tokens; write 0:SIZE first")
     begins = [begin for begin, _ in steps]
     if len(set(begins)) < len(begins):
-        raise ValueError(f"has two sizes within one sample of {seq_length} tokens; leave one away")
+        raise ValueError(f"has two sizes within one sample of {seq_length} tokens; remove one")
     if min(size for _, size in steps) < 1:
         raise ValueError("has a batch without samples; give sizes of 1 or more")
     return tuple(steps)

@@ -1,4 +1,4 @@
-"""Gradients land in their views and are reduced over dp, a bucket at a time, while backward goes on.
+"""Gradients land in their views and are reduced over dp, a bucket at a time, while backward is under way.
 
 A matrix's gradient is added into its fp32 view by the matmul that computes it (`parameter.sink`, nn/linear.py); what
 autograd accumulates itself, a hook adds and drops. The hook is on the parameter's node of the graph, which runs once

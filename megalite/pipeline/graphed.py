@@ -52,7 +52,7 @@ class CudaGraph:
             with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
-            text = f"a micro-batch could not be recorded as a CUDA graph ({error}); leave --cuda-graph-impl away"
+            text = f"a micro-batch could not be recorded as a CUDA graph ({error}); drop --cuda-graph-impl"
             raise RuntimeError(text) from error
 
     def replay(self) -> None:

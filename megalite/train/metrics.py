@@ -117,7 +117,7 @@ class Reporter:
             self._lost[what] += 1
             if self._lost[what] == 1:
                 why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                complain(f"WARNING: {what}: {why}; training goes on, and what is lost there is counted")
+                complain(f"WARNING: {what}: {why}; training continues, and what is lost there is counted")
             return None
 
     def say(self, text: str) -> None:

@@ -281,7 +281,7 @@ def _conclude(
 
 
 def newest_checkpoint(config: Config) -> str:
-    """Where to go on from; for people, so it never raises."""
+    """Where to continue from; for people, so it never raises."""
     c = config.checkpoint
     if c.save is None:
         return "none, there is no --save"

@@ -1,4 +1,4 @@
-"""Saved under A, loaded under B, for all pairs of layouts: the same bits, and the run goes on as the unbroken one.
+"""Saved under A, loaded under B, for all pairs of layouts: the same bits, and the run continues as the unbroken one.
 
 Each layout trains two steps and saves. Then each loads the checkpoints of all, tells what it has, and trains a step
 more (two after its own). Tensors are compared whole; those of layout A with one process's within the layout tolerance.

@@ -89,7 +89,7 @@ def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, brok
     for step in (1, 2):
         one.save(step, pieces(float(step)), {})
     one.close()
-    assert storage.steps_in(fast) == [1, 2]  # nothing is deleted that is not there
+    assert storage.steps_in(fast) == [1, 2]  # nothing is deleted that does not exist
     lines = [line for line in one.news() if "the network is down" in line]
     assert lines and lines[-1].endswith("they stay there, and the next run sends them")
     assert loads.newest(kept, ALONE) is None

@@ -1,4 +1,4 @@
-"""Every input format gives the same records, from the begin and from any position; what is damaged is one error."""
+"""Every input format gives the same records, from the beginning and from any position; what is damaged is one error."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ ROUNDS = 120
 
 
 def mutated(content: bytes, seed: int) -> bytes:
-    """A few bytes changed, taken out or put in; or the end cut off. Half of the places are near the begin."""
+    """A few bytes changed, taken out or put in; or the end cut off. Half of the places are near the beginning."""
     draw, data = random.Random(seed), bytearray(content)
     for _ in range(draw.choice([1, 1, 2, 5])):
         place = draw.randrange(len(data) if draw.random() < 0.5 else min(len(data), 3000))

@@ -128,7 +128,7 @@ def _pretrain(ranks: Ranks, flags: list[str], output: str) -> None:
 
 
 def test_in_what_lies_beside_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program goes on. With one in each checkpoint it ends with an error, and not with a fresh start."""
+    """The program runs on. With one in each checkpoint it ends with an error, and not with a fresh start."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run with späces"
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "

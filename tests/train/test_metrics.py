@@ -189,7 +189,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("style", ["megalite", "megatron"])
 def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], style: str) -> None:
-    for step in (100, 200):  # the second is a resumed run: it goes on in the same files
+    for step in (100, 200):  # the second is a resumed run: it continues in the same files
         report = Reporter(tmp_path / "run", SPEED, LogConfig(log_style=style))
         report.train(replace(SEEN, step=step))
         report.validation(step, 25_600, 52_428_800, 7.5)
@@ -319,7 +319,7 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     complaints = shown.err.splitlines()
     assert (
         complaints.count(
-            f"WARNING: {log}: No space left on device; training goes on, and what is lost there is counted"
+            f"WARNING: {log}: No space left on device; training continues, and what is lost there is counted"
         )
         == 1
     )
