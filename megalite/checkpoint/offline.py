@@ -176,7 +176,7 @@ def write_checkpoint(
     except BaseException as error:
         writer.abandon(part)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{folder}: cannot be written ({error}); give a folder that can") from error
+            raise CheckpointError(f"{folder}: cannot be written ({error}); give a writable folder") from error
         raise
 
 
