@@ -109,13 +109,10 @@ def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:
         first, increment, _ = t.rampup_batch_size
         way = t.global_batch_size - first
         if way < 0 or increment < 1 or way % increment:
-            yield say(
+            text = (
                 "{rampup_batch_size}={first} {increment}: {=global_batch_size} is not reached from {first} in steps of "
-                "{increment}; choose a divisor of {way}",
-                first=first,
-                increment=increment,
-                way=way,
             )
+            yield say(text + "{increment}; choose a divisor of {way}", first=first, increment=increment, way=way)
 
 
 def _recomputation(t: TrainConfig, say: Say) -> Iterator[Problem]:

@@ -90,16 +90,10 @@ def answer(given: Iterable[tuple[str, list[str]]]) -> Answer:
         if name not in names:
             names.append(name)
 
-    def lines(verdict: str, form: str) -> list[str]:
-        return [
-            form.format(flags=", ".join(names), reason=reason) for (v, reason), names in said.items() if v == verdict
-        ]
+    def lines(verdict: str, form: str = "{}: {}") -> list[str]:
+        return [form.format(", ".join(names), reason) for (v, reason), names in said.items() if v == verdict]
 
-    return Answer(
-        lines(NO_EFFECT, "no effect here: {flags} ({reason})"),
-        lines(WARNED, "{flags}: {reason}"),
-        lines(REFUSED, "{flags}: {reason}"),
-    )
+    return Answer(lines(NO_EFFECT, "no effect here: {} ({})"), lines(WARNED), lines(REFUSED))
 
 
 @cache

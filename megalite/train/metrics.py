@@ -28,10 +28,7 @@ from megalite.train.state import State, StepResult
 
 def missing_packages(tensorboard_dir: str | None, wandb_project: str | None) -> list[str]:
     """One line for each option whose optional package is not installed; imports nothing."""
-    wanted = (
-        ("tensorboard_dir", tensorboard_dir, "tensorboard"),
-        ("wandb_project", wandb_project, "wandb"),
-    )
+    wanted = (("tensorboard_dir", tensorboard_dir, "tensorboard"), ("wandb_project", wandb_project, "wandb"))
     return [
         f"{option}={value!r} needs the package {package}; pip install {package}"
         for option, value, package in wanted
@@ -173,10 +170,6 @@ class Reporter:
         self._row(i.step, i.consumed_tokens, row | {k: v for k, v in more.items() if v is not None})
         self._scalars({"iteration-time": i.step_s, "throughput": speed.tflops(i)}, i.step)
 
-    def points_at(self, step: int) -> bool:
-        """Whether TensorBoard gets this step."""
-        return self._board is not None and step % self.log.tensorboard_log_interval == 0
-
     def step(
         self, state: State, r: StepResult, loss_scale: float, params_norm: float | None, memory: dict[str, float]
     ) -> None:
@@ -275,9 +268,8 @@ class Reporter:
                     self.attempt("TensorBoard", self._board.add_scalar, f"{tag} vs samples", value, samples)
 
     def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
-        finite = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-        }  # JSON has no nan
+        # JSON has no nan
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         row = json.dumps({"step": step, "tokens": tokens, **finite})
         self.attempt(str(self._rows.path), self._rows.write, row)
         if self._wandb is not None:
