@@ -97,10 +97,8 @@ def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:
         try:
             last = read_batch_schedule(t.step_batch_size_schedule, seq_length)[-1][1]
             if t.global_batch_size not in (None, last):  # Megatron-LM's own GPT-3 script gives both
-                text = (
-                    "{=step_batch_size_schedule!r} does not end with {=global_batch_size}; give {last}, or one of both"
-                )
-                yield say(text, last=last)
+                text = "{=step_batch_size_schedule!r} does not end with {=global_batch_size}; give {last}"
+                yield say(text + ", or one of both", last=last)
         except ValueError as error:
             yield say("{=step_batch_size_schedule!r} {error}", "seq_length", error=error)
     if t.rampup_batch_size is not None and len(t.rampup_batch_size) != 3:

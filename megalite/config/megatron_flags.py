@@ -75,9 +75,7 @@ def answer(given: Iterable[tuple[str, list[str]]]) -> Answer:
     flags = known_flags()
     said: dict[tuple[str, str], list[str]] = {}
     named = [(name, flags[name], asked_for(flags[name], values)) for name, values in given]
-    features = {
-        flag.feature for _, flag, asked in named if asked and flag.feature and flag.verdict in (WARNED, REFUSED)
-    }
+    features = {f.feature for _, f, asked in named if asked and f.feature and f.verdict in (WARNED, REFUSED)}
     for name, flag, asked in named:
         verdict, reason = flag.verdict, flag.reason
         if verdict == DEPENDENT:

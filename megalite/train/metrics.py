@@ -200,9 +200,8 @@ class Reporter:
         if self.megatron:
             self.say(f"Evaluating iter {done}/{iters}")
         else:
-            self.say(
-                f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  evaluating{which}: {done} of {iters} batches"
-            )
+            now = datetime.datetime.now()
+            self.say(f"{now:%H:%M:%S}  step {step:5d}  evaluating{which}: {done} of {iters} batches")
 
     def validation(
         self,
