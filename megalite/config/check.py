@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megalite.config.check_files import checkpoint_problems, data_problems
 from megalite.config.check_model import layout_problems, model_problems
 from megalite.config.check_training import training_problems
 from megalite.config.field import facts_of, flag_of
-from megalite.config.options import SECTIONS, Config, ParallelConfig, options
+from megalite.config.options import SECTIONS, Config, ModelConfig, ParallelConfig, options
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.problem import Problem, Say
 
@@ -28,8 +28,9 @@ def check(
     a vocabulary; `unclear`: options of which nobody knows what was meant."""
     c, unclear = config.checkpoint, set(unclear)
     wrong = {name: problem for name, problem in _ranges(config) if name not in unclear}
-    unset = {f.name for f in _required("model") if getattr(config.model, f.name) == 0} if c.use_checkpoint_args else ()
-    unclear |= wrong.keys() | set(unset)  # the checkpoint will say; checked again then
+    if c.use_checkpoint_args:  # the checkpoint will say; checked again then
+        unclear |= {f.name for f in fields(ModelConfig) if facts_of(f).required and not getattr(config.model, f.name)}
+    unclear |= wrong.keys()
     config = _made_plausible(config, unclear)
     say, tp = Say(config), config.parallel.tensor_model_parallel_size
     found = [
@@ -43,10 +44,6 @@ def check(
         *(_world(config, world_size, say) if world_size is not None else ()),
     ]
     return [*wrong.values(), *(problem for problem in found if not problem.concerns(unclear))]
-
-
-def _required(section: str) -> Iterator[Any]:
-    return (f for where, f in options() if where == section and facts_of(f).required)
 
 
 def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
@@ -132,7 +129,5 @@ def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
             yield say(text + ": use {fit}", fit=f"{low} or {high}" if low else high, **words)
     smallest = min((size for _, part, size in sizes if size is not None and part != " increment"), default=unit)
     if t.cuda_graph_impl != "none" and dp > 1 and smallest < 3 * unit:
-        text = (
-            "{=cuda_graph_impl} replays what is between a step's first and last micro-batch; with data parallel {dp} "
-        )
-        yield say(text + "give {--global-batch-size} {least} or more, or drop it", dp=dp, least=3 * unit)
+        text = "{=cuda_graph_impl} replays what is between a step's first and last micro-batch; with data parallel "
+        yield say(text + "{dp} give {--global-batch-size} {least} or more, or drop it", dp=dp, least=3 * unit)

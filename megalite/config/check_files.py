@@ -50,9 +50,8 @@ def _sources(d: DataConfig, say: Say) -> Iterator[Problem]:
         yield say("{data_path} is not set; give {--data-path} PREFIX, or {--mock-data}")
     elif len(ways) > 1 and not (d.mock_data and d.data_path):
         named = " and ".join(ways)
-        yield say(
-            "{named} exclude each other; give the data in one way", *named.replace(" and ", " ").split(), named=named
-        )
+        text = "{named} exclude each other; give the data in one way"
+        yield say(text, *named.replace(" and ", " ").split(), named=named)
     elif ways[0] in _PER_SPLIT[1:]:
         yield say("{train_data_path} is not set beside {option}; give it", option=ways[0])
 
@@ -60,9 +59,8 @@ def _sources(d: DataConfig, say: Say) -> Iterator[Problem]:
 def _tokenizer(d: DataConfig, complete: bool, say: Say) -> Iterator[Problem]:
     kind = d.tokenizer_type
     if kind is None and d.vocab_size is None and complete:
-        yield say(
-            "{vocab_size} is not set; give a tokenizer ({--tokenizer-type}, {--tokenizer-model}) or {--vocab-size}"
-        )
+        text = "{vocab_size} is not set; give a tokenizer ({--tokenizer-type}, {--tokenizer-model}) or {--vocab-size}"
+        yield say(text)
     if kind == "NullTokenizer" and d.vocab_size is None:
         yield say("{=tokenizer_type} needs {--vocab-size}")
     if kind == "GPT2BPETokenizer" and not (d.vocab_file and d.merge_file):
@@ -91,8 +89,7 @@ def checkpoint_problems(c: CheckpointConfig, say: Say) -> Iterator[Problem]:
     if c.finetune and c.no_load_optim:
         yield say("{no_load_optim} has no effect with {--finetune}, which loads weights only; remove it")
     if c.override_opt_param_scheduler and c.use_checkpoint_opt_param_scheduler:
-        yield say(
-            "{override_opt_param_scheduler} and {use_checkpoint_opt_param_scheduler} exclude each other; give one"
-        )
+        text = "{override_opt_param_scheduler} and {use_checkpoint_opt_param_scheduler} exclude each other; give one"
+        yield say(text)
     if c.exit_on_missing_checkpoint and c.load is None:
         yield say("{exit_on_missing_checkpoint} has no effect; add {--load}")

@@ -28,16 +28,11 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
     if heads % tp:
         yield say(tp_breaks + "{=num_attention_heads}: use {fit}", fit=_divisors(heads))
     if heads % m.groups:
-        yield say(
-            "{=num_query_groups} does not divide {=num_attention_heads}: use {fit}",
-            fit=_divisors(heads),
-            num_query_groups=m.groups,
-        )
+        text = "{=num_query_groups} does not divide {=num_attention_heads}: use {fit}"
+        yield say(text, fit=_divisors(heads), num_query_groups=m.groups)
     elif m.groups % tp and tp % m.groups:
-        yield say(
-            "{=tensor_model_parallel_size} and {=num_query_groups}: neither divides the other; change one",
-            num_query_groups=m.groups,
-        )
+        text = "{=tensor_model_parallel_size} and {=num_query_groups}: neither divides the other; change one"
+        yield say(text, num_query_groups=m.groups)
     if m.ffn_size < 1:
         yield say("{=hidden_size} is too small for the default width of swiglu; give {--ffn-hidden-size}")
     if m.ffn_size % tp:
@@ -83,11 +78,8 @@ def _window(m: ModelConfig, say: Say) -> Iterator[Problem]:
         return
     left, right = size
     if right not in (0, -1):
-        yield say(
-            "{=window_size} has {right} on the right, where a causal model sees nothing; use {left},0",
-            left=left,
-            right=right,
-        )
+        text = "{=window_size} has {right} on the right, where a causal model sees nothing; use {left},0"
+        yield say(text, left=left, right=right)
     if left == 0 or left < -1:
         why = "leaves a token itself alone" if left == 0 else "is no window"
         yield say("{=window_size} {why}; give at least 1,0, or -1,0 for no limit", why=why)

@@ -97,10 +97,8 @@ def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:
         try:
             last = read_batch_schedule(t.step_batch_size_schedule, seq_length)[-1][1]
             if t.global_batch_size not in (None, last):  # Megatron-LM's own GPT-3 script gives both
-                text = (
-                    "{=step_batch_size_schedule!r} does not end with {=global_batch_size}; give {last}, or one of both"
-                )
-                yield say(text, last=last)
+                text = "{=step_batch_size_schedule!r} does not end with {=global_batch_size}; give {last}"
+                yield say(text + ", or one of both", last=last)
         except ValueError as error:
             yield say("{=step_batch_size_schedule!r} {error}", "seq_length", error=error)
     if t.rampup_batch_size is not None and len(t.rampup_batch_size) != 3:
@@ -109,13 +107,10 @@ def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:
         first, increment, _ = t.rampup_batch_size
         way = t.global_batch_size - first
         if way < 0 or increment < 1 or way % increment:
-            yield say(
+            text = (
                 "{rampup_batch_size}={first} {increment}: {=global_batch_size} is not reached from {first} in steps of "
-                "{increment}; choose a divisor of {way}",
-                first=first,
-                increment=increment,
-                way=way,
             )
+            yield say(text + "{increment}; choose a divisor of {way}", first=first, increment=increment, way=way)
 
 
 def _recomputation(t: TrainConfig, say: Say) -> Iterator[Problem]:

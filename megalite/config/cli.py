@@ -133,9 +133,8 @@ def take_apart(argv: Sequence[str]) -> Words:
             while not equals and rest and not _is_flag(rest[0]) and (lists or not values):
                 values.append(rest.pop(0))
             if not values:
-                found.problems.append(
-                    f"{flag} needs a value; give it behind the flag (one that begins with -: {flag}=-1)"
-                )
+                where = f"give it behind the flag (one that begins with -: {flag}=-1)"
+                found.problems.append(f"{flag} needs a value; {where}")
                 found.unclear.add(name)
             else:
                 found.given[name] = values if lists else values[0]

@@ -56,11 +56,10 @@ class Facts:
         if isinstance(value, float) and not math.isfinite(value):  # an int may be too large for a float
             return "is not finite; give a number"
         if value < self.least:
-            return f"is negative; give {'0' if self.least == 0 else self.least} or more"
+            return f"is negative; give {self.least} or more"
         if self.above is not None and value == self.above:
-            return "is too small; give " + (
-                f"{self.above + 1} or more" if isinstance(value, int) else f"more than {self.above}"
-            )
+            allowed = f"{self.above + 1} or more" if isinstance(value, int) else f"more than {self.above}"
+            return f"is too small; give {allowed}"
         if self.below is not None and value >= self.below[0]:
             return self.below[1]
         return self.most[1] if self.most is not None and value > self.most[0] else None

@@ -75,9 +75,7 @@ def answer(given: Iterable[tuple[str, list[str]]]) -> Answer:
     flags = known_flags()
     said: dict[tuple[str, str], list[str]] = {}
     named = [(name, flags[name], asked_for(flags[name], values)) for name, values in given]
-    features = {
-        flag.feature for _, flag, asked in named if asked and flag.feature and flag.verdict in (WARNED, REFUSED)
-    }
+    features = {f.feature for _, f, asked in named if asked and f.feature and f.verdict in (WARNED, REFUSED)}
     for name, flag, asked in named:
         verdict, reason = flag.verdict, flag.reason
         if verdict == DEPENDENT:
@@ -90,16 +88,10 @@ def answer(given: Iterable[tuple[str, list[str]]]) -> Answer:
         if name not in names:
             names.append(name)
 
-    def lines(verdict: str, form: str) -> list[str]:
-        return [
-            form.format(flags=", ".join(names), reason=reason) for (v, reason), names in said.items() if v == verdict
-        ]
+    def lines(verdict: str, form: str = "{}: {}") -> list[str]:
+        return [form.format(", ".join(names), reason) for (v, reason), names in said.items() if v == verdict]
 
-    return Answer(
-        lines(NO_EFFECT, "no effect here: {flags} ({reason})"),
-        lines(WARNED, "{flags}: {reason}"),
-        lines(REFUSED, "{flags}: {reason}"),
-    )
+    return Answer(lines(NO_EFFECT, "no effect here: {} ({})"), lines(WARNED), lines(REFUSED))
 
 
 @cache

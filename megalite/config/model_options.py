@@ -14,15 +14,11 @@ ALL_DROPPED = (1, "drops everything; use less than 1")
 class ModelConfig:
     num_layers: int = model(0, "transformer layers", flags=("--encoder-num-layers",), required=True, stand_in=2)
     hidden_size: int = model(0, "model width D", required=True, stand_in=64)
-    ffn_hidden_size: int | None = model(
-        None, "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu", same_as="ffn_size"
-    )
+    ffn_hidden_size: int | None = model(None, "feed-forward width; default 4 D; --swiglu: 8/3 D", same_as="ffn_size")
     num_attention_heads: int = model(0, "query heads H", required=True, stand_in=1)
     kv_channels: int | None = model(None, "head size K; default D / H", same_as="head_size")
     group_query_attention: bool = model(False, "share key/value heads in groups", through="num_query_groups")
-    num_query_groups: int | None = model(
-        None, "key/value heads G with --group-query-attention; default 1", same_as="groups"
-    )
+    num_query_groups: int | None = model(None, "K/V heads G with --group-query-attention; default 1", same_as="groups")
     seq_length: int = training(0, "tokens per sequence", flags=("--encoder-seq-length",), required=True, stand_in=1)
     max_position_embeddings: int | None = training(None, "longest sequence that has positions; default seq_length")
     normalization: str = model("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
@@ -36,14 +32,9 @@ class ModelConfig:
         choices=("gelu", "gelu_erf", "swiglu", "squared_relu"),
         flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
     )
-    bias_gelu_fusion: bool = model(
-        True, "Megatron-LM's fused gelu, the tanh form; off: the exact one, if none is named", through="activation"
-    )
+    bias_gelu_fusion: bool = model(True, "tanh form of gelu; off: exact, where none is named", through="activation")
     openai_gelu: bool = model(
-        False,
-        "the tanh form of gelu, where no activation is named",
-        flags=("--use-te-activation-func=true",),
-        through="activation",
+        False, "tanh form of gelu where none is named", flags=("--use-te-activation-func=true",), through="activation"
     )
     parallel_residual: bool = model(False, "attention and feed-forward side by side on the same input, as in GPT-NeoX")
     position_embedding_type: str = model(
@@ -53,19 +44,14 @@ class ModelConfig:
         flags=("--use-rotary-position-embeddings=rope",),
     )
     add_position_embedding: bool = model(
-        True,
-        "off: no learned positions, beside rotary ones",
-        flags=("--no-position-embedding=false",),
-        through="position_embedding_type",
+        True, "off: no learned positions", flags=("--no-position-embedding=false",), through="position_embedding_type"
     )
     rotary_base: float = model(10000.0, "base of the rotary wavelengths", above=0)
     rotary_percent: float = model(1.0, "part of each head that rotates")
     rotary_interleaved: bool = model(False, "channels 2i and 2i + 1 turn as a pair, instead of i and i + half")
     rotary_seq_len_interpolation_factor: float = model(1.0, "rope: positions are divided by this", above=0)
     no_rope_freq: str | None = model(
-        None,
-        "N: every N-th layer has no rotary positions; or a list of a number per layer, 1 without, as [0,0,0,1]*8",
-        same_as="rotary",
+        None, "N: every N-th layer has no rotary positions; or a list, 1: without, as [0,0,0,1]*8", same_as="rotary"
     )
     rotary_scaling_factor: float = model(1.0, "yarn: stretch of the context", above=0)
     yarn_original_max_position_embeddings: int = model(4096, "yarn: tokens that the model trained on before", above=0)
@@ -89,13 +75,9 @@ class ModelConfig:
         choices=("apply_wd_to_qk_layernorm",),
         flags=("--apply-wd-to-qk-layernorm=apply_wd_to_qk_layernorm",),
     )
-    window_size: tuple[int, ...] | None = model(
-        None, "LEFT,0: a query sees its own key and LEFT before it; default, and -1: all before it"
-    )
+    window_size: tuple[int, ...] | None = model(None, "LEFT,0: keys before its own that a query sees; default, -1: all")
     window_attn_skip_freq: str | None = model(
-        None,
-        "N: every N-th layer has no window; or a list of a number per layer, 1 with and 0 without, as [1,1,0]*8",
-        same_as="windows",
+        None, "N: every N-th layer has no window; or a list, 1: with, 0: without, as [1,1,0]*8", same_as="windows"
     )
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import fields
+from string import Formatter
 from typing import Any
 
 from megalite.config.field import flag_of
@@ -24,20 +25,6 @@ class Problem(str):
         return not self.options.isdisjoint(names)
 
 
-class _Given:
-    """An option's value as a problem shows it."""
-
-    def __init__(self, name: str, value: Any):
-        self.name, self.value = name, value
-
-    def __format__(self, spec: str) -> str:
-        shown = ",".join(map(str, self.value)) if isinstance(self.value, tuple) else format(self.value, spec)
-        return f"{self.name}={shown}"
-
-    def __repr__(self) -> str:
-        return f"{self.name}={self.value!r}"
-
-
 class Say:
     """Makes problems of templates, in which an option stands as {=lr}: its name and value, {lr}: its name, or {--lr}:
     its flag; other names are those of `more`. So a problem's options are those that its line names.
@@ -54,23 +41,18 @@ class Say:
     def __call__(self, template: str, *also: str, option: str = "", **more: Any) -> Problem:
         """`also`: options that it is about without a word; `option`: the one that {option} stands for; `more` may also
         give what an option comes to, to be shown in place of its value."""
-        named = set(also)
-        line = template.format_map(_Words(self.values, option, more, named))
+        line, named = "", set(also)
+        for text, key, spec, conversion in Formatter().parse(template):
+            line += text
+            name = (key or "").lstrip("=-").replace("-", "_")
+            name = option if name == "option" else name
+            if key and name not in self.values:
+                line += format(more[key], spec or "")
+            elif key:
+                named.add(name)
+                value = more.get(name, self.values[name])
+                if isinstance(value, tuple) and not conversion:
+                    value = ",".join(map(str, value))
+                shown = repr(value) if conversion else format(value, spec or "")
+                line += f"{name}={shown}" if key[0] == "=" else flag_of(name) if key[0] == "-" else name
         return Problem(line, named)
-
-
-class _Words:
-    """What stands for a template's names; writes the options among them into `named`."""
-
-    def __init__(self, values: Mapping[str, Any], option: str, more: Mapping[str, Any], named: set[str]):
-        self.values, self.option, self.more, self.named = values, option, more, named
-
-    def __getitem__(self, key: str) -> Any:
-        name = key.lstrip("=-").replace("-", "_")
-        name = self.option if name == "option" else name
-        if name not in self.values:
-            return self.more[key]
-        self.named.add(name)
-        if key[0] == "=":
-            return _Given(name, self.more.get(name, self.values[name]))
-        return flag_of(name) if key[0] == "-" else name

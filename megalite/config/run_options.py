@@ -10,20 +10,17 @@ EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # those that the lau
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
 LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
+NO_SHARE, TO_TWO = (1, "is no share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    nproc: int | None = how(
-        None, "local processes to start when no launcher (torchrun, srun, mpirun) did; default: tp x pp x --dp, else 1"
-    )
+    nproc: int | None = how(None, "local processes to start where no launcher does; default: tp x pp x --dp, else 1")
     device: str = how("auto", "where to compute; auto: cuda where there is a card", choices=("auto", "cpu", "cuda"))
     tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
     pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
     context_parallel_size: int = how(1, "cp: ranks that share a sequence; only 1 so far", flags=("--cp",), above=0)
-    data_parallel_size: int | None = how(
-        None, "dp: ranks that share the batch; follows from the number of ranks, which it checks", flags=("--dp",)
-    )
+    data_parallel_size: int | None = how(None, "dp: ranks that share the batch; default: all left", flags=("--dp",))
     num_layers_per_virtual_pipeline_stage: int | None = how(None, "layers per chunk of the interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = how(None, "chunks per pipeline rank of the interleaved schedule")
     pipeline_model_parallel_layout: str | None = how(None, "layers of each stage, as in 'Et|(tt|)*2tL'")
@@ -53,14 +50,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    micro_batch_size: int = training(
-        0, "samples per micro-batch and dp rank", required=True, stand_in=1, same_as="batch_unit"
-    )
+    micro_batch_size: int = training(0, "samples per micro-batch", required=True, stand_in=1, same_as="batch_unit")
     global_batch_size: int | None = training(None, "samples per step; default micro_batch_size x dp")
     rampup_batch_size: tuple[int, ...] | None = training(None, "START INCREMENT SAMPLES: the batch grows over SAMPLES")
-    step_batch_size_schedule: str | None = training(
-        None, "TOKENS:SIZE ...: the global batch from so many tokens on, as '0:768 250B:1536' (K, M, B, T)"
-    )
+    step_batch_size_schedule: str | None = training(None, "batches from so many tokens on, as '0:768 250B:1536'")
     train_iters: int | None = training(None, "steps")
     train_samples: int | None = training(None, "samples, instead of --train-iters")
     iterations_to_skip: tuple[int, ...] | None = training(None, "steps, from 1, whose samples are not trained on")
@@ -80,9 +73,7 @@ class TrainConfig:
         choices=("selective", "full"),
         flags=("--recompute-activations=selective",),
     )
-    recompute_modules: tuple[str, ...] = how(
-        ("core_attn",), "with selective: core_attn (scores and softmax), layernorm, mlp; one or more"
-    )
+    recompute_modules: tuple[str, ...] = how(("core_attn",), "selective: core_attn (scores, softmax), layernorm, mlp")
     recompute_method: str | None = how(None, "full: every group of layers, or the first", choices=("uniform", "block"))
     recompute_num_layers: int | None = how(None, "uniform: layers per group; block: layers per stage")
     z_loss_coeff: float = training(0.0, "z-loss: this times log^2 of the softmax's sum, added to the loss; PaLM: 1e-4")
@@ -90,10 +81,7 @@ class TrainConfig:
     deterministic_mode: bool = how(False, "refuse operations that may give other bits in another run")
     compile: bool = how(False, "torch.compile between a block's matmuls; not with --kernels triton")
     cuda_graph_impl: str = how(
-        "none",
-        "local: record a micro-batch once and replay it, for small models",
-        choices=("none", "local"),
-        flags=("--enable-cuda-graph=local",),
+        "none", "local: replay a recorded micro-batch", choices=("none", "local"), flags=("--enable-cuda-graph=local",)
     )
     dry_run: bool = free(False, "print the plan and stop")
 
@@ -126,13 +114,9 @@ class OptimConfig:
     lr_wsd_decay_iters: int | None = training(None, "steps of WSD's last phase", least=0)
     lr_wsd_decay_samples: int | None = training(None, "samples of WSD's last phase", least=0)
     weight_decay: float = training(0.01, "decoupled decay; not on norms and biases")
-    start_weight_decay: float | None = training(
-        None, "weight decay at the start of training, with --weight-decay-incr-style", least=0
-    )
+    start_weight_decay: float | None = training(None, "weight decay at first, with --weight-decay-incr-style", least=0)
     end_weight_decay: float | None = training(None, "weight decay at the end of training, with the same", least=0)
-    weight_decay_incr_style: str = training(
-        "constant", "how weight decay grows from its start to its end", choices=("constant", "linear", "cosine")
-    )
+    weight_decay_incr_style: str = training("constant", "how it increases", choices=("constant", "linear", "cosine"))
     clip_grad: float = training(1.0, "largest gradient norm; 0: no clipping")
     adam_beta1: float = training(0.9, "decay of the first moment", below=(1, "is not below 1; use 0.9 to 0.999"))
     adam_beta2: float = training(0.999, "decay of the second moment", below=(1, "is not below 1; use 0.9 to 0.999"))
@@ -177,21 +161,13 @@ class DataConfig:
     reset_position_ids: bool = training(False, "count positions from the start of each document")
     reset_attention_mask: bool = training(False, "attend within the document only (variable-length attention)")
     document_packing: str = training(
-        "concatenate",
-        "documents end to end, or as few as possible cut (best-fit packing; what is left of a sample is padding)",
-        choices=("concatenate", "best-fit"),
+        "concatenate", "end to end, or as few documents cut as possible (padding)", choices=("concatenate", "best-fit")
     )
     fim_data: bool = training(False, "fill-in-the-middle: rearrange documents of the training data")
-    fim_rate: float = training(0.5, "share of documents that are rearranged", most=(1, "is no share; use at most 1"))
-    fim_spm_rate: float = training(
-        0.5,
-        "share of these as suffix, prefix, middle; the others as prefix, suffix, middle",
-        most=(1, "is no share; use at most 1"),
-    )
+    fim_rate: float = training(0.5, "share of documents that are rearranged", most=NO_SHARE)
+    fim_spm_rate: float = training(0.5, "share of these in the order suffix, prefix, middle", most=NO_SHARE)
     fim_split_sample: str | None = training(None, "token that parts a document into fragments, each cut by itself")
-    fim_fragment_rate: float | None = training(
-        None, "share of fragments that are rearranged", most=(1, "is no share; use at most 1"), least=0
-    )
+    fim_fragment_rate: float | None = training(None, "share of fragments rearranged", most=NO_SHARE, least=0)
     fim_no_prefix: str | None = training(None, "text: what begins with it stays as it is")
     fim_prefix_token: str = training("<fim_prefix>", "special token of the tokenizer")
     fim_middle_token: str = training("<fim_middle>", "special token of the tokenizer")
@@ -224,16 +200,12 @@ class DataConfig:
     vocab_file: str | None = training(None, "GPT-2 vocab.json")
     merge_file: str | None = training(None, "GPT-2 merges.txt")
     vocab_size: int | None = training(None, "true vocabulary, at least the tokenizer's; default: the tokenizer's")
-    padded_vocab_size: int | None = training(
-        None, "rows of the embedding, instead of the vocabulary rounded up by --make-vocab-size-divisible-by"
-    )
+    padded_vocab_size: int | None = training(None, "rows of the embedding; default: by --make-vocab-size-divisible-by")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save: str | None = free(
-        None, "directory to save checkpoints in, or a URL; without an interval only when the run ends or stops"
-    )
+    save: str | None = free(None, "directory or URL to save checkpoints in; without an interval, when the run ends")
     save_local: str | None = free(None, "fast directory to save in first; from it, --save is filled while training")
     save_interval: int | None = free(None, "steps between checkpoints", flags=("--persistent-save-interval",))
     save_interval_mins: float | None = free(None, "minutes between checkpoints, also beside --save-interval")
@@ -246,13 +218,9 @@ class CheckpointConfig:
     keep_last: int | None = free(None, "checkpoints to keep; default: all, 1 with --save-retain-interval")
     save_retain_interval: int | None = free(None, "checkpoints of steps divisible by this are never deleted")
     no_save_optim: bool = free(False, "save weights only; such a checkpoint does not resume a run exactly")
-    load: str | None = training(
-        None, "directory or URL to resume from, or Hugging Face model to begin with; one that is empty starts afresh"
-    )
+    load: str | None = training(None, "directory or URL to resume from (empty: starts afresh), or Hugging Face model")
     ckpt_step: int | None = training(
-        None,
-        "step of the checkpoint to load; default: the newest valid one; the same training, started again, continues",
-        least=0,
+        None, "step of the checkpoint to load; default: the newest valid one; started again, a run continues", least=0
     )
     no_load_optim: bool = training(False, "load weights, step and data position, not the optimizer's state")
     finetune: bool = training(False, "load weights only, and start at step 0")
@@ -262,9 +230,7 @@ class CheckpointConfig:
     use_checkpoint_opt_param_scheduler: bool = free(
         False, "rates and weight decay as in the checkpoint", flags=("--use-checkpoint-lr-scheduler=true",)
     )
-    pretrained_checkpoint: str | None = free(
-        None, "directory, also of Hugging Face, to take weights from when --load holds no checkpoint"
-    )
+    pretrained_checkpoint: str | None = free(None, "weights to begin with, also Hugging Face's, if --load has none")
     use_checkpoint_args: bool = free(False, "take the model's options from the checkpoint")
     exit_on_missing_checkpoint: bool = free(False, "stop when --load holds no checkpoint")
     export_hf: str | None = free(None, "new directory that becomes a Hugging Face model after the last step")
@@ -272,13 +238,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    log_interval: int | None = free(
-        None, "steps per log line; default: a fiftieth of the run, 1 to 100; 100 in Megatron's style"
-    )
+    log_interval: int | None = free(None, "steps per log line; default 1 to 100, a fiftieth of the run; Megatron: 100")
     log_style: str = free(
-        "auto",
-        "form of the log; auto: Megatron-LM's for a command line that only it has, else megalite's",
-        choices=("auto", "megalite", "megatron"),
+        "auto", "form; auto: Megatron-LM's where its own flags are given", choices=("auto", "megalite", "megatron")
     )
     log_throughput: bool = free(False, "TFLOP/s in Megatron's log line")
     log_params_norm: bool = free(False, "L2 norm of all parameters, after the step")
@@ -286,11 +248,7 @@ class LogConfig:
     log_progress: bool = free(False, "progress.txt beside the checkpoints: starts, saves, TFLOP/s, tokens")
     log_memory_interval: int | None = free(None, "steps per memory line; a multiple of --log-interval")
     log_device_memory_used: bool = free(False, "in the memory line: what all processes hold of the card")
-    timing_log_level: int = free(
-        0,
-        "timers: 0 evaluations and saves; 1 parts of a step; 2 its micro-batches",
-        most=(2, "is above 2; use 0, 1 or 2"),
-    )
+    timing_log_level: int = free(0, "timers: 0 evaluations, saves; 1 parts of a step; 2 micro-batches", most=TO_TWO)
     timing_log_option: str = free("minmax", "timers over ranks", choices=("max", "minmax", "all"))
     barrier_with_level_1_timing: bool = free(True, "ranks wait for each other at the parts that level 1 times")
     run_dir: str | None = free(None, "directory of logs; default: --save, else runs/last")
@@ -317,9 +275,7 @@ class OperationsConfig:
     manual_gc: bool = free(False, "Python's garbage collector runs only when told, at the same step on all ranks")
     manual_gc_interval: int = free(0, "steps between collections with --manual-gc; 0: at evaluations only")
     manual_gc_eval: bool = free(True, "collect before and after evaluations with --manual-gc")
-    empty_unused_memory_level: int = free(
-        0, "give CUDA memory back: 1 before each update, 2 also after it", most=(2, "is above 2; use 0, 1 or 2")
-    )
+    empty_unused_memory_level: int = free(0, "give CUDA memory back: 1 before each update, 2 also after", most=TO_TWO)
     profile: bool = free(False, "profile steps: cudaProfilerStart and Stop, for nsys; or --use-pytorch-profiler")
     use_pytorch_profiler: bool = free(False, "with --profile: torch's profiler, into trace/ of the run directory")
     profile_step_start: int = free(10, "steps before the first that is profiled")
@@ -329,6 +285,4 @@ class OperationsConfig:
     pytorch_profiler_collect_callstack: bool = free(False, "call stacks in torch's profile")
     record_memory_history: bool = free(False, "write CUDA's memory history at each log line, for torch's viewer")
     memory_snapshot_path: str = free("snapshot.pickle", "file of --record-memory-history; _RANK is added")
-    check_weight_hash_across_dp_replicas_interval: int | None = free(
-        None, "steps between checks that all copies of each weight are the same bits"
-    )
+    check_weight_hash_across_dp_replicas_interval: int | None = free(None, "steps between checks that weights agree")

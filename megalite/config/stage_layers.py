@@ -34,11 +34,8 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
 
     Raises ValueError: `name=value breaks rule; remedy`.
     """
-    pp, chunk, chunks = (
-        p.pipeline_model_parallel_size,
-        p.num_layers_per_virtual_pipeline_stage,
-        p.num_virtual_stages_per_pipeline_rank,
-    )
+    pp, chunk = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
+    chunks = p.num_virtual_stages_per_pipeline_rank
     if chunk is not None and chunks is not None:
         raise ValueError(
             f"num_layers_per_virtual_pipeline_stage={chunk} and num_virtual_stages_per_pipeline_rank={chunks}: give one"

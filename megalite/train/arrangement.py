@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megalite.config.options import Config, OptimConfig, padded_vocab_size
+from megalite.config.options import Config, padded_vocab_size
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.stage_layers import given_stages
 from megalite.models.flops import How, head_flops, layer_flops, stage_saved
@@ -233,7 +233,9 @@ class Arrangement:
         """Of an element: weight, gradient, and what the optimizer keeps of it on the rank that updates it."""
         wide = main_dtype(self.dtype).itemsize
         main = 0 if wide == self.dtype.itemsize else wide
-        return self.dtype.itemsize, wide, main + state_bytes(self.config.optim)
+        o = self.config.optim
+        states = ["fp32"] if o.optimizer == "sgd" else [o.exp_avg_dtype, o.exp_avg_sq_dtype]
+        return self.dtype.itemsize, wide, main + sum(2 if dtype == "bf16" else 4 for dtype in states)
 
     @property
     def _owners(self) -> int:
@@ -315,10 +317,3 @@ def _build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number
         recompute=Recompute(*made.recompute),
         z_loss=made.config.train.z_loss_coeff,
     )
-
-
-def state_bytes(optim: OptimConfig) -> int:
-    """Of the optimizer's states, per parameter."""
-    if optim.optimizer == "sgd":
-        return 4
-    return sum(2 if dtype == "bf16" else 4 for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))

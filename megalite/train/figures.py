@@ -193,28 +193,17 @@ def megatron_timers(option: str, seconds: Mapping[str, Sequence[float]]) -> str:
 
 def table(rows: Mapping[str, str]) -> str:
     """Names and values in two columns."""
+    return columns(list(rows.items()), headed=False)
+
+
+def columns(rows: Sequence[Sequence[str]], headed: bool = True) -> str:
+    """`headed`: the first row is the table's head, and columns but the first hold numbers."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    made = Table(show_header=False, box=None, pad_edge=False)
-    made.add_column(style="bold")
-    made.add_column(overflow="fold")
-    for name, value in rows.items():
-        made.add_row(name, value)
-    text = io.StringIO()
-    Console(file=text, width=110, color_system=None).print(made)
-    return text.getvalue().rstrip()
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first row is its head: names, then numbers."""
-    from rich.console import Console
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False)
-    for i, name in enumerate(rows[0]):
-        made.add_column(name, justify="right" if i else "left")
-    for row in rows[1:]:
+    head = [Column(name, justify="right" if i else "left") for i, name in enumerate(rows[0])]
+    made = Table(*(head if headed else ["", Column(overflow="fold")]), show_header=headed, box=None, pad_edge=False)
+    for row in rows[headed:]:
         made.add_row(*row)
     text = io.StringIO()
     Console(file=text, width=110, color_system=None).print(made)

@@ -347,9 +347,7 @@ def summarise(run: Run, since: list[StepResult], params_norm: float | None = Non
 
 def _write_timeline(run: Run, folder: Path) -> None:
     """timeline.json: what each pipeline rank did when; collective, through files beside it (no object travels)."""
-    spans = run.pipeline.timeline or []
-    run.pipeline.timeline = None
-    mesh = run.mesh
+    spans, mesh = run.pipeline.timeline or [], run.mesh
     write = mesh.dp.is_first and mesh.tp.is_first
     part: Callable[[int], Path] = lambda rank: folder / f".timeline-{rank}.json"  # noqa: E731
     try:

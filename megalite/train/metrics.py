@@ -28,10 +28,7 @@ from megalite.train.state import State, StepResult
 
 def missing_packages(tensorboard_dir: str | None, wandb_project: str | None) -> list[str]:
     """One line for each option whose optional package is not installed; imports nothing."""
-    wanted = (
-        ("tensorboard_dir", tensorboard_dir, "tensorboard"),
-        ("wandb_project", wandb_project, "wandb"),
-    )
+    wanted = (("tensorboard_dir", tensorboard_dir, "tensorboard"), ("wandb_project", wandb_project, "wandb"))
     return [
         f"{option}={value!r} needs the package {package}; pip install {package}"
         for option, value, package in wanted
@@ -203,9 +200,8 @@ class Reporter:
         if self.megatron:
             self.say(f"Evaluating iter {done}/{iters}")
         else:
-            self.say(
-                f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  evaluating{which}: {done} of {iters} batches"
-            )
+            now = datetime.datetime.now()
+            self.say(f"{now:%H:%M:%S}  step {step:5d}  evaluating{which}: {done} of {iters} batches")
 
     def validation(
         self,
@@ -271,9 +267,8 @@ class Reporter:
                     self.attempt("TensorBoard", self._board.add_scalar, f"{tag} vs samples", value, samples)
 
     def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
-        finite = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-        }  # JSON has no nan
+        # JSON has no nan
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         row = json.dumps({"step": step, "tokens": tokens, **finite})
         self.attempt(str(self._rows.path), self._rows.write, row)
         if self._wandb is not None:

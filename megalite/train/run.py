@@ -224,12 +224,9 @@ def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
             leave = lambda *_: os._exit(int(Exit.INTERRUPTED)) if time.monotonic() > since + 1 else None  # noqa: E731
             signal.signal(signal.SIGINT, leave)
             return Exit.INTERRUPTED, "SIGINT"
-        case ReplicaError():
-            if run.mesh.world.is_first or "another rank" not in str(error):
-                complain(f"pretrain_gpt.py: {error}")
-            return Exit.BAD_RESULT, str(error)
-        case NonFiniteError() | ScaleExhausted():
-            if run.mesh.world.is_first:
+        case ReplicaError() | NonFiniteError() | ScaleExhausted():
+            knows = isinstance(error, ReplicaError) and "another rank" not in str(error)
+            if run.mesh.world.is_first or knows:
                 complain(f"pretrain_gpt.py: {error}")
             return Exit.BAD_RESULT, str(error)
         case CheckpointError():
@@ -334,13 +331,7 @@ def watch_of(config: Config, run: Run, folder: Path) -> Watch:
 
 
 def _reporter(
-    plan: Arrangement,
-    config: Config,
-    run: Run,
-    sources: Sources,
-    folder: Path,
-    ranks: Ranks,
-    warnings: Sequence[str],
+    plan: Arrangement, config: Config, run: Run, sources: Sources, folder: Path, ranks: Ranks, warnings: Sequence[str]
 ) -> Reporter:
     m, log = config.model, replace(config.log, log_style=resolved_style(config))
     peak = find_peak(run.mesh.device, plan.dtype, log.peak_tflops, ranks.local_world)

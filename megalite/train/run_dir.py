@@ -68,14 +68,7 @@ def leave_status(
 ) -> None:
     """status.json. `outcome`: of `Exit`, or "running". `tokens` and `step`: trained so far. `checkpoint`: the directory
     to resume from. `reason`: for people. A full disk is told, and changes nothing else."""
-    status = {
-        "outcome": outcome,
-        "step": step,
-        "tokens": tokens,
-        "checkpoint": checkpoint,
-        "reason": reason,
-        "rank": rank,
-    }
+    status = dict(outcome=outcome, step=step, tokens=tokens, checkpoint=checkpoint, reason=reason, rank=rank)
     try:
         write_atomically(folder / "status.json", json.dumps(status) + "\n")
     except OSError as error:

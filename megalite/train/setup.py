@@ -74,15 +74,14 @@ def update_rule(config: Config) -> Rule:
     o = config.optim
     if config.train.skip_train:
         return SGD(momentum=0.0)  # keeps nothing
-    moments = {name: getattr(o, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
     if o.optimizer == "sgd":
         return SGD(o.sgd_momentum)
     if o.optimizer_impl == "apex":
         if not ApexAdamW.available():
             raise SetupError("optimizer_impl=apex needs apex's CUDA extension amp_C on a CUDA device; use auto")
         return ApexAdamW((o.adam_beta1, o.adam_beta2), o.adam_eps)
-    dtypes = {name: torch.bfloat16 if value == "bf16" else None for name, value in moments.items()}
-    return AdamW((o.adam_beta1, o.adam_beta2), o.adam_eps, **dtypes)
+    dtypes = [torch.bfloat16 if dtype == "bf16" else None for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype)]
+    return AdamW((o.adam_beta1, o.adam_beta2), o.adam_eps, *dtypes)
 
 
 def loss_scaler(config: Config) -> LossScaler:
