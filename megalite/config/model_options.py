@@ -14,7 +14,9 @@ ALL_DROPPED = (1, "drops everything; use less than 1")
 class ModelConfig:
     num_layers: int = model(0, "transformer layers", flags=("--encoder-num-layers",), required=True, stand_in=2)
     hidden_size: int = model(0, "model width D", required=True, stand_in=64)
-    ffn_hidden_size: int | None = model(None, "feed-forward width; default 4 D; --swiglu: 8/3 D", same_as="ffn_size")
+    ffn_hidden_size: int | None = model(
+        None, "feed-forward width; default 4 D, or 8/3 D in steps of 64 with --swiglu", same_as="ffn_size"
+    )
     num_attention_heads: int = model(0, "query heads H", required=True, stand_in=1)
     kv_channels: int | None = model(None, "head size K; default D / H", same_as="head_size")
     group_query_attention: bool = model(False, "share key/value heads in groups", through="num_query_groups")

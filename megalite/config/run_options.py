@@ -53,7 +53,9 @@ class TrainConfig:
     micro_batch_size: int = training(0, "samples per micro-batch", required=True, stand_in=1, same_as="batch_unit")
     global_batch_size: int | None = training(None, "samples per step; default micro_batch_size x dp")
     rampup_batch_size: tuple[int, ...] | None = training(None, "START INCREMENT SAMPLES: the batch grows over SAMPLES")
-    step_batch_size_schedule: str | None = training(None, "batches from so many tokens on, as '0:768 250B:1536'")
+    step_batch_size_schedule: str | None = training(
+        None, "TOKENS:SIZE ...: the global batch from so many tokens on, as '0:768 250B:1536' (K, M, B, T)"
+    )
     train_iters: int | None = training(None, "steps")
     train_samples: int | None = training(None, "samples, instead of --train-iters")
     iterations_to_skip: tuple[int, ...] | None = training(None, "steps, from 1, whose samples are not trained on")
