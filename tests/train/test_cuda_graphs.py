@@ -173,7 +173,7 @@ def test_what_cannot_be_repeated_is_refused(flags: str, world: int, text: str) -
     except cli.ConfigError as error:
         problems = error.problems
     assert len(problems) == 1 and problems[0].startswith("cuda_graph_impl=local ") and text in problems[0]
-    assert "leave" in problems[0]
+    assert "drop" in problems[0]
 
 
 def test_without_a_card_it_is_refused() -> None:

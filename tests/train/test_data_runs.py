@@ -133,7 +133,7 @@ def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], t
     switched = run(
         "pretrain_gpt.py", *[f for f in four if f not in PACKED], "--train-iters", "8", "--lr-decay-iters", "6"
     )
-    assert switched.returncode == 3 and "packing of documents was switched" in switched.stderr
+    assert switched.returncode == 3 and "document_packing was changed since the checkpoint" in switched.stderr
 
 
 def test_fill_in_the_middle(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_learned_positions_must_be_as_many(models) -> None:
 def test_a_damaged_directory_and_another_kind_of_model_are_refused(models, tmp_path: Path) -> None:
     folder = copy_of(models("llama")[1], tmp_path / "a")
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(SetupError, match="not a whole safetensors file"):
+    with pytest.raises(SetupError, match="not a complete safetensors file"):
         taken(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(SetupError, match="model_type='mamba' is not one of"):
@@ -265,18 +265,18 @@ def _starts(base: str) -> list[Outcome]:
     folder = Path(base) / f"rank{rank}"  # nodes may have copies of their own
     config = taken(folder, "--pipeline-model-parallel-size", "2")
     run = build_run(config, Ranks(rank, 2), CPU)
-    outcomes, real = [], hf_files._Read.__call__
+    outcomes, real = [], hf_files._read
 
-    def read(self: hf_files._Read) -> torch.Tensor:
-        if rank == 1 and self.name.endswith(BROKEN):
-            raise CheckpointError(f"{self.path}: {self.name} cannot be read (Input/output error)")
-        return real(self)
+    def read(handle: Any, name: str, path: Path) -> torch.Tensor:
+        if rank == 1 and name.endswith(BROKEN):
+            raise CheckpointError(f"{path}: {name} cannot be read (Input/output error)")
+        return real(handle, name, path)
 
-    hf_files._Read.__call__ = read  # type: ignore[method-assign]
+    hf_files._read = read
     outcomes.append(_fails(lambda: foreign.start(run, config)))
     mesh = build_mesh(tp=1, pp=2, device=CPU)
     outcomes.append(_fails(lambda: generate.load_model(folder, mesh)))
-    hf_files._Read.__call__ = real  # type: ignore[method-assign]
+    hf_files._read = real
     if rank == 1:
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
     outcomes.append(_fails(lambda: foreign.start(run, config)))
@@ -290,7 +290,12 @@ def test_one_rank_that_cannot_read_ends_all(models, tmp_path: Path) -> None:
     for rank in (0, 1):
         with_tokenizer(copy_of(models("llama")[1], tmp_path / f"rank{rank}"), V)
     first, second = run_ranks(2, _starts, str(tmp_path))
-    wanted = [f"{BROKEN} cannot be read", f"{BROKEN} cannot be read", "not a whole safetensors file", "rank 0 sees it"]
+    wanted = [
+        f"{BROKEN} cannot be read",
+        f"{BROKEN} cannot be read",
+        "not a complete safetensors file",
+        "rank 0 sees it",
+    ]
     for there, here, text in zip(first, second, wanted, strict=True):
         assert there[0] and "rank 1 failed while reading the weights of" in there[1]
         assert not here[0] and "rank 1" in here[1] and text in here[1]

@@ -256,7 +256,7 @@ def test_what_has_no_effect_is_said() -> None:
     flags = "--decoupled-min-lr 1e-4 --apply-wd-to-qk-layernorm --grad-reduce-in-bf16".split()
     notes = cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)[1]
     assert [note.split("=")[0].split(" ")[0] for note in notes] == [
-        *("decoupled_min_lr", "no_weight_decay_cond_type", "grad_reduce_in_bf16")
+        *("no_weight_decay_cond_type", "decoupled_min_lr", "grad_reduce_in_bf16")
     ]
 
 
