@@ -107,6 +107,7 @@ def test_any_rectangle_is_read_from_any_other(tmp_path_factory, shape, data) -> 
     made = manifests.Manifest({"w": manifests.Whole(tuple(shape), "float32", (parts,))}, {"x": stamp}, {})
     target = torch.zeros(wanted.shape, dtype=data.draw(st.sampled_from([torch.float32, torch.float64])))
     target_piece = Piece("w", tuple(shape), wanted, range(wanted.numel), target.view(-1))
+    (folder / "COMPLETE").touch()  # what a reader holds while it reads
     reader.fill_pieces(folder, made, [target_piece])
     inner = tuple(slice(a - o, b - o) for a, b, o in zip(both.start, both.stop, wanted.start, strict=True))
     assert torch.equal(target[inner].float(), cut(both)) and int((target != 0).sum()) == both.numel

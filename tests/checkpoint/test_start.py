@@ -399,7 +399,17 @@ def test_flags_without_effect_are_refused() -> None:
 
 def plan(**changes: object) -> Plan:
     values = dict.fromkeys(Plan.__dataclass_fields__)
-    return Plan(**{**values, "log_interval": 100, "eval_iters": 0, "empty_level": 0, "save_optimizer": True, **changes})  # type: ignore[arg-type]
+    return Plan(
+        **{
+            **values,
+            "log_interval": 100,
+            "eval_iters": 0,
+            "empty_level": 0,
+            "count_zeros": False,
+            "save_optimizer": True,
+            **changes,
+        }
+    )  # type: ignore[arg-type]
 
 
 def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
