@@ -14,7 +14,6 @@ import os
 import sys
 
 from megalite.config import cli, environment
-from megalite.config.check import check
 from megalite.config.options import Config, local_processes
 from megalite.data.files.missing_files import absent
 from megalite.models.families import PRESETS
@@ -40,15 +39,17 @@ def main(argv: list[str]) -> int:
     except LaunchError as error:
         unlaunched = [str(error)]
 
+    def world(config: Config) -> int:
+        return local_processes(config.parallel) if ranks is None else ranks.world
+
     def of_this_machine(config: Config, wrong: list[str]) -> list[str]:
-        nproc = local_processes(config.parallel)
-        problems = [*unlaunched, *environment.problems(), *check(config, nproc if ranks is None else ranks.world)]
+        nproc, problems = local_processes(config.parallel), [*unlaunched, *environment.problems()]
         if ranks is None and nproc > MOST_RANKS_PER_CORE * cores() and not config.train.dry_run:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
         files = absent(config.data) if wrong or problems else []  # alone they are told by each rank's start
         return [*problems, *files]
 
-    found = cli.read_or_exit(argv, PRESETS, of_this_machine, quiet=ranks is not None and ranks.rank > 0)
+    found = cli.read_or_exit(argv, PRESETS, of_this_machine, world, quiet=ranks is not None and ranks.rank > 0)
     config, nproc = found.config, local_processes(found.config.parallel)
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)

@@ -14,7 +14,6 @@ import pytest
 from test_published_lines import byte_level_vocabulary, preprocessed
 
 from megalite.config import cli
-from megalite.config.check import check
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import ConfigError
 from megalite.models.families import PRESETS
@@ -74,7 +73,7 @@ def test_a_line_of_megatrons_starts_or_is_refused_for_what_is_missing(
     words = words_of(line, places)
     world = world_of(words)
     try:
-        found = cli.read_all([*words, "--dry-run"], PRESETS, lambda config, _: check(config, world))
+        found = cli.read_all([*words, "--dry-run"], PRESETS, world=lambda config: world)
     except ConfigError as error:
         assert [_feature(problem) for problem in error.problems] == line["refused"], error.problems
         return

@@ -52,7 +52,7 @@ def prepare(config: Config) -> tuple[int, int]:
     assert d.data_cache_path and m.seq_length
     sources = open_sources(d, m.seq_length, t.seed, t.eval_iters)
     plan = Arrangement(config, 1, sources.vocab_size)  # no number of ranks changes what is read
-    eval_samples = t.eval_iters * plan.batch_sizes.final
+    eval_samples = t.eval_iters * plan.eval_batch_size
     assert sources.ledger is not None
     sets: list[tuple[str, Dataset, int]] = [("train", sources.ledger, plan.samples)]
     sets += [(f"valid {one.name}".strip(), one.dataset, eval_samples) for one in sources.valid]

@@ -84,16 +84,16 @@ def _profile(config: Config, say: Say) -> Iterator[Problem]:
 
 def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
     p = config.parallel
-    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    dp, both = max(1, world_size // (tp * pp)), ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    tp, pp, unit = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.model_parallel_size
+    dp, sizes = max(1, world_size // unit), ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     if p.data_parallel_size is not None:
         dp = p.data_parallel_size
-        if (ranks := dp * tp * pp) != world_size:
+        if (ranks := dp * unit) != world_size:
             text = "{=data_parallel_size} x tp {tp} x pp {pp} is not the world size {world}; start {ranks} ranks, or "
-            yield say(text + "leave it out", *both, tp=tp, pp=pp, world=world_size, ranks=ranks)
-    elif world_size % (tp * pp):
+            yield say(text + "leave it out", *sizes, tp=tp, pp=pp, world=world_size, ranks=ranks)
+    elif world_size % unit:
         text = "world size {world} is not a multiple of tp {tp} x pp {pp} = {unit}; start a multiple of it, as with "
-        yield say(text + "{--nproc} {unit}", *both, world=world_size, tp=tp, pp=pp, unit=tp * pp)
+        yield say(text + "{--nproc} {unit}", *sizes, world=world_size, tp=tp, pp=pp, unit=unit)
         dp = 1  # what does not divide by the micro-batch is wrong with any
     if beyond := tuple(r for r in config.operations.profile_ranks if r >= world_size):
         text = "{=profile_ranks} is not among {world} ranks; give 0 to {last}"
@@ -105,7 +105,7 @@ def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
     t = config.train
     unit = t.micro_batch_size * dp
     micro = t.eval_micro_batch_size or t.micro_batch_size
-    evaluated = t.eval_global_batch_size or t.global_batch_size or unit  # as setup.eval_batch_size
+    evaluated = t.eval_batch_size(dp)
     if (t.eval_global_batch_size or t.eval_micro_batch_size) and evaluated % (micro * dp):
         text = "{=eval_global_batch_size} is not a multiple of {eval_micro_batch_size} {micro} x data parallel {dp} = "
         text += "{unit}; change one"

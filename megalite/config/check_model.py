@@ -95,8 +95,6 @@ def _window(m: ModelConfig, say: Say) -> Iterator[Problem]:
 def layout_problems(config: Config, say: Say) -> Iterator[Problem]:
     m, p = config.model, config.parallel
     pp = p.pipeline_model_parallel_size
-    if p.context_parallel_size != 1:
-        yield say("{=context_parallel_size} is not supported yet; use 1")
     try:
         stages = given_stages(m.num_layers, p)
     except ValueError as error:

@@ -24,11 +24,11 @@ from megalite.config.effects import without_effect
 from megalite.config.field import base_type, facts_of, flag_of
 from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
 from megalite.config.options import Config, ConfigError, options
-from megalite.config.problem import Problem
 from megalite.config.toml import read_toml
 
 _TYPES = {"int": int, "float": float, "ints": int}  # what a text becomes
 Also = Callable[[Config, list[str]], Sequence[str]]
+World = Callable[[Config], int | None]
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -175,10 +175,14 @@ class Read:
 
 
 def read_all(
-    argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]], also: Also = lambda config, problems: []
+    argv: Sequence[str],
+    presets: Mapping[str, Mapping[str, Any]],
+    also: Also = lambda config, problems: [],
+    world: World = lambda config: None,
 ) -> Read:
     """The configuration that a command line asks for. `also` finds what else is wrong with it, of the machine for
-    instance, and is told what is wrong already. Raises ConfigError with every problem of every stage, in one list."""
+    instance, and is told what is wrong already; `world`: how many ranks it is for. Raises ConfigError with every
+    problem of every stage, in one list."""
     words = take_apart(argv)
     foreign = answer(words.foreign)
     problems = [*words.problems, *foreign.problems]
@@ -203,9 +207,8 @@ def read_all(
         unclear |= set(wrong)
         values.update(made)
     made = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
-    problems += check(made, unclear=unclear)
-    more = also(made, problems)
-    problems += [line for line in more if not (isinstance(line, Problem) and line.concerns(unclear))]
+    problems += check(made, world(made), unclear=unclear)
+    problems += also(made, problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     if configs.resolved_style(made, megatron_spelling=bool(words.foreign)) == "megatron":
@@ -223,6 +226,7 @@ def read_or_exit(
     argv: Sequence[str],
     presets: Mapping[str, Mapping[str, Any]],
     also: Also = lambda config, problems: [],
+    world: World = lambda config: None,
     quiet: bool = False,
 ) -> Read:
     """As `read_all`, for a program: prints what is worth telling, or all problems and exits with code 2. `quiet`: a
@@ -231,7 +235,7 @@ def read_or_exit(
         build_parser(sorted(presets)).print_help()
         raise SystemExit(0)
     try:
-        found = read_all(argv, presets, also)
+        found = read_all(argv, presets, also, world)
     except ConfigError as error:
         _tell(f"pretrain_gpt.py: {problem}" for problem in error.problems)
         raise SystemExit(2) from None

@@ -48,7 +48,7 @@ def local_processes(p: ParallelConfig) -> int:
         return p.nproc
     if p.data_parallel_size is None:
         return 1
-    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.data_parallel_size
+    return p.model_parallel_size * p.data_parallel_size
 
 
 def options() -> Iterator[tuple[str, Field[Any]]]:

@@ -9,6 +9,7 @@ from megalite.config.field import free, how, training
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # those that the launcher passes on to its ranks
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
+NO_CP = "is not supported yet; use 1"
 LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
 NO_SHARE, TO_TWO = (1, "is no share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
 
@@ -19,7 +20,9 @@ class ParallelConfig:
     device: str = how("auto", "where to compute; auto: cuda where there is a card", choices=("auto", "cpu", "cuda"))
     tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
     pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
-    context_parallel_size: int = how(1, "cp: ranks that share a sequence; only 1 so far", flags=("--cp",), above=0)
+    context_parallel_size: int = how(
+        1, "cp: ranks that share a sequence; only 1 so far", flags=("--cp",), above=0, most=(1, NO_CP)
+    )
     data_parallel_size: int | None = how(None, "dp: ranks that share the batch; default: all left", flags=("--dp",))
     num_layers_per_virtual_pipeline_stage: int | None = how(None, "layers per chunk of the interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = how(None, "chunks per pipeline rank of the interleaved schedule")
@@ -46,6 +49,11 @@ class ParallelConfig:
     distributed_timeout_seconds_after_init: float | None = how(
         None, "how long a collective may take in training, seconds; default: as at start-up", most=LONGEST_TIMEOUT
     )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,14 @@ class TrainConfig:
     def batch_unit(self) -> int | None:
         """Micro-batch size where the global batch is a multiple of it; None where that is given."""
         return self.micro_batch_size if self.global_batch_size is None else None
+
+    def batch_size(self, dp: int) -> int:
+        """What an iteration counts in samples, for rates and evaluations; with --step-batch-size-schedule as in
+        Megatron-LM, which has no other number for it."""
+        return self.global_batch_size or self.micro_batch_size * dp
+
+    def eval_batch_size(self, dp: int) -> int:
+        return self.eval_global_batch_size or self.batch_size(dp)
 
 
 @dataclass(frozen=True)

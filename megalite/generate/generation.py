@@ -71,7 +71,7 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
     folder = Path(directory)
     if (folder / "config.json").is_file() and not storage.steps_in(folder):
         return _from_hugging_face(folder, mesh, dtype)
-    made: list[Generator] = []  # of the checkpoints looked at; the last one counts
+    made: list[Generator] = []  # of the checkpoint looked at last
 
     def wanted(folder: Location, manifest: Manifest) -> loader.Wanted:
         config = saved_config(manifest, folder)
@@ -83,7 +83,7 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
         rows = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
         config, stage, pieces = _empty(config, mesh, rows, dtype)
         step = int(manifest.state["progress"]["step"])
-        made.append(Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step))
+        made[:] = [Generator(stage, mesh, config, tokenizer, frozenset([tokenizer.eod]), step)]
         return loader.Wanted(pieces)
 
     if loader.load(directory, mesh, wanted) is None:
@@ -113,7 +113,8 @@ def _empty(config: Config, mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[C
     shape = replace(config.model, seq_length=-(-length // tp) * tp, max_position_embeddings=length + tp)
     bare = replace(build({"micro_batch_size": 1, "lr": 1.0}), parallel=layout)
     problems = check(replace(bare, model=shape))
-    if wrong := [line for line in problems if "parallel_size" in line]:
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    if wrong := [problem for problem in problems if problem.concerns(sizes)]:
         raise SetupError("\n".join(wrong))
     (stage,) = build_stages(Arrangement(replace(bare, model=config.model), tp * pp, rows), mesh, dtype)
     return config, stage.eval(), weight_pieces(stage, mesh)

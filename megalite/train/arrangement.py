@@ -74,7 +74,7 @@ class Arrangement:
 
     @property
     def dp(self) -> int:
-        return self.world // (self.tp * self.cp * self.pp)
+        return self.world // self.config.parallel.model_parallel_size
 
     @property
     def padded_vocab(self) -> int:
@@ -100,14 +100,11 @@ class Arrangement:
 
     @property
     def batch_size(self) -> int:
-        """What an iteration counts in samples, for rates and evaluations; with --step-batch-size-schedule as in
-        Megatron-LM, which has no other number for it."""
-        t = self.config.train
-        return t.global_batch_size or t.micro_batch_size * self.dp
+        return self.config.train.batch_size(self.dp)
 
     @property
     def eval_batch_size(self) -> int:
-        return self.config.train.eval_global_batch_size or self.batch_size
+        return self.config.train.eval_batch_size(self.dp)
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:
@@ -123,8 +120,11 @@ class Arrangement:
 
     @cached_property
     def steps(self) -> int:
-        t = self.config.train
-        return t.train_iters or self.batch_sizes.steps_for(t.train_samples or 0)
+        """Raises ValueError where there is none, and as `batch_sizes`."""
+        t, sizes = self.config.train, self.batch_sizes
+        if not (steps := t.train_iters or sizes.steps_for(t.train_samples or 0)):
+            raise ValueError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
+        return steps
 
     @cached_property
     def samples(self) -> int:
@@ -293,10 +293,7 @@ class Arrangement:
 def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     """Raises ValueError, `name=value breaks rule; remedy`, for what config/check.py cannot see."""
     made = Arrangement(config, world, vocab_size)
-    if made.steps < 1:
-        first = made.batch_sizes.at(0)
-        raise ValueError(f"train_samples={config.train.train_samples} is below one batch of {first}; give more")
-    _ = made.stages  # raises where the layers do not split
+    _ = made.steps, made.stages  # which raise
     return made
 
 

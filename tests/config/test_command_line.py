@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config import cli
-from megalite.config.check import check
 from megalite.config.field import base_type
 from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, answer, known_flags
 from megalite.config.options import ConfigError, options
@@ -28,7 +27,7 @@ GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 3
 
 def problems_of(words: list[str], world: int = 1) -> list[str]:
     try:
-        cli.read_all(words, PRESETS, lambda config, _: check(config, world))
+        cli.read_all(words, PRESETS, world=lambda config: world)
     except ConfigError as error:
         return error.problems
     return []

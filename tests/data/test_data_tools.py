@@ -334,6 +334,15 @@ def test_prepared_epochs_are_those_that_are_read(
     assert found[0] == found[1]
 
 
+def test_prepare_cache_counts_the_samples_that_an_evaluation_reads(tmp_path: Path) -> None:
+    words = flags(tmp_path, "--data-cache-path", str(tmp_path / "cache"), "--eval-global-batch-size", "64")
+    got = run_tool("prepare_cache.py", *words)
+    assert got.returncode == 0, got.stderr
+    line = next(line for line in got.stdout.splitlines() if line.startswith("valid"))
+    tokens = int(line.split(" documents, ")[1].split()[0])
+    assert f", {64 // 2 * 16 / tokens:.2f} epochs," in line  # half of the samples, of 16 tokens
+
+
 @pytest.mark.parametrize(
     ("more", "code", "reason"),
     [

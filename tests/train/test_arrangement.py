@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from train_cases import SMALL
 
+import pretrain_gpt
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.models.families import PRESETS
@@ -51,6 +52,22 @@ def test_a_start_checks_and_arranges_once(tmp_path: Path, monkeypatch: pytest.Mo
     finally:
         sys.setprofile(None)
     assert calls == dict.fromkeys(ONCE.values(), 1)
+
+
+def test_a_command_line_is_checked_at_the_door_and_once_more_with_what_its_files_say() -> None:
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in ONCE:
+            calls[ONCE[frame.f_code]] += 1
+
+    sys.setprofile(count)
+    try:
+        with pytest.raises(SystemExit, match="^0$"):
+            pretrain_gpt.main([*SMALL, "--train-iters", "2", "--dry-run"])
+    finally:
+        sys.setprofile(None)
+    assert calls["check"] == 2 and calls["arrange"] == 1
 
 
 def test_what_nobody_asks_for_is_not_computed() -> None:
