@@ -103,9 +103,8 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
 
 def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
     t = config.train
-    unit = t.micro_batch_size * dp
+    unit, evaluated = t.micro_batch_size * dp, t.eval_batch_size(dp)
     micro = t.eval_micro_batch_size or t.micro_batch_size
-    evaluated = t.eval_batch_size(dp)
     if (t.eval_global_batch_size or t.eval_micro_batch_size) and evaluated % (micro * dp):
         text = "{=eval_global_batch_size} is not a multiple of {eval_micro_batch_size} {micro} x data parallel {dp} = "
         text += "{unit}; change one"

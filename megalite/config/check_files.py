@@ -22,9 +22,8 @@ def data_problems(d: DataConfig, tp: int, complete: bool, say: Say) -> Iterator[
     if d.multiple_validation_sets and not (d.valid_data_path or d.per_split_data_args_path):
         yield say("{multiple_validation_sets} needs {--valid-data-path}", "per_split_data_args_path")
     if d.validation_set_names and not d.multiple_validation_sets:
-        names = " ".join(d.validation_set_names)
         text = "{=validation_set_names} has no effect; add {--multiple-validation-sets}"
-        yield say(text, validation_set_names=names)
+        yield say(text, validation_set_names=" ".join(d.validation_set_names))
     if d.fim_data and d.document_packing != "concatenate":
         yield say("{fim_data} and {=document_packing} exclude each other; drop one")
     if d.fim_data and d.mock_data:

@@ -10,12 +10,7 @@ from megalite.config.problem import Problem, Say
 from megalite.config.stage_layers import GIVEN, given_stages
 
 # what Megatron-LM leaves out in silence, or refuses, with yarn
-_NOT_YARN = {
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "rotary_seq_len_interpolation_factor": 1.0,
-    "use_rope_scaling": False,
-}
+_NOT_YARN = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
 
 
 def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
@@ -58,8 +53,8 @@ def _positions(m: ModelConfig, say: Say) -> Iterator[Problem]:
             yield say("{=no_rope_freq} {error}", "num_layers", error=error)
     if kind != "yarn":
         return
-    for name, plain in _NOT_YARN.items():
-        if getattr(m, name) != plain:
+    for name in _NOT_YARN:
+        if getattr(m, name) != getattr(ModelConfig, name):
             yield say("{=option} with {=position_embedding_type}, which does not know it; remove it", option=name)
     if m.yarn_beta_fast <= m.yarn_beta_slow:
         yield say("{=yarn_beta_fast:g} is not above {=yarn_beta_slow:g}; raise it")

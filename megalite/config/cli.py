@@ -29,6 +29,7 @@ from megalite.config.toml import read_toml
 _TYPES = {"int": int, "float": float, "ints": int}  # what a text becomes
 Also = Callable[[Config, list[str]], Sequence[str]]
 World = Callable[[Config], int | None]
+Presets = Mapping[str, Mapping[str, Any]]
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -175,10 +176,7 @@ class Read:
 
 
 def read_all(
-    argv: Sequence[str],
-    presets: Mapping[str, Mapping[str, Any]],
-    also: Also = lambda config, problems: [],
-    world: World = lambda config: None,
+    argv: Sequence[str], presets: Presets, also: Also = lambda config, problems: [], world: World = lambda config: None
 ) -> Read:
     """The configuration that a command line asks for. `also` finds what else is wrong with it, of the machine for
     instance, and is told what is wrong already; `world`: how many ranks it is for. Raises ConfigError with every
@@ -216,7 +214,7 @@ def read_all(
     return Read(made, [*foreign.notes, *without_effect(made)], foreign.warnings)
 
 
-def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple[Config, list[str]]:
+def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:
     """The configuration and what is worth telling about it. Raises ConfigError with every problem."""
     found = read_all(argv, presets)
     return found.config, [*found.notes, *(f"WARNING: {line}" for line in found.warnings)]
@@ -224,7 +222,7 @@ def read(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> tuple
 
 def read_or_exit(
     argv: Sequence[str],
-    presets: Mapping[str, Mapping[str, Any]],
+    presets: Presets,
     also: Also = lambda config, problems: [],
     world: World = lambda config: None,
     quiet: bool = False,
@@ -249,5 +247,5 @@ def _tell(lines: Iterable[str]) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def parse(argv: Sequence[str], presets: Mapping[str, Mapping[str, Any]]) -> Config:
+def parse(argv: Sequence[str], presets: Presets) -> Config:
     return read_or_exit(argv, presets).config

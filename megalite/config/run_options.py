@@ -9,7 +9,7 @@ from megalite.config.field import free, how, training
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # those that the launcher passes on to its ranks
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
-NO_CP = "is not supported yet; use 1"
+ONLY_ONE = (1, "is not supported yet; use 1")
 LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
 NO_SHARE, TO_TWO = (1, "is no share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
 
@@ -21,7 +21,7 @@ class ParallelConfig:
     tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
     pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
     context_parallel_size: int = how(
-        1, "cp: ranks that share a sequence; only 1 so far", flags=("--cp",), above=0, most=(1, NO_CP)
+        1, "cp: ranks that share a sequence; only 1", flags=("--cp",), above=0, most=ONLY_ONE
     )
     data_parallel_size: int | None = how(None, "dp: ranks that share the batch; default: all left", flags=("--dp",))
     num_layers_per_virtual_pipeline_stage: int | None = how(None, "layers per chunk of the interleaved schedule")

@@ -91,12 +91,8 @@ class Arrangement:
     def recompute(self) -> How:
         """Granularity, method, number of layers, parts of a block."""
         t = self.config.train
-        return (
-            t.recompute_granularity,
-            t.recompute_method or "uniform",
-            t.recompute_num_layers or 1,
-            t.recompute_modules,
-        )
+        method, layers = t.recompute_method or "uniform", t.recompute_num_layers or 1
+        return t.recompute_granularity, method, layers, t.recompute_modules
 
     @property
     def batch_size(self) -> int:
