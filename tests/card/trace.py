@@ -1,0 +1,174 @@
+"""What one rank did on its simulated card, as a list of facts in the order in which the host issued them.
+
+The simulated device (card/device.py), the stand-in for torch.cuda (card/cuda.py) and the process group (card/nccl.py)
+write it; the detectors (card/clocks.py, card/queues.py) read it and nothing else, so a defect can be planted in a trace by hand.
+The host is one agent: what its threads do is ordered as it was recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Stream = int | str  # a number of torch.cuda's (0: the default stream), or the name of a communicator: NCCL's own stream
+DEFAULT: Stream = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes start..stop of one allocation; of a strided view from its first to its last byte."""
+
+    memory: int
+    start: int
+    stop: int
+
+    def meets(self, other: Span) -> bool:
+        return self.memory == other.memory and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class Alloc:
+    """`side`: "host" is pageable. `stream`: on which the caching allocator may give a card's block out again."""
+
+    memory: int
+    side: Literal["card", "pinned", "host"]
+    size: int
+    stream: Stream = DEFAULT
+
+
+@dataclass(frozen=True)
+class Free:
+    """The last reference is gone: the block may be handed out again at once."""
+
+    memory: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Work given to a stream; the host does not wait for it. A copy between host and card is one, too."""
+
+    stream: Stream
+    name: str
+    reads: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
+    where: str = ""  # file:line of the caller, in the package where there is such a frame
+
+
+@dataclass(frozen=True)
+class Record:
+    """An event notes what `stream` has so far. An event that is recorded again means the newer point."""
+
+    event: int
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What `stream` gets from here on comes after `event` (as recorded last)."""
+
+    stream: Stream
+    event: int
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """The host waits for an event, or for a stream, or (both None) for the whole card."""
+
+    event: int | None = None
+    stream: Stream | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class HostAccess:
+    """The host itself reads or writes memory of its own; what it reads of the card is a Launch, a HostWait, this."""
+
+    name: str
+    reads: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class HostRead:
+    """A value came back from the card and the host waited for it: `.item()`, `.cpu()`, `bool()`, `nonzero`, ..."""
+
+    kind: str
+    where: str
+    phase: str = ""  # what the trainer was doing: "forward", "backward", ""
+
+
+@dataclass(frozen=True)
+class RecordStream:
+    """Tensor.record_stream: the block is not handed out before what `stream` has when it is freed."""
+
+    memory: int
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class Comm:
+    """One operation of a communicator, on its own stream: it begins after what `after` has so far.
+
+    comm    its ranks' name for it, equal on all of them; point to point has one per pair of ranks
+    kind    all_reduce, all_gather, reduce_scatter, broadcast, barrier, send, recv, all_to_all, ...
+    peer    the other rank (global) of send and recv, the root of a broadcast
+    number  of this operation on this rank, for CommWait
+    """
+
+    comm: str
+    ranks: tuple[int, ...]
+    kind: str
+    dtype: str
+    count: int
+    peer: int | None
+    number: int
+    after: Stream
+    reads: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
+    op: str = ""  # of a reduction
+    where: str = ""
+
+    @property
+    def stream(self) -> Stream:
+        return self.comm
+
+
+@dataclass(frozen=True)
+class CommWait:
+    """`Work.wait()`: what `stream` gets from here on comes after the operation; the host goes on."""
+
+    number: int
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """An operation on tensors of host and card together, or an unpinned copy called non_blocking."""
+
+    what: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where the run is: "step 3", "forward", "backward", "evaluation", "save", ...; "" ends the last one."""
+
+    name: str
+
+
+Fact = (
+    Alloc
+    | Free
+    | Launch
+    | Record
+    | Wait
+    | HostWait
+    | HostAccess
+    | HostRead
+    | RecordStream
+    | Comm
+    | CommWait
+    | Mixed
+    | Mark
+)
