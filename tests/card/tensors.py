@@ -131,7 +131,7 @@ def _methods(card: Card) -> dict[str, Any]:
             raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
         if memory.side(self) == "pinned":
             return self
-        with card.natively():
+        with card.aside():
             made = self.detach().clone(memory_format=torch.contiguous_format)
         memory.place(made, "pinned")
         card.touched("pin_memory", [self], [made])
