@@ -8,6 +8,7 @@ import pytest
 from test_layouts import ROWS, Row
 
 from card import runs
+from card.clocks import races
 from card.queues import STRICTEST, Traces, disorder, eager, hangs
 from card.trace import Comm
 
@@ -33,6 +34,11 @@ def _in_order(traces: Traces) -> None:
     assert hangs(eager(traces), STRICTEST) == []
 
 
+def _without_races(traces: Traces) -> None:
+    for rank, facts in traces.items():
+        assert [str(race) for race in races(facts)] == [], f"rank {rank}"
+
+
 def kinds_of(traces: Traces) -> set[str]:
     return {fact.kind for facts in traces.values() for fact in facts if isinstance(fact, Comm)}
 
@@ -49,6 +55,7 @@ def test_steps_on_cards_are_in_order(item: Row) -> None:
     traces = runs.traced(item.world, runs.steps, flags_of(item), card=True)
     assert "reduce_scatter" in kinds_of(traces)
     _in_order(traces)
+    _without_races(traces)
 
 
 @pytest.mark.long
@@ -61,4 +68,6 @@ def test_all_that_a_run_does_is_in_order_in_every_layout(item: Row, tmp_path: Pa
 @pytest.mark.parametrize("item", SEVERAL, ids=lambda item: item.name)
 def test_all_that_a_run_does_on_cards_is_in_order_in_every_layout(item: Row, tmp_path: Path) -> None:
     """There gradients and activations are summed by reduce-scatters, and a checkpoint is written in the background."""
-    _in_order(runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"), card=True))
+    traces = runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"), card=True)
+    _in_order(traces)
+    _without_races(traces)
