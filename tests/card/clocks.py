@@ -14,8 +14,8 @@ What puts things in order, with the sources' words in short:
     HostAccess    after all that the host has waited for, and before all that it issues later
     Alloc         a block that the caching allocator gives out on a stream may still be in use there by its last owner:
                   another stream comes after what the stream has at that moment
-    Free          the block may be given out at once on the stream that it was allocated on; so all uses elsewhere must be
-                  over there (or for the host), or be in a stream that was named by record_stream
+    Free          the block may be given out by the next Alloc on the stream that it was allocated on: by then all uses
+                  elsewhere must be over there (or for the host), or be in a stream that was named by record_stream
 In place all-gathers do not write what they send. NCCL's tensors: torch 2.8 and later keeps those of an asynchronous
 operation alive until `wait()` (or until its watchdog sees the end of one that nobody waits for) and never calls
 record_stream; before it called record_stream. Here nothing is kept, which is right under either.
@@ -99,7 +99,7 @@ def tell(fact: Fact) -> str:
         case HostAccess(name=name, where=at):
             return f"the host's {name}" + (f" ({at})" if at else "")
         case Alloc(stream=stream):
-            return f"what stream {stream} had when the block was given out"
+            return f"a block is given out on stream {stream}"
         case Free():
             return "its last reference went"
     return str(fact)
@@ -134,6 +134,9 @@ class _Reader:
         self.events: dict[int, Clock] = {}
         self.comms: dict[int, Clock] = {}
         self.blocks: dict[int, _Block] = {}
+        self.idle: dict[
+            Stream, list[tuple[Use, Span]]
+        ] = {}  # freed on a stream before these uses of it were over there
         self.found: dict[tuple[str, str, str], Race] = {}
         self.mark = ""
 
@@ -209,6 +212,9 @@ class _Reader:
         if fact.side == "card":
             agent = self._agent(fact.stream)
             clock = self.clocks[agent]
+            for use, span in self.idle.pop(fact.stream, []):
+                if not _over(use, clock):
+                    self._race("freed in use", span, use, at)
             if agent < len(clock) and clock[agent]:
                 for cell in block.cells.within(0, fact.size):
                     cell.write = Use(agent, clock[agent], at)
@@ -241,17 +247,18 @@ class _Reader:
         if block is None:
             return
         block.freed = at
-        side, size = ("card", 0) if block.alloc is None else (block.alloc.side, block.alloc.size)
-        if side == "pinned":  # its allocator waits by itself
-            return
+        alloc = block.alloc or Alloc(fact.memory, "card", 0)
         clock = list(self.clocks[HOST])
-        if side == "card":
-            for stream in (0 if block.alloc is None else block.alloc.stream, *block.streams):
+        if alloc.side == "card":
+            for stream in (alloc.stream, *block.streams):
                 _merge(clock, self.clocks[self._agent(stream)])
-        for cell in block.cells.all():
-            for use in (cell.write, *cell.reads.values()):
-                if use is not None and not _over(use, clock):
-                    self._race("freed in use", Span(fact.memory, 0, size), use, at)
+        uses = (use for cell in block.cells.all() for use in (cell.write, *cell.reads.values()) if use is not None)
+        in_use = [(use, Span(fact.memory, 0, alloc.size)) for use in uses if not _over(use, clock)]
+        if alloc.side == "card":
+            self.idle.setdefault(alloc.stream, []).extend(in_use)
+        elif alloc.side == "host":  # of pinned memory the allocator waits by itself
+            for use, span in in_use:
+                self._race("freed in use", span, use, at)
 
     def _race(self, kind: str, span: Span, early: Use, at: int) -> None:
         first, second = self.trace[early.at], self.trace[at]

@@ -83,14 +83,17 @@ def paths(trace: Sequence[Fact]) -> set[tuple[int, int]]:
                 host = at
             case Alloc():
                 allocs[fact.memory] = fact, newest.get(fact.stream)
+                after(at, host, last.get(fact.stream))
+                for memory, free in gone.items() if fact.side == "card" else ():
+                    if allocs[memory][0].side == "card" and allocs[memory][0].stream == fact.stream:
+                        over = before[free] | before[at]
+                        found |= {(use, at) for use, _, _ in uses.get(memory, []) if use < free and use not in over}
             case RecordStream():
                 marked.setdefault(fact.memory, []).append(fact.stream)
             case Free():
-                alloc = allocs[fact.memory][0]
-                own = [alloc.stream, *marked.get(fact.memory, [])] if alloc.side == "card" else []
-                after(at, host, *(last.get(stream) for stream in own))
+                after(at, host, *(last.get(stream) for stream in marked.get(fact.memory, [])))
                 gone[fact.memory] = at
-                if alloc.side != "pinned":
+                if allocs[fact.memory][0].side == "host":
                     found |= {(use, at) for use, _, _ in uses.get(fact.memory, []) if use not in before[at]}
         for spans, writes in ((getattr(fact, "reads", ()), False), (getattr(fact, "writes", ()), True)):
             for span in spans:
@@ -114,7 +117,12 @@ SPANS = st.builds(
     st.integers(1, 4),
 )
 SOME = st.lists(SPANS, max_size=2).map(tuple)
-HOST_SPANS = st.builds(lambda start, size: Span(12, start, start + size), st.integers(0, 3), st.integers(1, 3))
+HOST_SPANS = st.builds(
+    lambda memory, start, size: Span(memory, start, start + size),
+    st.sampled_from([12, 13]),
+    st.integers(0, 3),
+    st.integers(1, 3),
+)
 HOST_SOME = st.lists(HOST_SPANS, max_size=1).map(tuple)
 
 
@@ -122,10 +130,11 @@ HOST_SOME = st.lists(HOST_SPANS, max_size=1).map(tuple)
 def programs(draw: st.DrawFn) -> list[Fact]:
     work = [Launch(0, "begin", writes=(Span(10, 0, 4),))] if draw(st.booleans()) else []
     allocs = [Alloc(10, "card", 10, draw(STREAMS)), Alloc(11, "card", 10, draw(STREAMS)), Alloc(12, "pinned", 6)]
+    allocs.append(Alloc(13, "host", 6))
     trace: list[Fact] = [allocs[0], *work, *allocs[1:]]
     done, freed = 0, False
     for i in range(draw(st.integers(2, 22))):
-        kind = draw(st.sampled_from("LLLLCcRRWWWHEASDGFM"))
+        kind = draw(st.sampled_from("LLLLCcRRWWWHEASDGFMN"))
         if kind == "L":
             reads, writes = draw(SOME) + draw(HOST_SOME), draw(SOME)
             trace.append(Launch(draw(STREAMS), f"kernel {i}", reads, writes))
@@ -151,7 +160,9 @@ def programs(draw: st.DrawFn) -> list[Fact]:
             trace.append(RecordStream(10, draw(STREAMS)))
         elif kind == "F" and not freed:
             freed = True
-            trace.append(Free(10))
+            trace.append(Free(draw(st.sampled_from([10, 13]))))
+        elif kind == "N":
+            trace.append(Alloc(20 + i, "card", 10, draw(STREAMS)))
     return trace
 
 
@@ -173,6 +184,7 @@ def test_a_race_is_found_where_no_path_leads_from_one_use_to_the_other(trace: li
 WEIGHTS, OWN, REST = Span(1, 0, 800), Span(1, 0, 400), Span(1, 400, 800)
 GRADS, X, Y, PINNED = Span(2, 0, 800), Span(3, 0, 64), Span(4, 0, 64), Span(5, 0, 800)
 ALLOCS: tuple[Fact, ...] = (Alloc(1, "card", 800), Alloc(2, "card", 800), Alloc(3, "card", 64), Alloc(4, "card", 64))
+NEXT = Alloc(9, "card", 64)
 UPDATE = Launch(0, "update", (GRADS,), (OWN,))
 
 SITUATIONS: dict[str, tuple[Fact, ...]] = {
@@ -185,13 +197,13 @@ SITUATIONS: dict[str, tuple[Fact, ...]] = {
         CommWait(1, 0), Launch(0, "norm", (GRADS,), (Y,)),
     ),
     "a block is let go of after its reduction": (
-        *ALLOCS, Launch(0, "round", (), (X,)), comm(1, 0, [X], [X]), CommWait(1, 0), Free(3),
+        *ALLOCS, Launch(0, "round", (), (X,)), comm(1, 0, [X], [X]), CommWait(1, 0), Free(3), NEXT,
     ),
     "what was received is used, and let go of": (
-        *ALLOCS, comm(1, 0, [], [X], "pp 0-1", "recv"), CommWait(1, 0), Launch(0, "forward", (X,), (Y,)), Free(3),
+        *ALLOCS, comm(1, 0, [], [X], "pp 0-1", "recv"), CommWait(1, 0), Launch(0, "forward", (X,), (Y,)), Free(3), NEXT,
     ),
     "what was sent is kept until it is gone": (
-        *ALLOCS, Launch(0, "forward", (), (Y,)), comm(1, 0, [Y], [], "pp 0-1", "send"), CommDone(1), Free(4),
+        *ALLOCS, Launch(0, "forward", (), (Y,)), comm(1, 0, [Y], [], "pp 0-1", "send"), CommDone(1), Free(4), NEXT,
     ),
     "a save in the background copies on its own stream": (
         *ALLOCS, Alloc(5, "pinned", 800), UPDATE, Record(1, 0), Wait(7, 1),
@@ -208,10 +220,10 @@ SITUATIONS: dict[str, tuple[Fact, ...]] = {
     ),
     "steps on a stream of their own": (
         *ALLOCS, Launch(0, "copy of the batch", (), (X,)), Record(1, 0), Wait(7, 1), Launch(7, "replay", (X,), (GRADS,)),
-        Record(2, 7), Wait(0, 2), Launch(0, "update", (GRADS,), (WEIGHTS,)), Free(3),
+        Record(2, 7), Wait(0, 2), Launch(0, "update", (GRADS,), (WEIGHTS,)), Free(3), NEXT,
     ),
     "a block of one stream that another one used last": (
-        *ALLOCS, Launch(0, "fill", (), (X,)), Record(1, 0), Wait(7, 1), Launch(7, "use", (X,), ()), RecordStream(3, 7), Free(3),
+        *ALLOCS, Launch(0, "fill", (), (X,)), Record(1, 0), Wait(7, 1), Launch(7, "use", (X,), ()), RecordStream(3, 7), Free(3), NEXT,
     ),
     "a block that another stream gets first": (
         Launch(0, "its last owner"), Alloc(3, "card", 64), Record(1, 0), Wait(7, 1), Launch(7, "fill", (), (X,)),
