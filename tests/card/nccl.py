@@ -5,7 +5,7 @@
 Input is read when an operation is issued, the result is written when it is waited for: the earliest and the latest
 that a card can do it, so a result that is used too early is stale on every run. Nothing blocks the host but `wait`.
 
-What is modelled is ProcessGroupNCCL of torch 2.11 to 2.15:
+What is modelled is ProcessGroupNCCL as in torch 2.11 and 2.13, after their headers, messages and Python:
   - a collective with async_op=False runs on the caller's own stream; written as Comm, then CommWait of that stream
   - unbatched send and recv: a communicator and a stream for each pair of ranks of the group, both directions on it,
     made at its first use while the hosts of both ranks wait. In a group that was given a device_id (`eager`) they

@@ -48,7 +48,6 @@ class Model:
     host: Literal["meets", "free", "waits"] = "meets"
 
 
-CARDS = (Model("many"), Model("one"))
 STRICTEST = Model("serial", "waits")  # each rule of the others is one of its rules: who passes it passes all
 
 
@@ -57,7 +56,9 @@ def disorder(traces: Traces) -> list[str]:
     found = unequal(traces)
     if found or not hangs(traces, STRICTEST):
         return found
-    return list(dict.fromkeys(text for model in CARDS for text in hangs(traces, model)))
+    stuck = hangs(traces, Model("one"))  # where many queues hang one does, too
+    when = "with one hardware queue" if stuck and not hangs(traces, Model("many")) else "on any card"
+    return [f"{when}: {text}" for text in stuck]
 
 
 # ---- the same operations on all ranks
@@ -157,9 +158,7 @@ class _Run:
                     moved = True
 
     def report(self) -> list[str]:
-        stuck = [rank for rank in self.ranks if not rank.ended()]
-        queue = {"one": "one hardware queue", "many": "a queue for each stream", "serial": "one item at a time"}
-        return [f"with {queue[self.model.queue]}: rank {rank.rank} {rank.why()}" for rank in stuck]
+        return [f"rank {rank.rank} {rank.why()}" for rank in self.ranks if not rank.ended()]
 
 
 @dataclass
@@ -203,7 +202,7 @@ class _Rank:
         elif isinstance(fact, Wait | CommWait):
             of = self.events.get(fact.event) if isinstance(fact, Wait) else self.works[fact.number]
             if of is not None:
-                self._issue(Item(self.rank, fact.stream, f"the wait of stream {fact.stream} for {of.text}", (of,)))
+                self._issue(Item(self.rank, fact.stream, f"stream {fact.stream}", (of,)))
         elif isinstance(fact, HostWait | HostRead):
             self.waits = self._awaited(fact)
         self.place += 1
@@ -283,11 +282,13 @@ class _Rank:
             if item.begun:
                 lacks = sorted(item.meets - self.run.begun.get(item.key, set()))
                 return f"{text}, which has begun here and not on rank {lacks}"
-            nearer = [before for before in item.after if not before.done] or self._ahead(item)
+            nearer, how = [before for before in item.after if not before.done], "which waits for"
+            if not nearer:
+                nearer, how = self._ahead(item), "held up by"
             if not nearer:
                 return text
             item = nearer[0]
-            text += f", behind {item.text}"
+            text += f", {how} {item.text}"
         return text
 
     def _ahead(self, item: Item) -> list[Item]:

@@ -80,13 +80,13 @@ def steps(here: torch.device, flags: str, count: int = 2) -> None:
 
 
 def everything(here: torch.device, flags: str, folder: str) -> None:
-    """Two runs: one from the start, one that goes on from what the first saved; then text from the last checkpoint."""
+    """Two runs: one that stops after a step, one that goes on from what it saved; then text from the last checkpoint."""
     words = f"{COMMON} {flags} {EVERYTHING} {TORCH} --device {here.type} --save {folder}".split()
-    for last in ("--train-iters 1", "--train-iters 2 --load " + folder):
+    for last, ends in (("--exit-interval 1", Exit.REQUEUE), (f"--load {folder}", Exit.DONE)):
         with mock.patch.object(train_run, "process_group", lambda *_, **__: contextlib.nullcontext(here)):
             ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-            config = cli.parse([*words, *last.split()], PRESETS)
-            assert train_run.pretrain(config, ranks) == Exit.DONE
+            config = cli.parse([*words, "--train-iters", "2", *last.split()], PRESETS)
+            assert train_run.pretrain(config, ranks) == ends
     text(here, folder, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size)
 
 
