@@ -162,7 +162,7 @@ def build(folder: Path, which: str, python: str) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "megalite", source / "megalite", ignore=shutil.ignore_patterns("__pycache__"))
-    pip(folder, "install", "--quiet", "--no-compile", f"torch=={version}", f"{source}[dev]")
+    pip(folder, "install", "--quiet", f"torch=={version}", f"{source}[dev]")
     return folder / "env" / "bin" / "python"
 
 
