@@ -110,6 +110,6 @@ def test_all_that_a_run_does_is_in_order_in_every_layout(item: Row, tmp_path: Pa
 @pytest.mark.parametrize("item", SEVERAL, ids=lambda item: item.name)
 def test_all_that_a_run_does_on_cards_is_in_order_in_every_layout(item: Row, tmp_path: Path) -> None:
     """There gradients and activations are summed by reduce-scatters, and a checkpoint is written in the background."""
-    traces = runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"), card=True)
+    traces = runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"), card=True, timeout=600)
     _in_order(traces)
     _without_races(traces)
