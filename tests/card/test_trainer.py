@@ -93,7 +93,7 @@ LAYOUTS = {
     "tp2 pp2 dp2": (8, f"{LLAMA} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 "
                        "--ddp-bucket-size 3000 --recompute-granularity full --recompute-method uniform"),
 }  # fmt: skip
-QUICK = ("tp2", "tp2 vpp2 pp2", "dp2")
+QUICK = ("tp2 vpp2 pp2", "dp2")
 
 
 def on_a_card(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], list[str], list[str]]:
