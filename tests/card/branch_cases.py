@@ -150,7 +150,9 @@ def refused(card: Card, folder: Path) -> Found:
                 pass
         except LaunchError as error:
             found[f"local rank {rank}"] = str(error)
+    found["auto"] = [choose_device("auto")]
     cuda.machine().cards = 0
+    found["auto"] += [choose_device("auto")]
     try:
         choose_device("cuda")
     except SetupError as error:

@@ -4,6 +4,7 @@ A place is an expression: `torch.cuda.NAME` (with what follows it), a comparison
 or a conditional expression that asks one of these, what is done on a card. Annotations are none: they do not run.
 Found in the syntax tree; seen by the byte code that ran, whose columns Python keeps. So of
 `x if device.type == "cuda" else y` it is known which of the two was computed, which the line alone would not tell.
+What stands outside of functions runs with every import, and is no place.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ def mentions(root: Path = ROOT) -> list[Mention]:
 def of_text(text: str, file: str) -> Iterator[Mention]:
     tree = ast.parse(text)
     skipped = {id(node) for hint in _hints(tree) for node in ast.walk(hint)}
-    for node in ast.walk(tree):
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    ]
+    inside = {id(node): node for function in functions for node in ast.walk(function)}
+    for node in inside.values():
         if id(node) in skipped:
             continue
         if _speaks(node) and not (isinstance(node, ast.Attribute) and id(node) in _inner(tree)):

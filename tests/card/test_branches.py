@@ -89,6 +89,7 @@ def test_who_computes_is_chosen_by_the_card() -> None:
 
 def test_what_is_missing_at_the_start_is_told() -> None:
     made = found("refused")
+    assert made["auto"] == ["cuda", "cpu"]
     assert made["local rank 1"].startswith("rank 1 of 4 could not meet the others at file://")
     assert made["local rank 2"].startswith("local rank 2 has no card, 2 visible: use --nproc 2 or less")
     assert [line.partition(";")[0] for line in made["no card"]] == [

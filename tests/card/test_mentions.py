@@ -14,6 +14,7 @@ TEXT = """
 from __future__ import annotations
 import types
 torch = types.SimpleNamespace(cuda=types.SimpleNamespace(synchronize=lambda: None, memory=types.SimpleNamespace(a=1)))
+Stream = torch.cuda.memory
 Tensor = lambda on: types.SimpleNamespace(is_cuda=on)
 def hinted(x: torch.cuda.Stream) -> torch.cuda.Event: ...
 def chosen(device):
