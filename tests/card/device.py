@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from card import cuda, marks, operations, tensors
 from card.memory import Memory, Side
-from card.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span
+from card.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(str(ROOT / name) for name in ("megalite/", "tools/", "pretrain_gpt.py", "tests/"))
@@ -53,13 +53,24 @@ class Card:
 
     def __init__(self, trace: list[Fact], index: int = 0):
         self.trace, self.device = trace, torch.device("cuda", index)
-        self.memory = Memory(self._write, cuda.current_stream_id)
+        self.memory = Memory(self.write, cuda.current_stream_id)
         self.running = True  # False: whatever is still alive is not written down any more
         self._local = threading.local()
 
-    def _write(self, fact: Fact) -> None:
+    def write(self, fact: Fact) -> None:
         if self.running:
             self.trace.append(fact)
+
+    # what card/nccl.py asks for
+
+    def stream(self) -> Stream:
+        return cuda.current_stream_id()
+
+    def span(self, x: Tensor) -> Span:
+        return self.memory.span(x) or Span(0, 0, 0)  # of a tensor without elements
+
+    def on_card(self, x: Tensor) -> bool:
+        return self.memory.on_card(x)
 
     @property
     def reads(self) -> list[HostRead]:
@@ -75,12 +86,12 @@ class Card:
     def mark(self, name: str) -> Iterator[None]:
         marks = self._local.__dict__.setdefault("marks", [])
         marks.append(name)
-        self._write(Mark(name))
+        self.write(Mark(name))
         try:
             yield
         finally:
             marks.pop()
-            self._write(Mark(""))
+            self.write(Mark(""))
 
     def phase(self) -> str:
         if torch._C._current_graph_task_id() != -1:  # autograd is at work; a recomputed forward is a part of it
@@ -102,24 +113,24 @@ class Card:
     def launch(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """A kernel on the current stream."""
         spans = self.memory.spans
-        self._write(Launch(cuda.current_stream_id(), name, spans([*reads]), spans([*writes]), self.where()))
+        self.write(Launch(cuda.current_stream_id(), name, spans([*reads]), spans([*writes]), self.where()))
 
     def host_waits(self, kind: str, name: str, reads: tuple[Span, ...] = (), writes: tuple[Span, ...] = ()) -> None:
         """Until the current stream is done; then the host looks at memory of its own, if that is known."""
         where = self.where()
-        self._write(HostWait(stream=cuda.current_stream_id(), where=where))
+        self.write(HostWait(stream=cuda.current_stream_id(), where=where))
         if reads or writes:
-            self._write(HostAccess(name, reads, writes, where))
-        self._write(HostRead(kind, where, self.phase()))
+            self.write(HostAccess(name, reads, writes, where))
+        self.write(HostRead(kind, where, self.phase()))
 
     def mix(self, what: str) -> None:
-        self._write(Mixed(what, self.where()))
+        self.write(Mixed(what, self.where()))
 
     def touched(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         """By the host itself, of memory that copies come from or go to."""
         read, written = self.memory.spans(reads), self.memory.spans(writes)
-        if read or written:
-            self._write(HostAccess(name, read, written, self.where()))
+        if (read or written) and not self.native:
+            self.write(HostAccess(name, read, written, self.where()))
 
     # what the replaced functions of torch ask for
 
@@ -137,7 +148,7 @@ class Card:
         return self._local.__dict__.get("side")
 
     @contextlib.contextmanager
-    def natively(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
         """Nothing is simulated, in this thread: what runs inside is not the program's."""
         before, self._local.native = self.native, True
         try:

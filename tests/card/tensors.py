@@ -131,7 +131,7 @@ def _methods(card: Card) -> dict[str, Any]:
             raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
         if memory.side(self) == "pinned":
             return self
-        with card.natively():
+        with card.aside():
             made = self.detach().clone(memory_format=torch.contiguous_format)
         memory.place(made, "pinned")
         card.touched("pin_memory", [self], [made])
@@ -145,7 +145,8 @@ def _methods(card: Card) -> dict[str, Any]:
                     "Use Tensor.cpu() to copy the tensor to host memory first."
                 )
             return self.detach().cpu().numpy()
-        card.touched("numpy", [self], [])
+        if not card.native:
+            card.touched("numpy", [self], [])
         return BASE.numpy(self, force=force)
 
     def tolist(self: Tensor) -> Any:
