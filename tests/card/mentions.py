@@ -40,29 +40,29 @@ def mentions(root: Path = ROOT) -> list[Mention]:
     for folder in FOLDERS:
         paths = sorted((root / folder).rglob("*.py")) if (root / folder).is_dir() else [root / folder]
         for path in paths:
-            found.update(of_text(path.read_text(encoding="utf-8"), str(path.relative_to(root))))
+            text = path.read_text(encoding="utf-8")
+            if "cuda" in text:
+                found.update(of_text(text, str(path.relative_to(root))))
     return sorted(found)
 
 
 def of_text(text: str, file: str) -> Iterator[Mention]:
     tree = ast.parse(text)
     skipped = {id(node) for hint in _hints(tree) for node in ast.walk(hint)}
-    functions = [
-        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    ]
-    inside = {id(node): node for function in functions for node in ast.walk(function)}
+    inside: dict[int, ast.AST] = {}
+    for node in ast.walk(tree):  # outer ones first
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and id(node) not in inside:
+            inside |= {id(inner): inner for inner in ast.walk(node)}
+    inner = {
+        id(node.value) for node in inside.values() if isinstance(node, ast.Attribute)
+    }  # a longer one is taken of it
     for node in inside.values():
         if id(node) in skipped:
             continue
-        if _speaks(node) and not (isinstance(node, ast.Attribute) and id(node) in _inner(tree)):
+        if _speaks(node) and id(node) not in inner:
             yield _mention(file, node, node)
         if isinstance(node, ast.If | ast.IfExp) and (on_card := _arm(node)) is not None:
             yield _mention(file, on_card[0], on_card[-1])
-
-
-def _inner(tree: ast.AST) -> set[int]:
-    """Attributes of which a longer one is taken: of torch.cuda.memory._dump_snapshot the shorter."""
-    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 def _hints(tree: ast.AST) -> Iterator[ast.AST]:

@@ -58,7 +58,11 @@ def signature(of: Any) -> inspect.Signature:
 
 @pytest.mark.parametrize("name", [n for n, entry in cuda.LISTED.items() if inspect.isfunction(entry)])
 def test_a_listed_function_takes_what_torch_takes(name: str) -> None:
-    assert differences(signature(cuda.LISTED[name]), signature(getattr(cuda.REAL, name))) == []
+    real = getattr(cuda.REAL, name)
+    if inspect.isbuiltin(real):  # torch's own affair, in C on a CUDA build: no signature to be had
+        assert name.startswith("_") and callable(real)
+    else:
+        assert differences(signature(cuda.LISTED[name]), signature(real)) == []
 
 
 @pytest.mark.parametrize("name", cuda.LISTED_MEMORY)
