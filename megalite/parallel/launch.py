@@ -177,6 +177,8 @@ def cuda_environment(tp: int, folder: Path, capability: int | None) -> dict[str,
 
 def prepare_cuda(tp: int, folder: Path, deterministic: bool = False) -> None:
     """Set `cuda_environment` where there is a card; what the user has set stays."""
+    if deterministic:  # without it torch refuses every matmul on a card, which a container has without the tool as well
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return
@@ -189,8 +191,6 @@ def prepare_cuda(tp: int, folder: Path, deterministic: bool = False) -> None:
     for name, value in cuda_environment(tp, folder, min(found, default=None)).items():
         if OTHER_NAMES.get(name, name) not in os.environ:
             os.environ.setdefault(name, value)
-    if deterministic:  # without it torch refuses every matmul on a card
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def card_of(ranks: Ranks) -> Any:
