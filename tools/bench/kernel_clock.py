@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 WARM_UP_S = 0.03  # and three calls: the first one compiles, and a card that was idle raises its clock
-FLUSH_BYTES = 2 << 30
+FLUSH_BYTES = {"cuda": 2 << 30, "cpu": 0}
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
+MATMUL_SIZE = {"cuda": 8192, "cpu": 128}
 
 
 class Clock:
@@ -23,7 +25,7 @@ class Clock:
 
     def __init__(self, device: torch.device, repeats: int):
         self.device, self.repeats = device, repeats
-        self.waste = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
+        self.waste = torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
 
     def __call__(self, fn: Callable[[], Any]) -> list[float]:
         """Of each of `repeats` calls after the warm-up."""
@@ -63,15 +65,15 @@ class Clock:
 
 
 def copy_rate(clock: Clock) -> float:
-    """GB/s of torch's copy of 1 GiB (1 MiB on CPU), bytes read and written."""
-    size = 1 << (30 if clock.device.type == "cuda" else 20)
+    """GB/s of torch's copy, bytes read and written."""
+    size = COPY_BYTES[clock.device.type]
     a, b = (torch.ones(size, dtype=torch.int8, device=clock.device) for _ in range(2))
     return 2 * size / statistics.median(clock(lambda: b.copy_(a))) / 1e3
 
 
 def matmul_rate(clock: Clock, dtype: torch.dtype) -> float:
-    """TFLOP/s of torch's product of two matrices of 8192 x 8192 (128 on CPU), of normal numbers: zeros are faster."""
-    size = 8192 if clock.device.type == "cuda" else 128
+    """TFLOP/s of torch's product of two square matrices, of normal numbers: zeros are faster."""
+    size = MATMUL_SIZE[clock.device.type]
     a, b = (torch.randn(size, size, dtype=dtype, device=clock.device) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / statistics.median(clock(lambda: torch.mm(a, b, out=out))) / 1e6
