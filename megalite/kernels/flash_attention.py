@@ -37,7 +37,7 @@ WIDEST = 128  # head size
 # and shared memory of every such card (docs/performance.md). Not timed on a card yet.
 FORWARD = {"wgmma": (128, 64, 8, 3), "tcgen05": (128, 64, 8, 3), "mma": (64, 32, 4, 3), "fp32": (32, 32, 8, 1)}
 BACKWARD_Q = {"wgmma": (128, 64, 8, 2), "tcgen05": (128, 64, 8, 2), "mma": (64, 64, 8, 2), "fp32": (32, 32, 16, 1)}
-BACKWARD_KV = {"wgmma": (32, 128, 8, 2), "tcgen05": (64, 64, 8, 1), "mma": (64, 32, 4, 2), "fp32": (32, 32, 8, 1)}
+BACKWARD_KV = {"wgmma": (32, 128, 8, 2), "tcgen05": (64, 64, 8, 1), "mma": (64, 32, 8, 2), "fp32": (32, 32, 8, 1)}
 MOST_PROGRAMS = 65535  # along the second dimension of a CUDA grid
 
 

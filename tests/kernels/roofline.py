@@ -94,9 +94,11 @@ def main_stage(seen: list[list[Traffic]]) -> list[Traffic]:
 
 
 def twice(seen: list[list[Traffic]]) -> list[Traffic]:
-    """Tensors of which a kernel asks for bytes more often than once, and that are not small and shared. One in a hundred
-    it may: cross entropy reads a row's label once more."""
-    return [t for t in main_stage(seen) if t.asked > 1.01 * t.once and t.tensor not in SHARED]
+    """Tensors of which a kernel asks for bytes more often than once, and that are not small and shared. One byte in a
+    hundred does not count: cross entropy reads a row's label once more."""
+    stage = main_stage(seen)
+    much = 0.01 * sum(t.once for t in stage)
+    return [t for t in stage if t.asked - t.once > 0.01 * t.once and t.once > much and t.tensor not in SHARED]
 
 
 def machine_code(launches: list[Launch]) -> list[Code | None]:
