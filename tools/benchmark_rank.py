@@ -120,6 +120,7 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             synchronise()
             steps.append(time.perf_counter() - begin)
         memory = peak_memory(device)
+        timeline = profile(run, Path(task["folder"])) if device.type == "cuda" and ranks.world > 1 else None
         stopwatch = watch(run, synchronise)
         for _ in range(max(2, task["steps"] // 2)):
             with stopwatch.part("other"):
@@ -134,6 +135,7 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             ranks.rank,
             steps=steps[task["warmup"] :],
             losses=losses,
+            timeline=timeline,
             memory=memory,
             parts=stopwatch.seconds,
             tokens_per_step=tokens,
@@ -144,6 +146,46 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             torch=torch.__version__,
         )
         run.close()
+
+
+def profile(run: Any, folder: Path) -> dict[str, float]:
+    """`hidden` of a further step, by torch's profiler; {} where it cannot: what was measured before is worth more."""
+    import torch
+
+    from megalite.train.step import train_step
+
+    trace = folder / f"timeline{run.mesh.world.rank}.json"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        train_step(run)
+        torch.cuda.synchronize(run.mesh.device)
+    try:
+        profiler.export_chrome_trace(str(trace))
+        return hidden(json.loads(trace.read_text())["traceEvents"])
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        print(f"no timeline: {type(error).__name__}: {error}", file=sys.stderr)
+        return {}
+
+
+def hidden(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds in which a kernel of NCCL ran, and of these those in which one that computes ran too.
+
+    >>> kernel = lambda name, ts, dur: {"cat": "kernel", "name": name, "ts": ts, "dur": dur}
+    >>> found = hidden([kernel("ncclDevKernel_AllReduce", 0, 4e6), kernel("nccl", 1e6, 1e6), kernel("gemm", 3e6, 9e6)])
+    >>> found["communication_s"], found["hidden_s"]
+    (4.0, 1.0)
+    """
+    edges = []
+    for event in events:
+        if event.get("cat") == "kernel":
+            kind = "nccl" in event["name"].lower()
+            edges += [(event["ts"], 1, kind), (event["ts"] + event["dur"], -1, kind)]
+    running, since, whole, both = {True: 0, False: 0}, 0.0, 0.0, 0.0
+    for at, change, kind in sorted(edges):
+        whole += (at - since) * (running[True] > 0)
+        both += (at - since) * (running[True] > 0 and running[False] > 0)
+        running[kind] += change
+        since = at
+    return {"communication_s": whole / 1e6, "hidden_s": both / 1e6}
 
 
 def peak_memory(device: Any) -> int:
