@@ -19,10 +19,17 @@ from typing import Any
 from megalite.parallel.launch import Ranks, process_group, start_local
 
 
-def _run(ranks: Ranks, senders: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> None:
+def _run(
+    ranks: Ranks,
+    senders: list[Any],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout_s: float,
+    backend: Callable[[], str] | None,
+) -> None:
     try:
         limit = datetime.timedelta(seconds=timeout_s)
-        with process_group(ranks, device="cpu", startup_timeout=limit):
+        with process_group(ranks, device="cpu", backend=backend and backend(), startup_timeout=limit):
             result = fn(*args)
         senders[ranks.rank].send_bytes(pickle.dumps((True, result)))
     except BaseException:
@@ -30,8 +37,12 @@ def _run(ranks: Ranks, senders: list[Any], fn: Callable[..., Any], args: tuple[A
         raise SystemExit(1) from None
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call `fn(*args)` (a module-level function) on `world` ranks; the list of results in rank order."""
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, backend: Callable[[], str] | None = None
+) -> list[Any]:
+    """Call `fn(*args)` (a module-level function) on `world` ranks; the list of results in rank order.
+
+    `backend`: module-level too, called on each rank, registers one that is not gloo and returns its name."""
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
@@ -49,7 +60,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     thread = threading.Thread(target=drain, daemon=True)
     thread.start()
     senders = [sender for _, sender in pipes]
-    code = start_local(world, _run, (senders, fn, args, timeout), threads=1, grace_s=3.0, timeout_s=timeout)
+    code = start_local(world, _run, (senders, fn, args, timeout, backend), threads=1, grace_s=3.0, timeout_s=timeout)
     for sender in senders:
         sender.close()
     thread.join(5.0)

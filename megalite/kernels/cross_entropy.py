@@ -197,7 +197,7 @@ def _softmax_and_grad_(
     p_n = p_nV.gather(1, labels_n1)[:, 0]
     torch.sub(stats_2n[1], p_n.log(), out=stats_2n[0])
     small_n = p_n < SMALLEST
-    if small_n.any():  # p has lost digits, or is zero
-        stats_2n[0, small_n] = work_nV[small_n].logsumexp(1)
+    if small_n.is_cuda or small_n.any():  # p has lost digits, or is zero; to ask a card is to wait for it
+        torch.where(small_n, work_nV.logsumexp(1), stats_2n[0], out=stats_2n[0])
     p_nV.mul_(_dlse(stats_2n[0][:, None], dloss_n1, z_loss)).scatter_add_(1, labels_n1, -dloss_n1)
     logits_nV.copy_(p_nV)

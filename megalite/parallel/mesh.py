@@ -163,7 +163,7 @@ def build_mesh(
     def extra(name: str, members: list[list[int]]) -> Axis:
         made = Axis(name)
         for ranks in members:  # every rank takes part in making every group
-            group: Any = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+            group: Any = dist.new_group(ranks, timeout=timeout, group_desc=name) if len(ranks) > 1 else None
             if rank in ranks:
                 made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks))
         return made

@@ -1,21 +1,16 @@
 """--cuda-graph-impl: replayed micro-batches train bit by bit as eager ones.
 
-On a CPU a tape stands for the card's graph and keeps its rules: recording changes nothing that lasts, a replay repeats
-the very operations on the very tensors, without any Python of the model, and must decide on the host as before.
+On a CPU a tape (card/tape.py) stands for the card's graph and keeps its rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
+from card.tape import Tape
 from ranks import run_ranks
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megalite.config import cli
 from megalite.config.check import check
@@ -41,42 +36,12 @@ FULL = "--recompute-granularity full --recompute-method uniform"
 GRAPHED = "--cuda-graph-impl local"
 
 
-class Tape(TorchDispatchMode):
-    """What a stretch of Python does to tensors. `lasting`: the tensors outside of it that it may change."""
-
-    def __init__(self, lasting: Callable[[], Tensor]):
-        super().__init__()
-        self.lasting, self.calls, self.replays = lasting, [], 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-    def record(self, work: Callable[[], None]) -> None:
-        before = self.lasting().clone()
-        with self:
-            work()
-        self.lasting().copy_(before)
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        self.replays += 1
-        for func, args, kwargs, out in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if not isinstance(old, Tensor):
-                    assert old == new, f"{func} decides on the host"
-                elif old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
 def build(flags: str, dtype: torch.dtype, tapes: list[Tape]) -> Run:
     config = cli.parse(f"{COMMON} {flags}".split(), PRESETS)
     ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
 
     def tape() -> Tape:
-        tapes.append(Tape(lambda: run.buffer.grads))
+        tapes.append(Tape())
         return tapes[-1]
 
     graphs = tape if "--cuda-graph-impl" in flags else None

@@ -1,0 +1,83 @@
+"""Where tensors' memory is: on the card, pinned, or on the host, kept by storage, so that views share it.
+
+A tensor's C++ side lies in ordinary memory always; what this module notes is where it would lie. A storage that is
+not known is the host's. One that C++ made without being asked where (the zeros for a gradient that did not come) is
+nobody's until it meets another: then it is where that one is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from card.trace import Alloc, Fact, Free, Span, Stream
+
+Side = Literal["card", "pinned", "host", "nobody"]
+
+
+@dataclass
+class Block:
+    """One allocation. `watch`: of its storage, called when the last reference in Python or C++ is gone."""
+
+    number: int
+    side: Side
+    size: int
+    watch: weakref.ref[Any]
+
+
+class Memory:
+    def __init__(self, write: Callable[[Fact], None], stream: Callable[[], Stream]):
+        """`write`: takes a fact of the trace; `stream`: the one that is current."""
+        self._write, self._stream = write, stream
+        self._blocks: dict[int, Block] = {}  # by the address of the storage, which is given out again when it is gone
+        self._made = 0
+
+    def block(self, x: Tensor) -> Block | None:
+        return self._blocks.get(x.untyped_storage()._cdata)
+
+    def side(self, x: Tensor) -> Side:
+        block = self.block(x)
+        return "host" if block is None else block.side
+
+    def on_card(self, x: Tensor) -> bool:
+        block = self.block(x)
+        return block is not None and block.side == "card"
+
+    def place(self, x: Tensor, side: Side) -> Block:
+        """Note where `x` lies, if its storage is new or nobody's; an Alloc."""
+        storage = x.untyped_storage()
+        address = storage._cdata
+        block = self._blocks.get(address)
+        if block is None:
+            self._made += 1
+            watch = weakref.ref(storage, lambda _, address=address: self._gone(address))
+            block = self._blocks[address] = Block(self._made, side, storage.nbytes(), watch)
+        elif block.side == "nobody":
+            block.side = side
+        else:
+            return block
+        if block.side != "nobody":
+            at = self._stream() if block.side == "card" else 0
+            self._write(Alloc(block.number, block.side, block.size, at))
+        return block
+
+    def _gone(self, address: int) -> None:
+        block = self._blocks.pop(address)
+        if block.side != "nobody":
+            self._write(Free(block.number))
+
+    def span(self, x: Tensor) -> Span | None:
+        """None: it has no bytes, or lies in memory of the host that nobody copied from or to."""
+        block = self.block(x)
+        if block is None or block.side == "nobody" or x.numel() == 0:
+            return None
+        elements = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        start = x.storage_offset() * x.itemsize
+        return Span(block.number, start, start + elements * x.itemsize)
+
+    def spans(self, tensors: list[Tensor]) -> tuple[Span, ...]:
+        return tuple(dict.fromkeys(span for x in tensors if (span := self.span(x)) is not None))

@@ -1,0 +1,171 @@
+"""What the simulated machine is, and what its cards have been told: the memory of the stand-in for torch.cuda.
+
+Figures (bytes that are taken, whether an event was waited for) are read from the trace and kept nowhere else, so they
+count what the simulated device and the process group wrote as well. The trace may only grow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from card.trace import DEFAULT, Alloc, Fact, Free, HostWait, Record, Stream
+
+ROOT = Path(__file__).resolve().parents[2]
+USERS = tuple(str(ROOT / name) for name in ("megalite/", "tools/", "examples/", "pretrain_gpt.py"))
+HERE = str(ROOT / "tests/card/")
+BLOCK, SEGMENT = 512, 2 << 20  # bytes: the caching allocator's unit, and what it takes from the card at least
+CONTEXT = 512 << 20  # bytes of a card that CUDA itself takes; a guess, so that free + allocated is not the total
+
+
+class Unlisted(AssertionError):
+    """Something of torch.cuda was asked for that the stand-in does not know. No AttributeError: nobody may ask and go on."""
+
+
+class Listed:
+    """An object of the stand-in: what it does not have is an error that names it."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise unlisted(f"{type(self).__name__}.{name}")
+
+
+def unlisted(what: str) -> Unlisted:
+    error = Unlisted(
+        f"torch.cuda: {what} is asked for at {caller()} and the stand-in has no such thing: list it in tests/card, "
+        "where tests/card/test_cuda.py holds it against torch's own"
+    )
+    if _machines:
+        _machines[-1].unlisted.append(error)
+    return error
+
+
+def caller() -> str:
+    """file:line of the innermost frame of the repository's own code; without one, of what is neither torch nor this."""
+    frame, other = sys._getframe(1), ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(USERS):
+            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}"
+        if not other and "/torch/" not in file and not (file.startswith(HERE) and "/test_" not in file):
+            other = f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return other
+
+
+@dataclass
+class Figures:
+    """Bytes of the caching allocator; `reserved` is what it keeps of the card."""
+
+    allocated: int = 0
+    max_allocated: int = 0
+    reserved: int = 0
+    max_reserved: int = 0
+    blocks: int = 0
+
+    def add(self, size: int) -> None:
+        self.allocated += size
+        self.blocks += 1 if size > 0 else -1
+        self.reserved = max(self.reserved, _up(self.allocated, SEGMENT))
+        self.max_allocated = max(self.max_allocated, self.allocated)
+        self.max_reserved = max(self.max_reserved, self.reserved)
+
+    def give_back(self) -> None:
+        self.reserved = _up(self.allocated, SEGMENT)
+
+    def reset_peaks(self) -> None:
+        self.max_allocated, self.max_reserved = self.allocated, self.reserved
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+class _Here(threading.local):
+    """Of a thread: its card, and its current stream on each card (absent: the default one)."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, object] = {}
+
+
+@dataclass
+class Machine:
+    """`cards` of one kind, one of which this process uses. `home`: the one that holds what the trace allocates."""
+
+    trace: list[Fact]
+    cards: int
+    memory: int
+    capability: tuple[int, int]
+    name: str
+    multiprocessors: int
+    memory_of: Callable[[torch.Tensor], int] = lambda tensor: tensor.untyped_storage()._cdata
+    unlisted: list[Unlisted] = field(default_factory=list)
+    initialized: bool = False
+    home: int = 0
+    seed: int | None = None
+    history: int | None = None  # entries that the memory history keeps
+    runtime_calls: list[str] = field(default_factory=list)
+    here: _Here = field(default_factory=_Here)
+    figures: Figures = field(default_factory=Figures)
+    numbers: dict[str, itertools.count[int]] = field(default_factory=lambda: defaultdict(lambda: itertools.count(1)))
+    _seen: int = 0
+    _sizes: dict[int, int] = field(default_factory=dict)
+    _recorded: dict[int, tuple[Stream, int]] = field(default_factory=dict)  # event -> stream, place in the trace
+    _reached: dict[Stream | None, int] = field(default_factory=dict)  # None: the whole card
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self) -> Figures:
+        """The trace from where it was read last."""
+        with self._lock:
+            while self._seen < len(self.trace):
+                self._note(self.trace[self._seen])
+                self._seen += 1
+        return self.figures
+
+    def _note(self, fact: Fact) -> None:
+        match fact:
+            case Alloc(memory=memory, side="card", size=size):
+                self._sizes[memory] = _up(size, BLOCK)
+                self.figures.add(self._sizes[memory])
+            case Free(memory=memory) if memory in self._sizes:
+                self.figures.add(-self._sizes.pop(memory))
+            case Record(event=event, stream=stream):
+                self._recorded[event] = stream, self._seen
+            case HostWait(event=None, stream=stream):
+                self._reached[stream] = self._seen
+            case HostWait(event=event) if event in self._recorded:
+                stream, place = self._recorded[event]
+                self._reached[stream] = max(place, self._reached.get(stream, 0))
+
+    def current_stream(self) -> Stream:
+        """Of this thread, on its card."""
+        return getattr(self.here.streams.get(self.here.device), "number", DEFAULT)
+
+    def waited_for(self, event: int) -> bool:
+        """Whether the host knows that an event has been reached."""
+        self.read()
+        stream, place = self._recorded[event]
+        return place <= max(self._reached.get(stream, -1), self._reached.get(None, -1))
+
+
+_machines: list[Machine] = []
+
+
+def machine() -> Machine:
+    """The one that is installed; every use of it is one of CUDA's that needs a card."""
+    if not _machines:
+        raise AssertionError("a part of the stand-in for torch.cuda outlived it: nothing is installed")
+    found = _machines[-1]
+    if not found.cards:
+        raise RuntimeError("No CUDA GPUs are available")
+    found.initialized = True
+    return found

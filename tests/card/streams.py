@@ -1,0 +1,142 @@
+"""Streams and events of the stand-in for torch.cuda: each call is a fact in the trace.
+
+As in CUDA, waiting for an event that was never recorded waits for nothing, an event that is recorded again means the
+newer point, and the time between two events can be asked for only when the host has waited for both of them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.cuda._utils import _get_device_index
+
+from card import graphs
+from card.state import Listed, caller, machine, unlisted
+from card.trace import HostWait, Record, RecordStream, Wait
+from card.trace import Stream as Number
+
+
+def index_of(device: Any) -> int:
+    """Of one of the cards that there are; None: this thread's."""
+    number, cards = _get_device_index(device, optional=True), machine().cards
+    if not 0 <= number < cards:
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {number} of {cards} (asked for at {caller()})")
+    return number
+
+
+class Stream(Listed):
+    """`number`: its name in the trace."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any):
+        if kwargs:
+            raise unlisted(f"Stream(**{kwargs})")
+        self.device_index, self.priority = index_of(device), priority
+        self.number: Number = next(machine().numbers["stream"])
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.device_index)
+
+    @property
+    def stream_id(self) -> int:
+        return int(self.number)
+
+    def wait_event(self, event: Event) -> None:
+        graphs.on_wait(self.number, event.number)
+        if event.recorded:
+            machine().trace.append(Wait(self.number, event.number))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        raise unlisted("Stream.query, whose answer is a matter of time")
+
+    def synchronize(self) -> None:
+        host_waits(HostWait(stream=self.number, where=caller()))
+
+    def __eq__(self, o: object) -> bool:
+        return isinstance(o, Stream) and (self.number, self.device_index) == (o.number, o.device_index)
+
+    def __hash__(self) -> int:
+        return hash((self.number, self.device_index))
+
+    def __repr__(self) -> str:
+        return f"<stream {self.number} of cuda:{self.device_index}>"
+
+
+class Event(Listed):
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ):
+        self.enable_timing, self.recorded, self._at = enable_timing, False, 0.0
+        self.number = next(machine().numbers["event"])
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = current_stream() if stream is None else stream
+        graphs.on_record(stream.number, self.number)
+        self.recorded, self._at = True, time.perf_counter()
+        machine().trace.append(Record(self.number, stream.number))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (current_stream() if stream is None else stream).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether the host has waited for it: of what is still under way nobody knows."""
+        graphs.refuse("Event.query")
+        return not self.recorded or machine().waited_for(self.number)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds. As CUDA: of two that keep time, are recorded, and have been waited for."""
+        both = (self, end_event)
+        if not all(event.enable_timing for event in both):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not all(event.recorded for event in both):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not all(machine().waited_for(event.number) for event in both):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return (end_event._at - self._at) * 1e3
+
+    def synchronize(self) -> None:
+        if self.recorded:
+            host_waits(HostWait(event=self.number, where=caller()))
+
+
+def host_waits(fact: HostWait) -> None:
+    graphs.refuse(f"a wait of the host at {fact.where}")
+    machine().trace.append(fact)
+
+
+def synchronize(device: Any = None) -> None:
+    index_of(device)
+    host_waits(HostWait(where=caller()))
+
+
+def default_stream(device: Any = None) -> Stream:
+    made = object.__new__(Stream)
+    made.device_index, made.priority, made.number = index_of(device), 0, 0
+    return made
+
+
+def current_stream(device: Any = None) -> Stream:
+    index = index_of(device)
+    found = machine().here.streams.get(index)
+    return found if isinstance(found, Stream) else default_stream(index)
+
+
+def set_stream(stream: Stream) -> None:
+    if stream is not None:
+        here = machine().here
+        here.device, here.streams[stream.device_index] = stream.device_index, stream
+
+
+def record_stream(tensor: torch.Tensor, s: Stream) -> None:
+    """In place of Tensor.record_stream."""
+    machine().trace.append(RecordStream(machine().memory_of(tensor), s.number))

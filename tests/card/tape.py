@@ -1,0 +1,86 @@
+"""What a stretch of Python does to tensors, to be repeated: on a CPU it stands for the card's graph and keeps its rules.
+
+Recording changes nothing that lasts: what an operation changes and the stretch has not made is put back at the end. A
+replay repeats the very operations on the very tensors, without any Python of the model, and must decide on the host as
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+
+class Tape(TorchDispatchMode):
+    """`after_each`: called when an operation has been recorded."""
+
+    def __init__(self, after_each: Callable[[], None] = lambda: None):
+        super().__init__()
+        self.after_each, self.replays = after_each, 0
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._made: dict[int, torch.UntypedStorage] = {}  # by identity; held, so that none is given out again
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = {storage._cdata for storage in map(_storage, _tensors((args, kwargs)))}
+        for tensor in _changed(func, args, kwargs):
+            self._keep(_storage(tensor))
+        out = func(*args, **kwargs)
+        for storage in map(_storage, _tensors(out)):
+            if storage._cdata not in inputs:
+                self._made[storage._cdata] = storage
+        self.calls.append((func, args, kwargs, out))
+        self.after_each()
+        return out
+
+    def _keep(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._made and storage._cdata not in self._before:
+            with _disable_current_modes():
+                self._before[storage._cdata] = storage, storage.clone()
+
+    def put_back(self) -> None:
+        with _disable_current_modes():
+            for storage, before in self._before.values():
+                storage.copy_(before)
+        self._before.clear()
+
+    def record(self, work: Callable[[], None]) -> None:
+        try:
+            with self:
+                work()
+        finally:
+            self.put_back()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if not isinstance(old, Tensor):
+                    assert old == new, f"{func} decides on the host"
+                elif old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Those arguments that the operation's schema says it writes to."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found

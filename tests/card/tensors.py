@@ -1,0 +1,213 @@
+"""What Python sees of tensors on a simulated card: attributes and methods of Tensor, and torch's factories.
+
+C++ believes that all is on the CPU, so whatever asks for a device, or goes to one, is answered here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from card.memory import Side
+
+if TYPE_CHECKING:
+    from card.device import Card
+
+CPU = torch.device("cpu")
+FACTORIES = """zeros ones empty full arange rand randn randint randperm linspace logspace eye empty_strided scalar_tensor
+tril_indices triu_indices normal from_numpy frombuffer""".split()  # noqa: SIM905
+LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like randint_like".split()  # noqa: SIM905
+NEW = "new_zeros new_ones new_empty new_full new_empty_strided".split()  # noqa: SIM905
+BASE = torch._C.TensorBase
+
+
+def side_of(device: Any) -> Side | None:
+    """None: neither here nor there, as "meta"."""
+    kind = torch.device(device).type if not isinstance(device, int) else "cuda"
+    return {"cuda": "card", "cpu": "host"}.get(kind)  # type: ignore[return-value]
+
+
+def _factory(card: Card, original: Callable[..., Tensor], follows: bool) -> Callable[..., Tensor]:
+    """`follows`: without a device it is the first argument's."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.get("device")
+        if card.native or (device is not None and side_of(device) is None):
+            return original(*args, **kwargs)
+        side = side_of(device) if device is not None else None if follows else "host"
+        if kwargs.get("pin_memory"):
+            side = "pinned"
+            kwargs = {**kwargs, "pin_memory": False}
+        if device is not None:
+            kwargs = {**kwargs, "device": CPU}
+        with card.making(side):
+            return original(*args, **kwargs)
+
+    return make
+
+
+def _tensor(card: Card, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.tensor and torch.as_tensor: made by the host, and copied, which the host waits for."""
+
+    @functools.wraps(original)
+    def make(data: Any, **kwargs: Any) -> Tensor:
+        if card.native:
+            return original(data, **kwargs)
+        device, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+        grad = kwargs.pop("requires_grad", False)
+        if isinstance(data, Tensor) and card.memory.on_card(data) and device is None:
+            device = card.device
+        made = original(data, **kwargs)
+        made = made.pin_memory() if pinned else made
+        made = made if device is None else made.to(device)
+        return made.requires_grad_() if grad else made
+
+    return make
+
+
+def _moved(card: Card, x: Tensor, device: Any, dtype: torch.dtype | None, **how: Any) -> Tensor:
+    """`how`: non_blocking, copy, memory_format."""
+    side = None if device is None else side_of(device)
+    there = "card" if card.memory.on_card(x) else "host"
+    if device is not None and side is None:  # to meta, which is no memory
+        return BASE.to(x, device, dtype, **how)
+    if side is None or side == there:
+        with card.making(None):
+            return BASE.to(x, dtype or x.dtype, **how)
+    with card.making(side):
+        return BASE.to(x, CPU, dtype or x.dtype, **{**how, "copy": True})
+
+
+def _to(card: Card) -> Callable[..., Tensor]:
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if card.native:
+            return BASE.to(self, *args, **kwargs)
+        kwargs = dict(kwargs)
+        first = args[0] if args else kwargs.pop("other", None)
+        if isinstance(first, Tensor):
+            device, dtype, rest = first.device, first.dtype, list(args[1:])
+        elif isinstance(first, torch.dtype):
+            device, dtype, rest = kwargs.pop("device", None), first, list(args[1:])
+        else:
+            device, rest = (first, list(args[1:])) if args else (kwargs.pop("device", None), [])
+            dtype = rest.pop(0) if rest and (rest[0] is None or isinstance(rest[0], torch.dtype)) else None
+        how = {**dict(zip(("non_blocking", "copy"), rest, strict=False)), **kwargs}
+        dtype = how.pop("dtype", dtype)
+        return _moved(card, self, device, dtype, **how)
+
+    return to
+
+
+def _methods(card: Card) -> dict[str, Any]:
+    memory = card.memory
+
+    def device(self: Tensor) -> torch.device:
+        return BASE.device.__get__(self) if card.native or not memory.on_card(self) else card.device
+
+    def is_cuda(self: Tensor) -> bool:
+        return not card.native and memory.on_card(self)
+
+    def cpu(self: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        return BASE.cpu(self) if card.native else _moved(card, self, CPU, None, memory_format=memory_format)
+
+    def to_card(
+        self: Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> Tensor:
+        how = dict(non_blocking=non_blocking, memory_format=memory_format)
+        return _moved(card, self, card.device if device is None else device, None, **how)
+
+    def pin_memory(self: Tensor, device: Any = None) -> Tensor:
+        if memory.on_card(self):
+            raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+        if memory.side(self) == "pinned":
+            return self
+        with card.aside():
+            made = self.detach().clone(memory_format=torch.contiguous_format)
+        memory.place(made, "pinned")
+        card.touched("pin_memory", [self], [made])
+        return made
+
+    def numpy(self: Tensor, *, force: bool = False) -> Any:
+        if memory.on_card(self) and not card.native:
+            if not force:
+                raise TypeError(
+                    f"can't convert {card.device} device type tensor to numpy. "
+                    "Use Tensor.cpu() to copy the tensor to host memory first."
+                )
+            return self.detach().cpu().numpy()
+        card.touched("numpy", [self], [])
+        return BASE.numpy(self, force=force)
+
+    def tolist(self: Tensor) -> Any:
+        if memory.on_card(self) and not card.native:
+            card.launch("copy to the host", [self])
+            card.host_waits("tolist", "tolist")
+        elif not card.native:
+            card.touched("tolist", [self], [])
+        return BASE.tolist(self)
+
+    return {
+        "device": property(device),
+        "is_cuda": property(is_cuda),
+        "is_cpu": property(lambda self: not is_cuda(self) and BASE.is_cpu.__get__(self)),
+        "get_device": lambda self: device(self).index if device(self).index is not None else -1,
+        "to": _to(card),
+        "cpu": cpu,
+        "cuda": to_card,
+        "pin_memory": pin_memory,
+        "is_pinned": lambda self, device=None: memory.side(self) == "pinned",
+        "numpy": numpy,
+        "tolist": tolist,
+        **{name: _factory(card, getattr(BASE, name), follows=True) for name in NEW},
+    }
+
+
+@contextlib.contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set on a class that may only inherit it."""
+    own = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if own is None else setattr(owner, name, own)
+
+
+def _attention_backends(original: Any) -> Any:
+    """torch.nn.attention.sdpa_kernel, where the CPU's own ways are always among those that may be taken."""
+    from torch.nn.attention import SDPBackend
+
+    @functools.wraps(original)
+    def sdpa_kernel(backends: Any, set_priority: bool = False) -> Any:
+        asked = backends if isinstance(backends, list) else [backends]
+        here = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+        return original(list(dict.fromkeys([*asked, *here])), set_priority=set_priority)
+
+    return sdpa_kernel
+
+
+@contextlib.contextmanager
+def replaced(card: Card) -> Iterator[None]:
+    import torch.nn.attention as attention
+
+    with contextlib.ExitStack() as stack:
+        for name, value in _methods(card).items():
+            stack.enter_context(_attribute(Tensor, name, value))
+        for names, follows in ((FACTORIES, False), (LIKE, True)):
+            for name in names:
+                made = _factory(card, getattr(torch, name), follows)
+                stack.enter_context(mock.patch.object(torch, name, made))
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(mock.patch.object(torch, name, _tensor(card, getattr(torch, name))))
+        stack.enter_context(mock.patch.object(attention, "sdpa_kernel", _attention_backends(attention.sdpa_kernel)))
+        yield

@@ -1,0 +1,145 @@
+"""What a card would suffer from is planted into the trainer, one at a time, and found with its line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from card.device import Card, simulated
+from card.test_trainer import COMMON, LLAMA, ONCE
+from card.waits import waits_of
+from megalite.config import cli
+from megalite.models import gpt
+from megalite.models.families import PRESETS
+from megalite.nn import embedding, linear
+from megalite.nn.mlp import MLP
+from megalite.optim.grad_reduce import GradReduce
+from megalite.parallel.launch import Ranks
+from megalite.pipeline.runtime import Pipeline
+from megalite.train import loop, setup
+from megalite.train.setup import build_run
+
+Patch = Callable[[Any, str, Any], None]
+
+
+def a_step(flags: str = "") -> Card:
+    with simulated() as card:
+        config = cli.parse(f"{COMMON} {LLAMA} --eod-mask-loss {flags}".split(), PRESETS)
+        run = build_run(config, Ranks(0, 1), card.device)
+        loop.train_step(run)
+        run.close()
+    return card
+
+
+def plant(patch: Patch, owner: Any, name: str, defect: Callable[..., None]) -> None:
+    """`defect` is called with the arguments of a function and its result, each time after it."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        defect(result, *args, **kwargs)
+        return result
+
+    patch(owner, name, planted)
+
+
+# what is planted: each is one line, of which the test knows the place
+
+
+def reads_a_norm(y: Tensor, *_: Any) -> None:
+    y.detach().norm().item()
+
+
+def asks_for_nan(_: None, grad: Tensor, dy: Tensor, x: Tensor, **__: Any) -> None:
+    assert not dy.isnan().any()
+
+
+def takes_gradients_home(_: None, reduce: GradReduce) -> None:
+    reduce.storage.grads.cpu()
+
+
+def looks_up_what_is_known(x: Tensor, index: Tensor, *_: Any) -> None:
+    index[index >= 0] + 1  # noqa: B018
+
+
+def weighs_on_the_host(y: Tensor, *_: Any) -> None:
+    y * torch.ones(y.shape[-1])  # noqa: B018
+
+
+def gathers_by_a_list(y: Tensor, *_: Any) -> None:
+    y[[0, 1]]  # noqa: B018
+
+
+def prints_losses(losses: Tensor, *_: Any) -> None:
+    print(losses.tolist())
+
+
+WAITS: dict[str, tuple[Any, str, Callable[..., None], str, str]] = {
+    "item in forward": (MLP, "forward", reads_a_norm, "item", "forward"),
+    "bool in backward": (linear, "accumulate_outer_", asks_for_nan, "item", "backward"),
+    "cpu in the step": (GradReduce, "finish", takes_gradients_home, "copy to the host", ""),
+    "a mask": (embedding, "look_up", looks_up_what_is_known, "index", "forward"),
+    "a list as an index": (MLP, "forward", gathers_by_a_list, "an index on the host", "forward"),
+    "losses of each step": (Pipeline, "step", prints_losses, "tolist", ""),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_found_with_its_line_and_phase(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, defect, kind, phase = WAITS[name]
+    plant(monkeypatch.setattr, owner, attribute, defect)
+    waits = [wait for wait in waits_of(a_step().trace) if "step" in wait.within]
+    where = f"tests/card/test_planted.py:{defect.__code__.co_firstlineno + 1}"
+    found = [wait for wait in waits if wait.where == where]
+    assert found and {(wait.kind, wait.phase) for wait in found} == {(kind, phase)}
+    assert [str(wait) for wait in waits if wait not in found] == ONCE
+
+
+def table_on_the_host(patch: Patch) -> None:
+    tables = gpt.rope_tables
+    patch(gpt, "rope_tables", lambda *args, device, **kwargs: tables(*args, **kwargs))
+
+
+def pageable_batches(patch: Patch) -> None:
+    prepare = setup.host_batch
+    patch(setup, "host_batch", lambda micro, pin, **marks: prepare(micro, pin=False, **marks))
+
+
+def mask_on_the_host(patch: Patch) -> None:
+    loss = gpt.linear_cross_entropy
+    patch(
+        gpt,
+        "linear_cross_entropy",
+        lambda x, w, labels, mask, *rest, **how: loss(x, w, labels, mask.cpu(), *rest, **how),
+    )
+
+
+def bias_on_the_host(patch: Patch) -> None:
+    plant(patch, MLP, "forward", weighs_on_the_host)
+
+
+MIXED: dict[str, tuple[Callable[[Patch], None], str, str]] = {
+    "a table on the host": (table_on_the_host, "mul(", "megalite/kernels/rope.py"),
+    "pageable batches": (pageable_batches, "host to card, non_blocking", "megalite/train/batch.py"),
+    "the loss's mask on the host": (mask_on_the_host, "mul(", "megalite/nn/loss.py"),
+    "weights made in forward": (bias_on_the_host, "mul(", "tests/card/test_planted.py"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_may_not_meet_is_found_with_its_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    defect, what, file = MIXED[name]
+    defect(monkeypatch.setattr)
+    mixed = a_step().mixed
+    assert any(what in one.what and one.where.startswith(f"{file}:") for one in mixed), mixed
+
+
+def test_without_a_defect_nothing_is_found() -> None:
+    card = a_step()
+    assert not card.mixed and [str(wait) for wait in waits_of(card.trace) if "step" in wait.within] == ONCE

@@ -1,0 +1,105 @@
+"""The trainer on the simulated card: nothing of host and card meets, a step waits once, the numbers are those of a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from card import nccl
+from card.device import simulated
+from card.waits import waits_of
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train import loop
+from megalite.train.setup import build_run
+from megalite.train.state import Run, StepResult
+
+COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
+ --global-batch-size 4 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
+ --make-vocab-size-divisible-by 8 --eval-iters 1 --kernels torch --attention-kernel torch"""
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --ffn-hidden-size 48"""
+STEPS = 2
+ONCE = ["tolist megalite/train/step.py"]  # the agreement
+
+
+def build(flags: str, device: torch.device) -> Run:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+    return build_run(cli.parse(f"{COMMON} {flags}".split(), PRESETS), ranks, device)
+
+
+def steps_of(run: Run) -> list[StepResult]:
+    try:
+        return [loop.train_step(run) for _ in range(STEPS)]
+    finally:
+        run.close()
+
+
+def numbers(results: list[StepResult]) -> list[tuple[float, float]]:
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+# flags, and how far losses and norms may be from a CPU's: not at all where the same operations run. On a card groups of
+# keys are repeated in fp32, and half precision's weight gradients are never rounded.
+FLAGS = {
+    "gpt": "",
+    "dropout": "--hidden-dropout 0.1 --attention-dropout 0.1",
+    "llama": LLAMA,
+    "groups": f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm",
+    "full recompute": f"{LLAMA} --recompute-granularity full --recompute-method uniform",
+    "selective recompute": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
+    "bf16": f"{LLAMA} --bf16",
+    "bf16 moments": "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "fp16": "--fp16 --loss-scale 128",
+    "z-loss": "--bf16 --z-loss-coeff 0.01",
+    "documents": f"{LLAMA} --reset-position-ids --reset-attention-mask --eod-mask-loss",
+    "window": f"{LLAMA} --window-size 7,0",
+}
+ALMOST = {"groups": 1e-6, "bf16": 2e-3, "bf16 moments": 2e-3, "fp16": 2e-3, "z-loss": 2e-3}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_step_waits_once_and_computes_what_a_cpu_does(name: str) -> None:
+    flags = f"--hidden-dropout 0 --attention-dropout 0 {FLAGS[name]}"
+    with simulated() as card:
+        here = numbers(steps_of(build(flags, card.device)))
+    assert not card.mixed
+    assert [str(wait) for wait in waits_of(card.trace) if "step" in wait.within] == ONCE * STEPS
+    there = numbers(steps_of(build(flags, torch.device("cpu"))))
+    assert here == [pytest.approx(pair, rel=ALMOST[name]) for pair in there] if name in ALMOST else here == there
+
+
+LAYOUTS = {
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2 vpp2 pp2": (4, "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+                        "--num-layers-per-virtual-pipeline-stage 1"),
+    "dp2": (2, "--ddp-bucket-size 3000 --untie-embeddings-and-output-weights"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "dp2 without overlap": (2, "--ddp-bucket-size 3000 --no-overlap-grad-reduce --no-overlap-param-gather"),
+    "dp2 without shards": (2, "--ddp-bucket-size 3000 --no-use-distributed-optimizer"),
+    "tp2 pp2 dp2": (8, f"{LLAMA} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 "
+                       "--ddp-bucket-size 3000 --recompute-granularity full --recompute-method uniform"),
+}  # fmt: skip
+QUICK = ("tp2", "tp2 vpp2 pp2", "dp2")
+
+
+def on_a_card(flags: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[str], list[str]]:
+    """Of this rank: the numbers there and on a CPU, what was mixed, for what the host waited in steps."""
+    there = numbers(steps_of(build(f"{flags} --no-shared-memory", torch.device("cpu"))))
+    with simulated(index=dist.get_rank()) as card:
+        nccl.use(card)
+        here = numbers(steps_of(build(flags, card.device)))
+    waits = [str(wait) for wait in waits_of(card.trace) if "step" in wait.within]
+    return here, there, [str(mixed) for mixed in card.mixed], waits
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+)
+def test_each_rank_waits_once_per_step_under_every_layout(name: str) -> None:
+    world, flags = LAYOUTS[name]
+    for here, there, mixed, waits in run_ranks(world, on_a_card, f"{flags}", backend=nccl.join):
+        assert here == there and not mixed and waits == ONCE * STEPS
