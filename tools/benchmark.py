@@ -69,13 +69,16 @@ def measure(name: str, more: dict[str, str], options: argparse.Namespace, flags:
             "folder": folder,
         }
         command = [sys.executable, str(Path(__file__).with_name("benchmark_rank.py")), json.dumps(task)]
-        status, said = limited.run(command, Path(folder) / "log.txt", options.timeout, more)
+        log = options.json.with_suffix(".txt") if options.json else Path(folder) / "log.txt"
+        status, said = limited.run(command, log, options.timeout, more)
         if status == "out of time":
             said += [f"not done after {options.timeout:g} s; give more with --timeout"]
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
-        if status != "ok" or len(ranks) < options.nproc:
-            lines = said or [f"no message; {status}"]
+        lines = said or [f"no message; {status}"]
+        if len(ranks) < options.nproc:
             return {"error": lines[-1], "stderr": "\n".join(lines)}
+        if status != "ok":  # after all ranks had told what they measured
+            print(*lines, sep="\n", file=sys.stderr)
     steps = [max(times) for times in zip(*(rank["steps"] for rank in ranks), strict=True)]
     result = {**ranks[0], "step_s": statistics.median(steps), "memory": sum(rank["memory"] for rank in ranks)}
     return {**result, "parts": [rank.get("parts") for rank in ranks]}

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks, prepare_cuda, start_local  # noqa: E402
+from tools.bench.gpu_report_parts import write_whole  # noqa: E402
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
 
@@ -29,6 +30,7 @@ class Stopwatch:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     stack: list[str] = field(default_factory=list)
     since: float = 0.0
+    wrapped: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def _turn(self) -> None:
         self.synchronise()
@@ -56,6 +58,11 @@ class Stopwatch:
                 return real(*args, **kwargs)
 
         setattr(owner, name, call)
+        self.wrapped.append((owner, name, real))
+
+    def unwrap(self) -> None:
+        for owner, name, real in reversed(self.wrapped):
+            setattr(owner, name, real)
 
 
 def watch(run: Any, synchronise: Callable[[], None]) -> Stopwatch:
@@ -120,22 +127,19 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             synchronise()
             steps.append(time.perf_counter() - begin)
         memory = peak_memory(device)
-        timeline = profile(run, Path(task["folder"])) if device.type == "cuda" and ranks.world > 1 else None
         stopwatch = watch(run, synchronise)
         for _ in range(max(2, task["steps"] // 2)):
             with stopwatch.part("other"):
                 train_step(run)
         run.buffer.wait_gather()
+        stopwatch.unwrap()
         m = config.model
         padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
         tokens = run.batch_sizes.at(0) * run.seq_length
         peak = find_peak(device, run.pipeline.dtype, None) if ranks.rank == 0 else None
-        write(
-            task,
-            ranks.rank,
+        facts: dict[str, Any] = dict(
             steps=steps[task["warmup"] :],
             losses=losses,
-            timeline=timeline,
             memory=memory,
             parts=stopwatch.seconds,
             tokens_per_step=tokens,
@@ -145,6 +149,9 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
             torch=torch.__version__,
         )
+        write(task, ranks.rank, **facts)
+        if device.type == "cuda" and ranks.world > 1:  # last: what is measured stays, whatever becomes of the profiler
+            write(task, ranks.rank, **facts, timeline=profile(run, Path(task["folder"])))
         run.close()
 
 
@@ -154,14 +161,18 @@ def profile(run: Any, folder: Path) -> dict[str, float]:
 
     from megalite.train.step import train_step
 
-    trace = folder / f"timeline{run.mesh.world.rank}.json"
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    kinds, trace = torch.profiler.ProfilerActivity, folder / f"timeline{run.mesh.world.rank}.json"
+    if kinds.CUDA not in torch.profiler.supported_activities():
+        return {}
+    try:
+        profiler = torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA])
+        profiler.start()
         train_step(run)
         torch.cuda.synchronize(run.mesh.device)
-    try:
+        profiler.stop()
         profiler.export_chrome_trace(str(trace))
         return hidden(json.loads(trace.read_text())["traceEvents"])
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except (AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:  # the same on every rank, or its end
         print(f"no timeline: {type(error).__name__}: {error}", file=sys.stderr)
         return {}
 
@@ -200,7 +211,7 @@ def peak_memory(device: Any) -> int:
 
 
 def write(task: dict[str, Any], rank: int, **facts: Any) -> None:
-    (Path(task["folder"]) / f"rank{rank:05d}.json").write_text(json.dumps(facts))
+    write_whole(Path(task["folder"]) / f"rank{rank:05d}.json", facts)
 
 
 def main(task: dict[str, Any]) -> int:

@@ -153,6 +153,9 @@ def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> No
     more = part.environment | ({"CUDA_VISIBLE_DEVICES": ""} if report.setting.cpu else {})
     try:
         entry["status"], entry["tail"] = limited.run(command, folder / "log.txt", seconds, more)
+        if entry["status"] != "ok":  # what the part itself started may have had more to say, and no time to hand it on
+            others = [limited.shorten(log) for log in sorted(folder.glob("*.txt")) if log.name != "log.txt"]
+            entry["tail"] += [line for text in others if limited.MARKS[1] in text for line in limited.telling(text)]
     except (KeyboardInterrupt, SystemExit):
         entry["status"] = "interrupted"
         raise

@@ -227,9 +227,9 @@ def training_line(name: str, made: dict[str, Any]) -> list[str]:
     mfu = "n/a" if made["mfu"] is None else f"{made['mfu']:.1%}"
     shares = sorted(made["parts"].items(), key=lambda item: -item[1])
     went = ", ".join(f"{part} {share:.1%}" for part, share in shares if share >= 0.0005)
-    if timeline := made.get("timeline"):
-        whole, both = timeline["communication_s"], timeline["hidden_s"]
-        went += f"; {whole * 1e3:.1f} ms of messages, {both / whole if whole else 0:.0%} behind kernels"
+    timeline = made.get("timeline") or {}
+    if whole := timeline.get("communication_s"):
+        went += f"; {whole * 1e3:.1f} ms of messages, {timeline['hidden_s'] / whole:.0%} behind kernels"
     layers = f"{made['layers']} of {made['of_layers']}"
     numbers = [f"{made['tokens_per_s']:,.0f}", f"{made['tflops']:.1f}", mfu, f"{made['memory'] / 2**30:.1f}"]
     return [name, layers, made["moments"], *numbers, went]

@@ -4,8 +4,8 @@
 
 Bus bandwidth is what one link must carry, whatever the number of ranks, so it can be held against the hardware's:
 bytes / time x 2 (n - 1) / n for all_reduce, (n - 1) / n for all_gather and reduce_scatter, whose bytes are those of the
-whole tensor, and 1 for a ring of messages (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests). FILE is written after
-each row.
+whole tensor, and 1 for a message from each even rank to the next (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests).
+FILE is written after each row.
 """
 
 from __future__ import annotations
@@ -36,18 +36,15 @@ def message(kind: str, whole: Any, part: Any, ranks: Ranks) -> Callable[[], None
     """`whole` is `part` of every rank."""
     import torch.distributed as dist
 
-    def ring() -> None:
-        after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
-        half = whole.numel() // 2
-        pair = [dist.P2POp(dist.isend, whole[:half], after), dist.P2POp(dist.irecv, whole[half:], before)]
-        for work in dist.batch_isend_irecv(pair):
-            work.wait()
+    def pair() -> None:
+        if ranks.rank ^ 1 < ranks.world:
+            (dist.recv if ranks.rank % 2 else dist.send)(whole, ranks.rank ^ 1)
 
     calls = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "send_recv": ring,
+        "send_recv": pair,
     }
     return calls[kind]
 
@@ -85,9 +82,9 @@ def rank_of(ranks: Ranks, args: argparse.Namespace) -> None:
             part = torch.zeros(count, dtype=torch.bfloat16, device=device)
             for kind, factor in FACTORS.items():
                 took = measure(message(kind, whole, part, ranks), device, 2 if args.tiny else 20)
-                sent = size / 2 if kind == "send_recv" else size
-                rates = {"gb_s": sent / took / 1e9, "bus_gb_s": sent / took / 1e9 * factor(ranks.world)}
-                rows.append({"kind": kind, "bytes": int(sent), "us": took * 1e6, **rates})
+                rate = size / took / 1e9
+                rows.append({"kind": kind, "bytes": size, "us": took * 1e6, "gb_s": rate})
+                rows[-1]["bus_gb_s"] = rate * factor(ranks.world)
                 if ranks.rank == 0:
                     print(rows[-1], flush=True)
                     write_whole(args.file, {"cards": ranks.world, "rows": rows})

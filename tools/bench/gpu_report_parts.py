@@ -119,7 +119,7 @@ def training(shape: str, limit_s: float, setting: Setting, layout: str = "", car
     def command(folder: Path, seconds: float) -> list[str]:
         assert plan is not None
         steps = "--repeats 1 --warmup 1 --steps 2" if setting.tiny else "--repeats 1 --warmup 2 --steps 4"
-        file = ["--timeout", str(seconds - 6), "--json", str(folder / "training.json"), "--nproc", str(cards)]
+        file = ["--timeout", str(seconds - 10), "--json", str(folder / "training.json"), "--nproc", str(cards)]
         where = ["--device", setting.device, *layout.split()]
         return [sys.executable, str(BENCH.parent / "benchmark.py"), *steps.split(), *file, *plan["flags"], *where]
 
