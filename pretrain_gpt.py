@@ -12,13 +12,24 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from megalite.config import cli, environment
 from megalite.config.options import Config, local_processes
 from megalite.data.files.missing_files import absent
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import INTERRUPTED, LaunchError, Ranks, cores, prepare_cuda, read_environment, start_local
-from megalite.train.run_dir import run_folder
+from megalite.parallel.launch import (
+    INTERRUPTED,
+    LaunchError,
+    Ranks,
+    cores,
+    follow_torchrun,
+    prepare_cuda,
+    read_environment,
+    start_local,
+)
+from megalite.train.run_dir import run_folder, settle_status
+from megalite.train.stop import hold, stop_signal
 
 MOST_RANKS_PER_CORE = 8
 GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
@@ -26,12 +37,16 @@ GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
 
 def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
+    stop = stop_signal(config)
+    stop.install()
     from megalite.train.run import pretrain  # imports torch
 
-    sys.exit(pretrain(config, ranks, warnings))
+    sys.exit(pretrain(config, ranks, warnings, stop))
 
 
 def main(argv: list[str]) -> int:
+    hold()
+    follow_torchrun()
     ranks: Ranks | None = None
     unlaunched: list[str] = []
     try:
@@ -54,7 +69,10 @@ def main(argv: list[str]) -> int:
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
     if ranks is None and nproc > 1 and not config.train.dry_run:
-        return start_local(nproc, run, (config, found.warnings))
+        begin, causes = time.time(), [""]
+        code = start_local(nproc, run, (config, found.warnings), holds_signals=True, tell=causes.append)
+        settle_status(run_folder(config), code, causes[-1], begin)
+        return code
     alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
     return run(ranks or alone, config, found.warnings)  # type: ignore[func-returns-value]
 

@@ -152,6 +152,22 @@ def environment_readers(root: Path) -> Iterator[str]:
             yield f"{path}:{reads[0]}: reads the environment; only {', '.join(sorted(READERS))} do"
 
 
+STREAMS = "megalite/parallel/streams.py"
+ORDER = set("Stream Event ExternalStream current_stream default_stream stream set_stream synchronize".split())
+ORDER |= set("graph CUDAGraph graph_pool_handle make_graphed_callables".split())  # of torch.cuda
+ORDER_OF_ANY = {"record_stream", "wait_stream", "wait_event", "record_event"}  # methods of tensors and streams
+
+
+def streams_elsewhere(root: Path) -> Iterator[str]:
+    """Order on a card is made in one place, so that one place is to be read, and to be simulated."""
+    for path, tree in sources(root, "megalite", "pretrain_gpt.py"):
+        for node in ast.walk(tree) if path != STREAMS else ():
+            if isinstance(node, ast.Attribute):
+                of_cuda = node.attr in ORDER and ast.unparse(node.value) in ("torch.cuda", "cuda")
+                if of_cuda or node.attr in ORDER_OF_ANY:
+                    yield f"{path}:{node.lineno}: {ast.unparse(node)}: streams and events go through {STREAMS}"
+
+
 # Words of a parameter's name, ours or another program's: what a parameter is, its ParamSpec says.
 PARAMETER = set("layers embedding word position attention mlp norm q_norm k_norm final_norm head weight bias".split())
 PARAMETER |= set("q kv out gate_up up down q_bias kv_bias out_bias gate_up_bias up_bias down_bias".split())
@@ -271,6 +287,7 @@ RULES = (
     circles,
     twins,
     environment_readers,
+    streams_elsewhere,
     facts_by_name,
     options,
     shapes,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import documents
 import pytest
+import torch_range
 from documents import ROOT, Command, commands, parsed_by, start
 
 from megalite.config import cli
@@ -197,6 +198,10 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
         {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
     )
     found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh", "--capture-range"}  # the last of nsys
+    found |= documents.flags_of(torch_range.parser())
+    found |= {
+        f"--{word}" for word in "build-arg rm gpus shm-size ulimit user network ipc entrypoint".split()
+    }  # of docker
     for path in sorted((ROOT / "tools").rglob("*.py")):
         if "ArgumentParser(" in path.read_text():
             with documents.stopped(patch, read=False) as here:

@@ -34,6 +34,8 @@ FAULTS: dict[str, dict[str, str]] = {
     "twins": {"megalite/nn/a.py": "", "megalite/optim/a.py": ""},
     "twins ": {"megalite/a.py": "class X: ...", "megalite/b.py": "class X: ...\n"},
     "environment_readers": {"megalite/a.py": "import os\n\nx = os.environ['A']\n"},
+    "streams_elsewhere": {"megalite/a.py": "import torch\n\ntorch.cuda.synchronize()\n"},
+    "streams_elsewhere ": {"megalite/a.py": "def f(x, stream): x.record_stream(stream)\n"},
     "facts_by_name": {"megalite/a.py": "def f(name): return name.endswith('.norm.weight')\n"},
     "facts_by_name ": {"tools/a.py": "def f(spec): return spec.name in ('embedding.word', 'head')\n"},
     "facts_by_name  ": {"megalite/interop/a.py": "def f(name): return name.rsplit('.', 1)[-1] in STACKED\n"},

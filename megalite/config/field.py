@@ -13,12 +13,15 @@ There is no default: an option without a class would count as something silently
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field
 from functools import partial
 from typing import Any
 
 FREE, HOW, TRAINING, MODEL = "free", "how", "training", "model"
+PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+LONGEST = 200  # characters of a value in an error
 
 
 @dataclass(frozen=True)
@@ -93,19 +96,28 @@ def flag_of(name: str) -> str:
 def convert(f: Field[Any], value: Any) -> Any:
     """`value`, of a TOML file or preset, as the field's type. No text becomes a number. Raises ValueError."""
     kind, facts = base_type(f), facts_of(f)
-    bad = ValueError(f"{f.name}={value!r} is not {'an' if kind[0] == 'i' else 'a'} {kind}; write it as one")
+    words = value if isinstance(value, (list, tuple)) else [value]
+    if any(isinstance(word, str) and PASSWORD.search(word) for word in words):
+        text = (
+            "has a password in its URL, which the files of the run would show; set FSSPEC_<PROTOCOL>_PASSWORD instead"
+        )
+        raise ValueError(f"{f.name} {text}")
+    shown = repr(value) if len(repr(value)) <= LONGEST else repr(value)[:LONGEST] + "..."
+    bad = ValueError(f"{f.name}={shown} is not {'an' if kind[0] == 'i' else 'a'} {kind}; write it as one")
     if kind in ("ints", "strs"):
         item = int if kind == "ints" else str
-        values = list(value) if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(v, bool) or not isinstance(v, item) for v in values):
+        if any(isinstance(v, bool) or not isinstance(v, item) for v in words):
             raise bad
-        return tuple(values)
+        return tuple(words)
     if kind == "bool" and isinstance(value, bool):
         return value
     if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
         return value
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{f.name}={shown} is beyond a float's range; give a smaller number") from None
     if kind == "str" and isinstance(value, str):
         if value in facts.refused:
             raise ValueError(f"{f.name}={value} is not supported: {facts.refused[value]}")

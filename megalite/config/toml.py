@@ -24,7 +24,7 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
     """Option names to values from a TOML text, with or without [section] tables; `path` names it in errors."""
     try:
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
         raise ConfigError([f"config={path!r} is not TOML ({error}); mend that line"]) from None
     known = {f.name: section for section, f in options()}
     values: dict[str, Any] = {}

@@ -28,11 +28,12 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
 INTERRUPTED = 128 + signal.SIGINT
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
 ORDERLY_S = 600.0
 STARTERS = "torchrun, srun, mpirun or --nproc"
@@ -193,6 +194,8 @@ def process_group(
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     if device == "cuda":
         count = torch.cuda.device_count()
@@ -208,13 +211,12 @@ def process_group(
         yield here
         return
     try:
-        dist.init_process_group(
-            backend or ("nccl" if device == "cuda" else "gloo"),
-            init_method=ranks.init_method or "env://",
-            rank=ranks.rank,
-            world_size=ranks.world,
-            timeout=startup_timeout,
-        )
+        url = ranks.init_method or "env://"
+        store, rank, world = next(rendezvous(url, ranks.rank, ranks.world, timeout=startup_timeout))
+        # torchrun's agent keeps its store over restarts, with the addresses of the ranks that died
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        name = backend or ("nccl" if device == "cuda" else "gloo")
+        dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=startup_timeout)
     except (dist.DistStoreError, RuntimeError, ValueError) as error:
         where = ranks.init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
@@ -240,12 +242,15 @@ def start_local(
     threads: int | None = None,
     grace_s: float = 1.5,
     timeout_s: float | None = None,
+    holds_signals: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> int:
     """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code.
 
-    `target` must be importable (a module-level function). Signals (`_forward_signals`) are passed on to every rank.
+    `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank; the fork
+    server never gets any, as ranks die with it. `holds_signals`: they wait until `target` lets them in.
     When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL; after an orderly stop
-    (75) they get ORDERLY_S, since rank 0 may still be closing its logs.
+    (75) they get ORDERLY_S, since rank 0 may still be closing its logs. `tell` hears of the first that fails.
     `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
     """
     wanted = re.match(r"[1-9][0-9]*", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP allows a list, "4,2", too
@@ -253,17 +258,22 @@ def start_local(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
-        processes = []
-        for rank in range(nproc):
-            ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous")
-            process = context.Process(target=_local_rank, args=(ranks, target, args), name=f"rank {rank}")
-            process.start()
-            processes.append(process)
-        with _forward_signals(processes):
-            return _watch(processes, grace_s, timeout_s)
+        processes: list[Any] = []
+        with _forward_signals(processes) as seen:
+            resource_tracker.ensure_running()  # it unblocks signals; the processes below find it there
+            for rank in range(nproc):
+                ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous")
+                told = (ranks, target, args, holds_signals)
+                process = context.Process(target=_local_rank, args=told, name=f"rank {rank}")
+                with _held():  # the fork server inherits that, and whom it forks
+                    process.start()
+                processes.append(process)
+                for number in seen:
+                    _signal(process, number)
+            return _watch(processes, grace_s, timeout_s, tell or (lambda text: None))
 
 
-def _watch(processes: list[Any], grace_s: float, timeout_s: float | None) -> int:
+def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, tell: Callable[[str], None]) -> int:
     failed, deadline = 0, None if timeout_s is None else time.monotonic() + timeout_s
     alive = list(processes)
     while alive:
@@ -279,6 +289,7 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None) -> int
             if code and not failed:
                 failed = code if code > 0 else 128 - code
                 died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                tell(f"{process.name} ended {died}")
                 if code not in (2, 3, REQUEUE, INTERRUPTED):  # these have said what they had to say
                     with contextlib.suppress(OSError, ValueError):  # its disk may be full, and why they died
                         print(f"{process.name} ended {died}; ending the others", file=sys.stderr, flush=True)
@@ -288,22 +299,41 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None) -> int
 
 
 @contextlib.contextmanager
-def _forward_signals(processes: list[Any]) -> Iterator[None]:
-    def forward(number: int, _frame: Any) -> None:
-        for process in processes:
-            if process.pid is not None and process.is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
-
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-    try:
-        before = {n: signal.signal(n, forward) for n in numbers}
-    except ValueError:  # not the main thread: the caller has the signals
-        yield
-        return
+def _held() -> Iterator[None]:
+    """Signals to this thread wait."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _signal(process: Any, number: int) -> None:
+    if process.pid is not None and process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+@contextlib.contextmanager
+def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
+    """To those of `processes` that live when a signal comes. Yields the signals so far: for those that come later."""
+    seen: list[int] = []
+
+    def forward(number: int, _frame: Any) -> None:
+        seen.append(number)
+        for process in processes:
+            _signal(process, number)
+
+    if threading.current_thread() is not threading.main_thread():  # the caller has the signals
+        yield seen
+        return
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    before = {n: signal.signal(n, forward) for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    try:
+        yield seen
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -316,9 +346,22 @@ def _end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def die_with_parent() -> None:
+    """PR_SET_PDEATHSIG, where there is such a thing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the fork server
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def follow_torchrun(env: Mapping[str, str] = os.environ) -> None:
+    """A rank ends with its torchrun: that, killed, cannot end it."""
+    if "TORCHELASTIC_RUN_ID" in env:
+        die_with_parent()
+
+
+def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...], holds_signals: bool) -> None:
+    die_with_parent()  # the fork server
+    if not holds_signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     threading.Thread(target=_end_with_launcher, name="megalite-launcher", daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import torch

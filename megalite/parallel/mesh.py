@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 PLANNED: Final = "planned"
 
+# torch 2.15 names it publicly, and warns of the other name
+set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -101,7 +104,7 @@ class Mesh:
         """How long a collective of any group may take; torch makes groups with other defaults than the first one's."""
         for axis in (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world):
             if axis.group is not None:
-                distributed_c10d._set_pg_timeout(timeout, axis.group)
+                set_group_timeout(timeout, axis.group)
 
     def describe(self) -> str:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""

@@ -15,15 +15,15 @@ with dp > 1 the eager ones take as much again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megalite.parallel.streams import Stream, on_stream
 from megalite.pipeline.runtime import Flight, Pipeline
 
 
@@ -37,51 +37,6 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Do it, on what the same tensors hold now."""
         ...
-
-
-class CudaGraph:
-    """Recorded on the current stream, which must not be the default one."""
-
-    def __init__(self, pool: Any):
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-
-    def record(self, work: Callable[[], None]) -> None:
-        stream = torch.cuda.current_stream()
-        # thread_local: meanwhile the loader's thread may pin memory
-        try:
-            with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):
-                work()
-        except RuntimeError as error:
-            text = f"a micro-batch could not be recorded as a CUDA graph ({error}); drop --cuda-graph-impl"
-            raise RuntimeError(text) from error
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-def cuda_graphs() -> Callable[[], Graph]:
-    """Makes graphs that share their memory: they are replayed one after the other."""
-    pool = torch.cuda.graph_pool_handle()
-    return lambda: CudaGraph(pool)
-
-
-@contextlib.contextmanager
-def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Here work goes to `stream`, after what the current one has so far and before what it gets next. None: nothing.
-
-    The default stream cannot be recorded, and autograd runs a parameter's node on the stream where it was made: so both
-    the gradient buffer and the steps that are to be recorded belong inside.
-    """
-    if stream is None:
-        yield
-        return
-    outside = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(outside)
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        outside.wait_stream(stream)
 
 
 @dataclass(frozen=True)
@@ -106,7 +61,7 @@ class GraphedPipeline(Pipeline):
         graphs: Callable[[], Graph],
         begin_all: Callable[[], None],
         apart: bool,
-        stream: torch.cuda.Stream | None = None,
+        stream: Stream | None = None,
         **options: Any,
     ):
         super().__init__(*args, **options)
@@ -161,7 +116,11 @@ class GraphedPipeline(Pipeline):
             made.append(self._forward(flight, (0, 0), 0, static, self._weight))
             self._backward(flight, (0, 0), self._weight)
 
-        graph.record(work)
+        try:
+            graph.record(work)
+        except RuntimeError as error:
+            text = f"a micro-batch could not be recorded as a CUDA graph ({error}); drop --cuda-graph-impl"
+            raise RuntimeError(text) from error
         return _Recorded(static, made[0], graph)
 
 

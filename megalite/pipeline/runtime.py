@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.streams import synchronize
 from megalite.pipeline.schedule import Action, Op, plan
 
 Key = tuple[int, int]  # stage, micro-batch
@@ -170,6 +171,6 @@ class Pipeline:
         return send_or_receive(tensor, axis.ranks[(axis.rank + step) % axis.size], group=axis.group)
 
     def _now(self, begin: float) -> float:
-        if self.timeline is not None and self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()  # only while a timeline is recorded
+        if self.timeline is not None:
+            synchronize(self.mesh.device)  # only while a timeline is recorded
         return time.perf_counter() - begin

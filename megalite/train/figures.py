@@ -206,5 +206,5 @@ def columns(rows: Sequence[Sequence[str]], headed: bool = True) -> str:
     for row in rows[headed:]:
         made.add_row(*row)
     text = io.StringIO()
-    Console(file=text, width=110, color_system=None).print(made)
+    Console(file=text, width=110, color_system=None, markup=False, emoji=False).print(made)
     return text.getvalue().rstrip()

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import resource
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from megalite.train.run_dir import Exit, complain, write_atomically
 from megalite.train.start.resume import save
 from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
+from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
 
 
@@ -60,6 +60,7 @@ class Plan:
 
 PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
 FIRST_PROGRESS_S = 2.0
+STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a signal does
 
 
 @dataclass
@@ -69,23 +70,6 @@ class Watch:
     timers: Timers = field(default_factory=Timers)
     profiler: Profiler | None = None
     collector: Collector = field(default_factory=Collector)
-
-
-@dataclass
-class StopSignal:
-    """Set by the signals that it is installed for; read at step boundaries, where all ranks agree on it. A second
-    SIGINT stops at once."""
-
-    seen: list[int] = field(default_factory=list)
-
-    def install(self, *names: str) -> None:
-        for name in names:
-            signal.signal(signal.Signals[name], self._note)
-
-    def _note(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and number in self.seen:
-            raise KeyboardInterrupt
-        self.seen.append(number)
 
 
 def evaluate(
@@ -168,6 +152,7 @@ class Training:
         self._begin, self._first = time.monotonic(), self.run.state.step + 1
         self._since: list[StepResult] = []  # the last log line
         self._lines = 0
+        self._stop_file = self.folder / STOP_FILE
         every = self.plan.save_every_s
         self._clock = None if every is None else SaveClock(every, self.run.mesh, self.run.state.step)
 
@@ -218,11 +203,18 @@ class Training:
                 self._save()
             self._tell_saves()
             if result.stop:
-                seen = signal.Signals(self.stop.seen[0]).name if self.stop.seen else None
-                return Exit.REQUEUE, seen or "exit_duration_in_mins, or a signal on another rank"
+                return Exit.REQUEUE, self._why()
             if stopping and step < run.last_step:
                 return Exit.REQUEUE, f"exit_interval={plan.exit_interval}"
         return Exit.DONE, "reached the last step"
+
+    def _why(self) -> str:
+        if self.stop.seen:
+            return self.stop.seen[0]
+        if self._stop_file.exists():
+            self._stop_file.unlink(missing_ok=True)
+            return str(self._stop_file)
+        return "exit_duration_in_mins, or a signal on another rank"
 
     def _step(self) -> StepResult:
         """One training step, with what looks on."""
@@ -231,6 +223,7 @@ class Training:
         if plan.exit_after_s is not None:
             late = time.monotonic() - self._begin > plan.exit_after_s
         broken = self.saver is not None and self.saver.failed
+        asked = bool(self.stop.seen) or (run.mesh.world.is_first and self._stop_file.exists())
         drawn = step == plan.profile_step
         if drawn or timers.level == 2:
             run.pipeline.timeline = []
@@ -238,7 +231,7 @@ class Training:
             self.watch.profiler.before(step)
         result = train_step(
             run,
-            want_stop=late or bool(self.stop.seen) or broken,
+            want_stop=late or asked or broken,
             count_zeros=plan.count_zeros,
             timers=timers,
             empty_level=plan.empty_level,

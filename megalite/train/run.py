@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import signal
 import sys
 import time
@@ -35,7 +36,7 @@ from megalite.train.allocator import keep_freed_memory
 from megalite.train.arrangement import Arrangement, arrange
 from megalite.train.export_hf import check_export, export
 from megalite.train.figures import Speed
-from megalite.train.loop import Plan, StopSignal, Training, Watch
+from megalite.train.loop import Plan, Training, Watch
 from megalite.train.metrics import Reporter, missing_packages
 from megalite.train.overview import describe
 from megalite.train.peak_rates import find_peak
@@ -50,8 +51,12 @@ from megalite.train.start.origin import already_saved, begin_branch, start_run
 from megalite.train.start.resume import loaded_line, open_saver
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError
+from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
+
+# what gloo says on the ranks that live on
+LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
 
 
 def choose_device(wanted: str) -> str:
@@ -89,9 +94,14 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
         )
 
 
-def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
+def pretrain(
+    config: Config,
+    ranks: Ranks,
+    warnings: Sequence[str] = (),
+    stop: StopSignal = StopSignal(),  # noqa: B008
+) -> int:
     """Returns the exit code of this rank (train/run_dir.py). `warnings`: protections that were asked for and are not
-    there, to be told in the log, too."""
+    there, to be told in the log, too. `stop`: what was seen so far."""
     folder = run_folder(config)
     try:
         config = foreign.with_source(config)
@@ -111,7 +121,7 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
-            return _pretrain(plan, ranks, here, sources, folder, warnings)
+            return _pretrain(plan, ranks, here, sources, folder, warnings, stop)
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == 0:  # every rank found the same
             for line in str(error).splitlines():
@@ -120,6 +130,10 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = ()) -> int:
         if ranks.rank == 0 and folder.is_dir():  # what a run before left there would be taken for this one's
             leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=str(error))
         return code
+    except KeyboardInterrupt as error:  # before anything was built
+        if ranks.rank == 0 and folder.is_dir():
+            leave_status(folder, Exit.INTERRUPTED.outcome, checkpoint=config.checkpoint.save, reason=str(error))
+        os._exit(int(Exit.INTERRUPTED))
     except CheckpointError as error:  # of the directory to save in: another run may have it, so its status stays
         if not isinstance(error, ElsewhereError):
             complain(f"pretrain_gpt.py: {error}")
@@ -151,13 +165,18 @@ def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
 
 
 def _pretrain(
-    plan: Arrangement, ranks: Ranks, device: torch.device, sources: Sources, folder: Path, warnings: Sequence[str]
+    plan: Arrangement,
+    ranks: Ranks,
+    device: torch.device,
+    sources: Sources,
+    folder: Path,
+    warnings: Sequence[str],
+    stop: StopSignal,
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config = plan.config
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
-    t, stop, begin = config.train, StopSignal(), time.monotonic()
-    stop.install(*(["SIGTERM", "SIGINT"] if t.exit_signal_handler else []), *([t.exit_signal] if t.exit_signal else []))
+    t, begin = config.train, time.monotonic()
     report: Reporter | None = None
     ended = Exit.CRASH, ""
     if t.skip_train:
@@ -221,9 +240,10 @@ def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
         case KeyboardInterrupt():
             since = time.monotonic()
             # of one Ctrl-C ranks get two, the terminal's and the launcher's; one that comes later means: now
-            leave = lambda *_: os._exit(int(Exit.INTERRUPTED)) if time.monotonic() > since + 1 else None  # noqa: E731
-            signal.signal(signal.SIGINT, leave)
-            return Exit.INTERRUPTED, "SIGINT"
+            leave = lambda *_: os._exit(int(Exit.INTERRUPTED)) if time.monotonic() > since + AGAIN_S else None  # noqa: E731
+            for number in STOPPING:
+                signal.signal(number, leave)
+            return Exit.INTERRUPTED, str(error) or "SIGINT"
         case ReplicaError() | NonFiniteError() | ScaleExhausted():
             knows = isinstance(error, ReplicaError) and "another rank" not in str(error)
             if run.mesh.world.is_first or knows:
@@ -237,7 +257,12 @@ def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
             if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
                 complain(f"pretrain_gpt.py: {error}")
             return Exit.PREFLIGHT, str(error)
-    complain(f"{run.mesh.describe()}, step {run.state.step + 1}:\n{''.join(traceback.format_exception(error))}")
+    where = f"{run.mesh.describe()}, step {run.state.step + 1}"
+    if LOST.search(str(error)):
+        reason = f"lost another rank ({str(error).splitlines()[0]})"
+        complain(f"{where}: {reason}")  # which has said why it ended, or its launcher has
+        return Exit.CRASH, reason
+    complain(f"{where}:\n{''.join(traceback.format_exception(error))}")
     return Exit.CRASH, f"{type(error).__name__}: {error}"
 
 

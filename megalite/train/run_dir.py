@@ -11,8 +11,10 @@ torchrun turns every exit code but 0 into 1, so scripts that requeue a run read 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterable
 from enum import IntEnum
@@ -20,6 +22,13 @@ from pathlib import Path
 
 from megalite.checkpoint.storage.location import is_url
 from megalite.config.options import Config
+
+
+def now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+_STARTED = now()
 
 
 class Exit(IntEnum):
@@ -69,10 +78,33 @@ def leave_status(
     """status.json. `outcome`: of `Exit`, or "running". `tokens` and `step`: trained so far. `checkpoint`: the directory
     to resume from. `reason`: for people. A full disk is told, and changes nothing else."""
     status = dict(outcome=outcome, step=step, tokens=tokens, checkpoint=checkpoint, reason=reason, rank=rank)
+    status |= dict(pid=os.getpid(), host=socket.gethostname(), started=_STARTED, time=now())
     try:
         write_atomically(folder / "status.json", json.dumps(status) + "\n")
     except OSError as error:
         complain(f"{folder / 'status.json'}: {error.strerror}; it does not tell how this run ended")
+
+
+def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
+    """What rank 0 could not write, or did not know: the launcher's word, once all ranks have ended. `code`: the first
+    failing exit code. `cause`: of whom. `since`: when they were started; an older status is another run's."""
+    file = folder / "status.json"
+    try:
+        status = json.loads(file.read_text("utf-8")) if file.stat().st_mtime >= since else {}
+    except (OSError, ValueError):
+        return
+    outcome, reason = status.get("outcome"), status.get("reason")
+    if outcome == "running":
+        known = {int(e): e.outcome for e in Exit}
+        status |= dict(outcome=known.get(code, Exit.CRASH.outcome), reason=cause or "ended without a word")
+    elif outcome == Exit.CRASH.outcome and "rank 0 " not in cause:
+        status["reason"] = f"{cause}; rank 0: {reason}"
+    else:
+        return
+    try:
+        write_atomically(file, json.dumps(status | dict(time=now())) + "\n")
+    except OSError as error:
+        complain(f"{file}: {error.strerror}; it does not tell how this run ended")
 
 
 def keep_rows_until(path: Path, step: int, validated: bool = True) -> None:

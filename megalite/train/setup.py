@@ -27,7 +27,8 @@ from megalite.optim.sgd import SGD
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
-from megalite.pipeline.graphed import Graph, GraphedPipeline, cuda_graphs, on_stream
+from megalite.parallel.streams import cuda_graphs, new_stream, on_stream
+from megalite.pipeline.graphed import Graph, GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.train.arrangement import Arrangement, arrange, build_stages
 from megalite.train.batch import HostBatch, host_batch
@@ -159,7 +160,7 @@ def _build_pipeline(
 ) -> tuple[ParamBuffer, Pipeline]:
     p, stream = config.parallel, None
     if config.train.cuda_graph_impl != "none" and graphs is None:
-        stream, graphs = torch.cuda.Stream(mesh.device), cuda_graphs()  # pyright: ignore[reportArgumentType]
+        stream, graphs = new_stream(mesh.device), cuda_graphs()
     with on_stream(stream):
         buffer = ParamBuffer(
             stages,

@@ -16,6 +16,7 @@ import torch
 
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
+from megalite.parallel.streams import synchronize
 from megalite.pipeline.runtime import Timed
 
 OF_STEP = ("forward-backward", "all-grads-sync", "params-all-gather", "optimizer-inner-step", "optimizer")
@@ -43,8 +44,7 @@ class Timers:
         self._seconds[name] += self._now(level) - begin
 
     def _now(self, level: int) -> float:
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
+        synchronize(self.mesh.device)
         if level == 1 and self.barrier:
             all_reduce_(torch.zeros((), device=self.mesh.device), self.mesh.world).item()
         return time.perf_counter()

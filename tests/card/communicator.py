@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -99,8 +100,19 @@ def copy_of(x: Tensor) -> Tensor:
     return copied if x.dtype == torch.bool else copied.view(x.dtype)
 
 
-def write_into(x: Tensor, result: Tensor) -> None:
-    bytes_of(x).numpy()[:] = bytes_of(result).numpy()
+class Place:
+    """Where a result goes: bytes of a tensor's memory, which this does not keep. It keeps nothing of the caller's alive,
+    which is less than any torch does: whoever lets go of a tensor too early is to be found."""
+
+    def __init__(self, x: Tensor):
+        self._storage = weakref.ref(x.untyped_storage())
+        self._start, self._bytes = x.storage_offset() * x.itemsize, x.numel() * x.itemsize
+
+    def write(self, result: Tensor) -> None:
+        storage = self._storage()
+        if storage is not None:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+            whole[self._start :][: self._bytes] = bytes_of(result)
 
 
 class Carrier:

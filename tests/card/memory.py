@@ -7,6 +7,7 @@ nobody's until it meets another: then it is where that one is.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,10 +35,13 @@ class Memory:
         """`write`: takes a fact of the trace; `stream`: the one that is current."""
         self._write, self._stream = write, stream
         self._blocks: dict[int, Block] = {}  # by the address of the storage, which is given out again when it is gone
-        self._made = 0
+        self._alive: dict[int, Block] = {}  # by its number
+        self._numbers = itertools.count(1)
 
     def block(self, x: Tensor) -> Block | None:
-        return self._blocks.get(x.untyped_storage()._cdata)
+        """Another thread may have got the address of a storage whose end has not been told yet."""
+        found = self._blocks.get(x.untyped_storage()._cdata)
+        return None if found is None or found.watch() is None else found
 
     def side(self, x: Tensor) -> Side:
         block = self.block(x)
@@ -51,11 +55,11 @@ class Memory:
         """Note where `x` lies, if its storage is new or nobody's; an Alloc."""
         storage = x.untyped_storage()
         address = storage._cdata
-        block = self._blocks.get(address)
+        block = self.block(x)
         if block is None:
-            self._made += 1
-            watch = weakref.ref(storage, lambda _, address=address: self._gone(address))
-            block = self._blocks[address] = Block(self._made, side, storage.nbytes(), watch)
+            number = next(self._numbers)
+            watch = weakref.ref(storage, lambda _: self._gone(address, number))
+            block = self._blocks[address] = self._alive[number] = Block(number, side, storage.nbytes(), watch)
         elif block.side == "nobody":
             block.side = side
         else:
@@ -65,10 +69,12 @@ class Memory:
             self._write(Alloc(block.number, block.side, block.size, at))
         return block
 
-    def _gone(self, address: int) -> None:
-        block = self._blocks.pop(address)
+    def _gone(self, address: int, number: int) -> None:
+        block = self._alive.pop(number)
+        if self._blocks.get(address) is block:
+            del self._blocks[address]
         if block.side != "nobody":
-            self._write(Free(block.number))
+            self._write(Free(number))
 
     def span(self, x: Tensor) -> Span | None:
         """None: it has no bytes, or lies in memory of the host that nobody copied from or to."""

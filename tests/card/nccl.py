@@ -5,7 +5,7 @@
 Input is read when an operation is issued, the result is written when it is waited for: the earliest and the latest
 that a card can do it, so a result that is used too early is stale on every run. Nothing blocks the host but `wait`.
 
-What is modelled is ProcessGroupNCCL of torch 2.11 to 2.15:
+What is modelled is ProcessGroupNCCL as in torch 2.11 and 2.13, after their headers, messages and Python:
   - a collective with async_op=False runs on the caller's own stream; written as Comm, then CommWait of that stream
   - unbatched send and recv: a communicator and a stream for each pair of ranks of the group, both directions on it,
     made at its first use while the hosts of both ranks wait. In a group that was given a device_id (`eager`) they
@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from card.communicator import Carrier, Communicator, Operation, copy_of, write_into
-from card.trace import DEFAULT, Comm, CommWait, Fact, HostWait, Span, Stream
+from card.communicator import Carrier, Communicator, Operation, Place, copy_of
+from card.trace import DEFAULT, Comm, CommDone, CommWait, Fact, HostWait, Span, Stream
 
 NAME = "simulated_nccl"
 _FLOAT8 = {torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
@@ -135,11 +135,14 @@ class SimulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """A send is when its receive has begun."""
-        return self._operation.done.is_set()
+        """A send is when its receive has begun. The host that hears it knows: what it issues next comes after."""
+        if not self._operation.done.is_set():
+            return False
+        _recorder.write(CommDone(self._operation.fact.number))
+        return True
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._operation.error is None
+        return self._operation.done.is_set() and self._operation.error is None
 
 
 def refuse(x: Tensor, reduced: bool = False) -> None:
@@ -264,7 +267,8 @@ class SimulatedNccl(dist.ProcessGroup):
 
         pair = () if self._eager else (low, high)
         fact = self._fact(kind, x, None if receives else x, x if receives else None, peer=self._ranks[peer], pair=pair)
-        operation = Operation(fact, travel, lambda: write_into(x, moved) if receives else None)
+        place = Place(x)
+        operation = Operation(fact, travel, lambda: place.write(moved) if receives else None)
         return self._issue(pair, operation)
 
     def _collective(
@@ -276,7 +280,8 @@ class SimulatedNccl(dist.ProcessGroup):
             travel()
 
         fact = self._fact(kind, counted, reads, writes, op=op, peer=peer)
-        operation = Operation(fact, agree_and_travel, lambda: None if writes is None else write_into(writes, result))
+        place = None if writes is None else Place(writes)
+        operation = Operation(fact, agree_and_travel, lambda: None if place is None else place.write(result))
         return self._issue((), operation)
 
     def _fact(

@@ -145,7 +145,8 @@ def _methods(card: Card) -> dict[str, Any]:
                     "Use Tensor.cpu() to copy the tensor to host memory first."
                 )
             return self.detach().cpu().numpy()
-        card.touched("numpy", [self], [])
+        if not card.native:
+            card.touched("numpy", [self], [])
         return BASE.numpy(self, force=force)
 
     def tolist(self: Tensor) -> Any:

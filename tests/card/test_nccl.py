@@ -95,6 +95,28 @@ def test_a_send_is_done_when_its_receive_has_begun_and_what_is_received_is_there
     assert isinstance(facts[barrier + 1], CommWait) and isinstance(facts[barrier + 2], HostWait)
 
 
+def _with_device_id() -> str:
+    return nccl.use(nccl.Plain(), eager=True)
+
+
+def _on_one_communicator() -> tuple[list[float], list[tuple[str, str]]]:
+    """A sum behind a message that is not received yet: it waits its turn."""
+    rank = dist.get_rank()
+    x, total = torch.full((2,), rank + 1.0), torch.ones(1)
+    message = (dist.irecv if rank else dist.isend)(x, 1 - rank)
+    dist.all_reduce(total)
+    assert message.is_completed()
+    message.wait()
+    return [*x.tolist(), *total.tolist()], [(fact.comm, fact.kind) for fact in nccl.facts() if isinstance(fact, Comm)]
+
+
+def test_with_a_device_id_messages_queue_with_the_sums_of_their_group() -> None:
+    first, second = run_ranks(2, _on_one_communicator, backend=_with_device_id)
+    assert first[0] == second[0] == [1, 1, 2]
+    assert first[1] == [("0 default_pg", "send"), ("0 default_pg", "all_reduce")]
+    assert second[1] == [("0 default_pg", "recv"), ("0 default_pg", "all_reduce")]
+
+
 def _refused() -> list[str]:
     """What each thing that NCCL has not says."""
     long, strided = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 4).T

@@ -52,13 +52,14 @@ FLAGS = {
     "full recompute": f"{LLAMA} --recompute-granularity full --recompute-method uniform",
     "selective recompute": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
     "bf16": f"{LLAMA} --bf16",
+    "bf16, cudnn": f"{LLAMA} --bf16 --attention-kernel auto --hidden-dropout 0 --attention-dropout 0",
     "bf16 moments": "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     "fp16": "--fp16 --loss-scale 128",
     "z-loss": "--bf16 --z-loss-coeff 0.01",
     "documents": f"{LLAMA} --reset-position-ids --reset-attention-mask --eod-mask-loss",
     "window": f"{LLAMA} --window-size 7,0",
 }
-ALMOST = {"groups": 1e-6, "bf16": 2e-3, "bf16 moments": 2e-3, "fp16": 2e-3, "z-loss": 2e-3}
+ALMOST = {"groups": 1e-6, "bf16": 2e-3, "bf16, cudnn": 2e-3, "bf16 moments": 2e-3, "fp16": 2e-3, "z-loss": 2e-3}
 
 
 @pytest.mark.parametrize("name", FLAGS)

@@ -143,6 +143,13 @@ class CommWait:
 
 
 @dataclass(frozen=True)
+class CommDone:
+    """`Work.is_completed()` said yes: the host knows that the operation is over. No fact where it said no."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Mixed:
     """An operation on tensors of host and card together, or an unpinned copy called non_blocking."""
 
@@ -169,6 +176,7 @@ Fact = (
     | RecordStream
     | Comm
     | CommWait
+    | CommDone
     | Mixed
     | Mark
 )

@@ -349,6 +349,11 @@ def test_layers_of_precedence(tmp_path: Path) -> None:
         ("lr = 1.0\n[optim]\nlr = 2.0", "given twice"),
         ("[modle]\nx = 1", "unknown section"),
         ("colour = 1", "unknown key colour"),
+        (f"seq_length = {'9' * 5000}", "is not TOML"),
+        (f"lr = {'9' * 400}", f"lr={'9' * 200}... is beyond a float"),
+        (f"num_layers = '{'x' * 99_999}'", f"num_layers='{'x' * 199}... is not an int"),
+        ('save = "sftp://me:secret@host/x"', "save has a password in its URL"),
+        ('data_path = ["1", "ftp://me:secret@host/x"]', "data_path has a password in its URL"),
     ],
 )
 def test_a_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> None:
@@ -356,7 +361,7 @@ def test_a_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> No
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
         cli.read([*[w for w in GOOD.split()], "--config", str(path)], PRESETS)
-    assert message in str(error.value)
+    assert message in str(error.value) and "secret" not in str(error.value)
 
 
 def test_a_flag_has_one_meaning() -> None:

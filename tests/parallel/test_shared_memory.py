@@ -156,6 +156,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path) -> N
 
 def _dies_before_it_opens(folder: str) -> None:
     shared_memory.FOLDER = Path(folder)
+    dist.barrier()  # the group is made: its ranks connect one by one
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):

@@ -33,6 +33,7 @@ from megalite.train.figures import (
     megatron_sizes,
     megatron_timers,
     megatron_validation_lines,
+    table,
 )
 from megalite.train.metrics import Reporter, missing_packages
 from megalite.train.state import State, StepResult
@@ -89,6 +90,12 @@ def test_megatrons_line_is_found_by_megatrons_own_pattern() -> None:
     found = re.search(r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d) \|", line)
     assert found and found[1] == "412.7"
     assert "throughput per GPU" not in megatron_line(SEEN, SPEED, NOW, throughput=False)
+
+
+def test_a_table_shows_what_it_is_given() -> None:
+    """gloo's errors begin with a path in brackets, which rich would take for the end of a tag."""
+    reason = "lost another rank ([/third_party/pair.cc:553] closed by peer [127.0.0.1]:40934), run[1] :smile:"
+    assert reason in table({"outcome": reason})
 
 
 def test_megatrons_other_lines() -> None:

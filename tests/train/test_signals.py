@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from train_cases import SMALL, TP2_PP2
@@ -17,54 +20,136 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = [*SMALL, "--train-iters", "100000"]
 
 
-def signalled(*flags: str, number: int, after: str = "step     5/") -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a run that gets a signal once it has shown `after`."""
+def waits(pid: int, number: int) -> bool:
+    """Whether a process has blocked a signal."""
+    [mask] = re.findall(r"SigBlk:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def signalled(
+    *flags: str, number: int, after: str = "step     5/", again_s: float | None = None, alone: bool = False
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a run whose process group gets a signal, as terminals, timeout, scancel and systemd
+    send it, once the run has shown `after`. `again_s`: a second one, so much later. `alone`: only to the launcher."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True)
     shown = []
     try:
         assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout if after else []:
             shown.append(line)
             if after in line:
                 break
-        if number == signal.SIGINT:  # as a terminal does: to all processes of the group
+        while not after and not waits(process.pid, number):  # torch is not imported yet
+            time.sleep(0.01)
+        os.kill(process.pid, number) if alone else os.killpg(process.pid, number)
+        if again_s is not None:
+            time.sleep(again_s)
             os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
         out, err = process.communicate(timeout=60)
         return process.returncode, "".join(shown) + out, err
     finally:
         process.kill()
 
 
+def status_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
 @pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["one process", "two"])
-def test_ctrl_c_says_the_step_and_the_newest_checkpoint(tmp_path: Path, layout: list[str]) -> None:
-    flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "3", "--keep-last", "1000"]
-    code, out, err = signalled(*flags, number=signal.SIGINT)
-    assert code == 130, err
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["outcome"], status["reason"]) == ("interrupted", "SIGINT") and status["step"] >= 4
-    newest = max(tmp_path.glob("iter_*"))
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str, layout: list[str]) -> None:
+    flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "50000"]
+    code, _, err = signalled(*flags, number=getattr(signal, name))
+    status = status_in(tmp_path)
+    assert (code, status["outcome"], status["reason"]) == (75, "requeue", name), err
+    assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file() and status["step"] >= 4
+    assert "Traceback" not in err and status["time"] >= status["started"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -> None:
+    flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
+    code, _, err = signalled(*flags, number=getattr(signal, name), after="")
+    status = status_in(tmp_path)
+    assert (code, status["outcome"], status["step"]) == (75, "requeue", 1), err
+    assert (tmp_path / "iter_0000001" / "COMPLETE").is_file()
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    """The first asks for a save, which waits here for a step that takes too long."""
+    slow = (
+        "--num-layers 8 --hidden-size 256 --seq-length 512 --max-position-embeddings 512 --global-batch-size 32".split()
+    )
+    flags = [*LONG, *slow, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
+    code, _, err = signalled(*flags, number=signal.SIGINT, after="step     1/", again_s=2.5)
+    assert code == 130 and "Traceback" not in err, err
+    assert status_in(tmp_path)["outcome"] == "interrupted" and not list(tmp_path.glob("iter_*"))
+
+
+@pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["one process", "two"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name: str, layout: list[str]) -> None:
+    code, out, err = signalled(*LONG, *layout, "--run-dir", str(tmp_path), number=getattr(signal, name))
+    status = status_in(tmp_path)
+    assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
-    assert line == f"pretrain_gpt.py: interrupted at step {status['step']}; checkpoint: {newest}"
+    assert line.endswith(f"at step {status['step']}; checkpoint: none, there is no --save")
     assert "Traceback" not in err and "outcome " in out
-
-
-def test_ctrl_c_before_the_first_checkpoint(tmp_path: Path) -> None:
-    code, _, err = signalled(*LONG, "--run-dir", str(tmp_path), number=signal.SIGINT)
-    assert code == 130 and "; checkpoint: none, there is no --save" in err
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
 def test_an_exit_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
     flags = [*LONG, *TP2_PP2, "--save", str(tmp_path), "--save-interval", "50000", "--exit-signal", name]
-    code, _, err = signalled(*flags, number=getattr(signal, name))
+    code, _, err = signalled(*flags, number=getattr(signal, name), alone=True)
     assert code == 75, err
-    status = json.loads((tmp_path / "status.json").read_text())
+    status = status_in(tmp_path)
     assert status["outcome"] == "requeue" and name in status["reason"]
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
+
+
+def test_a_file_stops_a_run(tmp_path: Path) -> None:
+    flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if b"step     3/" in line:
+                (tmp_path / "stop").touch()
+                break
+        process.communicate(timeout=60)
+        status = status_in(tmp_path)
+        assert (process.returncode, status["outcome"], status["reason"]) == (75, "requeue", str(tmp_path / "stop"))
+        assert not (tmp_path / "stop").exists() and (tmp_path / f"iter_{status['step']:07d}/COMPLETE").is_file()
+    finally:
+        process.kill()
+
+
+def test_the_death_of_a_rank_is_told_once_with_its_cause(tmp_path: Path) -> None:
+    flags = [*LONG, "--nproc", "2", "--run-dir", str(tmp_path)]
+    pipe = subprocess.PIPE
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step     3/" in line:
+                break
+        first = status_in(tmp_path)["pid"]
+        [server] = {int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])}
+        ranks = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        [other] = [int(pid) for pid in ranks if int(pid) != first]
+        os.kill(other, signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGKILL
+        reason = status_in(tmp_path)["reason"]
+        assert reason.startswith("rank 1 ended by signal SIGKILL"), reason
+        assert "Traceback" not in err and "rank 1 ended by signal SIGKILL; ending the others" in err, err
+    finally:
+        process.kill()
 
 
 def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
+from megalite.parallel.streams import Event, beside, new_stream, reached, wait_for
 
 
 class HostCopy:
@@ -32,9 +33,9 @@ class HostCopy:
     def __init__(self, device: torch.device):
         self._device = device
         self._buffer: Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._ready: torch.cuda.Event | None = None
-        self._done: torch.cuda.Event | None = None
+        self._stream = new_stream(device)
+        self._ready: Event | None = None
+        self._done: Event | None = None
         self._staged = threading.Event()
         self._staged.set()
         self.refused: str | None = None  # why there was no memory, the last time
@@ -43,51 +44,36 @@ class HostCopy:
         """What is copied is the state at this call: all that training has started until now."""
         self._staged.clear()
         self._done = self.refused = None
-        if self._device.type == "cuda":
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(self._device))
+        self._ready = reached(self._device)
 
     def fill(self, data: Sequence[Tensor]) -> list[Tensor]:
         """The bytes of `data`, which are 1-D and contiguous; `data` itself where there is no memory for them, which
         must not change then until `release`."""
-        cuda = self._device.type == "cuda"
         try:
-            parts = self._parts(data, pinned=cuda)
+            parts = self._parts(data)
         except (MemoryError, RuntimeError) as error:  # which of them is torch's affair
             self.refused = str(error).partition("\n")[0] or type(error).__name__
-            if cuda and self._ready is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._ready)
+            wait_for(self._ready)
             return list(data)
         try:
-            if cuda:
-                self._copy_on_stream(parts, data)
-            else:
-                for part, tensor in zip(parts, data, strict=True):
-                    part.copy_(tensor.detach().view(torch.uint8))
+            with beside(self._stream, after=self._ready):
+                try:
+                    for part, tensor in zip(parts, data, strict=True):
+                        part.copy_(tensor.detach().view(torch.uint8), non_blocking=True)
+                finally:
+                    self._done = reached(self._device)
         finally:
             self._staged.set()
         if self._done is not None:
             self._done.synchronize()
         return parts
 
-    def _parts(self, data: Sequence[Tensor], pinned: bool) -> list[Tensor]:
+    def _parts(self, data: Sequence[Tensor]) -> list[Tensor]:
         sizes = [tensor.numel() * tensor.element_size() for tensor in data]
         if self._buffer is None or len(self._buffer) < sum(sizes):
             self._buffer = None  # let go of the old one first
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         return list(self._buffer[: sum(sizes)].split(sizes)) if sizes else []
-
-    def _copy_on_stream(self, parts: Sequence[Tensor], data: Sequence[Tensor]) -> None:
-        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
-            if self._ready is not None:
-                stream.wait_event(self._ready)
-            try:
-                for part, tensor in zip(parts, data, strict=True):
-                    part.copy_(tensor.detach().view(torch.uint8), non_blocking=True)
-            finally:
-                self._done = torch.cuda.Event()
-                self._done.record(stream)
 
     def release(self) -> None:
         """Nobody is to wait any longer: the save has ended."""
@@ -96,9 +82,7 @@ class HostCopy:
     def wait_before_change(self) -> None:
         """The state may change after this: at once where the copy is done. On CUDA the stream waits, not the host."""
         self._staged.wait()
-        done = self._done
-        if done is not None:
-            torch.cuda.current_stream(self._device).wait_event(done)
+        wait_for(self._done)
 
 
 @dataclass

@@ -1,0 +1,64 @@
+"""What asks a run to stop: signals as launchers, schedulers and terminals send them, from the first moment on.
+
+Until `install`, which the program calls as soon as it knows its options, signals wait (`hold`): one that comes while
+torch is imported is not lost. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+
+from megalite.config.options import Config
+from megalite.parallel.launch import FORWARDED
+
+# what ends a job: schedulers and systemd, Ctrl-C, SLURM's warning before the time limit, a terminal that is closed
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+AGAIN_S = 1.0  # of one Ctrl-C a rank gets two, the terminal's and the launcher's; a second one that means it is later
+
+
+class Stopped(KeyboardInterrupt):
+    """The run ends here and now; `args[0]` is the signal's name."""
+
+
+def hold() -> None:
+    """Signals but SIGINT wait until `StopSignal.install`; what this process starts inherits that."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [n for n in FORWARDED if n != signal.SIGINT])
+
+
+class StopSignal:
+    """`seen`: signals that asked to stop, read at step boundaries, where all ranks agree on it.
+
+    saves  there is a checkpoint to write, so the first signal only asks; a later SIGINT stops at once, by `Stopped`.
+           Without one there is nothing to wait for: every signal stops at once.
+    """
+
+    def __init__(self, saves: bool = True, more: Sequence[str] = ()):
+        """`more`: names of signals that count, too."""
+        self.saves, self.more = saves, more
+        self.seen: list[str] = []
+        self._first = 0.0
+
+    def install(self) -> None:
+        """Only in the main thread. A signal that whoever started this ignores, as nohup does, stays ignored."""
+        for number in {*STOPPING, *(signal.Signals[name] for name in self.more)}:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+
+    def _note(self, number: int, _frame: object) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        again = number == signal.SIGINT and name in self.seen and now > self._first + AGAIN_S
+        if not self.seen:
+            self._first = now
+        self.seen.append(name)
+        if again or not self.saves:
+            raise Stopped(name)
+
+
+def stop_signal(config: Config) -> StopSignal:
+    """Of a run with these options."""
+    t = config.train
+    saves = config.checkpoint.save is not None or t.exit_signal_handler or t.exit_signal is not None
+    return StopSignal(saves, [t.exit_signal] if t.exit_signal else [])

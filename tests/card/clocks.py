@@ -1,0 +1,289 @@
+"""Races in a trace: two uses of the same bytes, one of them a write, that nothing puts in order.
+
+A vector clock per stream, per communicator (ProcessGroupNCCL has a stream for each) and for the host: how many things of
+each other one are over before what comes next (C. Fidge and F. Mattern, 1988; which uses of a byte must be kept to find
+the first race: Flanagan and Freund, "FastTrack", PLDI 2009). Every span of an allocation knows its last write and the
+reads since, so a trace takes about linear time.
+
+What puts things in order, with the sources' words in short:
+    Launch        after all of its stream, and after all that the host has waited for before it issued this
+    Record, Wait  torch's streams are non-blocking: none is ordered with another, or with the default one, but by events
+    Comm          after what the current stream has, on the communicator's own stream; only CommWait orders what follows.
+                  (Of torch 2.8 and later one with async_op=False runs on the current stream itself: Comm and CommWait.)
+    CommDone      the host has seen that an operation is over (`Work.is_completed()`)
+    HostAccess    after all that the host has waited for, and before all that it issues later
+    Alloc         a block that the caching allocator gives out on a stream may still be in use there by its last owner:
+                  another stream comes after what the stream has at that moment
+    Free          the block may be given out by the next Alloc on the stream that it was allocated on: by then all uses
+                  elsewhere must be over there (or for the host), or be in a stream that was named by record_stream
+In place all-gathers do not write what they send. NCCL's tensors: torch 2.8 and later keeps those of an asynchronous
+operation alive until `wait()` (or until its watchdog sees the end of one that nobody waits for) and never calls
+record_stream; before it called record_stream. Here nothing is kept, which is right under either.
+Pinned memory: CachingHostAllocator notes the copies that torch makes from and to it, and gives the block out when they
+are over; Free of it is no race. The host as a whole is one agent (card/trace.py): what one thread waits for counts for
+all, so a wait that another thread happens to make up for is missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from card.intervals import Intervals
+from card.trace import (
+    Alloc,
+    Comm,
+    CommDone,
+    CommWait,
+    Fact,
+    Free,
+    HostAccess,
+    HostWait,
+    Launch,
+    Mark,
+    Record,
+    RecordStream,
+    Span,
+    Stream,
+    Wait,
+)
+
+Clock = list[int]  # one number per agent, by its index; agents that came later are absent and count 0
+HOST = 0
+
+
+@dataclass(frozen=True)
+class Use:
+    """One thing that touches memory: fact number `at` of the trace, the `number`-th of its agent."""
+
+    agent: int
+    number: int
+    at: int
+
+
+@dataclass
+class Cell:
+    """What is known of some bytes: the last write, and the last read of each agent since."""
+
+    write: Use | None = None
+    reads: dict[int, Use] = field(default_factory=dict)
+
+    def copy(self) -> Cell:
+        return Cell(self.write, dict(self.reads))
+
+
+@dataclass(frozen=True)
+class Race:
+    """`late` is not put behind `early`. Facts of the trace; `mark`: where the run was; `times`: of the same two lines."""
+
+    kind: str  # "use before ready", "write before the reads are done", "two writes", "freed in use", "used after free"
+    span: Span
+    early: Fact
+    late: Fact
+    mark: str = ""
+    times: int = 1
+
+    def __str__(self) -> str:
+        where = f"{self.mark}: " if self.mark else ""
+        times = f", {self.times} times" if self.times > 1 else ""
+        bytes_ = f"bytes {self.span.start}..{self.span.stop} of block {self.span.memory}"
+        return f"{where}{self.kind}: {tell(self.early)}, then {tell(self.late)}, nothing between them ({bytes_}{times})"
+
+
+def tell(fact: Fact) -> str:
+    match fact:
+        case Launch(stream=stream, name=name, where=at):
+            return f"{name} on stream {stream}" + (f" ({at})" if at else "")
+        case Comm(comm=comm, kind=kind, where=at):
+            return f"{kind} of {comm}" + (f" ({at})" if at else "")
+        case HostAccess(name=name, where=at):
+            return f"the host's {name}" + (f" ({at})" if at else "")
+        case Alloc(stream=stream):
+            return f"a block is given out on stream {stream}"
+        case Free():
+            return "its last reference went"
+    return str(fact)
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    into.extend([0] * (len(other) - len(into)))
+    for agent, number in enumerate(other):
+        if number > into[agent]:
+            into[agent] = number
+
+
+def _over(use: Use, clock: Clock) -> bool:
+    return use.agent < len(clock) and clock[use.agent] >= use.number
+
+
+@dataclass
+class _Block:
+    alloc: Alloc | None
+    cells: Intervals[Cell]
+    streams: set[Stream] = field(default_factory=set)  # of record_stream
+    freed: int | None = None
+
+
+class _Reader:
+    def __init__(self, trace: Sequence[Fact]):
+        self.trace = trace
+        self.agents: dict[Stream | None, int] = {None: HOST}  # None: the host
+        self.clocks: list[Clock] = [[0]]  # by agent: what is over before its next thing; its own number included
+        self.host_of: list[int] = [0]  # the host's waits that an agent's clock has already
+        self.host_waits = 0
+        self.events: dict[int, Clock] = {}
+        self.comms: dict[int, Clock] = {}
+        self.blocks: dict[int, _Block] = {}
+        self.idle: dict[
+            Stream, list[tuple[Use, Span]]
+        ] = {}  # freed on a stream before these uses of it were over there
+        self.found: dict[tuple[str, str, str], Race] = {}
+        self.mark = ""
+
+    def read(self) -> list[Race]:
+        for at, fact in enumerate(self.trace):
+            self._note(at, fact)
+        return list(self.found.values())
+
+    def _agent(self, stream: Stream | None) -> int:
+        """With all that the host knows: what it issues from here on comes after that."""
+        agent = self.agents.get(stream)
+        if agent is None:
+            agent = self.agents[stream] = len(self.clocks)
+            self.clocks.append([])
+            self.host_of.append(-1)
+        if self.host_of[agent] != self.host_waits:
+            _merge(self.clocks[agent], self.clocks[HOST])
+            self.host_of[agent] = self.host_waits
+        return agent
+
+    def _next(self, agent: int) -> int:
+        clock = self.clocks[agent]
+        clock.extend([0] * (agent + 1 - len(clock)))
+        clock[agent] += 1
+        return clock[agent]
+
+    def _host_knows(self, clock: Clock) -> None:
+        _merge(self.clocks[HOST], clock)
+        self.host_waits = self.host_of[HOST] = self.host_waits + 1
+
+    def _note(self, at: int, fact: Fact) -> None:
+        match fact:
+            case Launch():
+                self._touch(at, self._agent(fact.stream), fact.reads, fact.writes)
+            case Comm():
+                agent = self._agent(fact.stream)
+                _merge(self.clocks[agent], self.clocks[self._agent(fact.after)])
+                self._touch(at, agent, fact.reads, _written(fact))
+                self.comms[fact.number] = list(self.clocks[agent])
+            case CommWait():
+                _merge(self.clocks[self._agent(fact.stream)], self.comms[fact.number])
+            case CommDone():
+                self._host_knows(self.comms[fact.number])
+            case Record():
+                self.events[fact.event] = list(self.clocks[self._agent(fact.stream)])
+            case Wait() if fact.event in self.events:  # CUDA: one that was never recorded waits for nothing
+                _merge(self.clocks[self._agent(fact.stream)], self.events[fact.event])
+            case HostWait(event=None, stream=None):
+                for clock in self.clocks[1:]:
+                    self._host_knows(clock)
+            case HostWait(event=None):
+                self._host_knows(self.clocks[self._agent(fact.stream)])
+            case HostWait(event=int(event)) if event in self.events:
+                self._host_knows(self.events[event])
+            case HostAccess():
+                self._touch(at, HOST, fact.reads, fact.writes)
+                self._host_knows([])
+            case Alloc():
+                self._alloc(at, fact)
+            case RecordStream():
+                self._block(fact.memory).streams.add(fact.stream)
+            case Free():
+                self._free(at, fact)
+            case Mark():
+                self.mark = fact.name
+
+    def _block(self, memory: int) -> _Block:
+        """Of memory that was there before the trace began, too."""
+        return self.blocks.setdefault(memory, _Block(None, Intervals(Cell, Cell.copy)))
+
+    def _alloc(self, at: int, fact: Alloc) -> None:
+        block = self.blocks[fact.memory] = _Block(fact, Intervals(Cell, Cell.copy))
+        if fact.side == "card":
+            agent = self._agent(fact.stream)
+            clock = self.clocks[agent]
+            for use, span in self.idle.pop(fact.stream, []):
+                if not _over(use, clock):
+                    self._race("freed in use", span, use, at)
+            if agent < len(clock) and clock[agent]:
+                for cell in block.cells.within(0, fact.size):
+                    cell.write = Use(agent, clock[agent], at)
+
+    def _touch(self, at: int, agent: int, reads: Sequence[Span], writes: Sequence[Span]) -> None:
+        use, clock = Use(agent, self._next(agent), at), self.clocks[agent]
+        for span in reads:
+            for cell in self._cells(at, span):
+                if cell.write is not None and not _over(cell.write, clock):
+                    self._race("use before ready", span, cell.write, at)
+                cell.reads[agent] = use
+        for span in writes:
+            for cell in self._cells(at, span):
+                if cell.write is not None and not _over(cell.write, clock):
+                    kind = "two writes" if isinstance(self.trace[cell.write.at], Launch | Comm) else "use before ready"
+                    self._race(kind, span, cell.write, at)
+                for read in cell.reads.values():
+                    if not _over(read, clock):
+                        self._race("write before the reads are done", span, read, at)
+            self._block(span.memory).cells.fill(span.start, span.stop, Cell(use))
+
+    def _cells(self, at: int, span: Span) -> Iterator[Cell]:
+        block = self._block(span.memory)
+        if block.freed is not None:
+            self._race("used after free", span, Use(HOST, 0, block.freed), at)
+        return block.cells.within(span.start, span.stop)
+
+    def _free(self, at: int, fact: Free) -> None:
+        block = self.blocks.get(fact.memory)
+        if block is None:
+            return
+        block.freed = at
+        alloc = block.alloc or Alloc(fact.memory, "card", 0)
+        clock = list(self.clocks[HOST])
+        if alloc.side == "card":
+            for stream in (alloc.stream, *block.streams):
+                _merge(clock, self.clocks[self._agent(stream)])
+        uses = (use for cell in block.cells.all() for use in (cell.write, *cell.reads.values()) if use is not None)
+        in_use = [(use, Span(fact.memory, 0, alloc.size)) for use in uses if not _over(use, clock)]
+        if alloc.side == "card":
+            self.idle.setdefault(alloc.stream, []).extend(in_use)
+        elif alloc.side == "host":  # of pinned memory the allocator waits by itself
+            for use, span in in_use:
+                self._race("freed in use", span, use, at)
+
+    def _race(self, kind: str, span: Span, early: Use, at: int) -> None:
+        first, second = self.trace[early.at], self.trace[at]
+        key = kind, tell(first), tell(second)
+        times = self.found[key].times + 1 if key in self.found else 1
+        known = self.found.get(key) or Race(kind, span, first, second, self.mark)
+        self.found[key] = Race(known.kind, known.span, known.early, known.late, known.mark, times)
+
+
+def _written(fact: Comm) -> Sequence[Span]:
+    """An all-gather in place leaves its own part as it is."""
+    if "gather" not in fact.kind:
+        return fact.writes
+    parts = list(fact.writes)
+    for sent in fact.reads:
+        parts = [rest for part in parts for rest in (_without(part, sent) if part.meets(sent) else [part])]
+    return parts
+
+
+def _without(part: Span, hole: Span) -> list[Span]:
+    ends = [(part.start, hole.start), (hole.stop, part.stop)]
+    return [Span(part.memory, start, stop) for start, stop in ends if start < stop]
+
+
+def races(trace: Sequence[Fact]) -> list[Race]:
+    """In the order in which they were found; one of each pair of lines. A race is found if there is any; of bytes that
+    have one already, later ones may be hidden behind it."""
+    return _Reader(trace).read()

@@ -1,0 +1,104 @@
+"""Whole runs on ranks that write down what NCCL would be told: training with all that is collective, and text.
+
+A run is a function of one rank; `traced(world, run, ...)` gives its facts, rank by rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_layouts import COMMON
+
+from card import nccl
+from card.trace import Fact
+from card.world import on_card
+from megalite.config import cli
+from megalite.generate.generation import continue_texts, load_model
+from megalite.generate.sampling import Sampling
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import build_mesh
+from megalite.train import run as train_run
+from megalite.train.run_dir import Exit
+from megalite.train.setup import build_run
+from megalite.train.step import train_step
+
+TORCH = "--kernels torch --attention-kernel torch"
+EVERYTHING = """--eval-iters 1 --eval-interval 1 --save-interval 1 --save-interval-mins 0.0001 --log-params-norm
+ --log-num-zeros-in-grad --check-weight-hash-across-dp-replicas-interval 1 --timing-log-level 2 --log-throughput
+ --exit-duration-in-mins 60 --micro-batch-size 1 --global-batch-size 8"""
+PROMPTS = [[5, 17, 60], [11], [40, 41, 42]]
+
+Run = Callable[..., None]
+
+
+def traced(world: int, run: Run, *args: Any, card: bool = False, timeout: float = 100) -> dict[int, list[Fact]]:
+    """`run(here, *args)` on each rank, `here` its device; with `card` a simulated one, else the CPU."""
+    return dict(enumerate(run_ranks(world, _traced, run, args, card, backend=nccl.join, timeout=timeout)))
+
+
+def broken(world: int, run: Run, *args: Any, timeout: float = 100) -> tuple[dict[int, list[Fact]], list[str]]:
+    """As `traced`, of a run that may fail: also what each rank died of, "" where it came to its end."""
+    results = run_ranks(world, _broken, run, args, backend=nccl.join, timeout=timeout)
+    return dict(enumerate(facts for facts, _ in results)), [text for _, text in results]
+
+
+def _traced(run: Run, args: tuple[Any, ...], card: bool) -> list[Fact]:
+    os.environ["MEGALITE_SHARED_MEMORY"] = "off"
+    if not card:
+        run(torch.device("cpu"), *args)
+        return nccl.facts()
+    with on_card(dist.get_rank()) as there:
+        run(there.device, *args)
+        return there.trace
+
+
+def _broken(run: Run, args: tuple[Any, ...]) -> tuple[list[Fact], str]:
+    try:
+        return _traced(run, args, card=False), ""
+    except Exception as error:
+        return nccl.facts(), f"{type(error).__name__}: {error}"
+
+
+def steps(here: torch.device, flags: str, count: int = 2) -> None:
+    """Training steps alone."""
+    config = cli.parse(f"{COMMON} {flags} {TORCH}".split(), PRESETS)
+    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), here)
+    for _ in range(count):
+        train_step(run)
+    run.buffer.wait_gather()
+    run.close()
+
+
+def everything(here: torch.device, flags: str, folder: str) -> None:
+    """Two runs: one that stops after a step, one that goes on from what it saved; then text from the last checkpoint."""
+    words = f"{COMMON} {flags} {EVERYTHING} {TORCH} --device {here.type} --save {folder}".split()
+    for last, ends in (("--exit-interval 1", Exit.REQUEUE), (f"--load {folder}", Exit.DONE)):
+        with mock.patch.object(train_run, "process_group", lambda *_, **__: contextlib.nullcontext(here)):
+            ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+            config = cli.parse([*words, "--train-iters", "2", *last.split()], PRESETS)
+            assert train_run.pretrain(config, ranks) == ends
+    text(here, folder, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size)
+
+
+def text(here: torch.device, folder: str, tp: int, pp: int) -> None:
+    mesh = build_mesh(tp=tp, pp=pp, device=here, timeout=datetime.timedelta(seconds=60))
+    continue_texts(load_model(Path(folder), mesh), PROMPTS, 4, Sampling())
+
+
+@contextlib.contextmanager
+def on_rank(rank: int, owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """On one rank `replacement(original, *args)` is called in place of a function: to plant a defect."""
+    original = getattr(owner, name)
+    here = dist.get_rank() == rank
+    with mock.patch.object(owner, name, lambda *a, **k: replacement(original, *a, **k) if here else original(*a, **k)):
+        yield

@@ -1,0 +1,289 @@
+"""The trainer on simulated cards has no race; and every wait in the package that a race would be without is found to be
+needed: it is left out, the trainer runs, and the detector names what was not waited for.
+
+A new wait without a row in WAITS fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from card import nccl
+from card.clocks import Race, races
+from card.device import Card
+from card.left_out import Left, heard, sites, without
+from card.trace import Fact, HostAccess, Launch
+from card.world import on_card
+from megalite.checkpoint.run.background_save import HostCopy
+from megalite.checkpoint.run.saver import Saver
+from megalite.config import cli
+from megalite.generate.generation import Generator, continue_texts
+from megalite.generate.sampling import Sampling
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train.loop import evaluate
+from megalite.train.replicas import ReplicaError, check_replicas
+from megalite.train.setup import build_run
+from megalite.train.start.resume import save
+from megalite.train.state import Run
+from megalite.train.step import train_step
+
+COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
+ --global-batch-size 8 --train-iters 99 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
+ --make-vocab-size-divisible-by 8 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0 --bf16 --kernels torch
+ --attention-kernel torch --no-check-for-nan-in-loss-and-grad"""
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --ffn-hidden-size 48"""
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+GRAPHS = "--cuda-graph-impl local"
+
+# where a wait stands -> the flags of two ranks that race without it
+BETWEEN_RANKS = {
+    "optim/param_gather.py ParamGather._finish: pending.wait()": "",
+    "optim/grad_reduce.py GradReduce.finish: work.wait()": "",
+    "nn/linear.py _GatherLinear.forward: start_all_gather(x_sBD, tp).wait()": TP,
+    "nn/linear.py _GatherLinear.backward: gathering.wait()": TP,
+    "nn/linear.py _GatherLinear.backward: scattering.wait()": TP,
+    "nn/linear.py _LinearScatter.forward: start_reduce_scatter(a_SBf @ weight.T, tp).wait()": TP,
+    "nn/linear.py _LinearScatter.backward: start_all_gather(dy_sBD, ctx.tp).wait()": TP,
+    "nn/loss.py _chunk_stats_: start_all_gather(stats_1_2n, tp).wait()": TP,
+    "nn/loss.py _LinearCrossEntropy.forward: start_all_gather(x_sBD, tp).wait()": TP,
+    "nn/loss.py _LinearCrossEntropy.forward: scattering.wait()": TP,
+    "parallel/comm.py _ScatterSeq.forward: start_reduce_scatter(x, axis).wait()": TP,
+    "parallel/comm.py _ScatterSeq.backward: start_all_gather(dy, ctx.axis).wait()": TP,
+    "parallel/comm.py Pending.wait: self._work.wait()": TP,
+    "pipeline/runtime.py Pipeline._run: work.wait()": PP,
+    "pipeline/runtime.py Pipeline._forward: work.wait()": PP,
+    "pipeline/runtime.py Pipeline._backward: work.wait()": PP,
+}
+CHECKED = "train/replicas.py check_replicas: buffer.wait_gather()"
+SAVED = "train/start/resume.py save: run.buffer.wait_gather()"
+GENERATED = (
+    "generate/generation.py _logits: start_all_gather(chosen_logits(model.stage.head, x_sBD, chosen_B).T, mesh.tp).wait()",
+    "generate/generation.py chosen_logits: start_all_gather(head.norm(x_sBD), head.tp).wait()",
+)
+BETWEEN_RANKS |= {CHECKED: "", **dict.fromkeys(GENERATED, TP)}
+BETWEEN_STREAMS = {
+    "parallel/streams.py on_stream: stream.wait_stream(outside)": "graphs",
+    "parallel/streams.py on_stream: outside.wait_stream(stream)": "graphs",
+    "parallel/streams.py wait_for: event.wait()": "copy",
+    "parallel/streams.py beside: wait_for(after)": "copy",
+    "checkpoint/run/background_save.py HostCopy.wait_before_change: wait_for(self._done)": "save",
+    "checkpoint/run/background_save.py HostCopy.wait_before_change: self._staged.wait()": "late copy",
+    "checkpoint/run/background_save.py HostCopy.fill: self._done.synchronize()": "save",
+}
+NO_RACE = {
+    "checkpoint/run/background_save.py HostCopy.fill: wait_for(self._ready)": "the stream of training is the current one",
+    "optim/param_gather.py ParamGather.gather: self.wait()": "the hooks of the modules wait too; it says when",
+    SAVED: "what is saved is owned, and a gather leaves it as it is",
+    "train/loop.py Training.train: self.run.buffer.wait_gather()": "as above",
+    "pipeline/runtime.py Pipeline._now: synchronize(self.mesh.device)": "for the time alone",
+    "train/timers.py Timers._now: synchronize(self.mesh.device)": "for the time alone",
+    "parallel/streams.py synchronize: torch.cuda.synchronize(device)": "for the time alone",
+}
+OF_THE_HOST = {
+    "checkpoint/run/background_save.py wait_for_lists: give_up.wait(storage.look_every_s)",
+    "checkpoint/run/saver.py Saver.save: self.wait()",
+    "checkpoint/run/upload.py Uploader._run: self._wake.wait()",
+    "checkpoint/storage/object_store.py RemoteStorage.reading.renew: over.wait(RENEW_S)",
+    "parallel/launch.py _watch: connection.wait([p.sentinel for p in alive], wait)",
+    "train/loop.py Training.train: self.saver.wait()",
+    # between processes that share memory, on CPUs
+    "parallel/comm.py _Narrowed.wait: super().wait()",
+    "parallel/shared_memory.py SharedMemory.take: self._open[0].wait()",
+    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(3, dtype=torch.int64)).wait()",
+    "parallel/shared_memory.py _Arrival.wait: self._work.wait()",
+    "parallel/shared_memory.py Transfer.wait: arrival.wait()",
+}
+
+
+def test_every_wait_has_its_row() -> None:
+    rows = [*BETWEEN_RANKS, *BETWEEN_STREAMS, *NO_RACE, *OF_THE_HOST]
+    assert len(set(rows)) == len(rows) and set(rows) == set(sites())
+
+
+def build(flags: str, device: torch.device) -> Run:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return build_run(cli.parse(f"{COMMON} {flags}".split(), PRESETS), Ranks(rank, world), device)
+
+
+def saved_behind_steps(run: Run, folder: Path, times: int = 2) -> None:
+    saver = Saver.open(folder, run.mesh, 0, background=True)
+    for _ in range(times):
+        save(run, saver, "")
+        train_step(run)
+    saver.wait()
+    saver.close()
+
+
+# ---- between ranks
+
+
+def _train(flags: str, keys: list[str], folder: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """On one rank: the races of an ordinary run, and those around each wait that is left out, a step each."""
+    with heard(), on_card(dist.get_rank()) as card:
+        run = build(flags, card.device)
+        train_step(run)
+        saved_behind_steps(run, folder)
+        evaluate(run, run.valid[0].data, 1)
+        train_step(run)
+        clean = [str(race) for race in races(card.trace)]
+        left: dict[str, Left] = {}
+        for key in keys:
+            with without(sites()[key]) as left[key]:
+                _visit(run, key, folder)
+        found = races(card.trace)
+        run.close()
+        return clean, {key: [str(race) for race in found if _of(race, one)] for key, one in left.items()}
+
+
+def _visit(run: Run, key: str, folder: Path) -> None:
+    """Do what comes by there; values are nobody's affair any more."""
+    if key in GENERATED:
+        assert run.tokenizer is not None
+        config = cli.parse(COMMON.split(), PRESETS)
+        model = Generator(run.pipeline.stages[0], run.mesh, config, run.tokenizer, frozenset([93]), 0)  # type: ignore[arg-type]
+        continue_texts(model, [[1, 2, 3]], 2, Sampling(seed=1))
+        return
+    train_step(run)
+    if key == SAVED:
+        saved_behind_steps(run, folder)
+        train_step(run)  # gathers that no later operation of the same communicator has been waited for
+    if key == CHECKED:
+        with contextlib.suppress(ReplicaError):
+            check_replicas(run.buffer, 1)
+
+
+def _of(race: Race, left: Left) -> bool:
+    return race.early in left.comms or race.late in left.comms
+
+
+LAYOUTS = {
+    "dp2": ("", ""),
+    "dp2 bf16 reduced": ("", "--grad-reduce-in-bf16"),
+    "dp2 ddp": ("", "--no-use-distributed-optimizer"),
+    "dp2 llama full recompute": ("", f"{LLAMA} --recompute-granularity full --recompute-method uniform"),
+    "dp2 graphs": ("", f"{GRAPHS} --global-batch-size 16"),
+    "tp2": (TP, ""),
+    "tp2 llama": (TP, LLAMA),
+    "pp2": (PP, ""),
+    "pp2 vpp2": (PP, "--num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
+}
+QUICK = {"dp2", "tp2", "pp2"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in LAYOUTS])
+def test_ranks_do_not_race_and_without_any_wait_they_do(name: str, tmp_path: Path) -> None:
+    layout, more = LAYOUTS[name]
+    keys = [key for key, flags in BETWEEN_RANKS.items() if flags == layout] if name in QUICK else []
+    needless = [SAVED] if name == "dp2" else []
+    results = run_ranks(2, _train, f"{layout} {more}", [*needless, *keys], tmp_path, backend=nccl.join, timeout=300)
+    for rank, (clean, _) in enumerate(results):
+        assert clean == [], f"rank {rank}"
+    for key in (*needless, *keys):
+        told = [line for _, found in results for line in found[key]]
+        assert bool(told) == (key not in needless), (key, told)
+
+
+# ---- between streams of one rank
+
+COPY = "copy to the host"
+SAVES = "checkpoint/run/background_save.py HostCopy."
+
+
+@contextlib.contextmanager
+def one_rank(flags: str) -> Iterator[tuple[Card, Run]]:
+    with heard(), on_card(0) as card:
+        run = build(flags, card.device)
+        train_step(run)
+        try:
+            yield card, run
+        finally:
+            run.close()
+
+
+@pytest.mark.parametrize("flags", ["", LLAMA, GRAPHS, f"{GRAPHS} --fp16 --no-bf16 --loss-scale 128"])
+def test_a_rank_alone_does_not_race(flags: str, tmp_path: Path) -> None:
+    with one_rank(flags) as (card, run):
+        train_step(run)
+        saved_behind_steps(run, tmp_path)
+        evaluate(run, run.valid[0].data, 1)
+        train_step(run)
+        assert [str(race) for race in races(card.trace)] == []
+        assert len({fact.stream for fact in card.trace if isinstance(fact, Launch)}) > 1
+
+
+@pytest.mark.parametrize("key", [key for key, scenario in BETWEEN_STREAMS.items() if scenario == "graphs"])
+def test_a_graph_that_is_not_waited_for_races(key: str) -> None:
+    with one_rank(GRAPHS) as (card, run):
+        with without(sites()[key]) as left:
+            train_step(run)
+        train_step(run)
+        found = [race for race in races(card.trace) if isinstance(race.early, Launch) and isinstance(race.late, Launch)]
+    assert left.times == 1 and found
+    assert all(race.early.stream != race.late.stream for race in found)  # type: ignore[union-attr]
+
+
+# what is left out -> what else is, so that it does not make up for it; what comes too late, what comes too early
+MISSED: dict[str, tuple[str, str, str]] = {
+    f"{SAVES}wait_before_change: wait_for(self._done)": (f"{SAVES}fill: self._done.synchronize()", COPY, "update"),
+    f"{SAVES}fill: self._done.synchronize()": ("", COPY, "the host"),
+}
+
+
+@pytest.mark.parametrize("key", MISSED)
+def test_a_copy_behind_the_step_that_is_not_waited_for_races(key: str, tmp_path: Path) -> None:
+    other, early, late = MISSED[key]
+    with one_rank("") as (card, run), contextlib.ExitStack() as stack:
+        left = [stack.enter_context(without(sites()[one])) for one in (key, other) if one]
+        saved_behind_steps(run, tmp_path)
+        found = races(card.trace)
+    assert all(one.times for one in left)
+    assert (early, late) in {(_what(race.early), _what(race.late)) for race in found}, [str(race) for race in found]
+
+
+def _what(fact: Fact) -> str:
+    if isinstance(fact, HostAccess):
+        return "the host"
+    if not isinstance(fact, Launch):
+        return ""
+    return fact.name if fact.name == COPY else "update" if "adamw" in fact.where else ""
+
+
+@pytest.mark.parametrize("key", ["", *(key for key, scenario in BETWEEN_STREAMS.items() if scenario == "copy")])
+def test_a_copy_that_does_not_wait_for_the_update_before_it_races(key: str) -> None:
+    """Of the copy alone: around a whole save the host happens to wait for the device."""
+    with heard(), on_card(0) as card, without(sites()[key]) if key else contextlib.nullcontext():
+        state, copy = torch.zeros(64, device=card.device), HostCopy(card.device)
+        for _ in range(2):
+            state.add_(1)
+            copy.begin()
+            copy.fill([state])
+            copy.wait_before_change()
+        found = [race for race in races(card.trace) if isinstance(race.late, Launch) and race.late.name == COPY]
+    assert bool(found) == bool(key)
+
+
+def test_a_copy_that_begins_behind_the_update_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the save is slow, and the update does not wait until the copy has begun."""
+    gate, real = threading.Event(), HostCopy._parts
+    monkeypatch.setattr(HostCopy, "_parts", lambda *args: (gate.wait(20), real(*args))[1])
+    with one_rank("") as (card, run), without(sites()[f"{SAVES}wait_before_change: self._staged.wait()"]) as left:
+        saver = Saver.open(tmp_path, run.mesh, 0, background=True)
+        save(run, saver, "")
+        train_step(run)
+        gate.set()
+        assert saver._flight is not None
+        saver._flight.join()  # `wait` would ask the device first
+        saver.wait()
+        saver.close()
+        found = races(card.trace)
+    assert left.times == 1 and ("update", COPY) in {(_what(race.early), _what(race.late)) for race in found}

@@ -1,0 +1,115 @@
+"""One rank of the real trainer does something else: the ranks are told at once, and the checker of order names it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_layouts import GPT, LLAMA
+
+from card import runs
+from card.queues import disorder
+from megalite.optim import grad_reduce
+from megalite.optim.param_gather import ParamGather
+from megalite.pipeline import runtime
+from megalite.pipeline.schedule import Action, Op
+from megalite.train import step
+
+DP2 = f"{LLAMA} --ddp-bucket-size 500"
+PP2 = f"{GPT} --pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+
+
+@contextlib.contextmanager
+def _gathers_swapped() -> Iterator[None]:
+    def start_next(original: Callable[..., None], self: ParamGather) -> None:
+        if len(self._to_gather) == len(self.storage.layout.buckets):
+            self._to_gather[:2] = self._to_gather[1::-1]
+        original(self)
+
+    with runs.on_rank(1, ParamGather, "_start_next", start_next):
+        yield
+
+
+@contextlib.contextmanager
+def _gather_skipped() -> Iterator[None]:
+    def start_next(original: Callable[..., None], self: ParamGather) -> None:
+        if len(self._to_gather) == len(self.storage.layout.buckets) - 1:
+            self._to_gather.pop(0)
+        original(self)
+
+    with runs.on_rank(1, ParamGather, "_start_next", start_next):
+        yield
+
+
+@contextlib.contextmanager
+def _agreement_in(dtype: torch.dtype) -> Iterator[None]:
+    with runs.on_rank(1, step, "all_reduce_", lambda original, x, axis: original(x.to(dtype), axis)):
+        yield
+
+
+@contextlib.contextmanager
+def _messages_swapped() -> Iterator[None]:
+    """On rank 1 the first send and the receive beside it change places."""
+
+    def plan(original: Callable[..., Any], *args: Any) -> list[list[Action]]:
+        rows = [list(row) for row in original(*args)]
+        row, messages = rows[1], (Op.SEND_F, Op.RECV_F)
+        at = next(i for i in range(len(row)) if {row[i].op, row[i + 1].op} == set(messages))
+        row[at : at + 2] = row[at + 1], row[at]
+        return rows
+
+    with runs.on_rank(1, runtime, "plan", plan):
+        yield
+
+
+@contextlib.contextmanager
+def _crosswise() -> Iterator[None]:
+    """Rank 1 sums the tied gradients over the ends behind the agreement of the whole world."""
+    late: list[tuple[Any, ...]] = []
+
+    def agreement(original: Callable[..., Any], *args: Any) -> Any:
+        result = original(*args)
+        for each in late:
+            original(*each)
+        return result
+
+    with (
+        runs.on_rank(1, grad_reduce, "all_reduce_", lambda original, *args: late.append(args)),
+        runs.on_rank(1, step, "all_reduce_", agreement),
+    ):
+        yield
+
+
+PLANTED: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]], list[str]]] = {
+    "two gathers swapped": (DP2, _gathers_swapped, ["rank 0 does all_gather of", "rank 1 does all_gather of", "param_gather.py"]),
+    "a gather left out": (DP2, _gather_skipped, ["rank 0 does all_gather of", "rank 1 does all_gather of"]),
+    "another dtype": (DP2, lambda: _agreement_in(torch.float32), ["of 5 float64 (train/step.py:", "of 5 float32"]),
+    "messages swapped": (VPP2, _messages_swapped, ["message", "rank 0 does", "rank 1 does", "pipeline/runtime.py"]),
+    "no dtype of NCCL": (DP2, lambda: _agreement_in(torch.uint16), ["rank 1 ends after", "then rank 0 does all_reduce"]),
+    "two communicators crosswise": (PP2, _crosswise, ["ends: rank 1 ends after 0 operations; then rank 0 does all_reduce"]),
+}  # fmt: skip
+SAID = {
+    "no dtype of NCCL": (1, "TypeError: Input tensor data type is not supported"),
+    "two communicators crosswise": None,
+}
+
+
+def _steps(here: torch.device, name: str) -> None:
+    flags, plant, _ = PLANTED[name]
+    with plant():
+        runs.steps(here, f"{flags} --distributed-timeout-minutes 0.05")
+        dist.barrier()  # what was never waited for is heard of here
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_one_rank_does_otherwise_is_named(name: str) -> None:
+    traces, deaths = runs.broken(2, _steps, name)
+    texts = disorder(traces)
+    assert any(all(word in text for word in PLANTED[name][2]) for text in texts), texts
+    said = SAID.get(name, (0, "Disorder: "))
+    assert any(deaths) and (said is None or deaths[said[0]].startswith(said[1])), deaths

@@ -1,0 +1,187 @@
+"""Whole runs on the simulated card: for what the host waits is what docs/performance.md says ("What the host waits for"),
+and what they save, load and generate is what a CPU does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from card.device import Card, simulated
+from card.test_trainer import COMMON, LLAMA
+from card.trace import Launch
+from card.waits import WaitAt, times, waits_of
+from megalite.config import cli
+from megalite.generate.generation import continue_texts, load_model
+from megalite.generate.sampling import Sampling
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import Mesh
+from megalite.train.run import pretrain
+
+START = {"build", ""}  # and what comes around steps: it happens once
+MICROBATCHES = 2
+
+
+@pytest.fixture(autouse=True)
+def _no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> NoReturn:  # a run that fails ends its process
+        raise AssertionError(f"the run ended with {code}")
+
+    monkeypatch.setattr(os, "_exit", leave)
+
+
+def train(folder: Path, flags: str, device: str = "cuda") -> Card:
+    """A run of two steps, and of as many more as `flags` say."""
+    words = f"{COMMON} --run-dir {folder / 'run'} --train-iters 2 --log-interval 1 --device {device} {flags}".split()
+    config = cli.parse(words, PRESETS)
+    if device == "cpu":
+        assert pretrain(config, Ranks(0, 1)) == 0
+        return Card([])
+    with simulated() as card:
+        assert pretrain(config, Ranks(0, 1)) == 0
+    assert not card.mixed
+    return card
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def by_mark(card: Card) -> dict[str, Counter[str]]:
+    """Innermost mark -> waits, of one thread: those of the save in the background are its own."""
+    found: dict[str, Counter[str]] = {}
+    for wait in waits_of(card.trace):
+        if "background_save" not in wait.where:
+            found.setdefault(_mark(wait), Counter())[str(wait)] += 1
+    return {mark: counts for mark, counts in found.items() if mark not in START}
+
+
+def _mark(wait: WaitAt) -> str:
+    return next((m for m in reversed(wait.within) if m in ("evaluation", "log", "replica check", "save", "step")), "")
+
+
+PARTS = 5  # of a step that level 1 times, each at its begin and at its end
+EXPECTED: dict[str, tuple[str, dict[str, Counter[str]]]] = {
+    "figures of the log": (
+        "--log-params-norm",
+        {"step": Counter(), "log": Counter({"item megalite/train/step.py": 2})},
+    ),
+    "figures of a step": (
+        "--log-num-zeros-in-grad --log-memory-interval 1 --empty-unused-memory-level 2",
+        {"step": Counter()},
+    ),
+    "megatron's log": (
+        "--log-style megatron --tensorboard-dir {folder}/tb --log-memory-to-tensorboard --log-throughput",
+        {"step": Counter()},
+    ),
+    "evaluations": (
+        "--eval-interval 1 --eval-iters 3",
+        {"step": Counter(), "evaluation": Counter({"tolist megalite/train/loop.py": 1})},
+    ),
+    "overflow": (
+        "--fp16 --initial-loss-scale 4294967296 --hysteresis 1",
+        {"step": Counter()},
+    ),
+    "timers of parts": (
+        "--timing-log-level 1",
+        {
+            "step": Counter(
+                dict.fromkeys(["synchronize megalite/train/timers.py", "item megalite/train/timers.py"], 20)
+            ),
+            "log": Counter({"copy to the card megalite/train/timers.py": 2, "tolist megalite/train/timers.py": 2}),
+        },
+    ),
+    "timers of micro-batches": (
+        "--timing-log-level 2 --no-barrier-with-level-1-timing",
+        {
+            "step": Counter(
+                {
+                    "synchronize megalite/train/timers.py": 2 * 2 * (PARTS + 1),
+                    "synchronize megalite/pipeline/runtime.py": 2 * 2 * 2 * MICROBATCHES,  # F and B, begin and end
+                }
+            ),
+            "log": Counter({"copy to the card megalite/train/timers.py": 2, "tolist megalite/train/timers.py": 2}),
+        },
+    ),
+    "a timeline": (
+        "--profile-pipeline 2 --profile --profile-step-start 1 --profile-step-end 2",
+        {"step": Counter({"synchronize megalite/pipeline/runtime.py": 2 * 2 * MICROBATCHES})},
+    ),
+    "replica checks": (
+        "--check-weight-hash-across-dp-replicas-interval 2",
+        {
+            "step": Counter(),
+            "replica check": Counter(
+                {
+                    "copy to the host megalite/train/replicas.py": 32,  # one for each parameter
+                    "copy to the card megalite/train/replicas.py": 1,
+                    "item megalite/train/replicas.py": 1,
+                }
+            ),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_host_waits_for_what_is_documented(name: str, tmp_path: Path) -> None:
+    flags, expected = EXPECTED[name]
+    card = train(tmp_path, flags.format(folder=tmp_path))
+    found = by_mark(card)
+    assert found.pop("step") == expected["step"] + Counter({"tolist megalite/train/step.py": 2})
+    sets = times(card.trace, "evaluation")
+    assert found.pop("evaluation") == Counter({"tolist megalite/train/loop.py": sets})
+    assert found == {mark: counts for mark, counts in expected.items() if mark not in ("step", "evaluation")}
+    assert not [wait for wait in waits_of(card.trace) if wait.phase]
+
+
+@pytest.mark.parametrize("background", ["on", "off"])
+def test_what_is_saved_is_a_cpus_and_loads(background: str, tmp_path: Path) -> None:
+    flags = f"{LLAMA} --save-interval 1 --asynchronous-save {background}"
+    card = train(tmp_path / "card", f"{flags} --save {tmp_path}/card")
+    train(tmp_path / "cpu", f"{flags} --save {tmp_path}/cpu", device="cpu")
+    one, two = (json.loads((tmp_path / n / "iter_0000002/manifest.json").read_text())["files"] for n in ("card", "cpu"))
+    assert one == two  # hashes of all weights and states
+    saves = by_mark(card)["save"]
+    copies = sum(n for what, n in saves.items() if what.startswith("copy to the host"))
+    assert (copies == 0) == (background == "on")  # else copies go into pinned memory, and a thread waits for them
+    pinned = [f for f in card.trace if isinstance(f, Launch) and "background_save" in f.where]
+    assert bool(pinned) == (background == "on")
+    more = f"{flags} --train-iters 3 --lr-decay-iters 2"
+    for name, device in (("card", "cuda"), ("cpu", "cpu")):
+        train(tmp_path / name, f"{more} --save {tmp_path}/{name} --load {tmp_path}/{name}", device=device)
+    assert losses(tmp_path / "card") == losses(tmp_path / "cpu") and len(losses(tmp_path / "card")) == 3
+
+
+def test_a_text_is_generated_as_on_a_cpu(tmp_path: Path) -> None:
+    train(tmp_path, f"{LLAMA} --save {tmp_path} --save-interval 2", device="cpu")
+    prompts, sampling, new = [[3, 4, 5], [7]], Sampling(temperature=1.0, seed=3), 6
+    there = continue_texts(load_model(tmp_path, Mesh.alone()), prompts, new, sampling)
+    with simulated() as card:
+        model = load_model(tmp_path, Mesh.alone(card.device))
+        before = len(waits_of(card.trace))
+        assert continue_texts(model, prompts, new, sampling) == there
+    waits = Counter(str(wait) for wait in waits_of(card.trace)[before:])
+    assert not card.mixed
+    assert (
+        waits
+        == {  # for each token: where it is, which it is, which is asked for; the logits; and the choice goes round
+            "copy to the card megalite/generate/cache.py": new,
+            "copy to the card megalite/generate/generation.py": 3 * new,
+            "copy to the host megalite/generate/generation.py": new,
+            "tolist megalite/generate/generation.py": new,
+        }
+    )
+
+
+def test_each_of_them_is_in_the_documents_table() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/performance.md").read_text(encoding="utf-8")
+    table = text.partition("## What the host waits for")[2].partition("\n## ")[0]
+    assert {flags.split()[0] for flags, _ in EXPECTED.values()} <= set(re.findall(r"--[a-z0-9-]+", table))
