@@ -59,7 +59,8 @@ def facts() -> dict[str, Any]:
 
 def ask_driver() -> list[dict[str, str]]:
     """QUERY of each card, without what this nvidia-smi does not know."""
-    tool, fields = shutil.which("nvidia-smi"), list(QUERY)
+    tool = shutil.which("nvidia-smi")
+    fields: list[str] = [*QUERY]
     while tool is not None and fields:
         words = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
