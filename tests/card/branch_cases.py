@@ -171,9 +171,8 @@ def clock_and_probe(card: Card, folder: Path) -> Found:
     """What tools/bench measures with, and the machine as it tells it."""
     from tools.bench import gpu_report_probe, kernel_bench, kernel_clock
 
-    kernel_clock.FLUSH_BYTES["cuda"] = kernel_clock.COPY_BYTES["cuda"] = 1 << 16
-    kernel_clock.MATMUL_SIZE["cuda"], kernel_clock.WARM_UP_S = 64, 0.0
-    bench = kernel_bench.Bench(card.device, 3, torch.float32)
+    kernel_clock.WARM_UP_S = 0.0
+    bench = kernel_bench.Bench(card.device, 3, torch.float32, tiny=True)
     x = torch.zeros(1 << 14, device=card.device)
     with contextlib.redirect_stdout(io.StringIO()):
         row = bench.row(_case(), _sizes(card.device), "torch", lambda: lambda: (x * 2).sum())
@@ -200,12 +199,11 @@ def kernels_tool(card: Card, folder: Path) -> Found:
     from megalite.kernels import dispatch
     from tools.bench import kernel_clock, kernels
 
-    kernel_clock.FLUSH_BYTES["cuda"] = kernel_clock.COPY_BYTES["cuda"] = 1 << 16
-    kernel_clock.MATMUL_SIZE["cuda"], kernel_clock.WARM_UP_S = 64, 0.0
+    kernel_clock.WARM_UP_S = 0.0
     dispatch.runs_triton.cache_clear()
     words = "--only softmax_never --list".split()
     found = {"refused": kernels.main(words)}
-    words = f"--only rms_norm --hidden-sizes 128 --tokens 8 --repeats 1 --peers torch --json {folder}/rows.json".split()
+    words = f"--only rms_norm --hidden-sizes 128 --tokens 8 --tiny --repeats 1 --peers torch --json {folder}/rows.json".split()
     with mock.patch.object(kernels, "missing", lambda device: []), contextlib.redirect_stdout(io.StringIO()) as said:
         found["code"] = kernels.main(words)
     return found | {"said": said.getvalue(), "rows": json.loads((folder / "rows.json").read_text())}
