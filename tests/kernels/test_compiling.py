@@ -94,13 +94,13 @@ def test_a_tile_that_spills_is_found() -> None:
     (work, _) = norms(8192, torch.bfloat16)
     launch = next(one for one in recorded(work.run) if one.name == "rms_norm.backward")
     made = build(planted(launch, num_warps=2), 90)
-    assert made.full and any("spilled" in text for text in made.problems())
+    assert any("spilled" in text for text in made.problems())
 
 
 def test_a_tile_over_the_shared_memory_of_one_card_alone_is_found() -> None:
     """What H100 has room for, cards for desks have not."""
-    launch = next(one for one in recorded(attention(64, torch.bfloat16).run) if one.name.endswith("forward"))
-    made = build(planted(launch, num_stages=6), 120)
+    launch = next(one for one in recorded(attention(128, torch.bfloat16).run) if one.name.endswith("forward"))
+    made = build(planted(launch, num_stages=4), 120)
     assert any("bytes of shared memory, the card has 101376" in text for text in made.problems())
     assert not any("shared" in text for text in dataclasses.replace(made, card=CARDS[90]).problems())
 
