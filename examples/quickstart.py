@@ -109,11 +109,12 @@ def main() -> int:
     if (RUN / "timeline.json").is_file():
         command("tools/plot.py", "pipeline", RUN, "--out", RUN / "pipeline.png")
         pictures.append(RUN / "pipeline.png")
-    summary(difference, compared, samples, pictures, time.perf_counter() - begin)
+    alike = f"largest loss difference {difference:.2e} over {compared} steps"
+    summary(int(ranks[1]) if ranks else 1, alike, samples, pictures, time.perf_counter() - begin)
     return 0
 
 
-def summary(difference: float, compared: int, samples: list[str], pictures: list[Path], seconds: float) -> None:
+def summary(ranks: int, alike: str, samples: list[str], pictures: list[Path], seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -121,7 +122,6 @@ def summary(difference: float, compared: int, samples: list[str], pictures: list
     log = rows(RUN)
     last = [r for r in log if "train/loss" in r][-1]
     valid = [r for r in log if "val/valid/loss" in r][-1]["val/valid/loss"]
-    ranks = json.loads((RUN / "timeline.json").read_text())["pp"] * 2 if (RUN / "timeline.json").is_file() else 1
     mfu = last["perf/mfu"]
     table = Table(title="megalite quickstart", show_header=False, title_justify="left")
     table.add_row("training loss", f"{last['train/loss']:.3f} nats per token after {last['tokens']:,} tokens")
@@ -130,7 +130,7 @@ def summary(difference: float, compared: int, samples: list[str], pictures: list
         f"{last['perf/tokens_per_s_per_gpu'] * ranks:,.0f} tokens/s, {last['perf/tflops_per_gpu'] * ranks:.3f} TFLOP/s"
     )
     table.add_row("speed", f"{speed}, MFU {'n/a' if mfu is None else f'{100 * mfu:.1f} %'} ({ranks} ranks together)")
-    table.add_row("the same run on one process", f"largest loss difference {difference:.2e} over {compared} steps")
+    table.add_row("the same run on one process", alike)
     table.add_row("log, metrics", f"{RUN}/log.txt, {RUN}/metrics.jsonl")
     table.add_row("TensorBoard", f".venv/bin/tensorboard --logdir {RUN}/tensorboard")
     table.add_row("pictures", ", ".join(str(p) for p in pictures))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tools import gpu_report
-from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_tests
+from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gpu_report_tests
 from tools.bench.gpu_report_parts import Part, Setting
 from tools.bench.kernel_case import Sizes
 from tools.bench.kernel_cases import CASES
@@ -31,13 +34,13 @@ class Block:
             raise ModuleNotFoundError(f"No module named '{name}'")
 sys.meta_path.insert(0, Block())
 """
-KINDS = ["llama3-8b-4096", "kernels", "tests", "sanitizer"]  # each kind of part once
+KINDS = ["llama3-8b-4096", "nccl", "kernels", "tests", "sanitizer"]  # the quick kinds of part, each once
 
 
 def call(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(folder), **variables}
     command = [sys.executable, str(TOOLS / "gpu_report.py"), "--out", str(folder / "out"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
 
 
 def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path: Path) -> None:
@@ -48,7 +51,7 @@ def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path:
     told = (tmp_path / "out" / "report.md").read_text()
     states = {part["name"]: part["status"] for part in made["parts"]}
     assert states.pop("sanitizer") == "skipped: compute-sanitizer is not on the PATH"
-    assert set(states.values()) == {"ok"} and len(states) == 3
+    assert set(states.values()) == {"ok"} and len(states) == 4
     facts, results = made["facts"], made["results"]
     assert (facts["torch"], facts["device"]) == (torch.__version__, "CPU") and facts["date"] and facts["commit"]
     assert results["kernels"]["interpreted"] and results["kernels"]["complete"] and not results["kernels"]["errors"]
@@ -63,12 +66,11 @@ def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path:
     assert "dry run" in told and "| rms_norm forward |" in told and f"| {facts['torch']} |" in told
 
 
-def test_without_a_card_it_says_so_once(tmp_path: Path) -> None:
+def test_without_a_card_it_says_so_once_and_why(tmp_path: Path) -> None:
     done = call(tmp_path)
     assert done.returncode == 3 and done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "gpu_report.py: torch sees no CUDA device; use a machine with one, or --cpu for a dry run"
-    ]
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"gpu_report.py: torch sees no CUDA device \(.+\); use a machine with one, or --cpu .*", line)
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,39 +79,184 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(capsys: pytest.CaptureF
     assert stop.value.code == 2 and "--out /dev/null/x cannot be made" in capsys.readouterr().err
 
 
-def test_a_crash_a_hang_and_lack_of_memory_cost_one_part_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what a killed part has written counts, and what it has started is gone."""
+ROWS = "import json, os, subprocess, sys, time\nopen(sys.argv[1], 'w').write('{\"rows\": []}')\n"
+
+
+def part(name: str, code: str, limit_s: float = 60, smaller: Part | None = None) -> Part:
+    """A part that runs `code`, with the file of its results as its first argument."""
+
+    def command(folder: Path, seconds: float) -> list[str]:
+        return [sys.executable, "-c", code, str(folder / "kernels.json")]
+
+    return Part(name, limit_s, command, lambda f: gpu_report_parts.load(f / "kernels.json"), smaller=smaller)
+
+
+def report_of(folder: Path, parts: list[Part], cpu: bool = True) -> tuple[dict[str, Any], str]:
+    """report.json and report.md, read back, of a run of `parts`; one that is well comes last."""
+    parts = [*parts, part("last", ROWS)]
+    report = gpu_report.Report(folder, {"device": "none"}, parts, Setting(cpu, {}))
+    gpu_report.run_all(parts, report, time.monotonic() + 100)
+    return json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "code, status, told",
+    [
+        ("import os; print('last words', flush=True); os.abort()", "failed (exit code -6)", "last words"),
+        ("def deep(): raise ValueError('odd')\ndeep()", "failed (exit code 1)", 'File "<string>", line 1, in deep'),
+        ("import os; os.kill(os.getpid(), 9)", "failed (exit code -9)", ""),
+        (f"{ROWS}time.sleep(60)", "out of time", "in <module>"),
+        (
+            "import sys; open(sys.argv[1], 'w').write('{\"rows\"')",
+            "results cannot be read: JSONDecodeError",
+            "Traceback",
+        ),
+        ("import sys; open(sys.argv[1], 'w').write('[1]')", "results cannot be read: AttributeError", "Traceback"),
+        (
+            "import sys; open(sys.argv[1], 'w').write('{\"rows\": [{}]}')",
+            "results cannot be read: KeyError",
+            "Traceback",
+        ),
+        ("", "failed (no results)", ""),
+        ("raise SystemExit('triton.compiler.errors.CompilationError: at 3:4')", "failed (exit code 1)", "at 3:4"),
+    ],
+    ids=["crash", "exception", "killed", "hang", "cut", "other", "rows", "silent", "compiler"],
+)
+def test_a_bad_part_costs_itself_and_is_named_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: str, told: str
+) -> None:
     monkeypatch.setattr(gpu_report, "LEAST_S", 0.5)
+    made, text = report_of(tmp_path, [part("kernels", code, limit_s=2 if "sleep" in code else 60)])
+    bad, last = made["parts"]
+    assert status in bad["status"] and bad["status"] in text and told in text
+    assert last["status"] == "ok" and made["results"]["last"] == {"rows": []}
+    assert ("kernels" in made["results"]) == (bad["status"] == "out of time")  # what it had measured counts
 
-    def part(name: str, code: str, limit_s: float = 60, smaller: Part | None = None) -> Part:
-        def command(folder: Path, seconds: float) -> list[str]:
-            return [sys.executable, "-c", code, str(folder / "kernels.json")]
 
-        return Part(name, limit_s, command, lambda f: gpu_report_parts.load(f / "kernels.json"), smaller=smaller)
+def test_where_memory_was_not_enough_the_smaller_one_runs(tmp_path: Path) -> None:
+    large = part(
+        "train x", "print('torch.OutOfMemoryError: CUDA out of memory.'); exit(1)", smaller=part("kernels", ROWS)
+    )
+    made, _ = report_of(tmp_path, [large])
+    assert [(p["name"], p["status"]) for p in made["parts"]] == [
+        ("train x", "failed (exit code 1)"), ("train x, smaller", "ok"), ("last", "ok")]  # fmt: skip
+    assert made["results"]["kernels"] == {"rows": []}
 
-    write = "import os, subprocess, sys, time; open(sys.argv[1], 'w').write('{\"rows\": []}'); "
-    child = "print(subprocess.Popen(['sleep', '50']).pid, flush=True); time.sleep(50)"
-    parts = [
-        part("crash", "import os; print('last words', flush=True); os.abort()"),
-        part("hang", write + child, limit_s=2.0),
-        part("cut", "import sys; open(sys.argv[1], 'w').write('{\"rows\"')"),
-        part("large", "print('CUDA out of memory'); exit(1)", smaller=part("large", write)),
-        part("silent", ""),
+
+def test_a_part_that_cannot_even_be_started_or_has_no_time_costs_itself(tmp_path: Path) -> None:
+    def broken(folder: Path, seconds: float) -> list[str]:
+        raise LookupError("no command")
+
+    made, text = report_of(tmp_path, [Part("odd", 60, broken, lambda f: {}), part("short", ROWS, limit_s=0.4)])
+    assert [p["status"] for p in made["parts"]] == ["failed (it could not be run)", "not run: no time was left", "ok"]
+    assert "LookupError: no command" in text and "in broken" in text
+
+
+def test_large_files_of_a_part_do_not_stay_on_the_disk(tmp_path: Path) -> None:
+    code = f"{ROWS}open(os.path.dirname(sys.argv[1]) + '/weights', 'wb').write(bytes(20 << 20))"
+    made, _ = report_of(tmp_path, [part("large", code)])
+    assert made["results"]["large"] == {"rows": []} and not (tmp_path / "large" / "weights").exists()
+
+
+def test_a_report_that_cannot_be_written_is_said_and_the_parts_run_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".report.json").symlink_to("/dev/full")
+    ran = part("kernels", "import sys, os; os.unlink(os.path.dirname(sys.argv[1]) + '/../.report.json')")
+    made, _ = report_of(tmp_path, [part("first", ROWS), ran])  # the disk has room again after the second
+    assert [p["status"] for p in made["parts"]] == ["ok", "failed (no results)", "ok"]
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_a_driver_that_is_down_is_said_once_and_parts_wait_until_it_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card's answer is a file with the number of times that it will still be none."""
+    down = tmp_path / "down"
+    asked = f"import pathlib; p = pathlib.Path({str(down)!r}); n = int(p.read_text()) if p.exists() else 0\n"
+    asked += "p.write_text(str(n - 1))\nif n > 0: raise RuntimeError('CUDA error: unspecified launch failure')"
+    monkeypatch.setattr(gpu_report, "PROBE", [sys.executable, "-c", asked])
+    crash = part("crash", f"open({str(down)!r}, 'w').write('3'); exit('Xid 79')")
+    made, text = report_of(tmp_path, [crash, part("a", ROWS), part("b", ROWS)], cpu=False)
+    assert [p["status"] for p in made["parts"]] == [
+        "failed (exit code 1)",
+        *["not run: the card does not answer"] * 2,
+        "ok",
     ]
-    report = gpu_report.Report(tmp_path, {"device": "none"}, parts, cpu=False)
-    gpu_report.run_all(parts, report, time.monotonic() + 60)
-    late = part("late", write)
-    report.parts.append(gpu_report.entry_of(late))
-    gpu_report.run(late, report.parts[-1], report, seconds=0.4)
-    made, told = report.write(), (tmp_path / "report.md").read_text()
-    states = [entry["status"] for entry in made["parts"]]
-    assert states[:2] == ["failed (exit code -6)", "out of time"] and "cannot be read" in states[2]
-    assert states[3:] == ["failed (exit code 1)", "ok", "failed (no results)", "not run: no time was left"]
-    assert made["results"]["hang"] == made["results"]["large"] == {"rows": []}
-    assert "last words" in told and "out of time" in told
-    orphan = int(made["parts"][1]["tail"][0])
-    state = Path(f"/proc/{orphan}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    warnings = made["facts"]["warnings"]
+    assert len(warnings) == 2 and "does not answer after crash" in warnings[0] and "answers before last" in warnings[1]
+    assert "unspecified launch failure" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_report_that_is_ended_leaves_what_it_has_and_nothing_running(tmp_path: Path, number: int) -> None:
+    code = f"{ROWS}print(os.getpid(), flush=True); time.sleep(60)"
+    script = f"""
+import signal, sys, time
+from pathlib import Path
+from tools import gpu_report
+from tools.bench.gpu_report_parts import Part, Setting, load
+signal.signal(signal.SIGTERM, gpu_report.terminated)
+def part(name, code):
+    words = [sys.executable, "-c", code]
+    return Part(name, 60, lambda f, s: [*words, str(f / "kernels.json")], lambda f: load(f / "kernels.json"))
+parts = [part("first", {ROWS!r}), part("long", {code!r})]
+report = gpu_report.Report(Path({str(tmp_path)!r}), {{}}, parts, Setting(True, {{}}))
+gpu_report.run_all(parts, report, time.monotonic() + 100)
+"""
+    running = subprocess.Popen([sys.executable, "-c", script], cwd=TOOLS.parent, stderr=subprocess.DEVNULL)
+    log, until = tmp_path / "long" / "log.txt", time.monotonic() + 100
+    while not (log.is_file() and log.read_text().endswith("\n")) and time.monotonic() < until:
+        time.sleep(0.05)
+    running.send_signal(number)
+    running.wait()
+    made = json.loads((tmp_path / "report.json").read_text())
+    assert made["results"]["first"] == {"rows": []} and made["parts"][0]["status"] == "ok"
+    assert made["parts"][1]["status"] == ("running" if number == signal.SIGKILL else "interrupted")
+    state = Path(f"/proc/{int(log.read_text())}/stat")
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert time.monotonic() < until
+
+
+CARDS = """#!/bin/sh
+case "$1" in *clocks_event_reasons*)
+    echo 'Field "clocks_event_reasons.active" is not a valid field to query.'; exit 2;;
+esac
+echo 'NVIDIA H200, 580.159.04, Exclusive_Process, Enabled, 3, 97, 1000, 50'
+echo 'NVIDIA H200, 580.159.04, Default, Disabled, 0, 0, 0, 40'
+"""
+
+
+def test_a_card_that_is_busy_divided_or_damaged_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an nvidia-smi that lacks one of the fields."""
+    (tmp_path / "nvidia-smi").write_text(CARDS)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    cards = gpu_report_probe.ask_driver()
+    assert [card["driver_version"] for card in cards] == ["580.159.04"] * 2 and len(cards[0]) == 8
+    found = {"triton": None, "free": 50 << 30, "memory": 100 << 30, "cards_told": cards}
+    words = ["triton is not installed", "others hold 50.0 GiB", "card 0 is divided", "card 0 has uncorrected memory errors",
+             "card 0 is 97 % busy", "card 0 takes one process at a time"]  # fmt: skip
+    told = gpu_report_probe.warnings_of(found)
+    assert len(told) == len(words) and all(word in text for word, text in zip(words, told, strict=True))
+    assert gpu_report_probe.warnings_of({"triton": "3.6.0", "memory": 1, "cards_told": cards[1:]}) == []
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"
+    )
+    assert gpu_report_probe.ask_driver() == []
+
+
+def test_without_triton_its_parts_are_skipped_and_on_one_card_those_of_several() -> None:
+    states = {
+        part.name: part.skip for part in gpu_report_parts.parts_of(Setting(False, {"llama-2b": {}}, triton=False))
+    }
+    assert "triton is not installed" in str(states["kernels"]) and "triton is not installed" in str(states["peers"])
+    assert states["nccl"] == states["layouts"] == "needs 2 cards; torch sees 1" and states["smoke"] is None
+    several = {part.name: part for part in gpu_report_parts.parts_of(Setting(False, {"llama-2b": {"flags": []}}, 4))}
+    assert several["nccl"].skip is several["train llama-2b-tensor-pipeline-dp"].skip is None
+    words = several["train llama-2b-tensor-pipeline-dp"].command(Path("x"), 60)
+    assert words[words.index("--nproc") + 1] == "4" and words[words.index("--dp") + 1] == "1"
 
 
 def test_every_goal_of_a_kernel_names_a_row_that_is_measured() -> None:
@@ -150,17 +297,20 @@ def test_of_tests_that_were_killed_the_last_one_is_known_and_missing_packages_ar
     rows = [{"test": "a", "outcome": "began"}, {"test": "a", "outcome": "passed", "text": ""}]
     rows += [{"test": "b", "outcome": "began"}]
     rows += [{"test": "c.py", "outcome": "skipped", "text": "No module named 'hypothesis'"}]
-    (tmp_path / "share0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "share0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"test": "b", "ou')
     found = gpu_report_tests.read(tmp_path)
     assert (found["passed"], found["did_not_end"], found["failures"][0]["test"]) == (1, 1, "b")
     assert (found["skipped"], found["without_their_packages"]) == (1, ["c.py"])
 
 
-def test_parts_fit_into_the_time_that_the_issue_gives() -> None:
-    """Those of most worth all get theirs; the ones after them what is left."""
-    parts = gpu_report_parts.parts_of(Setting(False, {}))
-    assert [part.name for part in parts[:3]] == ["train llama3-8b-4096", "kernels", "tests"]
-    assert sum(part.limit_s for part in parts[:3]) < 465
+@pytest.mark.parametrize("cards", [1, 2, 8])
+def test_parts_of_most_worth_all_get_their_time(cards: int) -> None:
+    """The ones after them what is left."""
+    parts = [p for p in gpu_report_parts.parts_of(Setting(False, gpu_report_parts.SHAPES, cards)) if p.skip is None]
+    most = parts[: [part.name for part in parts].index("kernels" if cards == 1 else "train llama-2b-dp") + 1]
+    assert [part.name for part in parts if not part.name.startswith("train llama-2b")][:2 + (cards > 1)] == [
+        "smoke", *["layouts"] * (cards > 1), "train llama3-8b-4096"]  # fmt: skip
+    assert sum(part.limit_s for part in most) < gpu_report.TOTAL_S[cards > 1] < (480 if cards == 1 else 600)
 
 
 # Bytes alive at the peak of a step, counted by torch's own operations in Triton's interpreter. A cycle in the
@@ -227,6 +377,6 @@ def test_the_estimate_of_memory_is_what_a_step_takes() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "MEGALITE_KERNELS": "triton"}
     environment["PYTHONPATH"] = str(TOOLS.parent)
     command = [sys.executable, "-c", COUNT, json.dumps([case.split() for case in cases])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr
     assert [float(line) for line in done.stdout.split()] == pytest.approx([1, 1], rel=0.03)

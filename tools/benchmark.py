@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -32,6 +30,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from tools.bench import limited  # noqa: E402
+from tools.bench.gpu_report_parts import write_whole  # noqa: E402
 
 SHAPE = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --vocab-size 32000
  --seq-length 512 --micro-batch-size 2 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -67,17 +68,17 @@ def measure(name: str, more: dict[str, str], options: argparse.Namespace, flags:
             "steps": options.steps,
             "folder": folder,
         }
-        environment = {**os.environ, **more}
         command = [sys.executable, str(Path(__file__).with_name("benchmark_rank.py")), json.dumps(task)]
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
-        except subprocess.TimeoutExpired:
-            text = f"not done after {options.timeout:g} s; give more with --timeout"
-            return {"error": text, "stderr": text}
+        log = options.json.with_suffix(".txt") if options.json else Path(folder) / "log.txt"
+        status, said = limited.run(command, log, options.timeout, more)
+        if status == "out of time":
+            said += [f"not done after {options.timeout:g} s; give more with --timeout"]
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
-        if done.returncode or len(ranks) < options.nproc:
-            lines = done.stderr.strip().splitlines()[-20:] or ["no message"]
+        lines = said or [f"no message; {status}"]
+        if len(ranks) < options.nproc:
             return {"error": lines[-1], "stderr": "\n".join(lines)}
+        if status != "ok":  # after all ranks had told what they measured
+            print(*lines, sep="\n", file=sys.stderr)
     steps = [max(times) for times in zip(*(rank["steps"] for rank in ranks), strict=True)]
     result = {**ranks[0], "step_s": statistics.median(steps), "memory": sum(rank["memory"] for rank in ranks)}
     return {**result, "parts": [rank.get("parts") for rank in ranks]}
@@ -136,7 +137,7 @@ def main(argv: list[str]) -> int:
     def save(complete: bool) -> None:
         if options.json:
             facts = {"machine": platform.platform(), "flags": flags, "nproc": options.nproc}
-            options.json.write_text(json.dumps(facts | {"runs": runs, "complete": complete}, indent=1))
+            write_whole(options.json, facts | {"runs": runs, "complete": complete})
 
     try:
         save(False)  # before anything takes time, and after each run: an interrupted benchmark leaves what it has

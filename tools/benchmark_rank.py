@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks, prepare_cuda, start_local  # noqa: E402
+from tools.bench.gpu_report_parts import write_whole  # noqa: E402
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
 
@@ -29,6 +30,7 @@ class Stopwatch:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     stack: list[str] = field(default_factory=list)
     since: float = 0.0
+    wrapped: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def _turn(self) -> None:
         self.synchronise()
@@ -56,6 +58,11 @@ class Stopwatch:
                 return real(*args, **kwargs)
 
         setattr(owner, name, call)
+        self.wrapped.append((owner, name, real))
+
+    def unwrap(self) -> None:
+        for owner, name, real in reversed(self.wrapped):
+            setattr(owner, name, real)
 
 
 def watch(run: Any, synchronise: Callable[[], None]) -> Stopwatch:
@@ -125,13 +132,12 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             with stopwatch.part("other"):
                 train_step(run)
         run.buffer.wait_gather()
+        stopwatch.unwrap()
         m = config.model
         padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
         tokens = run.batch_sizes.at(0) * run.seq_length
         peak = find_peak(device, run.pipeline.dtype, None) if ranks.rank == 0 else None
-        write(
-            task,
-            ranks.rank,
+        facts: dict[str, Any] = dict(
             steps=steps[task["warmup"] :],
             losses=losses,
             memory=memory,
@@ -143,7 +149,54 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
             torch=torch.__version__,
         )
+        write(task, ranks.rank, **facts)
+        if device.type == "cuda" and ranks.world > 1:  # last: what is measured stays, whatever becomes of the profiler
+            write(task, ranks.rank, **facts, timeline=profile(run, Path(task["folder"])))
         run.close()
+
+
+def profile(run: Any, folder: Path) -> dict[str, float]:
+    """`hidden` of a further step, by torch's profiler; {} where it cannot: what was measured before is worth more."""
+    import torch
+
+    from megalite.train.step import train_step
+
+    kinds, trace = torch.profiler.ProfilerActivity, folder / f"timeline{run.mesh.world.rank}.json"
+    if kinds.CUDA not in torch.profiler.supported_activities():
+        return {}
+    try:
+        profiler = torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA])
+        profiler.start()
+        train_step(run)
+        torch.cuda.synchronize(run.mesh.device)
+        profiler.stop()
+        profiler.export_chrome_trace(str(trace))
+        return hidden(json.loads(trace.read_text())["traceEvents"])
+    except (AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:  # the same on every rank, or its end
+        print(f"no timeline: {type(error).__name__}: {error}", file=sys.stderr)
+        return {}
+
+
+def hidden(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds in which a kernel of NCCL ran, and of these those in which one that computes ran too.
+
+    >>> kernel = lambda name, ts, dur: {"cat": "kernel", "name": name, "ts": ts, "dur": dur}
+    >>> found = hidden([kernel("ncclDevKernel_AllReduce", 0, 4e6), kernel("nccl", 1e6, 1e6), kernel("gemm", 3e6, 9e6)])
+    >>> found["communication_s"], found["hidden_s"]
+    (4.0, 1.0)
+    """
+    edges = []
+    for event in events:
+        if event.get("cat") == "kernel":
+            kind = "nccl" in event["name"].lower()
+            edges += [(event["ts"], 1, kind), (event["ts"] + event["dur"], -1, kind)]
+    running, since, whole, both = {True: 0, False: 0}, 0.0, 0.0, 0.0
+    for at, change, kind in sorted(edges):
+        whole += (at - since) * (running[True] > 0)
+        both += (at - since) * (running[True] > 0 and running[False] > 0)
+        running[kind] += change
+        since = at
+    return {"communication_s": whole / 1e6, "hidden_s": both / 1e6}
 
 
 def peak_memory(device: Any) -> int:
@@ -158,7 +211,7 @@ def peak_memory(device: Any) -> int:
 
 
 def write(task: dict[str, Any], rank: int, **facts: Any) -> None:
-    (Path(task["folder"]) / f"rank{rank:05d}.json").write_text(json.dumps(facts))
+    write_whole(Path(task["folder"]) / f"rank{rank:05d}.json", facts)
 
 
 def main(task: dict[str, Any]) -> int:

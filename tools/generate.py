@@ -102,7 +102,7 @@ def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
         with process_group(ranks, device=device, startup_timeout=limit) as here:
             generate(args, prompts, here, speak=ranks.rank == 0)
     except (SetupError, DataError, LaunchError) as error:
-        if ranks.local_rank == 0:  # every rank found the same
+        if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
             print(f"generate.py: {error}", file=sys.stderr)
         sys.exit(3)
     except CheckpointError as error:

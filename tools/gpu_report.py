@@ -1,17 +1,20 @@
 #!/usr/bin/env python
-"""Everything that needs a card, in one command of less than 8 minutes: tests, kernels, training; beside their goals.
+"""Everything that needs a card, in one command of less than 8 minutes (10 on several cards): does it train, how fast,
+tests, kernels, messages between cards; beside their goals.
 
     python tools/gpu_report.py                       writes runs/gpu_report/report.json and report.md
     python tools/gpu_report.py --only tests kernels  some parts
-    python tools/gpu_report.py --cpu                 a dry run of all parts without a card, at tiny sizes
+    python tools/gpu_report.py --tiny                everything at tiny sizes: does it run at all?
+    python tools/gpu_report.py --cpu                 the same as a dry run without a card
 
-Parts run one after the other, most valuable first, each in a process of its own with a time limit: a crash or a hang of
-one costs that one. Both files are written before and after each part, so a run that is killed leaves what it has; all
-that a part printed is in OUT/NAME/log.txt. Needs torch, triton, numpy and sentencepiece; pytest for the tests,
-compute-sanitizer (of the CUDA toolkit) for the last part.
+Parts run one after the other, most valuable first, each in processes of its own with a time limit (bench/limited.py): a
+crash, a hang, a full disk cost that part, and its last words with their traceback are in the report. Both files are
+written before and after each part, so a run that is killed leaves what it has; all that a part printed is in
+OUT/NAME/log.txt. After a part that failed the card is asked to compute a little: parts are not run while it cannot.
+Needs torch, triton, numpy and sentencepiece; pytest for the tests, compute-sanitizer (of the CUDA toolkit) for a part.
 
 Exit code 0 when every part ran (whether goals were reached is in the report), 1 when one failed, 2 for a bad flag, 3
-without a CUDA device.
+without a CUDA device, 130 or 143 when it was ended.
 """
 
 from __future__ import annotations
@@ -21,22 +24,31 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.bench import gpu_report_goals  # noqa: E402
+from tools.bench import gpu_report_goals, limited  # noqa: E402
 from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, load, parts_of  # noqa: E402
 
 LEAST_S = 10.0  # a part is not begun with less
-TAIL = 25  # lines of a failed part
-PROBE_S = 90.0
+PROBE_S, ANSWER_S = 90.0, 30.0
+TOTAL_S = {False: 465.0, True: 585.0}  # on one card, on several
+KEPT_BYTES = 16 << 20  # larger files of a part are no results
+PROBE = [sys.executable, str(ROOT / "tools" / "bench" / "gpu_report_probe.py")]
+
+
+def say(text: str, file: TextIO = sys.stdout) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever listened may have gone
+        print(text, file=file, flush=True)
 
 
 def entry_of(part: Part) -> dict[str, Any]:
@@ -44,57 +56,71 @@ def entry_of(part: Part) -> dict[str, Any]:
 
 
 class Report:
-    """What is known so far; `write` puts it on disk."""
+    """What is known so far; `write` puts it on disk, if the disk lets it."""
 
-    def __init__(self, out: Path, facts: dict[str, Any], parts: list[Part], cpu: bool):
-        self.out, self.facts, self.cpu = out, facts, cpu
+    def __init__(self, out: Path, facts: dict[str, Any], parts: list[Part], setting: Setting):
+        self.out, self.facts, self.setting = out, facts, setting
         self.results: dict[str, dict[str, Any]] = {}
         self.parts = [entry_of(part) for part in parts]
+        self.sick = False  # the card did not answer when it was last asked
 
-    def write(self) -> dict[str, Any]:
-        judge = not self.cpu
+    def render(self) -> tuple[dict[str, Any], str]:
+        """Of report.json and of report.md. Raises what results of an unexpected shape lead to."""
+        judge = not self.setting.tiny
         made = {
-            "dry_run": self.cpu,
+            "dry_run": self.setting.tiny,
             "facts": self.facts,
             "parts": self.parts,
             "figures": [goal.figure(self.results, judge) for goal in gpu_report_goals.goals()],
             "results": self.results,
         }
-        for name, text in (("report.json", json.dumps(made, indent=1)), ("report.md", gpu_report_goals.markdown(made))):
-            beside = self.out / f".{name}"
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, self.out / name)
+        return made, gpu_report_goals.markdown(made)
+
+    def write(self) -> dict[str, Any]:
+        made, told = self.render()
+        try:
+            for name, text in (("report.json", json.dumps(made, indent=1)), ("report.md", told)):
+                beside = self.out / f".{name}"
+                beside.write_text(text, encoding="utf-8")
+                os.replace(beside, self.out / name)
+        except OSError as error:
+            say(f"gpu_report.py: {self.out} cannot be written: {error.strerror}", sys.stderr)
         return made
 
-
-def run_process(command: list[str], log: Path, seconds: float, more: dict[str, str]) -> tuple[str, list[str]]:
-    """Status and last lines of a command that gets `seconds`; it and all that it started are gone afterwards."""
-    status = "out of time"
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **more}, start_new_session=True
-        )
+    def take(self, part: Part, entry: dict[str, Any], folder: Path) -> None:
+        """The part's results, if they are there and make sense: a file may have been cut off anywhere."""
         try:
-            code = process.wait(timeout=seconds)
-            status = "ok" if code == 0 else f"failed (exit code {code})"
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return status, log.read_text("utf-8", errors="replace").splitlines()[-TAIL:]
+            found = part.read(folder)
+            if found:
+                self.results[part.name] = found
+                self.render()
+            elif entry["status"] == "ok":
+                entry["status"] = "failed (no results)"
+        except Exception as error:  # noqa: BLE001
+            self.results.pop(part.name, None)
+            entry["status"] += f"; its results cannot be read: {type(error).__name__}: {error}"
+            entry["tail"] = entry["tail"] or limited.telling(traceback.format_exc())
+
+    def card_answers(self, when: str) -> bool:
+        """Whether every card still computes; the first time that it does not, and the next that it does, are told."""
+        if self.setting.cpu:
+            return True
+        status, tail = limited.run([*PROBE, "--answers"], self.out / "answers.txt", ANSWER_S)
+        if self.sick != (status != "ok"):
+            self.sick = not self.sick
+            why = f"does not answer {when}: {status}; {tail[-1] if tail else ''}" if self.sick else f"answers {when}"
+            self.facts.setdefault("warnings", []).append(f"the card {why}")
+        return not self.sick
 
 
-def facts_of(out: Path, cpu: bool) -> tuple[dict[str, Any], str]:
-    """What gpu_report_probe.py found, and why not, if it did not."""
+def facts_of(out: Path, tiny: bool, cpu: bool) -> tuple[dict[str, Any], str]:
+    """What gpu_report_probe.py found, and why not all of it."""
     file = out / "machine.json"
     file.unlink(missing_ok=True)
-    shapes = json.dumps(TINY_SHAPES if cpu else SHAPES)
-    command = [sys.executable, str(ROOT / "tools" / "bench" / "gpu_report_probe.py"), shapes, str(file)]
     more = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
-    status, tail = run_process(command, out / "machine.txt", PROBE_S, more)
-    return load(file), "" if status == "ok" else "\n".join([status, *tail])
+    command = [*PROBE, json.dumps(TINY_SHAPES if tiny else SHAPES), str(file)]
+    status, tail = limited.run(command, out / "machine.txt", PROBE_S, more)
+    return load(file), "" if status == "ok" else "\n".join(["the machine could not be looked at: " + status, *tail])
 
 
 def commit() -> str:
@@ -108,78 +134,108 @@ def commit() -> str:
 
 
 def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> None:
-    folder = report.out / part.name.replace(" ", "-")
     if part.skip is not None:
         entry["status"] = f"skipped: {part.skip}"
         return
     if seconds < LEAST_S:
         entry["status"] = "not run: no time was left"
         return
+    if report.sick and not report.card_answers(f"before {part.name}"):
+        entry["status"] = "not run: the card does not answer"
+        return
+    folder = report.out / part.name.replace(" ", "-")
+    shutil.rmtree(folder, ignore_errors=True)  # of another run
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():  # of another run
-        old.unlink()
     command = part.command(folder, seconds)
     entry |= {"status": "running", "command": " ".join(command)}
     report.write()
     begin = time.monotonic()
-    more = part.environment | ({"CUDA_VISIBLE_DEVICES": ""} if report.cpu else {})
-    status, tail = run_process(command, folder / "log.txt", seconds, more)
-    entry |= {"status": status, "tail": tail, "seconds": time.monotonic() - begin}
+    more = part.environment | ({"CUDA_VISIBLE_DEVICES": ""} if report.setting.cpu else {})
     try:
-        report.results[part.name] = part.read(folder)
-        if status == "ok" and not report.results[part.name]:
-            entry["status"] = "failed (no results)"
-    except (ValueError, KeyError, TypeError) as error:  # a file that was cut off
-        entry["status"] = f"{status}; its results cannot be read: {type(error).__name__}: {error}"
+        entry["status"], entry["tail"] = limited.run(command, folder / "log.txt", seconds, more)
+        if entry["status"] != "ok":  # what the part itself started may have had more to say, and no time to hand it on
+            others = [limited.shorten(log) for log in sorted(folder.glob("*.txt")) if log.name != "log.txt"]
+            entry["tail"] += [line for text in others if limited.MARKS[1] in text for line in limited.telling(text)]
+    except (KeyboardInterrupt, SystemExit):
+        entry["status"] = "interrupted"
+        raise
+    finally:
+        entry["seconds"] = time.monotonic() - begin
+        report.take(part, entry, folder)
+        for file in folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                if file.is_file() and file.stat().st_size > KEPT_BYTES:
+                    file.unlink()
+    if entry["status"] != "ok":
+        report.card_answers(f"after {part.name}")
+
+
+def attempt(part: Part, entry: dict[str, Any], report: Report, end: float) -> None:
+    try:
+        run(part, entry, report, min(part.limit_s, end - time.monotonic()))
+    except Exception:  # noqa: BLE001  what is wrong with one part, or with this program, costs that part
+        entry |= {"status": "failed (it could not be run)", "tail": limited.telling(traceback.format_exc())}
+    say(f"{entry['name']}: {entry['status']}, {entry['seconds']:.0f} s")
+    report.write()
 
 
 def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
     """Every part until the clock says `end`; the finished report."""
-    for part, entry in zip(parts, list(report.parts), strict=True):
-        run(part, entry, report, min(part.limit_s, end - time.monotonic()))
-        print(f"{part.name}: {entry['status']}, {entry['seconds']:.0f} s", flush=True)
-        if part.smaller is not None and any("out of memory" in line.lower() for line in entry["tail"]):
-            again = entry_of(part.smaller)
-            report.parts.insert(report.parts.index(entry) + 1, again)
-            run(part.smaller, again, report, min(part.limit_s, end - time.monotonic()))
-            print(f"{part.name}, smaller: {again['status']}, {again['seconds']:.0f} s", flush=True)
-        report.write()
-    return report.write()
+    try:
+        for part, entry in zip(parts, list(report.parts), strict=True):
+            attempt(part, entry, report, end)
+            if part.smaller is not None and any("out of memory" in line.lower() for line in entry["tail"]):
+                again = entry_of(part.smaller) | {"name": f"{part.name}, smaller"}
+                report.parts.insert(report.parts.index(entry) + 1, again)
+                attempt(part.smaller, again, report, end)
+    finally:
+        made = report.write()
+    return made
 
 
-def main(argv: list[str]) -> int:
+def read_flags(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_report"), metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="of " + ", ".join(names))
-    parser.add_argument("--seconds", type=float, default=465, help="for all parts together (default 465)")
-    parser.add_argument("--cpu", action="store_true", help="a dry run without a card")
+    parser.add_argument("--seconds", type=float, help="for all parts together (default 465, on several cards 585)")
+    parser.add_argument("--tiny", action="store_true", help="at sizes of which no figure means anything")
+    parser.add_argument("--cpu", action="store_true", help="a dry run without a card, --tiny")
     args = parser.parse_args(argv)
-    if args.seconds <= 0:
+    args.tiny |= args.cpu
+    if args.seconds is not None and args.seconds <= 0:
         parser.error(f"--seconds {args.seconds} is not positive")
-    end = time.monotonic() + args.seconds
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {args.out} cannot be made: {error.strerror}")
-    facts, problem = facts_of(args.out, args.cpu)
-    if not args.cpu and (problem or facts["device"] == "CPU"):
-        text = problem or "torch sees no CUDA device; use a machine with one, or --cpu for a dry run"
-        print(f"gpu_report.py: {text}", file=sys.stderr)
+    return args
+
+
+def main(argv: list[str]) -> int:
+    begin, args = time.monotonic(), read_flags(argv)
+    facts, problem = facts_of(args.out, args.tiny, args.cpu)
+    if not args.cpu and facts.get("device", "CPU") == "CPU":
+        why = f" ({facts['why']})" if "why" in facts else ""
+        text = f"torch sees no CUDA device{why}; use a machine with one, or --cpu for a dry run"
+        say(f"gpu_report.py: {text if facts else problem}", sys.stderr)
         return 3
     facts |= {"date": datetime.date.today().isoformat(), "commit": commit()}
-    setting = Setting(args.cpu, facts.get("plans", {}))
+    facts["warnings"] = [*facts.get("warnings", []), *([problem] if problem else [])]
+    together = not any("one process at a time" in text for text in facts["warnings"])
+    cards, triton = 2 if args.cpu else facts["cards"], facts.get("triton") is not None
+    setting = Setting(args.cpu, facts.get("plans", {}), cards, args.tiny, together, triton)
     parts = [part for part in parts_of(setting) if not args.only or part.name.removeprefix("train ") in args.only]
-    report = Report(args.out, facts, parts, args.cpu)
+    report = Report(args.out, facts, parts, setting)
     if problem:
-        print(f"gpu_report.py: {problem}", file=sys.stderr)
-    made = run_all(parts, report, end)
+        say(f"gpu_report.py: {problem}", sys.stderr)
+    made = run_all(parts, report, begin + (args.seconds or TOTAL_S[cards > 1]))
     for figure in made["figures"]:
         if figure["value"] is not None:
-            print(f"{figure['what']}: {figure['shown']} (goal {figure['goal']}): {figure['met']}")
-    print(f"written: {args.out / 'report.md'}, {args.out / 'report.json'}")
+            say(f"{figure['what']}: {figure['shown']} (goal {figure['goal']}): {figure['met']}")
+    say(f"written: {args.out / 'report.md'}, {args.out / 'report.json'}")
     bad = [e for e in report.parts if not e["status"].startswith(("ok", "skipped"))]
     return 1 if bad or problem else 0
 
@@ -190,4 +246,8 @@ def terminated(*_: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, terminated)
-    sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a connection that breaks ends nothing
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

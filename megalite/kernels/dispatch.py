@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,30 +111,42 @@ def describe_kernels(device_type: str) -> str:
 class Kernel:
     """A function in Triton's language that is handed to `triton.jit` when it is first launched.
 
-    `kernel[grid](...)` launches it as Triton's own object does. Its module names the language under TYPE_CHECKING
-    only (`import triton.language as tl`); the first launch puts the real one there, and does the same for the
-    modules of the kernels that it calls.
+    `kernel[grid](...)` launches it as Triton's own object does; one that a card has no room for raises KernelError. Its
+    module names the language under TYPE_CHECKING only (`import triton.language as tl`). What Triton gets sees the names
+    of the module, the real language, and in the place of kernels that it calls what Triton made of them.
     """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
         self.fn, self.options = fn, options
         self.jitted: Any = None
+        self.refusals: tuple[type[Exception], ...] = ()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self.compiled()[grid]
+        launch = self.compiled()[grid]
+
+        def run(*args: Any, **options: Any) -> None:
+            try:
+                launch(*args, **options)
+            except self.refusals as error:
+                name = f"{self.fn.__module__.rsplit('.', 1)[-1]}{self.fn.__name__}"
+                what = " ".join(str(error).split("Reducing block")[0].split())
+                raise KernelError(f"the kernel {name} cannot run on this card ({what}); use --kernels torch") from error
+
+        return run
 
     def compiled(self) -> Any:
         if self.jitted is None:
             environment.set_defaults(TRITON_DEFAULT_FP_FUSION="1")  # as 3.9 does unasked, with a warning; 3.10 will not
             import triton
             import triton.language
+            from triton.runtime.errors import OutOfResources, PTXASError
 
-            self.jitted = triton.jit(self.fn, **self.options)
-            names = self.fn.__globals__
-            names["tl"] = triton.language
-            for name, value in list(names.items()):
-                if isinstance(value, Kernel):  # a kernel may call it, and Triton looks for its own kind
-                    names[name] = value.compiled()
+            self.refusals = (OutOfResources, PTXASError)
+            names = self.fn.__globals__ | {"tl": triton.language}
+            own = functools.update_wrapper(types.FunctionType(self.fn.__code__, names), self.fn)
+            self.jitted = triton.jit(own, **self.options)
+            # a kernel may call others, and Triton looks for its own kind
+            names.update({name: value.compiled() for name, value in names.items() if isinstance(value, Kernel)})
         return self.jitted
 
 
@@ -190,6 +203,11 @@ def ceil_div(a: int, b: int) -> int:
 def processors(device: torch.device) -> int:
     """Multiprocessors of a card; on CPU a small number, so that the interpreter sees programs share the work."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def generation(device: torch.device) -> int:
+    """The first number of a card's compute capability; on CPU the one that the interpreter stands for."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def stat_dtype(x: Tensor) -> torch.dtype:

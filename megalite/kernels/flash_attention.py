@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.blocked_attention import Drop
-from megalite.kernels.dispatch import ceil_div, interpreted, kernel, power_of_two
+from megalite.kernels.dispatch import ceil_div, generation, interpreted, kernel, power_of_two
 from megalite.kernels.dropout import as_int32, chain
 
 if TYPE_CHECKING:
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
 
 LOG2_E = 1 / math.log(2)  # exp2 is an instruction, exp is not: scores are in units of log 2
 WIDEST = 128  # head size
-# by padded head size: queries and keys per block, warps, stages. The largest tiles that the assembler for sm_90 fits
-# into registers: with 128 keys that stay, the last kernel spills 470 to 700 bytes a thread. Not timed on a card yet.
-FORWARD = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
-FORWARD_DROPPING = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}  # the mask takes registers too
-BACKWARD_Q = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2)}
-BACKWARD_KV = {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)}
+# Queries and keys per block, warps, stages, by what multiplies (`unit`): as much as the assembler fits into registers
+# and shared memory of every such card (docs/performance.md). Not timed on a card yet.
+FORWARD = {"wgmma": (128, 64, 8, 3), "tcgen05": (128, 64, 8, 3), "mma": (64, 32, 4, 3), "fp32": (32, 32, 8, 1)}
+BACKWARD_Q = {"wgmma": (128, 64, 8, 2), "tcgen05": (128, 64, 8, 2), "mma": (64, 64, 8, 2), "fp32": (32, 32, 16, 1)}
+BACKWARD_KV = {"wgmma": (32, 128, 8, 2), "tcgen05": (64, 64, 8, 1), "mma": (64, 32, 8, 2), "fp32": (32, 32, 8, 1)}
 MOST_PROGRAMS = 65535  # along the second dimension of a CUDA grid
 
 
@@ -46,6 +45,12 @@ def supports(q_SBHK: Tensor) -> bool:
     _, batch, heads, size = q_SBHK.shape
     fits = size <= WIDEST and batch * heads <= MOST_PROGRAMS
     return fits and q_SBHK.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unit(x: Tensor) -> str:
+    """What multiplies: tensor cores of compute capability 9 or 10, which read operands from shared memory, those of 8
+    and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32."""
+    return "fp32" if x.dtype == torch.float32 else {9: "wgmma", 10: "tcgen05"}.get(generation(x.device), "mma")
 
 
 @kernel
@@ -66,9 +71,9 @@ def _dot(a, b, WIDE: tl.constexpr):
 
 @kernel
 def _kept(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
-    """Which scores dropout leaves: the mask of kernels/dropout.py, [rows, columns]."""
+    """Which scores dropout leaves: the mask of kernels/dropout.py, of the shape that rows and columns span."""
     line = chain(chain(chain(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
-    return chain(line[:, None], columns[None, :]) >= THRESHOLD
+    return chain(line, columns) >= THRESHOLD
 
 
 @kernel
@@ -107,7 +112,7 @@ def _forward(
         again = tl.exp2(largest - base)
         total = total * again + tl.sum(p, 1)
         if THRESHOLD > 0:
-            p = tl.where(_kept(IDS, key, b, head_offset + h, rows, columns, THRESHOLD), p, 0.0)
+            p = tl.where(_kept(IDS, key, b, head_offset + h, rows[:, None], columns[None, :], THRESHOLD), p, 0.0)
         v = _tile(V, columns, channels, vs, length, HEAD)
         o = o * again[:, None] + _dot(p.to(v.dtype), v, WIDE)
         largest = now
@@ -151,7 +156,9 @@ def _backward_q(
         p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
         dp = _dot(do, tl.trans(v), WIDE)
         if THRESHOLD > 0:
-            dp = tl.where(_kept(IDS, key, b, head_offset + h, rows, columns, THRESHOLD), dp * RAISE, 0.0)
+            dp = tl.where(
+                _kept(IDS, key, b, head_offset + h, rows[:, None], columns[None, :], THRESHOLD), dp * RAISE, 0.0
+            )
         dq += _dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)  # type: ignore[arg-type]
     dq = dq * (scale * 0.6931471805599453)  # ln 2
     inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
@@ -190,17 +197,17 @@ def _backward_kv(
             low = _low(FIRST, rows, b, length, window, DOCUMENTS)
             q = _tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD)
             do = _tile(DO + own, rows, channels, batch * heads * HEAD, length, HEAD)
-            s = _dot(q, tl.trans(k), WIDE) * scale
-            seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= rows[:, None])
-            p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
-            dp = _dot(do, tl.trans(v), WIDE)
+            # keys down, queries across: what weights and their gradients are multiplied by next needs no turning
+            s = _dot(k, tl.trans(q), WIDE) * scale
+            seen = (low[None, :] <= columns[:, None]) & (columns[:, None] <= rows[None, :])
+            p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
+            dp = _dot(v, tl.trans(do), WIDE)
             kept = p
             if THRESHOLD > 0:
-                keep = _kept(IDS, key, b, head_offset + h, rows, columns, THRESHOLD)
+                keep = _kept(IDS, key, b, head_offset + h, rows[None, :], columns[:, None], THRESHOLD)
                 kept, dp = tl.where(keep, p * RAISE, 0.0), tl.where(keep, dp * RAISE, 0.0)
-            dv += _dot(tl.trans(kept.to(do.dtype)), do, WIDE)
-            ds = (p * (dp - delta[:, None])).to(q.dtype)
-            dk += _dot(tl.trans(ds), q, WIDE)
+            dv += _dot(kept.to(do.dtype), do, WIDE)
+            dk += _dot((p * (dp - delta[None, :])).to(q.dtype), q, WIDE)
     dk = dk * (scale * 0.6931471805599453)  # ln 2
     inside = (columns < length)[:, None] & (channels < HEAD)[None, :]
     at = ((columns.to(tl.int64) * batch + b) * groups + g)[:, None] * HEAD + channels[None, :]
@@ -242,8 +249,7 @@ class _Attention(Function):
         wide = interpreted() and q.dtype == torch.bfloat16
         width = max(64, power_of_two(K))
         ctx.kind = (first_BS is not None, wide, K, width, int(dropout_p * 2**32), 1.0 / (1.0 - dropout_p))
-        ctx.width = width
-        rows, columns, warps, stages = (FORWARD_DROPPING if dropout_p else FORWARD)[width]
+        rows, columns, warps, stages = FORWARD[unit(q)]
         _forward[(ceil_div(S, rows), B * H)](
             *(q, k, v, o, lse, first, ids, *ctx.given, *ctx.kind, rows, columns), num_warps=warps, num_stages=stages
         )
@@ -256,7 +262,7 @@ class _Attention(Function):
         S, B, H = ctx.given[:3]
         do, delta = do.contiguous(), _new(lse)
         dq, dk, dv = _new(q), _new(k), _new(v)
-        rows, columns, warps, stages = BACKWARD_Q[ctx.width]
+        rows, columns, warps, stages = BACKWARD_Q[unit(q)]
         _backward_q[(ceil_div(S, rows), B * H)](
             *(q, k, v, o, do, lse, delta, dq, first, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,
@@ -266,7 +272,7 @@ class _Attention(Function):
         if ctx.kind[0]:  # how many queries have a first key not after j: where the document of key j ends
             keys = torch.arange(S, dtype=first.dtype, device=first.device).expand(B, S).contiguous()
             end = torch.searchsorted(first, keys, right=True)
-        rows, columns, warps, stages = BACKWARD_KV[ctx.width]
+        rows, columns, warps, stages = BACKWARD_KV[unit(q)]
         _backward_kv[(ceil_div(S, columns), B * k.shape[2])](
             *(q, k, v, do, lse, delta, dk, dv, first, end, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,

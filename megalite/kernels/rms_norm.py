@@ -29,7 +29,7 @@ FORWARD += ((16384, 1, 16), (32768, 1, 32))
 # (largest width, rows, warps, programs per multiprocessor). Backward walks over rows, so that each program leaves one
 # row of weight gradients, and holds dy and that row too. All programs are resident at once: ptxas gives 80 registers a
 # thread at 4096 columns, so three of 8 warps fit.
-BACKWARD = ((128, 16, 4, 4), (256, 8, 4, 4), (512, 4, 4, 4), (1024, 2, 4, 4), (2048, 1, 4, 4), (4096, 1, 8, 3))
+BACKWARD = ((128, 16, 4, 4), (256, 8, 4, 4), (512, 4, 4, 4), (1024, 2, 4, 4), (2048, 1, 8, 4), (4096, 1, 16, 2))
 BACKWARD += ((8192, 1, 16, 1), (16384, 1, 32, 1), (32768, 1, 32, 1))
 
 

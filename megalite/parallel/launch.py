@@ -42,7 +42,11 @@ PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes"
 
 
 class LaunchError(Exception):
-    """The environment does not describe a process group; the text says what to set."""
+    """The environment does not describe a process group; the text says what to set. `local_rank`: who is to tell it."""
+
+    def __init__(self, text: str, local_rank: int = 0):
+        super().__init__(text)
+        self.local_rank = local_rank
 
 
 @dataclass(frozen=True)
@@ -145,10 +149,16 @@ def first_host(nodelist: str) -> str:
 CUDA_VARIABLES: tuple[str, ...] = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_FR_DUMP_TEMP_FILE",
 )
+# what a user may call them as well: torch prefers ours
+OTHER_NAMES = {
+    "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
 
 
 def cuda_environment(tp: int, folder: Path, capability: int | None) -> dict[str, str]:
@@ -167,19 +177,32 @@ def cuda_environment(tp: int, folder: Path, capability: int | None) -> dict[str,
 
 def prepare_cuda(tp: int, folder: Path, deterministic: bool = False) -> None:
     """Set `cuda_environment` where there is a card; what the user has set stays."""
+    if deterministic:  # without it torch refuses every matmul on a card, which a container has without the tool as well
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return
     words = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=20).stdout
+        answer = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         answer = ""
     found = [int(line.partition(".")[0]) for line in answer.split() if re.match(r"[0-9]+\.", line)]
     for name, value in cuda_environment(tp, folder, min(found, default=None)).items():
-        os.environ.setdefault(name, value)
-    if deterministic:  # without it torch refuses every matmul on a card
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if OTHER_NAMES.get(name, name) not in os.environ:
+            os.environ.setdefault(name, value)
+
+
+def card_of(ranks: Ranks) -> Any:
+    """The torch.device of this rank's card. LaunchError, for the first rank without one to tell: those that have one
+    wait for it and know nothing."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if ranks.local_rank >= count:
+        text = f"local rank {ranks.local_rank} has no card, {count} visible: use --nproc {count} or less"
+        raise LaunchError(text + ", or let each rank see all cards of its machine", local_rank=count)
+    return torch.device("cuda", ranks.local_rank)
 
 
 @contextlib.contextmanager
@@ -198,12 +221,7 @@ def process_group(
     from torch.distributed.rendezvous import rendezvous
 
     if device == "cuda":
-        count = torch.cuda.device_count()
-        if ranks.local_rank >= count:
-            raise LaunchError(
-                f"local rank {ranks.local_rank} has no card, {count} visible: use --nproc {count} or less"
-            )
-        here = torch.device("cuda", ranks.local_rank)
+        here = card_of(ranks)
         torch.cuda.set_device(here)
     else:
         here = torch.device(device)

@@ -23,7 +23,11 @@ def new_stream(device: torch.device) -> Stream | None:
 
 def reached(device: torch.device) -> Event | None:
     """What the current stream has so far."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def wait_for(event: Event | None) -> None:

@@ -99,6 +99,11 @@ def memory_gib(mesh: Mesh) -> tuple[float, float]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30, total / 2**30
 
 
+def reserved_gib(mesh: Mesh) -> float | None:
+    """What the allocator has taken of the card at most; None on CPU."""
+    return torch.cuda.max_memory_reserved(mesh.device) / 2**30 if mesh.device.type == "cuda" else None
+
+
 def memory_bytes_of(mesh: Mesh) -> dict[str, float]:
     """Megatron-LM's TensorBoard tags; on CPU what the process holds and has held."""
     if mesh.device.type != "cuda":
@@ -331,7 +336,7 @@ def summarise(run: Run, since: list[StepResult], params_norm: float | None = Non
         tokens_per_step=sum(r.batch_size for r in since) * run.seq_length // n,
         memory_gib=memory,
         memory_limit_gib=limit,
-        reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if run.mesh.device.type == "cuda" else None,
+        reserved_gib=reserved_gib(run.mesh),
         nan=sum(not math.isfinite(r.loss) for r in since),
         params_norm=params_norm,
         zeros=last.zeros,

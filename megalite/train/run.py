@@ -30,7 +30,7 @@ from megalite.kernels.dispatch import KernelError, choose, runs_triton
 from megalite.models.compiled import CompileError, check_compile
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
-from megalite.parallel.launch import CUDA_VARIABLES, LaunchError, Ranks, process_group
+from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, card_of, process_group
 from megalite.train import figures as lines
 from megalite.train.allocator import keep_freed_memory
 from megalite.train.arrangement import Arrangement, arrange
@@ -85,7 +85,7 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
     if device == "cpu":
         there, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks.local_world, "the memory"
     else:
-        there, what = torch.cuda.get_device_properties(ranks.local_rank).total_memory, "the card's memory"
+        there, what = torch.cuda.get_device_properties(card_of(ranks)).total_memory, "the card's memory"
     if needs > there:
         where = f" on pipeline rank {plan.worst}" if plan.pp > 1 else ""
         raise LaunchError(
@@ -123,7 +123,7 @@ def pretrain(
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
             return _pretrain(plan, ranks, here, sources, folder, warnings, stop)
     except (SetupError, DataError, LaunchError) as error:
-        if ranks.local_rank == 0:  # every rank found the same
+        if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
             for line in str(error).splitlines():
                 complain(f"pretrain_gpt.py: {line}")
         code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
@@ -382,7 +382,9 @@ def _reporter(
     for note in sources.notes:
         report.say(f"note: {note}")
     cuda = run.mesh.device.type == "cuda"
-    set_ = environment.values_of([*(CUDA_VARIABLES if cuda else ()), *environment.OVERRIDES.values()])
+    set_ = environment.values_of(
+        [*((*CUDA_VARIABLES, *OTHER_NAMES.values()) if cuda else ()), *environment.OVERRIDES.values()]
+    )
     if set_ or cuda:
         report.say(f"environment: {set_}")
     return report

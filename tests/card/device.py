@@ -3,6 +3,7 @@
     tensors       ordinary ones on the CPU, so that autograd runs; where they would lie is noted by storage (memory.py)
     operations    a dispatch mode sees every ATen operation, those of backward too, in every thread that begins here;
                   what it means on a card: operations.py
+    kernels       in Triton are interpreted (launches.py)
     Python        `Tensor.device`, `.to`, `.cpu`, `torch.empty`, ... are replaced while it lasts (tensors.py)
     torch.cuda    is stood in for by cuda.py
     what it did   card.trace, facts as in trace.py; `card.reads`, `card.mixed` are two of their kinds
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from card import cuda, marks, operations, tensors
+from card import cuda, launches, marks, operations, tensors
 from card.memory import Memory, Side
 from card.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
 
@@ -313,6 +314,7 @@ def simulated(
         torch.cuda.set_device(index)
         stack.enter_context(tensors.replaced(card))
         stack.enter_context(marks.set_by(card))
+        stack.enter_context(launches.noted(card))
         stack.enter_context(mock.patch.object(threading.Thread, "run", _in_threads(card)))
         stack.enter_context(_Operations(card))
         yield card

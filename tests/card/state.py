@@ -73,7 +73,7 @@ class Figures:
 
     def add(self, size: int) -> None:
         self.allocated += size
-        self.blocks += 1 if size > 0 else -1
+        self.blocks += (size > 0) - (size < 0)  # a tensor without elements has no block
         self.reserved = max(self.reserved, _up(self.allocated, SEGMENT))
         self.max_allocated = max(self.max_allocated, self.allocated)
         self.max_reserved = max(self.max_reserved, self.reserved)

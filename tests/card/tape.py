@@ -26,6 +26,10 @@ class Tape(TorchDispatchMode):
         self._made: dict[int, torch.UntypedStorage] = {}  # by identity; held, so that none is given out again
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; torch would import its compiler at the first operation: seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = {storage._cdata for storage in map(_storage, _tensors((args, kwargs)))}

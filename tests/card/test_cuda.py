@@ -58,7 +58,11 @@ def signature(of: Any) -> inspect.Signature:
 
 @pytest.mark.parametrize("name", [n for n, entry in cuda.LISTED.items() if inspect.isfunction(entry)])
 def test_a_listed_function_takes_what_torch_takes(name: str) -> None:
-    assert differences(signature(cuda.LISTED[name]), signature(getattr(cuda.REAL, name))) == []
+    real = getattr(cuda.REAL, name)
+    if inspect.isbuiltin(real):  # torch's own affair, in C on a CUDA build: no signature to be had
+        assert name.startswith("_") and callable(real)
+    else:
+        assert differences(signature(cuda.LISTED[name]), signature(real)) == []
 
 
 @pytest.mark.parametrize("name", cuda.LISTED_MEMORY)
@@ -230,7 +234,14 @@ def test_time_is_told_of_events_that_were_waited_for(card: Machine) -> None:
 
 def test_figures_are_counted_from_the_trace() -> None:
     mib = 1 << 20
-    trace: list[Fact] = [Alloc(1, "card", 3 * mib), Alloc(2, "host", 9 * mib), Alloc(3, "card", 100), Free(1)]
+    trace: list[Fact] = [
+        Alloc(1, "card", 3 * mib),
+        Alloc(2, "host", 9 * mib),
+        Alloc(3, "card", 100),
+        Alloc(5, "card", 0),
+        Free(5),
+        Free(1),
+    ]
     with cuda.installed(trace, memory=1 << 30):
         assert torch.cuda.memory_allocated() == 512
         assert torch.cuda.max_memory_allocated(torch.device("cuda", 0)) == 3 * mib + 512

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from card.device import Card, simulated
 from card.trace import Alloc, Free, HostAccess, HostWait, Launch, RecordStream
+from megalite.kernels import cross_entropy
 
 
 @pytest.fixture
@@ -295,3 +296,21 @@ def test_attention_of_the_card_runs_as_the_cpus(card: Card, backend: str) -> Non
     with sdpa_kernel([wanted], set_priority=True):
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
     assert q.grad is not None and q.grad.is_cuda and not card.mixed and not card.reads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_label_of_no_probability_is_no_question_to_the_card(
+    card: Card, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "use_triton", lambda *_: False)
+    logits, labels, weights = torch.zeros(4, 32, dtype=dtype), torch.tensor([0, 1, 2, 3]), torch.ones(4)
+    logits[1, 1] = logits[2, 2] = -200.0
+    there = logits.to(card.device)
+    stats = cross_entropy.stats_and_grad_(there, labels.to(card.device), weights.to(card.device), 32, 0.0)
+    before = len(card.reads)
+    assert (
+        torch.equal(stats.cpu(), cross_entropy.stats_and_grad_(logits, labels, weights, 32, 0.0))
+        and torch.isfinite(stats).all()
+    )
+    assert torch.equal(there.cpu(), logits)
+    assert before == 3  # the inputs'

@@ -151,7 +151,7 @@ def _visit(run: Run, key: str, folder: Path) -> None:
         assert run.tokenizer is not None
         config = cli.parse(COMMON.split(), PRESETS)
         model = Generator(run.pipeline.stages[0], run.mesh, config, run.tokenizer, frozenset([93]), 0)  # type: ignore[arg-type]
-        continue_texts(model, [[1, 2, 3]], 2, Sampling(seed=1))
+        continue_texts(model, [[1, 2, 3]], 1, Sampling())  # one token: ranks may draw different ones
         return
     train_step(run)
     if key == SAVED:
@@ -172,7 +172,7 @@ LAYOUTS = {
     "dp2 ddp": ("", "--no-use-distributed-optimizer"),
     "dp2 llama full recompute": ("", f"{LLAMA} --recompute-granularity full --recompute-method uniform"),
     "dp2 graphs": ("", f"{GRAPHS} --global-batch-size 16"),
-    "tp2": (TP, ""),
+    "tp2": (TP, "--num-layers 1 --global-batch-size 4"),
     "tp2 llama": (TP, LLAMA),
     "pp2": (PP, ""),
     "pp2 vpp2": (PP, "--num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
@@ -180,6 +180,7 @@ LAYOUTS = {
 QUICK = {"dp2", "tp2", "pp2"}
 
 
+@pytest.mark.timeout(400)  # of a machine that is busy
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in LAYOUTS])
 def test_ranks_do_not_race_and_without_any_wait_they_do(name: str, tmp_path: Path) -> None:
     layout, more = LAYOUTS[name]

@@ -55,11 +55,10 @@ def losses(folder: Path) -> list[float]:
 
 
 def by_mark(card: Card) -> dict[str, Counter[str]]:
-    """Innermost mark -> waits, of one thread: those of the save in the background are its own."""
+    """Innermost mark -> waits."""
     found: dict[str, Counter[str]] = {}
     for wait in waits_of(card.trace):
-        if "background_save" not in wait.where:
-            found.setdefault(_mark(wait), Counter())[str(wait)] += 1
+        found.setdefault(_mark(wait), Counter())[str(wait)] += 1
     return {mark: counts for mark, counts in found.items() if mark not in START}
 
 
@@ -67,6 +66,7 @@ def _mark(wait: WaitAt) -> str:
     return next((m for m in reversed(wait.within) if m in ("evaluation", "log", "replica check", "save", "step")), "")
 
 
+SYNCHRONIZED = "synchronize megalite/parallel/streams.py"
 PARTS = 5  # of a step that level 1 times, each at its begin and at its end
 EXPECTED: dict[str, tuple[str, dict[str, Counter[str]]]] = {
     "figures of the log": (
@@ -92,9 +92,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Counter[str]]]] = {
     "timers of parts": (
         "--timing-log-level 1",
         {
-            "step": Counter(
-                dict.fromkeys(["synchronize megalite/train/timers.py", "item megalite/train/timers.py"], 20)
-            ),
+            "step": Counter(dict.fromkeys([SYNCHRONIZED, "item megalite/train/timers.py"], 20)),
             "log": Counter({"copy to the card megalite/train/timers.py": 2, "tolist megalite/train/timers.py": 2}),
         },
     ),
@@ -103,8 +101,8 @@ EXPECTED: dict[str, tuple[str, dict[str, Counter[str]]]] = {
         {
             "step": Counter(
                 {
-                    "synchronize megalite/train/timers.py": 2 * 2 * (PARTS + 1),
-                    "synchronize megalite/pipeline/runtime.py": 2 * 2 * 2 * MICROBATCHES,  # F and B, begin and end
+                    # begin and end of each part; forward and backward of each micro-batch
+                    SYNCHRONIZED: 2 * 2 * (PARTS + 1) + 2 * 2 * 2 * MICROBATCHES
                 }
             ),
             "log": Counter({"copy to the card megalite/train/timers.py": 2, "tolist megalite/train/timers.py": 2}),
@@ -112,7 +110,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Counter[str]]]] = {
     ),
     "a timeline": (
         "--profile-pipeline 2 --profile --profile-step-start 1 --profile-step-end 2",
-        {"step": Counter({"synchronize megalite/pipeline/runtime.py": 2 * 2 * MICROBATCHES})},
+        {"step": Counter({SYNCHRONIZED: 2 * 2 * MICROBATCHES})},
     ),
     "replica checks": (
         "--check-weight-hash-across-dp-replicas-interval 2",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,13 +12,16 @@ from ranks import run_ranks
 
 from card import nccl
 from card.device import simulated
+from card.trace import Launch
 from card.waits import waits_of
 from megalite.config import cli
+from megalite.kernels.adamw import adamw_
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train import loop
 from megalite.train.setup import build_run
-from megalite.train.state import Run, StepResult
+from megalite.train.state import Run
+from megalite.train.step import parameter_norm
 
 COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
  --global-batch-size 4 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
@@ -31,15 +37,18 @@ def build(flags: str, device: torch.device) -> Run:
     return build_run(cli.parse(f"{COMMON} {flags}".split(), PRESETS), ranks, device)
 
 
-def steps_of(run: Run) -> list[StepResult]:
+def steps_of(run: Run) -> list[tuple[float, ...]]:
+    """(loss, norm of the gradient) of each step; then an evaluation's loss and the norm of the weights."""
     try:
-        return [loop.train_step(run) for _ in range(STEPS)]
+        found: list[tuple[float, ...]] = []
+        for _ in range(STEPS):
+            result = loop.train_step(run)
+            found.append((result.loss, result.grad_norm))
+        run.buffer.wait_gather()
+        loop.check_replicas(run.buffer, STEPS)
+        return [*found, (loop.evaluate(run, run.valid[0].data, 1), parameter_norm(run))]
     finally:
         run.close()
-
-
-def numbers(results: list[StepResult]) -> list[tuple[float, float]]:
-    return [(result.loss, result.grad_norm) for result in results]
 
 
 # flags, and how far losses and norms may be from a CPU's: not at all where the same operations run. On a card groups of
@@ -66,10 +75,10 @@ ALMOST = {"groups": 1e-6, "bf16": 2e-3, "bf16, cudnn": 2e-3, "bf16 moments": 2e-
 def test_a_step_waits_once_and_computes_what_a_cpu_does(name: str) -> None:
     flags = f"--hidden-dropout 0 --attention-dropout 0 {FLAGS[name]}"
     with simulated() as card:
-        here = numbers(steps_of(build(flags, card.device)))
+        here = steps_of(build(flags, card.device))
     assert not card.mixed
     assert [str(wait) for wait in waits_of(card.trace) if "step" in wait.within] == ONCE * STEPS
-    there = numbers(steps_of(build(flags, torch.device("cpu"))))
+    there = steps_of(build(flags, torch.device("cpu")))
     assert here == [pytest.approx(pair, rel=ALMOST[name]) for pair in there] if name in ALMOST else here == there
 
 
@@ -84,15 +93,15 @@ LAYOUTS = {
     "tp2 pp2 dp2": (8, f"{LLAMA} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 "
                        "--ddp-bucket-size 3000 --recompute-granularity full --recompute-method uniform"),
 }  # fmt: skip
-QUICK = ("tp2", "tp2 vpp2 pp2", "dp2")
+QUICK = ("tp2 vpp2 pp2", "dp2")
 
 
-def on_a_card(flags: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[str], list[str]]:
+def on_a_card(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], list[str], list[str]]:
     """Of this rank: the numbers there and on a CPU, what was mixed, for what the host waited in steps."""
-    there = numbers(steps_of(build(f"{flags} --no-shared-memory", torch.device("cpu"))))
+    there = steps_of(build(f"{flags} --no-shared-memory", torch.device("cpu")))
     with simulated(index=dist.get_rank()) as card:
         nccl.use(card)
-        here = numbers(steps_of(build(flags, card.device)))
+        here = steps_of(build(flags, card.device))
     waits = [str(wait) for wait in waits_of(card.trace) if "step" in wait.within]
     return here, there, [str(mixed) for mixed in card.mixed], waits
 
@@ -104,3 +113,27 @@ def test_each_rank_waits_once_per_step_under_every_layout(name: str) -> None:
     world, flags = LAYOUTS[name]
     for here, there, mixed, waits in run_ranks(world, on_a_card, f"{flags}", backend=nccl.join):
         assert here == there and not mixed and waits == ONCE * STEPS
+
+
+def interpreted(flags: str) -> tuple[list[tuple[float, ...]], list[str], list[str], Counter[str]]:
+    os.environ.update(TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
+    with simulated() as card:
+        here = steps_of(build(flags, card.device))
+    waits = [str(wait) for wait in waits_of(card.trace) if "step" in wait.within]
+    with simulated() as planted:
+        w, m, v = (torch.ones(8, device=planted.device) for _ in range(3))
+        adamw_(w, torch.ones(8), m, v, lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0, step=1)
+    assert [one.what for one in planted.mixed] == ["_adamw(card, host, card, card, card)"], planted.mixed
+    kernels = Counter(fact.name for fact in card.trace if isinstance(fact, Launch) and fact.name.startswith("_"))
+    return here, [str(mixed) for mixed in card.mixed], waits, kernels
+
+
+def test_kernels_in_triton_are_launches_and_wait_for_nothing() -> None:
+    small = "--num-layers 1 --global-batch-size 2 --seq-length 8 --vocab-size 30"  # the interpreter takes its time
+    flags = f"{LLAMA} --kernels triton --attention-kernel auto --hidden-dropout 0.1 --attention-dropout 0.1 {small}"
+    [(here, mixed, waits, kernels)] = run_ranks(1, interpreted, flags)
+    assert not mixed and waits == ONCE * STEPS
+    turns = 2 * (2 * STEPS + 1)  # queries and keys, there and back in a step and there in an evaluation
+    assert kernels["_rotate"] == turns and kernels["_adamw"] and kernels["_squares"], kernels
+    there = steps_of(build(f"{flags} --kernels torch", torch.device("cpu")))
+    assert here == [pytest.approx(pair, rel=1e-4) for pair in there]

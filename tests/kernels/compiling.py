@@ -1,20 +1,114 @@
-"""Compile every kernel for a card that is not here: launches are recorded, and each becomes machine code for sm_90.
+"""Compile every kernel for a card that is not here: launches are recorded, and each becomes machine code for any card.
 
 What the interpreter accepts is a larger language than what the compiler does, so a kernel that passes on CPU may still
-not build. No driver is needed for that, only the assembler that comes with Triton.
+not build, or need more registers or shared memory than a card has. No driver is needed to know that, only the assembler
+and the disassembler that come with Triton. What was compiled once is taken from Triton's own cache, whose key is the
+source, the target, the options and Triton's build.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megalite.kernels import dispatch
+from megalite.kernels import dispatch, flash_attention
+
+BARGAIN = 32  # bytes that the assembler spills by its own choice, so that one more block is resident
+
+
+@dataclass(frozen=True)
+class Card:
+    """What one block may have on a compute capability (CUDA C++ programming guide, technical specifications)."""
+
+    capability: int  # 90 is 9.0
+    shared: int  # bytes of shared memory, opted in
+    registers: int = 65536  # of the register file, in which all threads of a block must fit
+    threads: int = 1024
+
+    @property
+    def name(self) -> str:
+        return f"{self.capability // 10}.{self.capability % 10}"
+
+
+# 8.6 and 8.9 (RTX 3090, RTX 4090, L40) have the code of 8.0 and the shared memory of 12.0
+CARDS = {c.capability: c for c in (Card(80, 163 << 10), Card(89, 99 << 10), Card(90, 227 << 10), Card(100, 227 << 10),
+                                   Card(120, 99 << 10))}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as Triton's launcher sees it: the function, the types of its arguments, its constants, its options,
+    and the arguments themselves with the grid."""
+
+    jitted: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    aligned: dict[tuple[int, ...], Any]
+    options: dict[str, int]
+    args: tuple[Any, ...]
+    grid: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.jitted.__module__.rsplit('.', 1)[-1]}.{self.jitted.__name__.lstrip('_')}"
+
+    @property
+    def key(self) -> str:
+        """Of its machine code."""
+        return f"{self.name} {self.types} {self.constants} {sorted(self.aligned)} {self.options}"
+
+    @property
+    def columns(self) -> int:
+        """Of its tile, 0 where it has none."""
+        return self.constants.get("COLUMNS", 0)
+
+
+@dataclass(frozen=True)
+class Built:
+    """One kernel's machine code for one card, and what a block of it takes."""
+
+    launch: Launch
+    card: Card
+    registers: int  # per thread
+    stack: int  # bytes per thread: the kernels have no local arrays, so it is what registers were spilled to
+    shared: int  # bytes per block
+    warps: int  # per block, with those that Triton adds for itself
+    ptx: str
+    cubin: bytes
+
+    def problems(self) -> list[str]:
+        """Why a card of this kind would refuse the launch, or run it slowly. Registers are given out in units of 8."""
+        threads, each = 32 * self.warps, -(-self.registers // 8) * 8
+        found = []
+        if self.shared > self.card.shared:
+            found.append(f"{self.shared} bytes of shared memory, the card has {self.card.shared}")
+        if threads > self.card.threads or threads * each > self.card.registers:
+            found.append(f"{threads} threads of {each} registers do not fit")
+        if self.stack > (0 if self.full else BARGAIN):
+            found.append(f"{self.stack} bytes per thread spilled at {self.registers} registers")
+        return [f"{self.launch.name} {tile_of(self.launch)} on {self.card.name}: {text}" for text in found]
+
+    @property
+    def full(self) -> bool:
+        """Whether a thread has all the registers that it can have."""
+        most = min(255, self.card.registers // (32 * self.warps) // 8 * 8)
+        return self.registers > most - 8
+
+
+def tile_of(launch: Launch) -> str:
+    names = ("ROWS", "COLUMNS", "ELEMENTS", "WIDTH", "ADD", "THRESHOLD", "DOCUMENTS")
+    first = next((t.lstrip("*") for t in launch.types.values() if t.startswith("*")), "")
+    tile = ", ".join(f"{k.lower()} {launch.constants[k]}" for k in names if k in launch.constants)
+    return f"[{first}, {tile}, {', '.join(f'{k[4:]} {v}' for k, v in launch.options.items())}]"
 
 
 def signature(
@@ -45,62 +139,70 @@ def signature(
     return types, constants, aligned
 
 
-class Recorder:
-    """Takes the place of a kernel: a launch compiles it once per signature and writes nothing."""
+def recorded(run: Callable[[], Any], capability: int = 90) -> list[Launch]:
+    """Run `run` as on a card of this capability with every launch recorded in place of executed (nothing is written):
+    each kind of machine code once."""
+    made: dict[str, Launch] = {}
 
-    def __init__(self) -> None:
-        self.built: dict[str, str] = {}
+    def note(jitted: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            chosen = {k: v for k, v in options.items() if k in ("num_warps", "num_stages")}
+            new = Launch(jitted, *signature(jitted, args, options), chosen, args, tuple(grid))
+            made.setdefault(new.key, new)
 
-    def launch(self, jitted: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+        return launch
 
-        types, constants, aligned = signature(jitted, args, options)
-        key = f"{jitted.__module__}.{jitted.__name__} {types} {constants} {sorted(aligned)}"
-        if key in self.built:
-            return
-        launch = {k: v for k, v in options.items() if k in ("num_warps", "num_stages")}
-        made = triton.compile(
-            ASTSource(jitted, types, constants, aligned), target=GPUTarget("cuda", 90, 32), options=launch
-        )
-        assert len(made.asm["cubin"]) > 0
-        self.built[key] = made.asm["ptx"]
-
-
-def compile_ops(run: Callable[[], Any]) -> dict[str, str]:
-    """Run `run` with every launch compiled in place of executed; the PTX of each kernel by its signature."""
-    from triton.runtime.jit import JITFunction
-
-    recorder = Recorder()
-    before, kind, launch = dispatch.Kernel.__getitem__, dispatch.runs_triton, JITFunction.__getitem__
-    record = lambda jitted: lambda *args, **options: recorder.launch(jitted, args, options)  # noqa: E731
-    dispatch.Kernel.__getitem__ = lambda self, grid: record(self.compiled())  # type: ignore
-    JITFunction.__getitem__ = lambda self, grid: record(self)  # type: ignore
+    before, kind = dispatch.Kernel.__getitem__, dispatch.runs_triton
+    generation = flash_attention.generation
+    flash_attention.generation = lambda device: capability // 10
+    dispatch.Kernel.__getitem__ = lambda self, grid: note(self.compiled(), grid)  # type: ignore
     dispatch.runs_triton = lambda device_type: True  # type: ignore[assignment]
     try:
         run()
     finally:
         dispatch.Kernel.__getitem__, dispatch.runs_triton = before, kind  # type: ignore[method-assign]
-        JITFunction.__getitem__ = launch  # type: ignore[method-assign]
-    return recorder.built
+        flash_attention.generation = generation
+    return list(made.values())
 
 
-def spilled(ptx: str) -> tuple[int, int]:
-    """Registers per thread and bytes spilled, by the assembler that comes with Triton."""
-    import re
+def build(launch: Launch, capability: int) -> Built:
+    """Machine code for a card of this compute capability. Raises what Triton's compiler does."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
-    from triton.backends.nvidia.compiler import get_ptxas
+    made = triton.compile(
+        ASTSource(launch.jitted, launch.types, launch.constants, launch.aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options=launch.options,
+    )
+    cubin = made.asm["cubin"]
+    told = disassembled("cuobjdump", cubin, "-res-usage")
+    used = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert used, told
+    meta = made.metadata
+    return Built(
+        *(launch, CARDS[capability], int(used[1]), int(used[2]), meta.shared),
+        *(meta.num_warps, made.asm["ptx"], cubin),
+    )
 
-    tool = get_ptxas(90).path
+
+def disassembled(tool: str, cubin: bytes, *options: str) -> str:
+    """What a tool of Triton's own says of machine code."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
-        told = subprocess.run(
-            [tool, "-v", "--gpu-name=sm_90a", str(file), "-o", str(file.with_suffix(".cubin"))],
-            capture_output=True, text=True, check=True, timeout=60,
-        ).stderr  # fmt: skip
-    registers = re.search(r"Used (\d+) registers", told)
-    spills = re.search(r"(\d+) bytes spill stores", told)
-    assert registers and spills, told
-    return int(registers[1]), int(spills[1])
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        words = [str(tools() / tool), *options, str(file)]
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@functools.cache
+def tools() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept from one run to the next, of this user alone."""
+    return Path(tempfile.gettempdir()) / f"megalite-kernels-{os.getuid()}"

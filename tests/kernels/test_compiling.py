@@ -1,64 +1,130 @@
-"""Every kernel builds for a card of compute capability 9.0, in 16-byte accesses and, at usual sizes, within its registers.
+"""Every kernel builds for the cards that there are, in 16-byte accesses and, at usual sizes, within registers and shared memory.
 
 No card is needed: Triton's compiler and assembler run on any machine with its package. What it costs to run is another
-question, and tools/bench/kernels.py asks it.
+question, and tools/bench/kernels.py asks it. Compiled kernels are kept from one run to the next (compiling.py).
 """
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import dataclasses
 
 import pytest
 import torch
 from cases import OPS, results
-from compiling import compile_ops, spilled
+from compiling import CARDS, Built, Launch, build, cache_folder, disassembled, recorded
+from expected import known_spill
+from launches import WIDTHS, Work, activations, attention, every, norms
+from machine_code import count
+from roofline import turns
 
-from megalite.kernels.blocked_attention import Drop
-from megalite.kernels.flash_attention import flash_attention
-from megalite.kernels.layer_norm import add_layer_norm
-from megalite.kernels.rms_norm import add_rms_norm
+from megalite.kernels import flash_attention
+from megalite.kernels.dispatch import kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import triton.language as tl
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def kept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_folder()))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def problems(work: Work, capability: int) -> list[str]:
+    made = [build(launch, capability) for launch in recorded(work.run, capability)]
+    return [text for one in made for text in one.problems() if "spilled" not in text or not known_spill(one.launch)]
+
+
+def narrow(built: Built) -> dict[int, int]:
+    """Accesses of less than 16 bytes, by the machine code."""
+    return count(disassembled("nvdisasm", built.cubin, "-c"), turns(built.launch)).narrow()
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_kernel_builds(name: str) -> None:
     inputs = [x.bfloat16() if x.is_floating_point() else x for x in OPS[name].cases[-1]()]
-    assert compile_ops(lambda: results(OPS[name].run, inputs, "contiguous"))
+    launches = recorded(lambda: results(OPS[name].run, inputs, "contiguous"))
+    assert launches and all(build(launch, 90).cubin for launch in launches)
 
 
-@pytest.mark.parametrize("width", [128, 4096, 8192])
-def test_norms_hold_their_rows_in_registers(width: int) -> None:
-    def run() -> None:
-        x, w = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((64, width), (width,)))
-        for made in (add_rms_norm(x, x, w, 1e-5), add_layer_norm(x, x, w, w, 1e-5)):
-            torch.autograd.grad(made, [x, w], made)
-
-    built = compile_ops(run)
-    assert len(built) >= 5
-    for name, ptx in built.items():
-        registers, bytes_spilled = spilled(ptx)
-        assert bytes_spilled == 0, f"{name}: {registers} registers, {bytes_spilled} bytes spilled"
-        narrow = re.findall(r"(?:ld|st)\.global\S*\.[bf]16 ", ptx)
-        assert "columns" in name or not narrow, f"{name}: accesses of 2 bytes"
+@pytest.mark.parametrize("capability", CARDS)
+def test_norms_fit_every_card(capability: int) -> None:
+    assert [text for work in norms(4096, torch.bfloat16) for text in problems(work, capability)] == []
 
 
-@pytest.mark.parametrize("head_size,dropout_p", [(64, 0.0), (128, 0.0), (64, 0.1), (128, 0.1)])
-def test_attention_fits_into_registers_and_uses_the_tensor_cores(head_size: int, dropout_p: float) -> None:
-    def run() -> None:
-        q, k, v = (torch.zeros(256, 2, n, head_size, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
-        first_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
-        drop = Drop(dropout_p, 0, ids_B)
-        flash_attention(q, k, v, scale=0.1, first_BS=first_BS, drop=drop).sum().backward()
+def test_norms_and_activations_access_memory_in_16_bytes() -> None:
+    for work in (*norms(4096, torch.bfloat16), *activations(4096, torch.bfloat16)):
+        for launch in recorded(work.run):
+            widths = narrow(build(launch, 90))
+            # one number per row is what a norm keeps, a dropped row's sample its number, and a column of a gradient
+            few = {"rms_norm": 1, "layer_norm": 2, "columns": 1, "dropout": 2}.get(launch.name.split(".")[0], 0)
+            assert sum(widths.values()) <= few, f"{launch.name}: {dict(widths)}"
 
-    built = compile_ops(run)
-    assert len(built) == 3
-    for name, ptx in built.items():
-        assert "wgmma" in ptx and spilled(ptx)[1] == 0, f"{name}: {spilled(ptx)}"
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_attention_fits_and_uses_the_tensor_cores(head_size: int) -> None:
+    for launch in recorded(attention(head_size, torch.bfloat16).run):
+        made = build(launch, 90)
+        assert made.problems() == [] and "wgmma" in made.ptx
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("work", every(), ids=lambda work: work.name)
+def test_every_tile_of_every_table_fits_every_card(work: Work, capability: int) -> None:
+    assert problems(work, capability) == []
+
+
+def test_widths_of_the_tables_are_all_there() -> None:
+    assert max(WIDTHS) == 32768 and {work.size for work in every() if work.op == "layer_norm"} == set(WIDTHS)
+
+
+# --- planted: what the checks must find
+
+
+def planted(launch: Launch, **changed: int) -> Launch:
+    options = {k: changed.pop(k, v) for k, v in launch.options.items()}
+    return dataclasses.replace(launch, constants=launch.constants | changed, options=options)
+
+
+def test_a_tile_that_spills_is_found() -> None:
+    """The row in a quarter of the warps."""
+    (work, _) = norms(8192, torch.bfloat16)
+    launch = next(one for one in recorded(work.run) if one.name == "rms_norm.backward")
+    made = build(planted(launch, num_warps=2), 90)
+    assert made.full and any("spilled" in text for text in made.problems())
+
+
+def test_a_tile_over_the_shared_memory_of_one_card_alone_is_found() -> None:
+    """What H100 has room for, cards for desks have not."""
+    launch = next(one for one in recorded(attention(64, torch.bfloat16).run) if one.name.endswith("forward"))
+    made = build(planted(launch, num_stages=6), 120)
+    assert any("bytes of shared memory, the card has 101376" in text for text in made.problems())
+    assert not any("shared" in text for text in dataclasses.replace(made, card=CARDS[90]).problems())
+
+
+@kernel
+def _copy(X, Y, n, STEP: tl.constexpr, ELEMENTS: tl.constexpr):
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS) * STEP
+    tl.store(Y + at, tl.load(X + at, mask=at < n, other=0.0), mask=at < n)
+
+
+def test_a_kernel_that_lost_its_wide_accesses_is_found() -> None:
+    x = torch.zeros(4096, dtype=torch.bfloat16)
+
+    def run(step: int) -> dict[int, int]:
+        (launch,) = recorded(lambda: _copy[(4,)](x, x, 4096, step, 1024, num_warps=4))
+        return dict(narrow(build(launch, 90)))
+
+    assert run(1) == {} and set(run(2)) == {2}
+
+
+def test_a_card_gets_the_tiles_of_its_tensor_cores() -> None:
+    tiles = {}
+    for capability in CARDS:
+        launch = recorded(attention(128, torch.bfloat16).run, capability)[0]
+        tiles[capability] = (launch.constants["ROWS"], launch.constants["COLUMNS"])
+    table = {unit: tile[:2] for unit, tile in flash_attention.FORWARD.items()}
+    assert tiles == {80: table["mma"], 89: table["mma"], 90: table["wgmma"], 100: table["tcgen05"], 120: table["mma"]}

@@ -6,43 +6,17 @@ imported, and this process must stay free to train with torch.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, OPS, in_interpreter, measure, results
+from cases import DTYPES, LAYOUTS, OPS, measure, results
 
 from megalite.kernels.cross_entropy import COLUMNS, shard_stats, shard_stats_reference
 
 ROWS = [(name, i, dtype) for name, op in OPS.items() for i in range(len(op.cases)) for dtype in DTYPES]
 Call = Callable[..., Any]
-
-
-@pytest.fixture(scope="session")
-def interpreter() -> Iterator[Call]:
-    """Call a module-level function in the process whose kernels are interpreted."""
-    before = {name: os.environ.get(name) for name in ("TRITON_INTERPRET", "MEGALITE_KERNELS")}
-    os.environ.update(TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=in_interpreter, args=(there,), daemon=True)
-    process.start()
-    there.close()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-    def call(fn: Call, *args: Any) -> Any:
-        here.send((fn, args))
-        ran, result = here.recv()
-        assert ran, result
-        return result
-
-    yield call
-    process.kill()
-    process.join()
 
 
 def layout_of(name: str, case: int, dtype: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from cases import guarded, laid_out
-from test_triton import interpreter  # noqa: F401  (a fixture)
 from torch import Tensor
 
 from megalite.kernels.adamw import BLOCK, adamw_, adamw_reference_, random_bits, round_at_random, rounding_key
@@ -160,12 +159,12 @@ def norm_error(n: int, dtype: str, device: str) -> float:
 
 @pytest.mark.parametrize("which", range(len(MOMENTS)))
 @pytest.mark.parametrize("n", SIZES)
-def test_triton_update(interpreter: Any, n: int, which: int) -> None:  # noqa: F811
+def test_triton_update(interpreter: Any, n: int, which: int) -> None:
     check(interpreter(update_errors, n, which, "cpu"))
 
 
 @pytest.mark.parametrize("n,dtype", [(1, "float32"), (70001, "float32"), (5000, "float64"), (5000, "bfloat16")])
-def test_triton_gradient_norm(interpreter: Any, n: int, dtype: str) -> None:  # noqa: F811
+def test_triton_gradient_norm(interpreter: Any, n: int, dtype: str) -> None:
     assert interpreter(norm_error, n, dtype, "cpu") <= (1e-14 if dtype == "float64" else 3e-7)
 
 

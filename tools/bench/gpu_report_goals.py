@@ -148,11 +148,21 @@ def count(part: str, *keys: str) -> Callable[[Results], float | None]:
     return value
 
 
+def differing(part: str) -> Callable[[Results], float | None]:
+    def value(results: Results) -> float | None:
+        cases = [case for case in results.get(part, {}).get("cases", []) if not case["status"].startswith("not run")]
+        return sum(case["status"] != "ok" for case in cases) if cases else None
+
+    return value
+
+
 def goals() -> list[Goal]:
     return [
         *training_goals(),
         Goal("tests on the card that fail", 0, "0", count("tests", "failed", "did_not_end"), "{:.0f}", least=False),
         *kernel_goals(),
+        Goal("ways of training that differ from the CPU", 0, "0", differing("smoke"), "{:.0f}", least=False),
+        Goal("layouts that differ from one card", 0, "0", differing("layouts"), "{:.0f}", least=False),
         Goal("invalid accesses of memory", 0, "0", count("sanitizer", "invalid_accesses"), "{:.0f}", least=False),
     ]
 
@@ -167,7 +177,9 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# GPU report" + (": a dry run on CPU at tiny sizes; no figure means anything" if report["dry_run"] else "")
     ]
-    lines += ["", *table(["", ""], [[key, str(value)] for key, value in facts.items() if key != "plans"])]
+    lines += [line for text in facts.get("warnings", []) for line in ("", f"**Warning:** {text}")]
+    lines += ["", *table(["", ""], [[key, str(value)] for key, value in facts.items()
+                                    if key not in ("plans", "warnings")])]  # fmt: skip
     lines += ["", "## Goals", ""]
     figures = report["figures"]
     lines += table(
@@ -177,6 +189,20 @@ def markdown(report: dict[str, Any]) -> str:
     lines += table(["shape", "layers", "moments", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "where the time went"],
                    [training_line(name.removeprefix("train "), made) for name, made in results.items()
                     if name.startswith("train ") and made])  # fmt: skip
+    for part in ("smoke", "layouts"):
+        cases = results.get(part, {}).get("cases", [])
+        if cases:
+            lines += ["", f"## {part.capitalize()}: losses and gradient norms beside a reference", ""]
+            cells = [[c["name"], c["like"], "" if c["worst"] is None else f"{c['worst']:.1e}", c["status"],
+                      f"{c['seconds']:.0f}"] for c in cases]  # fmt: skip
+            lines += table(["case", "beside", "largest difference", "status", "seconds"], cells)
+            failed = [c for c in cases if c["tail"]]
+            lines += [line for c in failed for line in ("", f"### {c['name']}", "", "```", *c["tail"], "```")]
+    if results.get("nccl", {}).get("rows"):
+        lines += ["", f"## Messages between {results['nccl']['cards']} cards", ""]
+        rows = [[r["kind"], f"{r['bytes'] / 2**20:g}", f"{r['us']:.0f}", f"{r['gb_s']:.1f}", f"{r['bus_gb_s']:.1f}"]
+                for r in results["nccl"]["rows"]]  # fmt: skip
+        lines += table(["kind", "MiB", "us", "GB/s", "bus GB/s"], rows)
     for part in ("kernels", "peers"):
         made = results.get(part, {})
         if made.get("rows"):
@@ -190,7 +216,7 @@ def markdown(report: dict[str, Any]) -> str:
         ["part", "status", "seconds"], [[p["name"], p["status"], f"{p['seconds']:.0f}"] for p in report["parts"]]
     )
     for part in report["parts"]:
-        if part["status"] not in ("ok", "waiting") and part["tail"]:
+        if part["status"] not in ("ok", "waiting", "running") and part["tail"]:
             lines += ["", f"### {part['name']}: {part['status']}", "", "```", *part["tail"], "```"]
     for failure in results.get("tests", {}).get("failures", [])[:20]:
         lines += ["", f"### {failure['test']}", "", "```", *failure["text"].splitlines()[-15:], "```"]
@@ -201,6 +227,9 @@ def training_line(name: str, made: dict[str, Any]) -> list[str]:
     mfu = "n/a" if made["mfu"] is None else f"{made['mfu']:.1%}"
     shares = sorted(made["parts"].items(), key=lambda item: -item[1])
     went = ", ".join(f"{part} {share:.1%}" for part, share in shares if share >= 0.0005)
+    timeline = made.get("timeline") or {}
+    if whole := timeline.get("communication_s"):
+        went += f"; {whole * 1e3:.1f} ms of messages, {timeline['hidden_s'] / whole:.0%} behind kernels"
     layers = f"{made['layers']} of {made['of_layers']}"
     numbers = [f"{made['tokens_per_s']:,.0f}", f"{made['tflops']:.1f}", mfu, f"{made['memory'] / 2**30:.1f}"]
     return [name, layers, made["moments"], *numbers, went]

@@ -12,7 +12,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,19 @@ SHAPES = {
     "llama3-8b-4096": "--preset llama3-8b --seq-length 4096 --micro-batch-size 1 --global-batch-size 16 --bf16",
     "gpt-1.3b-2048": f"{GPT} --seq-length 2048 --micro-batch-size 8 --global-batch-size 64 {NO_DROPOUT}",
     "gpt-1.3b-4096": f"{GPT} --seq-length 4096 --micro-batch-size 4 --global-batch-size 32 {NO_DROPOUT}",
+    # over several cards: the weights must be drawn again for each layout
+    "llama-2b": "--preset llama3-8b --num-layers 8 --vocab-size 32000 --seq-length 4096 --micro-batch-size 1"
+    " --global-batch-size 32 --bf16",
     # where the host's time for launching kernels counts
     "gpt-125m-1024": SMALL,
     "gpt-125m-1024-graphs": f"{SMALL} --cuda-graph-impl local",
 }
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --micro-batch-size 1"
-TINY += f" --global-batch-size 2 --device cpu {NO_DROPOUT}"
+TINY += f" --global-batch-size 2 {NO_DROPOUT}"
 TINY_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 TINY_SHAPES = {
     "llama3-8b-4096": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32",
-    "gpt-1.3b-2048": f"{TINY} --seq-length 16",
-    "gpt-1.3b-4096": f"{TINY} --seq-length 32",
+    "llama-2b": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32 --num-layers 4",
 }
 ELEMENTWISE = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
 # few sizes of many kernels: under the checker a test takes tens of seconds
@@ -52,6 +54,18 @@ class Setting:
 
     cpu: bool
     plans: dict[str, Any]
+    cards: int = 1
+    tiny: bool = False
+    together: bool = True  # whether a card takes several processes at once
+    triton: bool = True
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.cpu else "cuda"
+
+    def jobs(self, most: int) -> int:
+        cores = os.cpu_count() or 1
+        return max(1, min(most, cores if self.tiny else cores // 2)) if self.together else 1
 
 
 @dataclass(frozen=True)
@@ -68,39 +82,59 @@ class Part:
     smaller: Part | None = None  # what to run where memory was not enough
 
 
-def kernels(name: str, limit_s: float, flags: str, cpu: bool) -> Part:
+def kernels(name: str, limit_s: float, flags: str, setting: Setting) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
-        more = ["--device", "cpu", "--repeats", "1"] if cpu else ["--seconds", str(max(5, seconds - 10))]
-        file = str(folder / "kernels.json")
-        return [sys.executable, str(BENCH / "kernels.py"), *flags.split(), *more, "--json", file]
+        more = ["--device", setting.device, *(["--tiny", "--repeats", "1"] if setting.tiny else [])]
+        more += ["--seconds", str(max(5, seconds - 10)), "--json", str(folder / "kernels.json")]
+        return [sys.executable, str(BENCH / "kernels.py"), *flags.split(), *more]
 
-    return Part(name, limit_s, command, lambda folder: load(folder / "kernels.json"))
+    skip = None if setting.triton or setting.cpu else "triton is not installed: all of it runs torch's kernels here"
+    return Part(name, limit_s, command, lambda folder: load(folder / "kernels.json"), skip)
 
 
-def training(shape: str, limit_s: float, setting: Setting) -> Part:
-    """`limit_s` is mostly the time to draw the weights, on one core."""
+def smoke(name: str, limit_s: float, setting: Setting, cards: int = 1) -> Part:
+    def command(folder: Path, seconds: float) -> list[str]:
+        more = ["--device", setting.device, "--cards", str(cards), "--jobs", str(setting.jobs(6 if cards == 1 else 3))]
+        more += ["--seconds", str(seconds - 3), *(["--tiny"] if setting.tiny else [])]
+        return [sys.executable, str(BENCH / "gpu_report_smoke.py"), str(folder), *more]
+
+    return Part(name, limit_s, command, lambda folder: load(folder / "smoke.json"))
+
+
+def nccl(limit_s: float, setting: Setting) -> Part:
+    def command(folder: Path, seconds: float) -> list[str]:
+        more = ["--device", setting.device, "--cards", str(setting.cards), *(["--tiny"] if setting.tiny else [])]
+        return [sys.executable, str(BENCH / "gpu_report_nccl.py"), str(folder / "nccl.json"), *more]
+
+    return Part("nccl", limit_s, command, lambda folder: load(folder / "nccl.json"))
+
+
+def training(shape: str, limit_s: float, setting: Setting, layout: str = "", cards: int = 1) -> Part:
+    """`limit_s` is mostly the time to draw the weights, on one core. `layout`: flags, on `cards` cards."""
     plan = setting.plans.get(shape)
     smaller = None
     if plan is not None and "smaller" in plan:
-        smaller = training(shape, limit_s, Setting(setting.cpu, {shape: plan["smaller"]}))
+        smaller = training(shape, limit_s, replace(setting, plans={shape: plan["smaller"]}), layout, cards)
 
     def command(folder: Path, seconds: float) -> list[str]:
         assert plan is not None
-        steps = "--repeats 1 --warmup 1 --steps 2" if setting.cpu else "--repeats 1 --warmup 2 --steps 4"
-        file = ["--timeout", str(seconds), "--json", str(folder / "training.json")]
-        return [sys.executable, str(BENCH.parent / "benchmark.py"), *steps.split(), *file, *plan["flags"]]
+        steps = "--repeats 1 --warmup 1 --steps 2" if setting.tiny else "--repeats 1 --warmup 2 --steps 4"
+        file = ["--timeout", str(seconds - 10), "--json", str(folder / "training.json"), "--nproc", str(cards)]
+        where = ["--device", setting.device, *layout.split()]
+        return [sys.executable, str(BENCH.parent / "benchmark.py"), *steps.split(), *file, *plan["flags"], *where]
 
     def read(folder: Path) -> Result:
         return training_result(load(folder / "training.json"), plan or {})
 
-    skip = None if plan is not None else "the machine could not be looked at"
-    return Part(f"train {shape}", limit_s, command, read, skip, smaller=smaller)
+    skip = None if plan is not None else "no plan for its memory could be made"
+    name = "-".join([shape, *(word.removeprefix("--").partition("-")[0] for word in layout.split()[::2])])
+    return Part(f"train {name}", limit_s, command, read, skip, smaller=smaller)
 
 
 def training_result(made: Result, plan: Result) -> Result:
     """The figures of tools/benchmark.py's file that the report has."""
     runs = made.get("runs", {}).get("megalite", [])
-    if not runs or "error" in runs[-1]:
+    if not runs or "error" in runs[-1]:  # why stands in what the part has said
         return {}
     run = runs[-1]
     parts = {name: statistics.mean(rank[name] for rank in run["parts"]) for name in run["parts"][0]}
@@ -120,11 +154,12 @@ def training_result(made: Result, plan: Result) -> Result:
         "parts": {name: seconds / total for name, seconds in parts.items()},
         "overhead": 1 - sum(parts[name] for name in FORWARD_AND_BACKWARD) / total,
         "losses": run["losses"],
+        "timeline": run.get("timeline"),
     }
 
 
-def tests(limit_s: float, cpu: bool) -> Part:
-    jobs = 1 if cpu else max(1, min(8, (os.cpu_count() or 1) // 2))
+def tests(limit_s: float, setting: Setting) -> Part:
+    jobs = 1 if setting.tiny else setting.jobs(8)
 
     def command(folder: Path, seconds: float) -> list[str]:
         return [sys.executable, str(BENCH / "gpu_report_tests.py"), str(folder), "--jobs", str(jobs)]
@@ -153,29 +188,51 @@ def sanitizer(limit_s: float) -> Part:
     return Part("sanitizer", limit_s, command, read, skip, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
+def several(setting: Setting) -> tuple[Part, Part, list[Part]]:
+    """Losses, messages and speed over several cards; skipped on one."""
+    cards = min(8, 1 << (setting.cards.bit_length() - 1))
+    tp, pp = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+    ways = [(f"{tp} {cards}", 2), (f"{pp} {cards}", 2), (f"--dp {cards}", 2), (f"{tp} 2 {pp} 2 --dp {cards // 4}", 4)]
+    made = [(smoke("layouts", 70, setting, max(2, cards)), 2), (nccl(40, setting), 2)]
+    ways = ways[::2] if setting.tiny else ways
+    made += [(training("llama-2b", 75, setting, layout, cards), least) for layout, least in ways]
+    reason = f"needs {{}} cards; torch sees {setting.cards}"
+    few = [replace(part, skip=reason.format(least)) if setting.cards < least else part for part, least in made]
+    return few[0], few[1], few[2:]
+
+
 def parts_of(setting: Setting) -> list[Part]:
-    cpu = setting.cpu
-    peers = (
-        "--only swiglu --peers megalite torch"
-        if cpu
-        else "--hidden-sizes 4096 --peers megalite torch compile liger apex"
-    )
-    own = (
-        "--peers megalite torch triton --only rms_norm,attention,adamw"
-        if cpu
-        else "--peers megalite triton cudnn flash"
-    )
-    return [
+    peers = f"--hidden-sizes 4096 --peers megalite torch compile liger apex --only {ELEMENTWISE}"
+    own = "--peers megalite triton cudnn flash"
+    if setting.tiny:
+        peers = "--only swiglu --peers megalite torch"
+        own = "--peers megalite torch triton --only rms_norm,attention,adamw"
+    layouts, messages, trained = several(setting)
+    shapes = ["gpt-1.3b-2048", "gpt-1.3b-4096", "gpt-125m-1024", "gpt-125m-1024-graphs"]
+    more = [training(shape, 70 if "1.3b" in shape else 40, setting) for shape in shapes if not setting.tiny]
+    made = [
+        smoke("smoke", 60, setting),
+        layouts,
         training("llama3-8b-4096", 170, setting),
-        kernels("kernels", 100, own, cpu),
-        tests(120, cpu),
-        training("gpt-1.3b-2048", 70, setting),
-        training("gpt-1.3b-4096", 70, setting),
-        kernels("peers", 150, peers if cpu else f"{peers} --only {ELEMENTWISE}", cpu),
+        messages,
+        *trained,
+        tests(120, setting),
+        kernels("kernels", 100, own, setting),
+        *more[:2],
+        kernels("peers", 150, peers, setting),
         sanitizer(60),
-        *([] if cpu else [training(shape, 40, setting) for shape in ("gpt-125m-1024", "gpt-125m-1024-graphs")]),
+        *more[2:],
     ]
+    slow = 4 if setting.tiny else 1  # a machine may be, and figures do not count
+    return [replace(part, limit_s=slow * part.limit_s) for part in made]
 
 
 def load(file: Path) -> Result:
     return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+
+def write_whole(file: Path, made: Result) -> None:
+    """A reader, and whoever comes after a kill, finds the last whole text."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    beside.write_text(json.dumps(made, indent=1), encoding="utf-8")
+    os.replace(beside, file)

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
+from tools.bench.gpu_report_parts import write_whole  # noqa: E402
 from tools.memory_estimate import estimate  # noqa: E402
 
 DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
@@ -28,32 +29,85 @@ USABLE = 0.93  # of the card's memory: the rest is the driver's, the libraries' 
 SMALLER = 0.85  # of an estimate that turned out to be too small
 
 
+QUERY = ("name", "driver_version", "compute_mode", "mig.mode.current", "ecc.errors.uncorrected.volatile.total",
+         "utilization.gpu", "memory.used", "clocks_event_reasons.active", "temperature.gpu")  # fmt: skip
+
+
 def facts() -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {"python": platform.python_version(), "machine": platform.platform()}
     found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
-    for name in ("triton", "numpy"):
+    for name in ("triton", "numpy", "pytest"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"device": properties.name, "memory": properties.total_memory}
-        found |= {"cudnn": torch.backends.cudnn.version(), "driver": driver()}
-    else:
-        found |= {"device": "CPU", "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    return found
+    found |= {"device": "CPU", "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "cards": 0}
+    if not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:  # which say what is wrong with the build or the driver
+            found["why"] = " ".join(str(error).split())
+        return found
+    properties = torch.cuda.get_device_properties(0)
+    found |= {"device": properties.name, "memory": properties.total_memory, "cards": torch.cuda.device_count()}
+    found |= {"cudnn": torch.backends.cudnn.version(), "capability": f"{properties.major}.{properties.minor}"}
+    free = min(torch.cuda.mem_get_info(card)[0] for card in range(found["cards"]))
+    return found | {"free": free, "cards_told": ask_driver()}
 
 
-def driver() -> str | None:
+def ask_driver() -> list[dict[str, str]]:
+    """QUERY of each card, without what this nvidia-smi does not know."""
     tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    words = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
-    return done.stdout.split("\n")[0].strip() or None
+    fields: list[str] = [*QUERY]
+    while tool is not None and fields:
+        words = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.SubprocessError):
+            return []
+        if done.returncode == 0:
+            lines = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+            return [dict(zip(fields, line, strict=False)) for line in lines]
+        unknown = [name for name in fields if f'"{name}"' in done.stdout + done.stderr]
+        if not unknown:
+            return []
+        fields.remove(unknown[0])
+    return []
+
+
+def warnings_of(found: dict[str, Any]) -> list[str]:
+    """What makes the figures of this machine mean less than they seem to, or some parts impossible."""
+    made = []
+    if found["triton"] is None:
+        made.append("triton is not installed: everything runs torch's kernels")
+    if found.get("free", found["memory"]) < 0.9 * found["memory"]:
+        made.append(
+            f"others hold {(found['memory'] - found['free']) / 2**30:.1f} GiB of a card's memory: it is not quiet"
+        )
+    for number, card in enumerate(found.get("cards_told", [])):
+        here = f"card {number}"
+        if card.get("mig.mode.current") == "Enabled" or "MIG" in card.get("name", ""):
+            made.append(f"{here} is divided (MIG): rates are those of a slice, goals those of a whole card")
+        if card.get("ecc.errors.uncorrected.volatile.total", "0") not in ("0", "[N/A]", "N/A"):
+            made.append(f"{here} has uncorrected memory errors (ECC): no result can be trusted")
+        if card.get("utilization.gpu", "0").isdigit() and int(card["utilization.gpu"]) > 5:
+            made.append(f"{here} is {card['utilization.gpu']} % busy with the work of others")
+        if card.get("compute_mode", "Default") not in ("Default", "[N/A]"):
+            made.append(f"{here} takes one process at a time ({card['compute_mode']}): parts do not share it")
+    return made
+
+
+def answers() -> None:
+    """A small computation on every card comes out right; raises where it does not."""
+    import torch
+
+    for card in range(torch.cuda.device_count() or 1):
+        x = torch.arange(4096.0, device=f"cuda:{card}").view(64, 64)
+        total, expected = (x @ x).sum().item(), 1104700047360.0
+        if not abs(total / expected - 1) < 1e-3:
+            raise RuntimeError(f"card {card} computes {total:g} in place of {expected:g}")
 
 
 def choose(flags: list[str], memory: float) -> dict[str, Any]:
@@ -80,14 +134,20 @@ def choose(flags: list[str], memory: float) -> dict[str, Any]:
 
 
 def main(shapes: dict[str, str], file: Path) -> int:
-    """`shapes`: flags by name."""
+    """`shapes`: flags by name. What is known of the machine is written before plans are made: one may fail."""
     made = facts()
-    plans = {name: choose(flags.split(), USABLE * made["memory"]) for name, flags in shapes.items()}
-    for name, plan in plans.items():  # for where the estimate was wrong
+    made["warnings"] = warnings_of(made)
+    write_whole(file, made)
+    free = min(USABLE * made["memory"], made.get("free", made["memory"]))
+    made["plans"] = {name: choose(flags.split(), free) for name, flags in shapes.items()}
+    for name, plan in made["plans"].items():  # for where the estimate was wrong
         plan["smaller"] = choose(shapes[name].split(), SMALLER * min(plan["estimate"]["peak"], made["memory"]))
-    file.write_text(json.dumps(made | {"plans": plans}, indent=1))
+    write_whole(file, made)
     return 0
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--answers"]:
+        answers()
+        sys.exit()
     sys.exit(main(json.loads(sys.argv[1]), Path(sys.argv[2])))

@@ -72,7 +72,10 @@ def read(folder: Path) -> dict[str, Any]:
     ends: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("share*.jsonl")):
         for line in file.read_text("utf-8").splitlines():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError:  # the last one of a process that was killed in the middle of it
+                continue
             if row["outcome"] != "began" or row["test"] not in ends:
                 ends[row["test"]] = row
     if not ends:

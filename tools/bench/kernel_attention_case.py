@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megalite.kernels import flash_attention
 from megalite.kernels.attention import attention
-from megalite.kernels.dispatch import power_of_two
 from tools.bench.kernel_case import Case, Fn, Sizes, Tile, Work, call, entries
 
 GROUP = 4  # query heads to a key head, as in Llama 3
@@ -77,7 +76,8 @@ def tiles(half: str) -> Any:
         tables = {"q_": flash_attention.BACKWARD_Q, "kv_": flash_attention.BACKWARD_KV}
 
     def make(s: Sizes) -> Iterator[tuple[Tile, Any]]:
-        launch, key = call(own, inputs(s), half), max(64, power_of_two(s.head_size))
+        given = inputs(s)
+        launch, key = call(own, given, half), flash_attention.unit(given[0])
         return itertools.chain(*(
             entries(table, key, {prefix + name: values for name, values in TILE.items()}, launch)
             for prefix, table in tables.items()

@@ -47,8 +47,8 @@ class Row:
 class Bench:
     """Measures cases against the rates of this run; `errors` collects who could not."""
 
-    def __init__(self, device: torch.device, repeats: int, dtype: torch.dtype):
-        self.clock, self.dtype = Clock(device, repeats), dtype
+    def __init__(self, device: torch.device, repeats: int, dtype: torch.dtype, tiny: bool):
+        self.clock, self.dtype = Clock(device, repeats, tiny), dtype
         self.copy_gb_s, self.matmul_tflops = copy_rate(self.clock), matmul_rate(self.clock, dtype)
         self.errors: list[dict[str, str]] = []
 

@@ -201,7 +201,7 @@ def constants(
 
 
 def entries(
-    table: dict[int, tuple[int, ...]], key: int, tried: Mapping[str, tuple[int, ...]], launch: Callable[[], Any]
+    table: dict[str, Any], key: str, tried: Mapping[str, tuple[int, ...]], launch: Callable[[], Any]
 ) -> Iterator[tuple[Tile, Callable[[], Any]]]:
     """The same for a tile that is the entry `key` of a table; `tried` in the order of its numbers."""
     own = table[key]

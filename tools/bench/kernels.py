@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import subprocess
 import sys
@@ -32,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megalite.kernels.dispatch import KernelError, installed, runs_triton  # noqa: E402
+from tools.bench.gpu_report_parts import write_whole  # noqa: E402
 from tools.bench.kernel_bench import Bench, Row, best_of, build  # noqa: E402
 from tools.bench.kernel_case import Case, Sizes, absent  # noqa: E402
 from tools.bench.kernel_cases import CASES  # noqa: E402
@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, metavar="N")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="the sizes of a CPU on a card: whether it runs")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--sweep", action="store_true", help="time other tiles than the tables'")
@@ -90,8 +91,9 @@ def main(argv: list[str]) -> int:
         print("\n".join(f"kernels.py: {problem}" for problem in problems), file=sys.stderr)
         return 2
     device = torch.device("cpu" if args.list else args.device)
-    base = Sizes(args.tokens or TOKENS[cpu], SIZES["hidden_size"][cpu][0], getattr(torch, args.dtype), device)
-    values = {name: getattr(args, name) or defaults[cpu] for name, defaults in SIZES.items()}
+    tiny = cpu or args.tiny
+    base = Sizes(args.tokens or TOKENS[tiny], SIZES["hidden_size"][tiny][0], getattr(torch, args.dtype), device)
+    values = {name: getattr(args, name) or defaults[tiny] for name, defaults in SIZES.items()}
     cases = [(case, s) for case in CASES if wanted is None or case.op in wanted for s in case.sizes(base, values)]
     if args.list:
         for case, s in cases:
@@ -110,7 +112,7 @@ def run(args: argparse.Namespace, argv: list[str], device: torch.device, cases: 
         helpers = [subprocess.Popen([*words, "--build", f"{i}/{args.jobs}"]) for i in range(args.jobs)]
         for helper in helpers:
             helper.wait()
-    bench = Bench(device, args.repeats, getattr(torch, args.dtype))
+    bench = Bench(device, args.repeats, getattr(torch, args.dtype), args.tiny or device.type == "cpu")
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{card}: copy {bench.copy_gb_s:.0f} GB/s, matmul {bench.matmul_tflops:.0f} TFLOP/s")
     for package in absent(args.peers):
@@ -128,7 +130,7 @@ def run(args: argparse.Namespace, argv: list[str], device: torch.device, cases: 
     def save(**more: Any) -> None:
         if args.json:
             made = head | {"rows": [asdict(row) for row in rows], "errors": bench.errors} | more
-            Path(args.json).write_text(json.dumps(made, indent=1))
+            write_whole(Path(args.json), made)
 
     save(complete=False)
     complete = True

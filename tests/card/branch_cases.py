@@ -1,0 +1,258 @@
+"""Runs that together pass every place of the source that speaks of a card; each in a process of its own.
+
+A case returns what it found; `watched` runs one on the simulated card and adds which places (card/mentions.py) it has
+passed. tests/card/test_branches.py starts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from train_cases import SMALL
+
+from card import cuda
+from card.device import Card, simulated
+from card.graphs import CUDAGraph
+from card.mentions import Mention, Watch, mentions
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
+ON_CARD = "--device cuda --kernels torch --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --num-layers 1 --global-batch-size 4"
+CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+RANK, INDEX = 0, 1  # INDEX: of the card: not the one that CUDA takes by itself
+
+Found = dict[str, Any]
+
+
+def run(flags: str, folder: Path) -> tuple[int, str]:
+    """A run as its rank does it: the exit code, and what it printed."""
+    from megalite.train.run import pretrain
+
+    config = cli.parse([*SMALL, *f"{ON_CARD} {flags} --run-dir {folder}".split()], PRESETS)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = pretrain(config, Ranks(RANK, 1, INDEX, INDEX + 1))
+    return code, said.getvalue()
+
+
+def everything_on(card: Card, folder: Path) -> Found:
+    """A run in bf16 with all that looks on."""
+    flags = f"{LLAMA} --bf16 --train-iters 2 --save {folder} --save-interval 1 --eval-interval 1 --timing-log-level 2"
+    flags += " --log-memory-interval 1 --log-device-memory-used --empty-unused-memory-level 2 --profile-pipeline 2"
+    flags += f" --profile --profile-step-start 0 --profile-step-end 2 --tensorboard-dir {folder}/board"
+    flags += f" --log-memory-to-tensorboard --record-memory-history --memory-snapshot-path {folder}/history.pickle"
+    with mock.patch("megalite.train.metrics.Reporter.step", autospec=True) as point:
+        code, said = run(flags, folder)
+    calls, history = cuda.machine().runtime_calls, (folder / f"history_{RANK}.pickle").read_bytes()
+    memory = [call.args[-1] for call in point.call_args_list]
+    return {"code": code, "said": said, "calls": calls, "history": history, "memory": memory}
+
+
+def graphs(card: Card, folder: Path) -> Found:
+    """Replayed micro-batches in fp32 with torch's profiler, saved in the foreground."""
+    from torch import profiler
+
+    real, kinds = profiler.profile, list[Any]()
+
+    def profile(activities: list[Any], **more: Any) -> Any:
+        """Kineto of a CPU's torch cannot look at a card, and says so at each operation."""
+        kinds.extend(activities)
+        return real(activities=activities[:1], **more)
+
+    flags = f"{LLAMA} --train-iters 3 --cuda-graph-impl local --profile --use-pytorch-profiler --profile-step-start 1"
+    flags += f" --profile-step-end 2 --save {folder} --save-interval 3 --no-async-save --global-batch-size 8"
+    replay = mock.patch.object(CUDAGraph, "replay", autospec=True, side_effect=CUDAGraph.replay)
+    with mock.patch.object(profiler, "profile", profile), replay as replays:
+        code, said = run(flags, folder)
+    made = sorted(path.name for path in (folder / "trace").iterdir())
+    return {"code": code, "said": said, "trace": made, "kinds": [str(kind) for kind in kinds]} | {
+        "replays": replays.call_count
+    }
+
+
+def eager(card: Card, folder: Path) -> Found:
+    """The twin of `graphs`."""
+    return {"said": run(f"{LLAMA} --train-iters 3 --global-batch-size 8", folder)[1]}
+
+
+def no_memory_for_a_copy(card: Card, folder: Path) -> Found:
+    """The background save writes the state itself, through the small pinned buffer."""
+    from megalite.checkpoint.run.background_save import HostCopy
+
+    with mock.patch.object(HostCopy, "_parts", side_effect=RuntimeError("cudaHostAlloc: out of memory\nmore")):
+        code, said = run(f"--train-iters 2 --save {folder} --save-interval 1", folder)
+    return {"code": code, "said": said}
+
+
+def two_ranks(card: Card, folder: Path) -> Found:
+    """Weights gathered, gradients reduced."""
+    from megalite.train.setup import build_run
+    from megalite.train.step import train_step
+
+    config = cli.parse([*SMALL, *f"{ON_CARD} --train-iters 2 --ddp-bucket-size 2000".split()], PRESETS)
+    run = build_run(config, Ranks(dist.get_rank(), 2), card.device)
+    losses = [train_step(run).loss for _ in range(2)]
+    run.close()
+    return {"losses": losses}
+
+
+def who_computes(card: Card, folder: Path) -> Found:
+    """Choices by card, and by what is installed."""
+    from megalite.kernels import attention, dispatch
+    from megalite.models import compiled
+    from megalite.optim.adamw import ApexAdamW
+
+    dispatch.choose("auto", "auto")
+    found: Found = {"processors": dispatch.processors(card.device), "apex": ApexAdamW.available()}
+    (folder / "amp_C.py").write_text("")
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        found["with apex"] = ApexAdamW.available()
+    found["plan"] = attention.describe_attention("cuda")
+    x = torch.zeros(4, 1, 2, 8, dtype=torch.bfloat16, device=card.device)
+    found["attention"] = [_chosen(capability, x) for capability in CAPABILITIES]
+    dispatch.runs_triton.cache_clear()
+    with (
+        mock.patch.object(dispatch, "installed", lambda: False),
+        mock.patch.object(compiled, "installed", lambda: False),
+    ):
+        found["without triton"] = dispatch.describe_kernels("cuda")
+        try:
+            compiled.check_compile("cuda")
+        except compiled.CompileError as error:
+            found["compile"] = str(error)
+        found["attention without triton"] = [_chosen(capability, x) for capability in CAPABILITIES]
+    dispatch.runs_triton.cache_clear()
+    return found
+
+
+def refused(card: Card, folder: Path) -> Found:
+    """What a start says where something is missing; more of it in test_start.py."""
+    from megalite.parallel.launch import LaunchError, process_group
+    from megalite.train.run import SetupError, choose_device
+    from tools.bench import kernels
+
+    found, soon = Found(), datetime.timedelta(seconds=1)
+    for rank in (1, 2):  # no NCCL here, or nobody to meet; no card
+        try:
+            with process_group(Ranks(1, 4, rank, 4, f"file://{folder}/meet"), device="cuda", startup_timeout=soon):
+                pass
+        except LaunchError as error:
+            found[f"local rank {rank}"] = str(error)
+    found["auto"] = [choose_device("auto")]
+    cuda.machine().cards = 0
+    found["auto"] += [choose_device("auto")]
+    try:
+        choose_device("cuda")
+    except SetupError as error:
+        found["no card"] = [str(error), *kernels.missing("cuda")]
+    return found
+
+
+def _chosen(capability: tuple[int, int], x: torch.Tensor) -> str:
+    from megalite.kernels import attention
+
+    cuda.machine().capability = capability
+    return attention.backend(x, masked=False)
+
+
+def clock_and_probe(card: Card, folder: Path) -> Found:
+    """What tools/bench measures with, and the machine as it tells it."""
+    from tools.bench import gpu_report_probe, kernel_bench, kernel_clock
+
+    kernel_clock.WARM_UP_S = 0.0
+    bench = kernel_bench.Bench(card.device, 3, torch.float32, tiny=True)
+    x = torch.zeros(1 << 14, device=card.device)
+    with contextlib.redirect_stdout(io.StringIO()):
+        row = bench.row(_case(), _sizes(card.device), "torch", lambda: lambda: (x * 2).sum())
+    kernel_bench.build("0/1", [], None)
+    return {"rates": [bench.copy_gb_s, bench.matmul_tflops], "row": row, "errors": bench.errors} | {
+        "facts": gpu_report_probe.facts()
+    }
+
+
+def _sizes(device: torch.device) -> Any:
+    from tools.bench.kernel_case import Sizes
+
+    return Sizes(16, 128, torch.float32, device)
+
+
+def _case() -> Any:
+    from tools.bench.kernels import CASES
+
+    return next(case for case in CASES if case.op == "rms_norm")
+
+
+def kernels_tool(card: Card, folder: Path) -> Found:
+    """tools/bench/kernels.py itself, with Triton's interpreter."""
+    from megalite.kernels import dispatch
+    from tools.bench import kernel_clock, kernels
+
+    kernel_clock.WARM_UP_S = 0.0
+    dispatch.runs_triton.cache_clear()
+    words = "--only softmax_never --list".split()
+    found = {"refused": kernels.main(words)}
+    words = f"--only rms_norm --hidden-sizes 128 --tokens 8 --tiny --repeats 1 --peers torch --json {folder}/rows.json".split()
+    with mock.patch.object(kernels, "missing", lambda device: []), contextlib.redirect_stdout(io.StringIO()) as said:
+        found["code"] = kernels.main(words)
+    return found | {"said": said.getvalue(), "rows": json.loads((folder / "rows.json").read_text())}
+
+
+def _task(folder: Path) -> dict[str, Any]:
+    flags = [*SMALL, *f"{ON_CARD} --train-iters 9 {LLAMA}".split()]
+    return {"flags": flags, "warmup": 1, "steps": 2, "folder": str(folder), "contender": "megalite", "nproc": 1}
+
+
+def benchmark(card: Card, folder: Path) -> Found:
+    """One rank of tools/benchmark.py."""
+    from tools import benchmark_rank
+
+    return {"code": benchmark_rank.main(_task(folder)), **json.loads((folder / "rank00000.json").read_text())}
+
+
+def peer(card: Card, folder: Path) -> Found:
+    """What tools/benchmark.py compares with."""
+    from tools.bench.peer import peer_rank
+
+    peer_rank(Ranks(), _task(folder) | {"contender": "peer fp32"})
+    return json.loads((folder / "rank00000.json").read_text())
+
+
+def quickstart(card: Card, folder: Path) -> Found:
+    """What the example starts, by the number of cards."""
+    from examples import quickstart
+
+    found, machine = Found(), cuda.machine()
+    for cards in (0, 1, 2, 3, 4, 8):
+        machine.cards = cards
+        found[str(cards)] = quickstart.layout()
+    return found
+
+
+RUNS = (everything_on, graphs, eager, no_memory_for_a_copy, two_ranks)
+OTHERS = (who_computes, refused, clock_and_probe, kernels_tool, benchmark, peer, quickstart)
+CASES = {case.__name__: case for case in RUNS + OTHERS}
+
+
+def tried(name: str, folder: str) -> Found:
+    """In a rank's process."""
+    with simulated(index=INDEX, cards=2) as card:
+        return CASES[name](card, Path(folder))
+
+
+def watched(name: str, folder: str) -> set[Mention]:
+    watch = Watch(mentions())
+    with watch.watching():
+        tried(name, folder)
+    return watch.visited()

@@ -1,0 +1,183 @@
+"""A start on cards: what nvidia-smi says, whose card is whose, what the machine lacks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from train_cases import SMALL
+
+from card import cuda
+from card.device import simulated
+from megalite.config import cli
+from megalite.config.options import Config
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, prepare_cuda, process_group
+from megalite.train.arrangement import arrange
+from megalite.train.peak_rates import find_peak
+from megalite.train.run import check_machine, choose_device, pretrain
+from megalite.train.run_dir import Exit
+from megalite.train.setup import SetupError
+from tools import generate
+
+ROOT = Path(__file__).resolve().parents[2]
+SOON = datetime.timedelta(seconds=2)
+
+
+def config_of(flags: str = "") -> Config:
+    return cli.parse([*SMALL, "--train-iters", "1", "--device", "cuda", "--kernels", "torch", *flags.split()], PRESETS)
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where an nvidia-smi can be put; the variables are as they were afterwards."""
+    for name in (*CUDA_VARIABLES, *OTHER_NAMES.values(), "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return tmp_path / "nvidia-smi"
+
+
+def answer(tool: Path, script: str) -> None:
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+
+
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.mark.parametrize(
+    ("script", "queue"),
+    [
+        ("echo 9.0", True),
+        ("echo 8.0; echo 10.0", True),  # the older of two kinds decides
+        ("echo 10.0; echo 12.0", False),
+        ("echo 'No devices were found'; exit 6", True),  # its driver has lost the card: as an unknown one
+        ("echo 'Field \"compute_cap\" is not a valid field to query.'; exit 2", True),  # a driver of 2020
+        (r"printf '\377\376 9.x\n\n[N/A]\n'", True),
+        ("kill -9 $$", True),
+    ],
+)
+def test_what_nvidia_smi_says_decides_the_queues(tool: Path, tmp_path: Path, script: str, queue: bool) -> None:
+    answer(tool, script)
+    prepare_cuda(2, tmp_path)
+    assert (os.environ.get(ONE_QUEUE) == "1") is queue
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl_trace_rank_")
+
+
+def test_without_a_tool_only_what_a_deterministic_run_needs_is_set(
+    tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may have cards and no nvidia-smi: without the variable torch would refuse the first matmul there."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    prepare_cuda(2, tmp_path)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    prepare_cuda(2, tmp_path, deterministic=True)
+    assert not any(name in os.environ for name in CUDA_VARIABLES)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    tool.write_text("no program")
+    tool.chmod(0o755)
+    prepare_cuda(1, tmp_path)
+    assert ONE_QUEUE not in os.environ and "TORCH_FR_BUFFER_SIZE" in os.environ
+
+
+def test_a_tool_that_hangs_is_left(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when its child, which holds the pipe, goes on."""
+    answer(tool, "sleep 30; echo 10.0")
+    real = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, timeout, **k: real(*a, timeout=timeout / 40, **k))
+    begin = time.monotonic()
+    prepare_cuda(2, tmp_path)
+    assert time.monotonic() - begin < 5 and os.environ[ONE_QUEUE] == "1"
+
+
+@pytest.mark.parametrize("name", [*CUDA_VARIABLES, *(other for other in OTHER_NAMES.values())])
+def test_what_the_user_has_set_stays_under_either_name(
+    tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    answer(tool, "echo 9.0")
+    monkeypatch.setenv(name, "theirs")
+    prepare_cuda(2, tmp_path)
+    assert os.environ[name] == "theirs"
+    ours = next((ours for ours, theirs in OTHER_NAMES.items() if theirs == name), None)
+    assert ours is None or ours not in os.environ
+
+
+def test_torch_takes_the_variables_without_a_word(tool: Path, tmp_path: Path) -> None:
+    """Of a process that has loaded them all: the allocator's, and the flight recorder's with its first collective."""
+    answer(tool, "echo 9.0")
+    prepare_cuda(2, tmp_path)
+    text = (
+        "import torch, torch.distributed as dist; print(torch._C._accelerator_getAllocatorSettings());"
+        "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore()); dist.all_reduce(torch.zeros(1))"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.strip() == "expandable_segments:True"
+    assert "deprecated" not in done.stderr
+
+
+def test_the_device_is_chosen_by_what_there_is() -> None:
+    with cuda.installed([], cards=1):
+        assert [choose_device(wanted) for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    with cuda.installed([], cards=0):
+        assert [choose_device(wanted) for wanted in ("auto", "cpu")] == ["cpu", "cpu"]
+        with pytest.raises(SetupError, match="torch sees no card; use --device cpu"):
+            choose_device("cuda")
+
+
+def test_the_local_rank_picks_the_card(tmp_path: Path) -> None:
+    with cuda.installed([], cards=4) as machine:
+        with process_group(Ranks(9, 1, 3, 4), device="cuda", startup_timeout=SOON) as here:
+            assert here == torch.device("cuda", 3) and torch.cuda.current_device() == 3 == machine.home
+        alone = Ranks(1, 2, 1, 2, f"file://{tmp_path}/rendezvous")
+        with (
+            pytest.raises(LaunchError, match="rank 1 of 2 could not meet"),  # no NCCL here, or nobody else
+            process_group(alone, device="cuda", startup_timeout=SOON),
+        ):
+            pass
+
+
+def test_more_ranks_than_cards_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the first that has none: those that have one wait for the others, and their launcher ends them."""
+    with simulated(cards=2):
+        codes = [pretrain(config_of(), Ranks(rank, 4, rank, 4)) for rank in (3, 2)]
+    assert codes == [Exit.PREFLIGHT, Exit.PREFLIGHT]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "local rank 2 has no card, 2 visible: use --nproc 2 or less" in said
+
+
+def test_generation_tells_it_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    args = generate.build_parser().parse_args(["--load", "x", "--device", "cuda"])
+    with cuda.installed([], cards=1), pytest.raises(SystemExit, match="3"):
+        generate.run(Ranks(1, 2, 1, 2), args, [""])
+    assert "generate.py: local rank 1 has no card, 1 visible" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_the_ranks_own_card_is_refused() -> None:
+    plan = arrange(config_of(), 2, 93)
+    with cuda.installed([], cards=2, memory=1 << 30):
+        check_machine(plan, "cuda", Ranks(1, 2, 1, 2))
+    with cuda.installed([], cards=2, memory=1 << 18):
+        with pytest.raises(LaunchError, match=r"take 0\.0 GiB per rank, the card's memory is 0\.0 GiB: use more ranks"):
+            check_machine(plan, "cuda", Ranks(1, 2, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
+        ("NVIDIA H200", torch.float16, 989.4),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
+        ("NVIDIA Riva", torch.bfloat16, None),
+    ],
+)
+def test_the_peak_is_the_cards_own(name: str, dtype: torch.dtype, tflops: float | None) -> None:
+    with cuda.installed([], cards=2, name=name):
+        peak = find_peak(torch.device("cuda", 1), dtype)
+    assert peak.tflops == tflops and name in peak.source

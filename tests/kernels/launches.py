@@ -1,0 +1,139 @@
+"""Every launch that the tables of megalite/kernels can make: each width, dtype and variant of each kernel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.kernels import bias_gelu, layer_norm, rms_norm, swiglu
+from megalite.kernels.adamw import adamw_
+from megalite.kernels.blocked_attention import Drop
+from megalite.kernels.cross_entropy import stats_and_grad_
+from megalite.kernels.dropout import dropout, dropout_add
+from megalite.kernels.flash_attention import flash_attention
+from megalite.kernels.grad_norm import sum_of_squares
+from megalite.kernels.rope import apply_rope, rope_tables
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDTHS = tuple(width for width, *_ in rms_norm.FORWARD)
+ROWS = 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call, forward and backward where it has both; `size` is what tables go by: columns, or channels of a head."""
+
+    op: str
+    dtype: torch.dtype
+    size: int
+    run: Callable[[], Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.size} {str(self.dtype).removeprefix('torch.')}"
+
+
+def of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def backward(*made: Tensor) -> None:
+    torch.autograd.backward(made, [torch.zeros_like(y) for y in made])
+
+
+def norms(width: int, dtype: torch.dtype) -> Iterator[Work]:
+    def rms() -> None:
+        x, a, w = of(dtype, (ROWS, width), (ROWS, width), (width,))
+        backward(rms_norm.rms_norm(x, w, 1e-5))
+        backward(*rms_norm.add_rms_norm(x, a, w, 1e-5))
+
+    def layer() -> None:
+        x, a, w, b = of(dtype, (ROWS, width), (ROWS, width), (width,), (width,))
+        backward(layer_norm.layer_norm(x, w, b, 1e-5))
+        backward(*layer_norm.add_layer_norm(x, a, w, b, 1e-5))
+
+    yield Work("rms_norm", dtype, width, rms)
+    yield Work("layer_norm", dtype, width, layer)
+
+
+def activations(width: int, dtype: torch.dtype) -> Iterator[Work]:
+    def gated() -> None:
+        u, da = of(dtype, (ROWS, 2 * width), (ROWS, width))
+        swiglu.swiglu_forward(u)
+        swiglu.swiglu_backward(u, da)
+
+    def gelu() -> None:
+        u, da, b = of(dtype, (ROWS, width), (ROWS, width), (width,))
+        for tanh, bias in itertools.product((True, False), ((), (b,))):
+            bias_gelu.bias_gelu_forward(u, *bias, tanh=tanh)
+            bias_gelu.bias_gelu_backward(u, da, *bias, tanh=tanh)
+
+    def drops() -> None:
+        x, a = of(dtype, (ROWS, 2, width), (ROWS, 2, width))
+        ids = torch.arange(2)
+        backward(dropout(x, 0.1, 7, ids))
+        backward(dropout_add(x, a, 0.1, 7, ids))
+
+    yield Work("swiglu", dtype, width, gated)
+    yield Work("bias_gelu", dtype, width, gelu)
+    yield Work("dropout", dtype, width, drops)
+
+
+def rope(head_size: int, dtype: torch.dtype) -> Work:
+    def run() -> None:
+        for rotary in (head_size, head_size // 4):
+            (x,) = of(dtype, (ROWS, 2, 8, head_size))
+            backward(apply_rope(x, *rope_tables(ROWS, rotary, 1e4)))
+
+    return Work("rope", dtype, head_size, run)
+
+
+def attention(head_size: int, dtype: torch.dtype) -> Work:
+    """As many queries as make whole tiles; each of dropout and documents on and off."""
+
+    def run() -> None:
+        for p, documents in ((0.0, False), (0.0, True), (0.1, True)):
+            q, k, v = of(dtype, *((256, 2, heads, head_size) for heads in (4, 2, 2)))
+            first_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
+            drop = Drop(p, 0, ids_B) if p else None
+            backward(flash_attention(q, k, v, scale=0.1, first_BS=first_BS if documents else None, drop=drop))
+
+    return Work("attention", dtype, head_size, run)
+
+
+def loss(columns: int, dtype: torch.dtype) -> Work:
+    def run() -> None:
+        labels, above = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)
+        stats_and_grad_(torch.zeros(ROWS, columns, dtype=dtype), labels, above, columns - 16)
+
+    return Work("cross_entropy", dtype, columns, run)
+
+
+def updates(moments: torch.dtype) -> Work:
+    def run() -> None:
+        w, g = torch.zeros(2, 1 << 16)
+        m, v = torch.zeros(2, 1 << 16, dtype=moments)
+        for copy in (None, w.bfloat16()):
+            adamw_(w, g, m, v, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, copy=copy)
+        sum_of_squares(g)
+
+    return Work("adamw", moments, 1 << 16, run)
+
+
+def every() -> Iterator[Work]:
+    for dtype in DTYPES:
+        for width in WIDTHS:
+            yield from norms(width, dtype)
+        for width in (96, 4096):  # several rows in a tile, and several tiles in a row
+            yield from activations(width, dtype)
+        for head_size in (64, 128):
+            yield rope(head_size, dtype)
+            yield attention(head_size, dtype)
+        yield loss(128256, dtype)
+    yield updates(torch.float32)
+    yield updates(torch.bfloat16)

@@ -1,0 +1,65 @@
+"""What a user reads where a card has no room for a kernel: Triton's own compiler and check, on a driver that is not there.
+
+The driver answers what a card of compute capability 12.0 would: 99 KiB of shared memory per block. All else is Triton's:
+it compiles for that card, compares, and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compiling import CARDS
+
+from megalite.kernels import dispatch, flash_attention
+from megalite.kernels.dispatch import KernelError
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+class Reached(Exception):
+    """The launch found room: the binary would be loaded now."""
+
+
+@pytest.fixture(autouse=True)
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compiler
+    from triton.runtime import driver
+
+    def load_binary(*args: object) -> None:
+        raise Reached
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiler.max_shared_mem.cache_clear()
+    properties = {"max_shared_mem": CARDS[120].shared}
+    utils = SimpleNamespace(get_device_properties=lambda device: properties, load_binary=load_binary)
+    fake = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 120, 32), get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0, launcher_cls=lambda source, metadata: None, utils=utils,
+    )  # fmt: skip
+    monkeypatch.setattr(driver, "_active", fake)
+    yield
+    compiler.max_shared_mem.cache_clear()
+
+
+def attend() -> None:
+    q = torch.zeros(128, 1, 1, 64, dtype=torch.bfloat16)
+    flash_attention.flash_attention(q, q, q, scale=1.0)
+
+
+def test_a_tile_too_large_for_the_card_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    for family in flash_attention.FORWARD:
+        monkeypatch.setitem(flash_attention.FORWARD, family, (128, 128, 8, 4))
+    told = r"the kernel flash_attention_forward cannot run on this card \(out of resource: shared memory, Required: "
+    with pytest.raises(KernelError, match=told + r"\d+, Hardware limit: 101376\.\); use --kernels torch$"):
+        attend()
+
+
+def test_the_tiles_of_the_table_find_room() -> None:
+    with pytest.raises(Reached):
+        attend()
