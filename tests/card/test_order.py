@@ -101,13 +101,6 @@ def test_steps_on_cards_are_in_order(item: Row) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("item", SEVERAL, ids=lambda item: item.name)
-def test_all_that_a_run_does_is_in_order_in_every_layout(item: Row, tmp_path: Path) -> None:
-    _in_order(runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"), timeout=600))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(660)
-@pytest.mark.parametrize("item", SEVERAL, ids=lambda item: item.name)
 def test_all_that_a_run_does_on_cards_is_in_order_in_every_layout(item: Row, tmp_path: Path) -> None:
     """There gradients and activations are summed by reduce-scatters, and a checkpoint is written in the background."""
     traces = runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"), card=True, timeout=600)
