@@ -35,9 +35,12 @@ LOG2_E = 1 / math.log(2)  # exp2 is an instruction, exp is not: scores are in un
 WIDEST = 128  # head size
 # Queries and keys per block, warps, stages, by what multiplies (`unit`): as much as the assembler fits into registers
 # and shared memory of every such card (docs/performance.md). Not timed on a card yet.
-FORWARD = {"wgmma": (128, 64, 8, 3), "tcgen05": (128, 64, 8, 3), "mma": (64, 32, 4, 3), "fp32": (32, 32, 8, 1)}
-BACKWARD_Q = {"wgmma": (128, 64, 8, 2), "tcgen05": (128, 64, 8, 2), "mma": (64, 64, 8, 2), "fp32": (32, 32, 16, 1)}
-BACKWARD_KV = {"wgmma": (32, 128, 8, 2), "tcgen05": (64, 64, 8, 1), "mma": (64, 32, 8, 2), "fp32": (32, 32, 8, 1)}
+FORWARD = {"wgmma": (128, 64, 8, 3), "tcgen05": (128, 64, 8, 3), "mma": (64, 32, 4, 3)}
+FORWARD |= {"fp32": (32, 32, 8, 1), "fp32 wide": (32, 32, 8, 1)}
+BACKWARD_Q = {"wgmma": (128, 64, 8, 2), "tcgen05": (128, 64, 8, 2), "mma": (64, 64, 8, 2)}
+BACKWARD_Q |= {"fp32": (32, 32, 8, 1), "fp32 wide": (32, 32, 16, 1)}
+BACKWARD_KV = {"wgmma": (32, 128, 8, 2), "tcgen05": (64, 64, 8, 1), "mma": (64, 32, 8, 2)}
+BACKWARD_KV |= {"fp32": (32, 32, 8, 1), "fp32 wide": (32, 32, 8, 1)}
 MOST_PROGRAMS = 65535  # along the second dimension of a CUDA grid
 
 
@@ -49,8 +52,11 @@ def supports(q_SBHK: Tensor) -> bool:
 
 def unit(x: Tensor) -> str:
     """What multiplies: tensor cores of compute capability 9 or 10, which read operands from shared memory, those of 8
-    and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32."""
-    return "fp32" if x.dtype == torch.float32 else {9: "wgmma", 10: "tcgen05"}.get(generation(x.device), "mma")
+    and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32, where the width
+    of a head decides."""
+    if x.dtype == torch.float32:
+        return "fp32" if x.shape[-1] <= 64 else "fp32 wide"
+    return {9: "wgmma", 10: "tcgen05"}.get(generation(x.device), "mma")
 
 
 @kernel

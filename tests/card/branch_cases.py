@@ -116,6 +116,7 @@ def who_computes(card: Card, folder: Path) -> Found:
 
     dispatch.choose("auto", "auto")
     found: Found = {"processors": dispatch.processors(card.device), "apex": ApexAdamW.available()}
+    found["generation"] = dispatch.generation(card.device)
     (folder / "amp_C.py").write_text("")
     with mock.patch.object(sys, "path", [str(folder), *sys.path]):
         found["with apex"] = ApexAdamW.available()
@@ -221,6 +222,35 @@ def benchmark(card: Card, folder: Path) -> Found:
     return {"code": benchmark_rank.main(_task(folder)), **json.loads((folder / "rank00000.json").read_text())}
 
 
+class Profiler:
+    """In the place of torch's, which a CPU's build has not for cards: what it would write of a step."""
+
+    def __init__(self, activities: list[Any]):
+        self.activities = activities
+        self.start = self.stop = lambda: None
+
+    def export_chrome_trace(self, path: str) -> None:
+        kernel = {"cat": "kernel", "ts": 0.0}
+        events = [{**kernel, "name": "ncclDevKernel_AllReduce", "dur": 4e6}, {**kernel, "name": "gemm", "dur": 1e6}]
+        Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+def timeline(card: Card, folder: Path) -> Found:
+    """Two ranks of tools/benchmark.py, and what a profiler tells of them."""
+    from torch import profiler
+
+    from tools import benchmark_rank
+
+    rank, kinds = dist.get_rank(), {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA}
+    with (
+        mock.patch("megalite.parallel.launch.process_group", lambda *a, **k: contextlib.nullcontext(card.device)),
+        mock.patch.object(profiler, "supported_activities", lambda: kinds),
+        mock.patch.object(profiler, "profile", Profiler),
+    ):
+        benchmark_rank.megalite_rank(Ranks(rank, 2, rank, 2), _task(folder))
+    return json.loads((folder / f"rank{rank:05d}.json").read_text())
+
+
 def peer(card: Card, folder: Path) -> Found:
     """What tools/benchmark.py compares with."""
     from tools.bench.peer import peer_rank
@@ -241,7 +271,7 @@ def quickstart(card: Card, folder: Path) -> Found:
 
 
 RUNS = (everything_on, graphs, eager, no_memory_for_a_copy, two_ranks)
-OTHERS = (who_computes, refused, clock_and_probe, kernels_tool, benchmark, peer, quickstart)
+OTHERS = (who_computes, refused, clock_and_probe, kernels_tool, benchmark, timeline, peer, quickstart)
 CASES = {case.__name__: case for case in RUNS + OTHERS}
 
 

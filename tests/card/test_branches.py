@@ -26,7 +26,7 @@ from megalite.models.families import PRESETS
 ROOT = Path(__file__).resolve().parents[2]
 # the parts of the report on a card: processes of their own, which its rehearsal starts (test_gpu_report_rehearsal.py)
 REHEARSED = ("tools/bench/gpu_report_",)
-WORLD = {"two_ranks": 2}
+WORLD = {"two_ranks": 2, "timeline": 2}
 
 
 @functools.cache
@@ -118,6 +118,7 @@ def test_two_ranks_kernels_and_the_peer_run() -> None:
     assert len(found("two_ranks")["losses"]) == 2
     assert found("kernels_tool")["code"] == 0 and found("kernels_tool")["rows"]["complete"]
     assert found("peer")["memory"] > 100_000
+    assert found("timeline")["timeline"] == {"communication_s": 4.0, "hidden_s": 1.0}
 
 
 @pytest.mark.parametrize("cards", [1, 2, 3, 4, 8])
