@@ -167,7 +167,10 @@ def main(argv: list[str]) -> int:
                     case.status = f"failed ({type(error).__name__}: {error})"
                 save()
                 print(f"{case.name}: {case.status}, {case.seconds:.0f} s", *case.tail, sep="\n", flush=True)
-    return 0 if all(case.status == "ok" for case in cases) else 1
+    failed = [case for case in cases if case.status != "ok"]
+    for case in failed:  # the report shows the end of what is printed
+        print(f"{case.name}: {case.status}", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
