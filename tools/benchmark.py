@@ -71,12 +71,11 @@ def measure(name: str, more: dict[str, str], options: argparse.Namespace, flags:
         command = [sys.executable, str(Path(__file__).with_name("benchmark_rank.py")), json.dumps(task)]
         log = options.json.with_suffix(".txt") if options.json else Path(folder) / "log.txt"
         status, said = limited.run(command, log, options.timeout, more)
-        if status == "out of time":
-            said += [f"not done after {options.timeout:g} s; give more with --timeout"]
+        late = f"not done after {options.timeout:g} s; give more with --timeout" if status == "out of time" else None
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
-        lines = said or [f"no message; {status}"]
+        lines = [late, *said] if late else said or [f"no message; {status}"]
         if len(ranks) < options.nproc:
-            return {"error": lines[-1], "stderr": "\n".join(lines)}
+            return {"error": late or lines[-1], "stderr": "\n".join(lines)}
         if status != "ok":  # after all ranks had told what they measured
             print(*lines, sep="\n", file=sys.stderr)
     steps = [max(times) for times in zip(*(rank["steps"] for rank in ranks), strict=True)]

@@ -34,10 +34,9 @@ def test_parts_sum_up_and_a_failure_costs_one_run(
     monkeypatch.setattr(benchmark, "measure", measure)
     assert benchmark.main(["--repeats", "3", "--json", str(file), *TINY]) == 130
     out, err = capsys.readouterr()
-    assert err.splitlines() == [
-        "megalite: not done after 0.01 s; give more with --timeout",
-        "benchmark.py: interrupted",
-    ]
+    first, *where, last = err.splitlines()  # between them, if it had begun, where the run was
+    assert first == "megalite: not done after 0.01 s; give more with --timeout" and last == "benchmark.py: interrupted"
+    assert not where or where[0].startswith("Fatal Python error: Aborted")
     late, good = json.loads(file.read_text())["runs"]["megalite"]
     assert "error" in late and len(good["steps"]) == 2 and len(good["losses"]) == 3 and good["memory"] > 1 << 20
     (line,) = [line for line in out.splitlines() if line.startswith("rank 0: ")]
