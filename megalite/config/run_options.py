@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megalite.config.field import free, how, training
 
-EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # those that the launcher passes on to its ranks
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")  # those that the launcher passes on to its ranks
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
 ONLY_ONE = (1, "is not supported yet; use 1")

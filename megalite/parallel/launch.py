@@ -32,8 +32,10 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from megalite.config.run_options import EXIT_SIGNALS
+
 INTERRUPTED = 128 + signal.SIGINT
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
 REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
 ORDERLY_S = 600.0
 STARTERS = "torchrun, srun, mpirun or --nproc"

@@ -94,12 +94,7 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
         )
 
 
-def pretrain(
-    config: Config,
-    ranks: Ranks,
-    warnings: Sequence[str] = (),
-    stop: StopSignal = StopSignal(),  # noqa: B008
-) -> int:
+def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: StopSignal | None = None) -> int:
     """Returns the exit code of this rank (train/run_dir.py). `warnings`: protections that were asked for and are not
     there, to be told in the log, too. `stop`: what was seen so far."""
     folder = run_folder(config)
@@ -121,7 +116,7 @@ def pretrain(
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
-            return _pretrain(plan, ranks, here, sources, folder, warnings, stop)
+            return _pretrain(plan, ranks, here, sources, folder, warnings, stop or StopSignal())
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
             for line in str(error).splitlines():
@@ -258,7 +253,7 @@ def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
                 complain(f"pretrain_gpt.py: {error}")
             return Exit.PREFLIGHT, str(error)
     where = f"{run.mesh.describe()}, step {run.state.step + 1}"
-    if LOST.search(str(error)):
+    if isinstance(error, RuntimeError) and LOST.search(str(error)):  # a store's or a file's is an OSError
         reason = f"lost another rank ({str(error).splitlines()[0]})"
         complain(f"{where}: {reason}")  # which has said why it ended, or its launcher has
         return Exit.CRASH, reason

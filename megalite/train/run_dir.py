@@ -97,7 +97,7 @@ def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
     if outcome == "running":
         known = {int(e): e.outcome for e in Exit}
         status |= dict(outcome=known.get(code, Exit.CRASH.outcome), reason=cause or "ended without a word")
-    elif outcome == Exit.CRASH.outcome and "rank 0 " not in cause:
+    elif outcome == Exit.CRASH.outcome and cause and "rank 0 " not in cause:
         status["reason"] = f"{cause}; rank 0: {reason}"
     else:
         return

@@ -72,7 +72,7 @@ def test_the_log_interval_suits_the_length_of_the_run() -> None:
         ("--empty-unused-memory-level 3", "empty_unused_memory_level=3 is above 2"),
         ("--profile --profile-step-end 10", "profile_step_end=10 is not above profile_step_start=10; raise it"),
         ("--profile-ranks 0 5", "profile_ranks=5 is not among 4 ranks; give 0 to 3"),
-        ("--exit-signal SIGKILL", "exit_signal='SIGKILL' is not one of SIGTERM, SIGINT, SIGUSR1, SIGUSR2"),
+        ("--exit-signal SIGKILL", "exit_signal='SIGKILL' is not one of SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGHUP"),
         ("--tensorboard-log-interval 0", "tensorboard_log_interval=0 is too small"),
     ],
 )
