@@ -157,12 +157,13 @@ class Training:
         self._begin, self._first = time.monotonic(), self.run.state.step + 1
         self._since: list[StepResult] = []  # the last log line
         self._lines = 0
+        self._asks: str | None = None  # to stop, before the step that agreed on it
         self._stop_file = self.folder / STOP_FILE
         every = self.plan.save_every_s
         self._clock = None if every is None else SaveClock(every, self.run.mesh, self.run.state.step)
 
     def train(self) -> tuple[Exit, str]:
-        """Train to the last step. Returns the outcome and its reason; the same on all ranks."""
+        """Train to the last step. Returns the outcome, the same on all ranks, and its reason as this rank knows it."""
         with contextlib.ExitStack() as steps:
             steps.enter_context(self.watch.collector.running())
             if self.watch.profiler is not None:
@@ -208,27 +209,27 @@ class Training:
                 self._save()
             self._tell_saves()
             if result.stop:
-                return Exit.REQUEUE, self._why()
+                return Exit.REQUEUE, self._asks or self._why() or "asked by another rank"
             if stopping and step < run.last_step:
                 return Exit.REQUEUE, f"exit_interval={plan.exit_interval}"
         return Exit.DONE, "reached the last step"
 
-    def _why(self) -> str:
+    def _why(self) -> str | None:
+        """Why this rank asks the run to stop. Only one rank reads the file, and removes it as it does."""
         if self.stop.seen:
             return self.stop.seen[0]
-        if self._stop_file.exists():
+        if self.run.mesh.world.is_first and self._stop_file.exists():
             self._stop_file.unlink(missing_ok=True)
             return str(self._stop_file)
-        return "exit_duration_in_mins, or a signal on another rank"
+        if self.plan.exit_after_s is not None and time.monotonic() - self._begin > self.plan.exit_after_s:
+            return "exit_duration_in_mins"
+        return "a save failed" if self.saver is not None and self.saver.failed else None
 
     def _step(self) -> StepResult:
         """One training step, with what looks on."""
         run, plan, timers = self.run, self.plan, self.watch.timers
-        step, late = run.state.step + 1, False
-        if plan.exit_after_s is not None:
-            late = time.monotonic() - self._begin > plan.exit_after_s
-        broken = self.saver is not None and self.saver.failed
-        asked = bool(self.stop.seen) or (run.mesh.world.is_first and self._stop_file.exists())
+        step = run.state.step + 1
+        self._asks = self._why()
         drawn = step == plan.profile_step
         if drawn or timers.level == 2:
             run.pipeline.timeline = []
@@ -236,7 +237,7 @@ class Training:
             self.watch.profiler.before(step)
         result = train_step(
             run,
-            want_stop=late or asked or broken,
+            want_stop=self._asks is not None,
             count_zeros=plan.count_zeros,
             timers=timers,
             empty_level=plan.empty_level,
