@@ -4,6 +4,7 @@
     log.txt           what the console showed
     metrics.jsonl     one JSON object per log line and evaluation
     status.json       how it ended
+    events.jsonl      what else happened (train/watch/events.py)
 
 torchrun turns every exit code but 0 into 1, so scripts that requeue a run read status.json.
 """
@@ -38,7 +39,9 @@ class Exit(IntEnum):
     CRASH = 1
     USAGE = 2
     PREFLIGHT = 3
+    RERUN = 16
     BAD_RESULT = 17
+    HANG = 70
     REQUEUE = 75
     INTERRUPTED = 130
 

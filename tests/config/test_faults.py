@@ -1,0 +1,52 @@
+"""Faults on demand strike where, when and as often as they were asked to."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.config.faults import ONCE, VARIABLE, Faults, InjectedFault
+
+
+def test_a_fault_strikes_its_rank_in_its_step_once() -> None:
+    fault = Faults({VARIABLE: "step.begin:1:3:raise,step.end:*:2:eio"})
+    fault("step.begin", 0, 3)
+    fault("step.begin", 1, 2)
+    fault("step.middle", 1, 3)
+    with pytest.raises(InjectedFault, match=r"step.begin on rank 1, step 3"):
+        fault("step.begin", 1, 3)
+    fault("step.begin", 1, 3)
+    with pytest.raises(OSError, match="Input/output error"):
+        fault("step.end", 7, 2)
+
+
+def test_a_fault_without_a_step_strikes_every_time() -> None:
+    fault = Faults({VARIABLE: "step.begin:0:*:raise"})
+    for step in (1, 1, 2):
+        with pytest.raises(InjectedFault):
+            fault("step.begin", 0, step)
+
+
+def test_a_fault_can_be_kept_to_once_per_run(tmp_path: Path) -> None:
+    env = {VARIABLE: "step.begin:*:*:raise", ONCE: str(tmp_path)}
+    for process in range(2):
+        fault = Faults(env)
+        for rank in (0, 1):
+            if process == 0:
+                with pytest.raises(InjectedFault):
+                    fault("step.begin", rank, 4)
+            fault("step.begin", rank, 5)
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "bitflip"])
+def test_numbers_change_in_the_first_element_only(kind: str) -> None:
+    x = torch.arange(1.0, 7.0).view(2, 3)
+    Faults({VARIABLE: f"here:0:1:{kind}"})("here", 0, 1, x)
+    changed = (x != torch.arange(1.0, 7.0).view(2, 3)).view(-1).tolist()
+    assert changed == [True] + [False] * 5
+
+
+@pytest.mark.parametrize("text", ["here", "here:0:1:explode", "here:x:1:kill", "here:0:1:kill=", ":0:1:kill"])
+def test_what_is_not_a_fault_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="POINT:RANK:STEP:KIND"):
+        Faults({VARIABLE: text})
