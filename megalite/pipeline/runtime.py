@@ -27,6 +27,7 @@ from megalite.parallel.streams import synchronize
 from megalite.pipeline.schedule import Action, Op, plan
 
 Key = tuple[int, int]  # stage, micro-batch
+PHASES, MESSAGES = {Op.F: "forward", Op.B: "backward"}, "bubble"  # of the clock
 
 
 @dataclass
@@ -106,36 +107,42 @@ class Pipeline:
         for action in rows[mesh.pp.rank]:
             start = self._now(begin)
             key, chunk = (action.stage, action.microbatch), action.stage // mesh.pp.size
-            if action.op is Op.F:
-                losses = self._forward(flight, key, chunk, batches[action.microbatch], weight)
-                total[: len(losses)] += losses
-            elif action.op is Op.B:
-                assert weight is not None
-                if left[chunk] == 1:
-                    self.on_last_backward(chunk)
-                left[chunk] -= 1
-                self._backward(flight, key, weight)
-            elif action.op in (Op.SEND_F, Op.SEND_B):
-                tensor = flight.ready.pop(key).contiguous()
-                flight.sent = [(t, work) for t, work in flight.sent if not work.is_completed()]
-                flight.sent.append((tensor, self._post(dist.isend, action, tensor)))
-            else:
-                tokens_SB = batches[action.microbatch].tokens_SB
-                shape = (tokens_SB.shape[0] // mesh.tp.size, tokens_SB.shape[1], self.width)
-                tensor = torch.empty(shape, dtype=self.dtype, device=mesh.device)
-                flight.coming[action.op, *key] = (tensor, self._post(dist.irecv, action, tensor))
+            with mesh.clock.span(PHASES.get(action.op, MESSAGES), action):
+                if action.op is Op.F:
+                    losses = self._forward(flight, key, chunk, batches[action.microbatch], weight)
+                    total[: len(losses)] += losses
+                elif action.op is Op.B:
+                    assert weight is not None
+                    if left[chunk] == 1:
+                        self.on_last_backward(chunk)
+                    left[chunk] -= 1
+                    self._backward(flight, key, weight)
+                elif action.op in (Op.SEND_F, Op.SEND_B):
+                    tensor = flight.ready.pop(key).contiguous()
+                    flight.sent = [(t, work) for t, work in flight.sent if not work.is_completed()]
+                    flight.sent.append((tensor, self._post(dist.isend, action, tensor)))
+                else:
+                    tokens_SB = batches[action.microbatch].tokens_SB
+                    shape = (tokens_SB.shape[0] // mesh.tp.size, tokens_SB.shape[1], self.width)
+                    tensor = torch.empty(shape, dtype=self.dtype, device=mesh.device)
+                    flight.coming[action.op, *key] = (tensor, self._post(dist.irecv, action, tensor))
             if self.timeline is not None:
                 self.timeline.append(Timed(str(action), start, self._now(begin)))
         for _, work in flight.sent:
-            work.wait()
+            self._wait(work, "what was sent")
         return total
+
+    def _wait(self, work: Any, *name: object) -> None:
+        """For a message, which comes when its sender is there: most of it is the pipeline's bubble."""
+        with self.mesh.clock.span(MESSAGES, "wait for", *name):
+            work.wait()
 
     def _forward(self, flight: Flight, key: Key, chunk: int, batch: Any, weight: float | Tensor | None) -> Tensor:
         (stage, _), keep = key, weight is not None
         x = None
         if stage > 0:
             x, work = flight.coming.pop((Op.RECV_F, *key))
-            work.wait()
+            self._wait(work, Action(Op.RECV_F, *key))
             if keep:
                 flight.inputs[key] = x.requires_grad_()
         # the loss is told its gradient now: it computes its own gradients in forward (nn/loss.py)
@@ -156,7 +163,7 @@ class Pipeline:
             torch.autograd.backward(edge, given.expand_as(edge))
         else:
             grad, work = flight.coming.pop((Op.RECV_B, *key))
-            work.wait()
+            self._wait(work, Action(Op.RECV_B, *key))
             torch.autograd.backward([edge], [grad])
         if stage > 0:
             x = flight.inputs.pop(key)
