@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megalite.config.faults import fault
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.streams import synchronize
 from megalite.pipeline.schedule import Action, Op, plan
 
 Key = tuple[int, int]  # stage, micro-batch
-PHASES, MESSAGES = {Op.F: "forward", Op.B: "backward"}, "bubble"  # of the clock
+MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
 
 
 @dataclass
@@ -107,25 +108,27 @@ class Pipeline:
         for action in rows[mesh.pp.rank]:
             start = self._now(begin)
             key, chunk = (action.stage, action.microbatch), action.stage // mesh.pp.size
-            with mesh.clock.span(PHASES.get(action.op, MESSAGES), action):
-                if action.op is Op.F:
+            if action.op is Op.F:
+                with mesh.clock.span("forward", action):
                     losses = self._forward(flight, key, chunk, batches[action.microbatch], weight)
-                    total[: len(losses)] += losses
-                elif action.op is Op.B:
-                    assert weight is not None
-                    if left[chunk] == 1:
-                        self.on_last_backward(chunk)
-                    left[chunk] -= 1
+                total[: len(losses)] += losses
+            elif action.op is Op.B:
+                assert weight is not None
+                if left[chunk] == 1:
+                    self.on_last_backward(chunk)
+                left[chunk] -= 1
+                with mesh.clock.span("backward", action):
                     self._backward(flight, key, weight)
-                elif action.op in (Op.SEND_F, Op.SEND_B):
-                    tensor = flight.ready.pop(key).contiguous()
-                    flight.sent = [(t, work) for t, work in flight.sent if not work.is_completed()]
-                    flight.sent.append((tensor, self._post(dist.isend, action, tensor)))
-                else:
-                    tokens_SB = batches[action.microbatch].tokens_SB
-                    shape = (tokens_SB.shape[0] // mesh.tp.size, tokens_SB.shape[1], self.width)
-                    tensor = torch.empty(shape, dtype=self.dtype, device=mesh.device)
-                    flight.coming[action.op, *key] = (tensor, self._post(dist.irecv, action, tensor))
+            elif action.op in (Op.SEND_F, Op.SEND_B):
+                tensor = flight.ready.pop(key).contiguous()
+                fault("pipeline.message", mesh.world.rank, batches[action.microbatch].step, tensor)
+                flight.sent = [(t, work) for t, work in flight.sent if not work.is_completed()]
+                flight.sent.append((tensor, self._post(dist.isend, action, tensor)))
+            else:
+                tokens_SB = batches[action.microbatch].tokens_SB
+                shape = (tokens_SB.shape[0] // mesh.tp.size, tokens_SB.shape[1], self.width)
+                tensor = torch.empty(shape, dtype=self.dtype, device=mesh.device)
+                flight.coming[action.op, *key] = (tensor, self._post(dist.irecv, action, tensor))
             if self.timeline is not None:
                 self.timeline.append(Timed(str(action), start, self._now(begin)))
         for _, work in flight.sent:
@@ -175,7 +178,8 @@ class Pipeline:
         forward = action.op in (Op.SEND_F, Op.RECV_F)
         axis: Axis = self.mesh.pp if forward else self.mesh.pp_back
         step = 1 if action.op in (Op.SEND_F, Op.RECV_B) else -1
-        return send_or_receive(tensor, axis.ranks[(axis.rank + step) % axis.size], group=axis.group)
+        with self.mesh.clock.span(MESSAGES, action):
+            return send_or_receive(tensor, axis.ranks[(axis.rank + step) % axis.size], group=axis.group)
 
     def _now(self, begin: float) -> float:
         if self.timeline is not None:

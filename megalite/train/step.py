@@ -36,11 +36,10 @@ def train_step(
     `count_zeros`: elements of the gradient that are 0; one number more in the all-reduce. `empty_level`: whether the
     allocator gives memory back to CUDA before the update (1) and after it (2).
     """
-    begin, mesh, state = time.perf_counter(), run.mesh, run.state
-    rank, step = mesh.world.rank, state.step + 1
+    begin, mesh, state, step = time.perf_counter(), run.mesh, run.state, run.state.step + 1
     size = run.batch_sizes.at(state.consumed_samples)
     with timers("batch-generator", 2), mesh.clock.span("data", "wait for data"):
-        fault("data.get", rank, step)
+        fault("data.get", mesh.world.rank, step)
         hosts, _ = run.data.get(state.consumed_samples, size)
     data_s = time.perf_counter() - begin
     batches = [on_device(host, mesh.device, step) for host in hosts]
@@ -49,6 +48,7 @@ def train_step(
     with timers("forward-backward", 1):
         run.buffer.zero_grad()
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
+    fault("step.after_forward_backward", mesh.world.rank, step, losses)
     with timers("all-grads-sync", 1):
         run.buffer.finish()
     if empty_level >= 1 and mesh.device.type == "cuda":
@@ -65,7 +65,7 @@ def train_step(
     elif run.check_finite and not run.loss_scaler.dynamic:
         ids = f"{state.consumed_samples}..{state.consumed_samples + size - 1}"
         raise NonFiniteError(
-            f"step {state.step + 1}: loss {loss_sum / max(tokens, 1):.4g}, grad norm {grad_norm:.4g} at samples {ids}; "
+            f"step {step}: loss {loss_sum / max(tokens, 1):.4g}, grad norm {grad_norm:.4g} at samples {ids}; "
             "nothing was updated: look at these samples, lower --lr (and give --override-opt-param-scheduler), "
             "or skip such steps with --no-check-for-nan-in-loss-and-grad"
         )
@@ -91,6 +91,7 @@ def _agree(
     """Of the whole world, in float64: squared norm of the gradient, loss, tokens that counted, ranks that want to stop,
     z-loss, and where asked for elements of the gradient that are 0. The step's one sync with the device."""
     mesh = run.mesh
+    fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_gradient)
     mine = torch.zeros(5 + count_zeros, dtype=torch.float64, device=mesh.device)
     with mesh.clock.span("optimizer", "gradient norm"):
         mine[0] = run.optimizer.local_norm_sq()
@@ -116,6 +117,7 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
             run.optimizer.step(scale=clip * unscale, **now)
         with timers("params-all-gather", 1):
             run.buffer.gather()
+    fault("step.after_update", run.mesh.world.rank, run.state.step + 1, run.buffer.whole_weights)
 
 
 def parameter_norm(run: Run) -> float:

@@ -76,4 +76,5 @@ def commit(part: Location, final: Location, state: dict[str, Any], step: int, wo
     storage.put(part / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n", sync=False)
     fault("ckpt.before_commit", 0, step)
     storage.publish(part, final)
+    fault("ckpt.after_commit", 0, step)
     storage.put(final.parent / TRACKER, f"{step}\n", sync=False)
