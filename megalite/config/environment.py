@@ -60,3 +60,9 @@ def problems() -> list[str]:
 def values_of(names: Iterable[str]) -> str:
     """NAME=value of those that are set."""
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
+def families(prefixes: tuple[str, ...], but: tuple[str, ...]) -> str:
+    """NAME=value, a line each, of those that begin so."""
+    chosen = sorted(name for name in os.environ if name.startswith(prefixes) and not name.startswith(but))
+    return "\n".join(f"{name}={os.environ[name]}" for name in chosen)
