@@ -46,15 +46,15 @@ def test_what_differs_is_named_with_its_nodes_and_stops_where_it_must() -> None:
     for told in answers:  # the same everywhere
         for name in EQUAL:
             assert told[name].startswith("the ranks of this run are not alike:\n")
-            assert f"{name} differs: not on node0 (ranks 0-1); 'another=1' on node1 (ranks 2)" in told[name]
+            assert f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)" in told[name]
         for name in ALIKE:
-            assert told[name] == [f"{name} differs: not on node0 (ranks 0-1); 'another=1' on node1 (ranks 2)"]
+            assert told[name] == [f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)"]
 
 
 def test_only_the_lines_that_differ_are_told() -> None:
     texts = ["lr=0.1\nbf16=True\nseed=1"] * 3 + ["lr=0.2\nbf16=True\nseed=1"]
     assert describe("options", texts, ["a", "a", "b", "b"]) == (
-        "options differs: 'lr=0.1' on a, b (ranks 0-2); 'lr=0.2' on b (ranks 3)"
+        "options differs: 'lr=0.1' on a, b (rank 0 and 2 more); 'lr=0.2' on b (rank 3)"
     )
 
 
@@ -64,12 +64,9 @@ def test_an_edited_source_file_is_another_version(tmp_path: Path, monkeypatch: p
     seen = set()
     for text in ("theta = 10_000", "theta = 10_001"):
         (tmp_path / "rope.py").write_text(text)
-        fingerprint.sources_hash.cache_clear()
         seen.add(fingerprint.sources_hash())
     (tmp_path / "rope.py").rename(tmp_path / "pore.py")
-    fingerprint.sources_hash.cache_clear()
     seen.add(fingerprint.sources_hash())
-    fingerprint.sources_hash.cache_clear()
     assert len(seen) == 3
 
 
@@ -93,7 +90,7 @@ def _both(folder: Path, flags: str = "", **variables: str) -> list[tuple[int, st
     port = free_port()
     nodes = [_start(0, port, folder), _start(1, port, folder, *flags.split(), **variables)]
     try:
-        texts = [node.communicate(timeout=120)[1] for node in nodes]
+        texts = [node.communicate(timeout=150)[1] for node in nodes]
     finally:
         for node in nodes:
             node.kill()
@@ -109,6 +106,7 @@ def test_a_node_with_another_option_ends_the_run_before_its_first_step(tmp_path:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_another_environment_is_a_warning_and_a_broken_link_the_end(tmp_path: Path) -> None:
     (code, text), _ = _both(tmp_path, NCCL_ALGO="Ring")
     assert code == 0
@@ -116,4 +114,4 @@ def test_another_environment_is_a_warning_and_a_broken_link_the_end(tmp_path: Pa
     assert "NCCL_ALGO=Ring" in (tmp_path / "log.txt").read_text()
     for code, text in _both(tmp_path, MEGALITE_FAULT="init.collectives:1:0:bitflip"):
         assert code == 3 and "Traceback" not in text
-        assert "all_gather over world (ranks [0, 1]): on rank 0 1 of 2048 values are wrong, in rank 1's part" in text
+        assert "all_reduce over world (ranks [0, 1]): on rank 0 1 of 1024 values are wrong" in text

@@ -1,6 +1,6 @@
 """What NVIDIA's management library knows of this rank's card, where the package nvidia-ml-py is installed.
 
-A figure that a card does not tell is absent; nothing here raises, waits for the card or makes a CUDA context.
+A figure that a card does not tell is absent; nothing here raises or waits for the card.
 """
 
 from __future__ import annotations
@@ -16,50 +16,33 @@ THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware
 
 
 class Card:
-    def __init__(self, nvml: Any, handle: Any):
-        self._nvml, self._handle = nvml, handle
+    """`figures` and `facts`: how to ask for each."""
 
-    def read(self) -> dict[str, float]:
-        """temperature_c, power_w, clock_mhz, ecc_errors (uncorrectable, since the driver was loaded), throttled (bits
-        of THROTTLED)."""
-        n, h = self._nvml, self._handle
-        calls: dict[str, Callable[[], float]] = {
-            "temperature_c": lambda: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU),
-            "power_w": lambda: n.nvmlDeviceGetPowerUsage(h) / 1000,
-            "clock_mhz": lambda: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM),
-            "ecc_errors": lambda: n.nvmlDeviceGetTotalEccErrors(
-                h, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC
-            ),
-            "throttled": lambda: n.nvmlDeviceGetCurrentClocksThrottleReasons(h) & sum(THROTTLED),
-        }
-        return {name: value for name, call in calls.items() if (value := self._ask(call)) is not None}
+    def __init__(self, device: torch.device):
+        self.figures: dict[str, Callable[[], float]] = {}
+        self.facts: dict[str, Callable[[], str]] = {}
+        if device.type != "cuda":
+            return
+        uuid = f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
+        with contextlib.suppress(Exception):  # no package, no driver, a part of a card
+            import pynvml as n  # type: ignore[import-not-found]
 
-    def facts(self) -> dict[str, str]:
-        """What a fingerprint compares."""
-        n, h = self._nvml, self._handle
-        calls = {"card": lambda: n.nvmlDeviceGetName(h), "driver": n.nvmlSystemGetDriverVersion}
-        return {name: _text(value) for name, call in calls.items() if (value := self._ask(call)) is not None}
+            n.nvmlInit()
+            card, uncorrected = n.nvmlDeviceGetHandleByUUID(uuid), n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+            self.facts = {"card": lambda: n.nvmlDeviceGetName(card), "driver": n.nvmlSystemGetDriverVersion}
+            self.figures = {
+                "temperature_c": lambda: n.nvmlDeviceGetTemperature(card, n.NVML_TEMPERATURE_GPU),
+                "power_w": lambda: n.nvmlDeviceGetPowerUsage(card) / 1000,
+                "clock_mhz": lambda: n.nvmlDeviceGetClockInfo(card, n.NVML_CLOCK_SM),
+                "ecc_errors": lambda: n.nvmlDeviceGetTotalEccErrors(card, uncorrected, n.NVML_VOLATILE_ECC),
+                "throttled": lambda: n.nvmlDeviceGetCurrentClocksThrottleReasons(card) & sum(THROTTLED),
+            }
 
-    @staticmethod
-    def _ask(call: Callable[[], Any]) -> Any:
+
+def read(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Of each that answers."""
+    found = {}
+    for name, call in calls.items():
         with contextlib.suppress(Exception):  # NVMLError: this card does not tell that
-            return call()
-        return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value  # before version 12
-
-
-def open_card(device: torch.device) -> Card | None:
-    """None on CPU, without the package, and where the library does not know the card."""
-    if device.type != "cuda":
-        return None
-    try:
-        import pynvml  # type: ignore[import-not-found]
-
-        pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        return Card(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
-    except Exception:  # it is a figure more or less
-        return None
+            found[name] = call()
+    return found
