@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import TypeVar
 
+from megalite.config.faults import Faults
 from megalite.config.field import facts_of
 from megalite.config.run_options import ParallelConfig
 
@@ -49,8 +50,12 @@ def source(option: str) -> str:
 
 
 def problems() -> list[str]:
-    """Of the variables above, all at once."""
+    """Of the variables above and of faults on demand, all at once."""
     found = []
+    try:
+        Faults()
+    except ValueError as error:
+        found.append(str(error))
     for option in OVERRIDES:
         try:
             override(option, getattr(ParallelConfig(), option))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megalite.config.faults import fault
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.streams import synchronize
 from megalite.pipeline.schedule import Action, Op, plan
@@ -117,6 +118,7 @@ class Pipeline:
                 self._backward(flight, key, weight)
             elif action.op in (Op.SEND_F, Op.SEND_B):
                 tensor = flight.ready.pop(key).contiguous()
+                fault("pipeline.message", mesh.world.rank, batches[action.microbatch].step, tensor)
                 flight.sent = [(t, work) for t, work in flight.sent if not work.is_completed()]
                 flight.sent.append((tensor, self._post(dist.isend, action, tensor)))
             else:

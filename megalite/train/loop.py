@@ -17,6 +17,7 @@ import torch
 from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
+from megalite.config.faults import fault
 from megalite.data.samples.batches import Prefetcher
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
@@ -78,6 +79,7 @@ def evaluate(
     """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `tell`
     is called with the number that is done."""
     mesh, size = run.mesh, run.eval_batch_size
+    fault("eval.begin", mesh.world.rank, run.state.step)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for i in range(iters):
         hosts, _ = data.get(i * size, size)
@@ -229,6 +231,7 @@ class Training:
         """One training step, with what looks on."""
         run, plan, timers = self.run, self.plan, self.watch.timers
         step = run.state.step + 1
+        fault("step.begin", run.mesh.world.rank, step)
         self._asks = self._why()
         drawn = step == plan.profile_step
         if drawn or timers.level == 2:

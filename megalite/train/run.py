@@ -22,6 +22,7 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_url
 from megalite.config import environment
 from megalite.config.check import check
+from megalite.config.faults import VARIABLE, fault
 from megalite.config.options import Config, log_steps, resolved_style
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
@@ -172,6 +173,7 @@ def _pretrain(
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config = plan.config
+    fault("init", ranks.rank, 0)
     _hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
     warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
@@ -383,7 +385,7 @@ def _reporter(
         report.say(f"note: {note}")
     cuda = run.mesh.device.type == "cuda"
     set_ = environment.values_of(
-        [*((*CUDA_VARIABLES, *OTHER_NAMES.values()) if cuda else ()), *environment.OVERRIDES.values()]
+        [*((*CUDA_VARIABLES, *OTHER_NAMES.values()) if cuda else ()), *environment.OVERRIDES.values(), VARIABLE]
     )
     if set_ or cuda:
         report.say(f"environment: {set_}")

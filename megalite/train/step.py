@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megalite.config.faults import fault
 from megalite.parallel.comm import all_reduce_
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.state import Run, StepResult
@@ -36,15 +37,18 @@ def train_step(
     allocator gives memory back to CUDA before the update (1) and after it (2).
     """
     begin, mesh, state = time.perf_counter(), run.mesh, run.state
+    rank, step = mesh.world.rank, state.step + 1
     size = run.batch_sizes.at(state.consumed_samples)
     with timers("batch-generator", 2):
+        fault("data.get", rank, step)
         hosts, data_s = run.data.get(state.consumed_samples, size)
-    batches = [on_device(host, mesh.device, state.step + 1) for host in hosts]
+    batches = [on_device(host, mesh.device, step) for host in hosts]
     nominal = size * run.seq_length  # tokens, were none masked: keeps the gradients' size in the range of the dtype
 
     with timers("forward-backward", 1):
         run.buffer.zero_grad()
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
+    fault("step.after_forward_backward", rank, step, losses)
     with timers("all-grads-sync", 1):
         run.buffer.finish()
     if empty_level >= 1 and mesh.device.type == "cuda":
@@ -61,7 +65,7 @@ def train_step(
     elif run.check_finite and not run.loss_scaler.dynamic:
         ids = f"{state.consumed_samples}..{state.consumed_samples + size - 1}"
         raise NonFiniteError(
-            f"step {state.step + 1}: loss {loss_sum / max(tokens, 1):.4g}, grad norm {grad_norm:.4g} at samples {ids}; "
+            f"step {step}: loss {loss_sum / max(tokens, 1):.4g}, grad norm {grad_norm:.4g} at samples {ids}; "
             "nothing was updated: look at these samples, lower --lr (and give --override-opt-param-scheduler), "
             "or skip such steps with --no-check-for-nan-in-loss-and-grad"
         )
@@ -87,6 +91,7 @@ def _agree(
     """Of the whole world, in float64: squared norm of the gradient, loss, tokens that counted, ranks that want to stop,
     z-loss, and where asked for elements of the gradient that are 0. The step's one sync with the device."""
     mesh = run.mesh
+    fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_gradient)
     mine = torch.zeros(5 + count_zeros, dtype=torch.float64, device=mesh.device)
     mine[0] = run.optimizer.local_norm_sq()
     if mesh.pp.is_last and mesh.tp.is_first:  # one voice per data-parallel rank for what is replicated
@@ -110,6 +115,7 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
             run.optimizer.step(scale=clip * unscale, **now)
         with timers("params-all-gather", 1):
             run.buffer.gather()
+    fault("step.after_update", run.mesh.world.rank, run.state.step + 1, run.buffer.whole_weights)
 
 
 def parameter_norm(run: Run) -> float:
