@@ -146,6 +146,14 @@ def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     return x
 
 
+def gather_texts(text: str, axis: Axis, device: torch.device, room: int = 1 << 14) -> list[str]:
+    """Of each rank, in axis order, on all; what has more than `room` bytes is cut."""
+    data = text.encode()[:room].ljust(room, b"\0")
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    rows = start_all_gather(mine[None], axis).wait().cpu()
+    return [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
 class _ScatterSeq(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:

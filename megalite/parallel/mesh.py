@@ -133,6 +133,14 @@ def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool =
     return [[at(p, d) for d in range(dp)] for p in range(pp)]
 
 
+def world_axis() -> Axis:
+    """All ranks, in the default group: what there is before a mesh."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Axis("world")
+    world = dist.get_world_size()
+    return Axis("world", world, dist.get_rank(), dist.group.WORLD, tuple(range(world)))
+
+
 def build_mesh(
     *,
     tp: int,
@@ -180,7 +188,7 @@ def build_mesh(
         *(axis(name, dim) for dim, name in enumerate(names)),
         pp_back=extra("pp_back", columns),
         ends=extra("ends", [[column[0], column[-1]][: len(column)] for column in columns]),
-        world=Axis("world", world, rank, dist.group.WORLD if world > 1 else None, tuple(range(world)), clock),
+        world=replace(world_axis(), clock=clock),
         device=device,
         clock=clock,
     )

@@ -32,6 +32,7 @@ from megalite.models.compiled import CompileError, check_compile
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, card_of, process_group
+from megalite.parallel.self_test import check_collectives
 from megalite.train import figures as lines
 from megalite.train.allocator import keep_freed_memory
 from megalite.train.arrangement import Arrangement, arrange
@@ -56,6 +57,7 @@ from megalite.train.step import NonFiniteError
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
+from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.report import Account
 
 # what gloo says on the ranks that live on
@@ -175,7 +177,10 @@ def _pretrain(
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config = plan.config
     fault("init", ranks.rank, 0)
+    _hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
+    warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
+    check_collectives(run.mesh)
     t, begin = config.train, time.monotonic()
     phases = Phases(run.mesh, started)
     report: Reporter | None = None
