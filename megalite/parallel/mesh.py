@@ -12,7 +12,7 @@ explicitly: there is no module state. A mesh of plans has sizes and positions, b
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.environment import override
+from megalite.parallel.calls import Calls
 from megalite.parallel.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Axis:
     """One direction of the mesh, seen from this rank.
 
     ranks      global ranks along the axis, in axis order
+    calls      what this rank has begun on it
     transport  what its collectives travel on: a group; the memory that all its ranks share (on one machine, on CPU),
                which has a group too; PLANNED: nothing, a collective is an error; None: there is no other rank
     """
@@ -47,6 +49,7 @@ class Axis:
     rank: int = 0
     transport: ProcessGroup | SharedMemory | Literal["planned"] | None = None
     ranks: tuple[int, ...] = (0,)
+    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.size > 1 and self.transport is None:
@@ -100,11 +103,20 @@ class Mesh:
     def position(self) -> Mapping[str, int]:
         return {axis.name: axis.rank for axis in (self.pp, self.dp, self.cp, self.tp)}
 
+    @property
+    def axes(self) -> Iterator[Axis]:
+        """All that this rank shares with others."""
+        every = (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world)
+        return (axis for axis in every if axis.size > 1)
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a collective of any group may take; torch makes groups with other defaults than the first one's."""
-        for axis in (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world):
-            if axis.group is not None:
-                set_group_timeout(timeout, axis.group)
+        for axis in self.axes:
+            set_group_timeout(timeout, axis.group)
+
+    def balance(self) -> int:
+        """Summed over the world 0, unless a rank left out a collective or a message that others did."""
+        return sum(axis.calls.balance(axis.rank, axis.size) for axis in self.axes)
 
     def describe(self) -> str:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""

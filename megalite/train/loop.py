@@ -17,6 +17,7 @@ import torch
 from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
+from megalite.config.faults import fault
 from megalite.data.samples.batches import Prefetcher
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
@@ -31,6 +32,7 @@ from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
+from megalite.train.watch.hang import Watchdog
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,12 @@ class Watch:
     timers: Timers = field(default_factory=Timers)
     profiler: Profiler | None = None
     collector: Collector = field(default_factory=Collector)
+    dog: Watchdog | None = None
+
+    def at(self, doing: str, step: int) -> None:
+        """What the watchdog is told."""
+        if self.dog is not None:
+            self.dog.at(doing, step)
 
 
 def evaluate(
@@ -229,6 +237,8 @@ class Training:
         """One training step, with what looks on."""
         run, plan, timers = self.run, self.plan, self.watch.timers
         step = run.state.step + 1
+        self.watch.at("step", step)
+        fault("step.begin", run.mesh.world.rank, step)
         self._asks = self._why()
         drawn = step == plan.profile_step
         if drawn or timers.level == 2:
@@ -242,6 +252,7 @@ class Training:
             timers=timers,
             empty_level=plan.empty_level,
         )
+        self.watch.at("after the step", step)
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
         if drawn:
@@ -275,6 +286,7 @@ class Training:
             return
         if report is not None:
             report.say(saver.beginning(run.state.step))
+        self.watch.at("save", run.state.step)
         with self.watch.timers("save-checkpoint", 0):
             save(run, saver, self.config_toml, optimizer=self.plan.save_optimizer, last=last)
         self.saved = run.state.step
@@ -289,6 +301,7 @@ class Training:
         report, state, iters = self.report, self.run.state, self.plan.eval_iters
         for one in sets if iters else ():
             next_line = time.monotonic() + FIRST_PROGRESS_S
+            self.watch.at("evaluate", state.step)
 
             def progress(done: int, name: str = one.name) -> None:
                 nonlocal next_line

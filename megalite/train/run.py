@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import signal
 import sys
 import time
@@ -54,9 +53,7 @@ from megalite.train.step import NonFiniteError
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
-
-# what gloo says on the ranks that live on
-LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
+from megalite.train.watch.hang import Watchdog, lost_another
 
 
 def choose_device(wanted: str) -> str:
@@ -177,6 +174,7 @@ def _pretrain(
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
+    watch = watch_of(config, run, folder)
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
@@ -192,8 +190,7 @@ def _pretrain(
             for note in notes:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
-        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder)
-        begin = time.monotonic()
+        steps, begin = plan_of(config, run.last_step), time.monotonic()
         ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
         if report is not None:
             report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - begin) / 60))
@@ -202,10 +199,10 @@ def _pretrain(
     except SetupError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        ended = _failure(error, run)
+        ended = _failure(error, run, watch.dog)
     finally:
-        _conclude(run, config, saver, report, folder, ended, begin)
-    if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.INTERRUPTED):
+        _conclude(run, config, saver, report, folder, ended, begin, watch.dog)
+    if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG, Exit.INTERRUPTED):
         sys.stdout.flush()
         os._exit(int(ended[0]))  # the group may be in the middle of a collective that never ends: do not wait for it
     return ended[0]
@@ -229,8 +226,11 @@ def _get_ready(run: Run, config: Config, report: Reporter | None) -> None:
         report.moment("before the start of training step")
 
 
-def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
+def _failure(error: BaseException, run: Run, dog: Watchdog | None) -> tuple[Exit, str]:
     """The outcome and the reason of a run that an error ended; the rank that knows most tells it."""
+    where = f"{run.mesh.describe()}, step {run.state.step + 1}"
+    if dog is not None and (known := dog.explain(error, where)) is not None:
+        return known
     match error:
         case KeyboardInterrupt():
             since = time.monotonic()
@@ -252,8 +252,7 @@ def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
             if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
                 complain(f"pretrain_gpt.py: {error}")
             return Exit.PREFLIGHT, str(error)
-    where = f"{run.mesh.describe()}, step {run.state.step + 1}"
-    if isinstance(error, RuntimeError) and LOST.search(str(error)):  # a store's or a file's is an OSError
+    if lost_another(error):
         reason = f"lost another rank ({str(error).splitlines()[0]})"
         complain(f"{where}: {reason}")  # which has said why it ended, or its launcher has
         return Exit.CRASH, reason
@@ -269,11 +268,14 @@ def _conclude(
     folder: Path,
     ended: tuple[Exit, str],
     begin: float,
+    dog: Watchdog | None,
 ) -> None:
     """Close what is open, and tell how the run ended."""
     outcome, reason = ended
+    if dog is not None:
+        dog.close()
     run.close()
-    if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))):
+    if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG))):
         reason += f"; {lost}"
     if report is not None:
         for line in saver.news() if saver is not None else []:
@@ -288,8 +290,8 @@ def _conclude(
             }
         )
         report.close()
-    if not run.mesh.world.is_first:
-        return
+    if not run.mesh.world.is_first and not (outcome is Exit.HANG and dog is not None and 0 in dog.late):
+        return  # a rank 0 that hangs cannot tell
     if outcome is Exit.INTERRUPTED:
         complain(f"pretrain_gpt.py: interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}")
     if folder.is_dir():
@@ -343,10 +345,15 @@ def plan_of(config: Config, steps: int) -> Plan:
 def watch_of(config: Config, run: Run, folder: Path) -> Watch:
     log, o = config.log, config.operations
     timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
+    p = config.parallel
+    timers = Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing)
     return Watch(
-        Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing),
+        timers,
         Profiler(o, run.mesh.world.rank, run.mesh.device, folder / "trace"),
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
+        Watchdog(
+            run.mesh, folder, timers, p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
+        ),
     )
 
 
