@@ -62,8 +62,3 @@ class Calls:
         self.last.append(call)
         self.waiting = call, time.monotonic()
         return call
-
-    def balance(self, rank: int, size: int) -> int:
-        """Summed over the axis 0, if all ranks did equally many collectives and every message sent was received."""
-        total = self.numbers.get(("", -1), 0) * (size - 1 if rank == 0 else -1)
-        return total + sum(n if op == SEND else -n for (op, peer), n in self.numbers.items() if peer >= 0)

@@ -114,10 +114,6 @@ class Mesh:
         for axis in self.axes:
             set_group_timeout(timeout, axis.group)
 
-    def balance(self) -> int:
-        """Summed over the world 0, unless a rank left out a collective or a message that others did."""
-        return sum(axis.calls.balance(axis.rank, axis.size) for axis in self.axes)
-
     def describe(self) -> str:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""
         where = ", ".join(f"{k} {v}" for k, v in self.position.items() if self.sizes[k] > 1)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from megalite.config.faults import fault
-from megalite.parallel.calls import OrderError
 from megalite.parallel.comm import all_reduce_
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.state import Run, StepResult
@@ -53,7 +52,7 @@ def train_step(
     if empty_level >= 1 and mesh.device.type == "cuda":
         torch.cuda.empty_cache()
 
-    norm_sq, loss_sum, tokens, stop, z_sum, _, *zeros = _agree(run, losses, hosts, want_stop, count_zeros)
+    norm_sq, loss_sum, tokens, stop, z_sum, *zeros = _agree(run, losses, hosts, want_stop, count_zeros)
     unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
     grad_norm = norm_sq**0.5 * unscale
     finite = bool(torch.isfinite(torch.tensor([norm_sq, loss_sum])).all())
@@ -88,22 +87,17 @@ def _agree(
     run: Run, losses: torch.Tensor, hosts: Sequence[HostBatch], want_stop: bool, count_zeros: bool
 ) -> list[float]:
     """Of the whole world, in float64: squared norm of the gradient, loss, tokens that counted, ranks that want to stop,
-    z-loss, 0, and where asked for elements of the gradient that are 0. The step's one sync with the device. Raises
-    OrderError, on all ranks, if one has left out a collective."""
+    z-loss, and where asked for elements of the gradient that are 0. The step's one sync with the device."""
     mesh = run.mesh
-    mine = torch.zeros(6 + count_zeros, dtype=torch.float64, device=mesh.device)
+    mine = torch.zeros(5 + count_zeros, dtype=torch.float64, device=mesh.device)
     mine[0] = run.optimizer.local_norm_sq()
     if mesh.pp.is_last and mesh.tp.is_first:  # one voice per data-parallel rank for what is replicated
         mine[1], mine[4] = losses
         mine[2:3] = float(sum(host.counted_tokens for host in hosts))  # a slice is filled; mine[2] = x would wait
     mine[3:4] = float(want_stop)
-    mine[5:6] = float(mesh.balance())
     if count_zeros:
-        mine[6] = run.optimizer.local_zeros()
-    sums = all_reduce_(mine, mesh.world).tolist()
-    if sums[5]:
-        raise OrderError(f"ranks did not do the same collectives in step {run.state.step + 1}; nothing was updated")
-    return sums
+        mine[5] = run.optimizer.local_zeros()
+    return all_reduce_(mine, mesh.world).tolist()
 
 
 def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:

@@ -88,7 +88,7 @@ def _crosswise() -> Iterator[None]:
 PLANTED: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]], list[str]]] = {
     "two gathers swapped": (DP2, _gathers_swapped, ["rank 0 does all_gather of", "rank 1 does all_gather of", "param_gather.py"]),
     "a gather left out": (DP2, _gather_skipped, ["rank 0 does all_gather of", "rank 1 does all_gather of"]),
-    "another dtype": (DP2, lambda: _agreement_in(torch.float32), ["of 6 float64 (train/step.py:", "of 6 float32"]),
+    "another dtype": (DP2, lambda: _agreement_in(torch.float32), ["of 5 float64 (train/step.py:", "of 5 float32"]),
     "messages swapped": (VPP2, _messages_swapped, ["message", "rank 0 does", "rank 1 does", "pipeline/runtime.py"]),
     "no dtype of NCCL": (DP2, lambda: _agreement_in(torch.uint16), ["rank 1 ends after", "then rank 0 does all_reduce"]),
     "two communicators crosswise": (PP2, _crosswise, ["ends: rank 1 ends after 0 operations; then rank 0 does all_reduce"]),

@@ -71,20 +71,19 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"rank{'s' if len(spans) > 1 or spans[0][0] != spans[0][1] else ''} {text}"
 
 
-def diagnose(views: Mapping[int, View], silent: Mapping[int, str], differ: bool = False) -> tuple[str, list[int]]:
-    """The likely cause in one line, and who is late. `silent`: what is known of ranks that do not answer. `differ`:
-    all were at the same place of the program, so that equally many collectives must have begun."""
+def diagnose(views: Mapping[int, View], silent: Mapping[int, str]) -> tuple[str, list[int]]:
+    """The likely cause in one line, and who is late. `silent`: what is known of ranks that do not answer."""
     waiting = sorted((view for view in views.values() if view.waits), key=lambda view: view.rank)
     others = f"; {ranks([waiting[0].rank])} in {waiting[0]}" if waiting else ""
     if silent:
         known = "; ".join(sorted({text for text in silent.values() if text}))
         answers = "answers" if len(silent) == 1 else "answer"
         return f"{ranks(silent)} no longer {answers}{f' ({known})' if known else ''}{others}", sorted(silent)
-    if found := _difference(views) or (_left_out(views) if differ else None):
+    if found := _difference(views):
         return found
     busy = [view for view in views.values() if not view.waits]
     if not busy:
-        behind = min(waiting, key=lambda view: (view.step, view.rank))
+        behind = min(waiting, key=lambda view: (view.step, view.waits and view.waits[1][2], view.rank))
         return f"every rank waits for another: {ranks([behind.rank])} in {behind}{others}", [behind.rank]
     first = min(busy, key=lambda view: (view.cause is None, view.step, view.rank))
     late = sorted(v.rank for v in busy if (v.place, v.cause) == (first.place, first.cause))
@@ -109,17 +108,4 @@ def _difference(views: Mapping[int, View]) -> tuple[str, list[int]] | None:
             texts = [f"{ranks(who)} {named(calls[who[0]])} of {size:,} bytes" for (_, size), who in kinds.items()]
             fewest = min(kinds.values(), key=len)
             return f"on {name} {what}: {'; '.join(texts)}: the program must be the same on all ranks", fewest
-    return None
-
-
-def _left_out(views: Mapping[int, View]) -> tuple[str, list[int]] | None:
-    """Ranks that have begun fewer collectives than others of their group."""
-    counts: dict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
-    for view in views.values():
-        for name, (members, calls) in view.axes.items():
-            counts[name, tuple(members)][view.rank] = max((n for _, peer, n, _ in calls if peer < 0), default=0)
-    for (name, _), begun in counts.items():
-        if fewer := sorted(rank for rank, n in begun.items() if n < max(begun.values())):
-            least = min(begun.values())
-            return f"{ranks(fewer)} left out a collective over {name}: {least} of {max(begun.values())} begun", fewer
     return None

@@ -79,7 +79,7 @@ class Watchdog:
         """Of what ended this rank: outcome and reason, told, if others are the cause; None: it is the error itself."""
         known: tuple[Exit, str] | None = None
         if isinstance(error, OrderError):
-            self._round(again=True, differ=True)
+            self._round(again=True)
             known = Exit.CRASH, f"{error}: {self.reason}"
         elif isinstance(error, RuntimeError) and HANGS.search(str(error)):
             self._round()
@@ -117,13 +117,13 @@ class Watchdog:
         usual, half = statistics.median(self._took), self.timeout_s / 2
         return max(min(FACTOR * usual, half), LEAST_FACTOR * usual, min(FLOOR_S, half))
 
-    def _round(self, again: bool = False, differ: bool = False) -> None:
+    def _round(self, again: bool = False) -> None:
         """`again`: also if there was one while this rank did the same."""
         with self._lock:
             if again or self._told is not self._at:
-                self._ask(differ)
+                self._ask()
 
-    def _ask(self, differ: bool) -> None:
+    def _ask(self) -> None:
         self._rounds, self._told, self._led = self._rounds + 1, self._at, False
         n, world = self._rounds, self.mesh.world.size
         self._put(f"{n}/asked", "")
@@ -143,27 +143,26 @@ class Watchdog:
         views = {r: View(**json.loads(self._get(f"{n}/{r}"))) for r in range(world) if self._has(f"{n}/{r}")}
         views[self.rank] = mine
         silent = {r: self._state(r) for r in range(world) if r not in views} if self._store else {}
-        self.reason, self.late = diagnose(views, silent, differ)
+        self.reason, self.late = diagnose(views, silent)
         if self._store is None and world > 1:
             self.reason = (
                 f"the store by which ranks met (MASTER_ADDR) does not answer; this {ranks([self.rank])}: {mine}"
             )
         self._put(f"{n}/said", json.dumps([self.reason, self.late]))
-        self._tell(views, silent, differ)
+        self._tell(views, silent)
 
-    def _tell(self, views: dict[int, View], silent: dict[int, str], differ: bool) -> None:
+    def _tell(self, views: dict[int, View], silent: dict[int, str]) -> None:
         self._led = True
         doing, step, since = self._at
         usual = f", usually {statistics.median(self._took):.1f} s" if doing == "step" and self._took else ""
-        what = "RANKS DIFFER" if differ else f"NOTHING GOES ON for {time.monotonic() - since:.0f} s{usual}"
-        lines = [f"{what}: {self.reason}"]
+        lines = [f"NOTHING GOES ON for {time.monotonic() - since:.0f} s{usual}: {self.reason}"]
         alike: dict[str, list[int]] = {}
         for rank, view in views.items():
             alike.setdefault(str(view), []).append(rank)
         lines += [f"  {ranks(who)}: {text}" for text, who in alike.items()]
         lines += [f"  {ranks([rank])}: no answer{f', {state}' if state else ''}" for rank, state in silent.items()]
         complain("\n".join([*lines, f"  stacks and collectives of each rank: {self.folder}"]))
-        self.events.add("differ" if differ else "hang", step, reason=self.reason, late=self.late)
+        self.events.add("hang", step, reason=self.reason, late=self.late)
 
     def _view(self) -> View:
         doing, step, since = self._at
