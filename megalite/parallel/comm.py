@@ -2,6 +2,7 @@
 
     start_all_gather       [n, ...] -> [n * size, ...]
     start_reduce_scatter   [n * size, ...] -> [n, ...]
+    start_all_reduce, start_send, start_receive
     scatter_seq            forward reduce-scatter, backward all-gather       arXiv:2205.05198
 
 Sequence is dim 0, so a gather is a concatenation of contiguous blocks: x_sBD of tp rank r holds positions
@@ -15,7 +16,7 @@ reduce-scatter is an all-reduce of which one part is kept: the same sum, one col
 
 from __future__ import annotations
 
-import contextlib
+import zlib
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from megalite.parallel.calls import RECEIVE, SEND, Call
 from megalite.parallel.mesh import Axis
 
 # torch 2.13 renamed them; both names do the same
@@ -36,27 +38,22 @@ def reduce_scatter_is_native(device: torch.device) -> bool:
 
 
 class Pending:
-    """A collective under way: `wait()` returns its result. Nothing of the result is valid before.
+    """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
 
-    `what`: its axis and its name, for the clock."""
+    def __init__(self, result: Tensor, call: Call | None = None, work: Any = None, keep: Tensor | None = None):
+        """`call`: what `work` does, and needs with it; posted as of now."""
+        self._result, self._call, self._work, self._keep = result, call, work, keep
+        if call is not None:
+            call.posted()
 
-    def __init__(
-        self, result: Tensor, work: Any = None, keep: Tensor | None = None, what: tuple[Axis, str] | None = None
-    ):
-        self._result, self._work, self._keep, self._what = result, work, keep, what
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
-        if self._work is not None:
-            assert self._what is not None
-            with waiting(*self._what):
-                self._work.wait()
-            self._work = self._keep = None
+        if self._call is not None:
+            self._call.wait(self._work)
+            self._call = self._work = self._keep = None
         return self._result
-
-
-def waiting(axis: Axis, name: str) -> contextlib.AbstractContextManager[Any]:
-    """Around what a rank does, or waits for, because of the others along `axis`."""
-    return axis.clock.span("agreement" if axis.name == "world" else "communication", name, axis.name)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -64,13 +61,14 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     if axis.group is None:
         return Pending(x)
     x = x.contiguous()
-    out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    with waiting(axis, "all-gather"):
-        if axis.shared is not None:
-            work: Any = axis.shared.start_all_gather(out.view(-1), x.view(-1))
-        else:
-            work = all_gather_flat(out, x, group=axis.group, async_op=True)
-    return Pending(out, work, x, (axis, "all-gather"))
+    return _gather(x.new_empty(x.shape[0] * axis.size, *x.shape[1:]), x, axis)
+
+
+def _gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    call = axis.calls.begin("all-gather", x)
+    if axis.shared is not None:
+        return Pending(out, call, axis.shared.start_all_gather(out.view(-1), x.view(-1)), keep=x)
+    return Pending(out, call, all_gather_flat(out, x, group=axis.group, async_op=True), keep=x)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -80,52 +78,66 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if x.shape[0] % axis.size:
         raise ValueError(f"dim 0 of {tuple(x.shape)} does not split over {axis.name}={axis.size}")
     x = x.contiguous()
-    n, what = x.shape[0] // axis.size, (axis, "reduce-scatter")
-    with waiting(*what):
-        if axis.shared is None and not reduce_scatter_is_native(x.device):
-            return _Narrowed(x, dist.all_reduce(x, group=axis.group, async_op=True), what, n)
-        out = x.new_empty(n, *x.shape[1:])
-        if axis.shared is not None:
-            work: Any = axis.shared.start_reduce_scatter(out.view(-1), x.view(-1))
-        else:
-            work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
-    return Pending(out, work, x, what)
+    n = x.shape[0] // axis.size
+    if axis.shared is None and not reduce_scatter_is_native(x.device):
+        call = axis.calls.begin("reduce-scatter", x)
+        work = dist.all_reduce(x, group=axis.group, async_op=True)
+        return _Narrowed(x, call, work, axis.rank * n, n)
+    out = x.new_empty(n, *x.shape[1:])
+    return start_reduce_scatter_into(out.view(-1), x.view(-1), axis, result=out)
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Flat tensors: x [n], out [n * size], of which `x` may be this rank's part."""
-    with waiting(axis, "all-gather"):
-        if axis.shared is not None:
-            work: Any = axis.shared.start_all_gather(out, x)
-        else:
-            x = x if x.is_cuda else x.clone()  # gloo's input must not alias its output
-            work = all_gather_flat(out, x, group=axis.group, async_op=True)
-    return Pending(out, work, x, (axis, "all-gather"))
+    if axis.shared is None and not x.is_cuda:
+        x = x.clone()  # gloo's input must not alias its output
+    return _gather(out, x, axis)
 
 
-def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Flat tensors: x [n * size], and out [n], this rank's part of `x`; the other parts may be overwritten."""
-    with waiting(axis, "reduce-scatter"):
-        if axis.shared is not None:
-            work: Any = axis.shared.start_reduce_scatter(out, x)
-        elif reduce_scatter_is_native(x.device):
-            work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
-        else:
-            work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return Pending(out, work, None, (axis, "reduce-scatter"))
+def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, result: Tensor | None = None) -> Pending:
+    """Flat tensors: x [n * size], and out [n], this rank's part of `x`; the other parts may be overwritten. `result`:
+    `out` in the shape that is wanted."""
+    call = axis.calls.begin("reduce-scatter", x)
+    if axis.shared is not None:
+        work: Any = axis.shared.start_reduce_scatter(out, x)
+    elif reduce_scatter_is_native(x.device):
+        work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
+    else:
+        work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return Pending(out if result is None else result, call, work, keep=x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
-    """In place."""
-    return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), None, (axis, "all-reduce"))
+    """The sum over the axis, in place."""
+    call = axis.calls.begin("all-reduce", x)
+    return Pending(x, call, dist.all_reduce(x, group=axis.group, async_op=True))
+
+
+def start_send(x: Tensor, axis: Axis, to: int) -> Pending:
+    """`to`: a position on the axis. `x` must not change before `wait`."""
+    call = axis.calls.begin(SEND, x, axis.ranks[to])
+    return Pending(x, call, dist.isend(x, axis.ranks[to], group=axis.group, tag=_tag(call, x, axis)))
+
+
+def start_receive(out: Tensor, axis: Axis, source: int) -> Pending:
+    call = axis.calls.begin(RECEIVE, out, axis.ranks[source])
+    return Pending(out, call, dist.irecv(out, axis.ranks[source], group=axis.group, tag=_tag(call, out, axis)))
+
+
+def _tag(call: Call, x: Tensor, axis: Axis) -> int:
+    """Gloo, which would take a message for any buffer that it fits into, pairs equal tags only: here those of equal
+    number, size and dtype, so that a message for another buffer is never taken for this one."""
+    if dist.get_backend(axis.group) != "gloo":
+        return 0
+    return zlib.crc32(f"{call.number} {call.bytes} {x.dtype}".encode()) & 0x7FFFFFFF
 
 
 class _Narrowed(Pending):
     """An all-reduce of which one block is kept; the copy lets go of the other blocks' memory."""
 
-    def __init__(self, x: Tensor, work: Any, what: tuple[Axis, str], length: int):
-        super().__init__(x, work, None, what)
-        self._start, self._length = what[0].rank * length, length
+    def __init__(self, x: Tensor, call: Call, work: Any, start: int, length: int):
+        super().__init__(x, call, work)
+        self._start, self._length = start, length
 
     def wait(self) -> Tensor:
         return super().wait().narrow(0, self._start, self._length).clone()
@@ -134,15 +146,18 @@ class _Narrowed(Pending):
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the axis; returns `x`."""
     if axis.group is not None:
-        with waiting(axis, "all-reduce"):
-            dist.all_reduce(x, op=op, group=axis.group)
+        call = axis.calls.begin("all-reduce", x)
+        dist.all_reduce(x, op=op, group=axis.group)
+        call.posted()
     return x
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Overwrite `x` by that of the axis position `source`; returns `x`."""
     if axis.group is not None:
+        call = axis.calls.begin("broadcast", x)
         dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+        call.posted()
     return x
 
 

@@ -12,7 +12,7 @@ explicitly: there is no module state. A mesh of plans has sizes and positions, b
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.environment import override
+from megalite.parallel.calls import Calls
 from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory
 
@@ -39,7 +40,7 @@ class Axis:
     """One direction of the mesh, seen from this rank.
 
     ranks      global ranks along the axis, in axis order
-    clock      of this rank: what waits for a collective says so
+    calls      what this rank has begun on it
     transport  what its collectives travel on: a group; the memory that all its ranks share (on one machine, on CPU),
                which has a group too; PLANNED: nothing, a collective is an error; None: there is no other rank
     """
@@ -49,7 +50,7 @@ class Axis:
     rank: int = 0
     transport: ProcessGroup | SharedMemory | Literal["planned"] | None = None
     ranks: tuple[int, ...] = (0,)
-    clock: Clock = field(default_factory=Clock, compare=False, repr=False)
+    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.size > 1 and self.transport is None:
@@ -104,11 +105,16 @@ class Mesh:
     def position(self) -> Mapping[str, int]:
         return {axis.name: axis.rank for axis in (self.pp, self.dp, self.cp, self.tp)}
 
+    @property
+    def axes(self) -> Iterator[Axis]:
+        """All that this rank shares with others."""
+        every = (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world)
+        return (axis for axis in every if axis.size > 1)
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a collective of any group may take; torch makes groups with other defaults than the first one's."""
-        for axis in (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world):
-            if axis.group is not None:
-                set_group_timeout(timeout, axis.group)
+        for axis in self.axes:
+            set_group_timeout(timeout, axis.group)
 
     def describe(self) -> str:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""
@@ -173,14 +179,16 @@ def build_mesh(
         index = [slice(i, i + 1) for i in here]
         index[dim] = slice(None)
         ranks = tuple(int(r) for r in grid[tuple(index)].flatten())
-        return Axis(name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks, clock)
+        return Axis(
+            name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks, Calls(name, clock)
+        )
 
     def extra(name: str, members: list[list[int]]) -> Axis:
-        made = Axis(name, clock=clock)
+        made = Axis(name)
         for ranks in members:  # every rank takes part in making every group
             group: Any = dist.new_group(ranks, timeout=timeout, group_desc=name) if len(ranks) > 1 else None
             if rank in ranks:
-                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks), clock)
+                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks), Calls(name, clock))
         return made
 
     columns = [[int(r) for r in column] for column in grid.flatten(1).T]  # one pipeline each
@@ -188,7 +196,7 @@ def build_mesh(
         *(axis(name, dim) for dim, name in enumerate(names)),
         pp_back=extra("pp_back", columns),
         ends=extra("ends", [[column[0], column[-1]][: len(column)] for column in columns]),
-        world=replace(world_axis(), clock=clock),
+        world=replace(world_axis(), calls=Calls("world", clock)),
         device=device,
         clock=clock,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import signal
 import sys
 import time
@@ -18,7 +17,6 @@ import torch
 from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
 from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_url
 from megalite.config import environment
 from megalite.config.check import check
@@ -40,7 +38,7 @@ from megalite.train.export_hf import check_export, export
 from megalite.train.figures import Speed
 from megalite.train.loop import Plan, Training, Watch
 from megalite.train.metrics import Reporter, missing_packages
-from megalite.train.overview import describe
+from megalite.train.overview import describe, newest_checkpoint
 from megalite.train.peak_rates import find_peak
 from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler
@@ -58,10 +56,8 @@ from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
 from megalite.train.watch.fingerprint import compare_ranks
+from megalite.train.watch.hang import Watchdog, lost_another
 from megalite.train.watch.report import Account
-
-# what gloo says on the ranks that live on
-LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
 
 
 def choose_device(wanted: str) -> str:
@@ -181,14 +177,14 @@ def _pretrain(
     warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
     check_collectives(run.mesh)
-    t, begin = config.train, time.monotonic()
-    phases = Phases(run.mesh, started)
+    t = config.train
     report: Reporter | None = None
     account: Account | None = None
     ended = Exit.CRASH, ""
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
+    watch = watch_of(config, run, folder, Phases(run.mesh, started))
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
@@ -199,28 +195,27 @@ def _pretrain(
         notes += begin_branch(run, config, saver, saved)
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, warnings)
-            account = Account(folder, run, phases, report.speed.flops_per_token, config)
+            account = Account(folder, run, watch.phases, report.speed.flops_per_token, config)
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
             for note in notes:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
-        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder, phases)
-        begin = time.monotonic()
-        phases.ready()
+        steps = plan_of(config, run.last_step)
+        watch.phases.ready()
         ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
-        phases.over_ranks()
+        watch.phases.over_ranks()
         if report is not None:
-            report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - begin) / 60))
+            report.moment(lines.megatron_end(ended[1], run.state.step, watch.phases.trained_s / 60))
         if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
             report.say(line)
     except SetupError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        ended = _failure(error, run)
+        ended = _failure(error, run, watch.dog)
     finally:
-        _conclude(run, config, saver, report, account, folder, ended, begin)
-    if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.INTERRUPTED):
+        _conclude(run, config, saver, report, account, folder, ended, watch)
+    if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG, Exit.INTERRUPTED):
         sys.stdout.flush()
         os._exit(int(ended[0]))  # the group may be in the middle of a collective that never ends: do not wait for it
     return ended[0]
@@ -244,8 +239,11 @@ def _get_ready(run: Run, config: Config, report: Reporter | None) -> None:
         report.moment("before the start of training step")
 
 
-def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
+def _failure(error: BaseException, run: Run, dog: Watchdog | None) -> tuple[Exit, str]:
     """The outcome and the reason of a run that an error ended; the rank that knows most tells it."""
+    where = f"{run.mesh.describe()}, step {run.state.step + 1}"
+    if dog is not None and (known := dog.explain(error, where)) is not None:
+        return known
     match error:
         case KeyboardInterrupt():
             since = time.monotonic()
@@ -267,8 +265,7 @@ def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
             if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
                 complain(f"pretrain_gpt.py: {error}")
             return Exit.PREFLIGHT, str(error)
-    where = f"{run.mesh.describe()}, step {run.state.step + 1}"
-    if isinstance(error, RuntimeError) and LOST.search(str(error)):  # a store's or a file's is an OSError
+    if lost_another(error):
         reason = f"lost another rank ({str(error).splitlines()[0]})"
         complain(f"{where}: {reason}")  # which has said why it ended, or its launcher has
         return Exit.CRASH, reason
@@ -284,12 +281,14 @@ def _conclude(
     account: Account | None,
     folder: Path,
     ended: tuple[Exit, str],
-    begin: float,
+    watch: Watch,
 ) -> None:
     """Close what is open, and tell how the run ended."""
-    outcome, reason = ended
+    (outcome, reason), dog = ended, watch.dog
+    if dog is not None:
+        dog.close()
     run.close()
-    if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))):
+    if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG))):
         reason += f"; {lost}"
     if report is not None:
         for line in saver.news() if saver is not None else []:
@@ -300,37 +299,19 @@ def _conclude(
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
                 "steps": f"{run.state.step:,} of {run.last_step:,}",
                 "tokens": f"{run.state.consumed_tokens:,}",
-                "time": lines.duration(time.monotonic() - begin),
+                "time": lines.duration(watch.phases.trained_s),
                 "checkpoint": newest_checkpoint(config),
                 **(told or {}),
             }
         )
         report.close()
-    if not run.mesh.world.is_first:
-        return
+    if not run.mesh.world.is_first and not (outcome is Exit.HANG and dog is not None and 0 in dog.late):
+        return  # a rank 0 that hangs cannot tell
     if outcome is Exit.INTERRUPTED:
         complain(f"pretrain_gpt.py: interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}")
     if folder.is_dir():
         steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
         leave_status(folder, outcome.outcome, checkpoint=config.checkpoint.save, reason=reason, **steps)
-
-
-def newest_checkpoint(config: Config) -> str:
-    """Where to continue from; for people, so it never raises."""
-    c = config.checkpoint
-    if c.save is None:
-        return "none, there is no --save"
-    roots = [root for root in (c.save_local, c.save) if root is not None and not is_url(root)]
-    if not roots:
-        return f"see {c.save}"  # a store that does not answer may be why the run has ended
-    try:
-        found = [(max(steps), root) for root in roots if (steps := storage.steps_in(root))]
-    except OSError as error:
-        return f"{c.save} cannot be read: {error.strerror}"
-    if not found:
-        return f"none in {c.save} yet"
-    step, root = max(found)
-    return str(storage.folder_of(root, step))
 
 
 def plan_of(config: Config, steps: int) -> Plan:
@@ -361,11 +342,16 @@ def plan_of(config: Config, steps: int) -> Plan:
 def watch_of(config: Config, run: Run, folder: Path, phases: Phases) -> Watch:
     log, o = config.log, config.operations
     timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
+    p = config.parallel
+    timers = Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing)
     return Watch(
-        Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing),
+        timers,
         Profiler(o, run.mesh, folder / "trace"),
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
         phases,
+        Watchdog(
+            run.mesh, folder, timers, p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
+        ),
     )
 
 
