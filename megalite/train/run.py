@@ -21,12 +21,14 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_url
 from megalite.config import environment
+from megalite.config.faults import VARIABLE, fault
 from megalite.config.options import Config, log_steps, resolved_style
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, process_group
+from megalite.parallel.self_test import check_collectives
 from megalite.train import figures as lines
 from megalite.train.allocator import keep_freed_memory
 from megalite.train.arrangement import Arrangement
@@ -36,6 +38,7 @@ from megalite.train.loop import Plan, Training, Watch
 from megalite.train.metrics import Reporter
 from megalite.train.overview import describe
 from megalite.train.peak_rates import find_peak
+from megalite.train.phases import Phases
 from megalite.train.preflight import check_machine, check_save, choose_device, preflight
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress_file import ProgressLog
@@ -52,6 +55,8 @@ from megalite.train.step import NonFiniteError
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
+from megalite.train.watch.fingerprint import compare_ranks
+from megalite.train.watch.report import Account
 
 # what gloo, NCCL and the store say on the ranks that live on
 LOST = re.compile(
@@ -70,7 +75,7 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: S
 
 
 def _run_or_refuse(config: Config, ranks: Ranks, warnings: Sequence[str], stop: StopSignal) -> int:
-    folder = run_folder(config)
+    begin, folder = time.perf_counter(), run_folder(config)
     try:
         config = foreign.with_source(config)
         sources, plan = preflight(config, ranks)
@@ -90,7 +95,8 @@ def _run_or_refuse(config: Config, ranks: Ranks, warnings: Sequence[str], stop: 
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
-            return _pretrain(plan, ranks, here, sources, folder, warnings, stop)
+            fault("init", ranks.rank, 0)
+            return _pretrain(plan, ranks, here, sources, folder, warnings, stop, begin)
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
             for line in str(error).splitlines():
@@ -108,7 +114,7 @@ def _run_or_refuse(config: Config, ranks: Ranks, warnings: Sequence[str], stop: 
             complain(f"pretrain_gpt.py: {error}")
         return Exit.PREFLIGHT
     except Exception as error:  # while the run was built
-        code, reason = _failure(error, ranks, f"rank {ranks.rank} of {ranks.world}, before the first step", None)
+        code, reason = _failure(error, ranks)
         if ranks.rank == 0 and folder.is_dir():
             leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=reason)
         return code
@@ -122,12 +128,18 @@ def _pretrain(
     folder: Path,
     warnings: Sequence[str],
     stop: StopSignal,
+    started: float,
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config = plan.config
+    _hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
+    warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
+    check_collectives(run.mesh)
     t, begin = config.train, time.monotonic()
+    phases = Phases(run.mesh, started)
     report: Reporter | None = None
+    account: Account | None = None
     ended, begun = (Exit.CRASH, ""), False
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
@@ -142,14 +154,18 @@ def _pretrain(
         notes += begin_branch(run, config, saver, saved)
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, warnings)
+            of_config = t.micro_batch_size, config.operations.price_per_gpu_hour
+            account = Account(folder, run, phases, report.speed.flops_per_token, *of_config)
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
             for note in notes:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
-        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder)
+        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder, phases)
         begin, begun = time.monotonic(), True
+        phases.ready()
         ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
+        phases.over_ranks()
         if report is not None:
             report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - begin) / 60))
         if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
@@ -157,10 +173,9 @@ def _pretrain(
     except SetupError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        where = f"{run.mesh.describe()}, step {run.state.step + 1}"
-        ended = _failure(error, ranks, where, run if begun else None)
+        ended = _failure(error, ranks, run, begun)
     finally:
-        _conclude(run, config, saver, report, folder, ended, begin)
+        _conclude(run, config, saver, report, account, folder, ended, begin)
     if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.INTERRUPTED):
         sys.stdout.flush()
         os._exit(int(ended[0]))  # the group may be in the middle of a collective that never ends: do not wait for it
@@ -185,9 +200,10 @@ def _get_ready(run: Run, config: Config, report: Reporter | None) -> None:
         report.moment("before the start of training step")
 
 
-def _failure(error: BaseException, ranks: Ranks, where: str, run: Run | None) -> tuple[Exit, str]:
-    """The outcome and the reason of a run that an error ended; the rank that knows most tells it. `run`: None before it
-    has trained, when a checkpoint that cannot be loaded, or none, would not be another one at the next start."""
+def _failure(error: BaseException, ranks: Ranks, run: Run | None = None, begun: bool = False) -> tuple[Exit, str]:
+    """The outcome and the reason of a run that an error ended; the rank that knows most tells it. Before training has
+    `begun`, a checkpoint's error is one that the next start would find again."""
+    where = f"{run.mesh.describe()}, step {run.state.step + 1}" if run else f"rank {ranks.rank} of {ranks.world}"
     match error:
         case KeyboardInterrupt():
             since = time.monotonic()
@@ -200,7 +216,7 @@ def _failure(error: BaseException, ranks: Ranks, where: str, run: Run | None) ->
             outcome, knows = Exit.BAD_RESULT, ranks.rank == 0
             knows |= isinstance(error, ReplicaError) and "another rank" not in str(error)
         case CheckpointError():
-            outcome, knows = Exit.CRASH if run is not None else Exit.PREFLIGHT, not isinstance(error, ElsewhereError)
+            outcome, knows = Exit.CRASH if begun else Exit.PREFLIGHT, not isinstance(error, ElsewhereError)
         case DataError():  # the ranks of a dp position read the same samples
             outcome, knows = Exit.PREFLIGHT, run is None or (run.mesh.pp.is_first and run.mesh.tp.is_first)
         case RuntimeError() if LOST.search(str(error)):  # a store's or a file's is an OSError
@@ -224,6 +240,7 @@ def _conclude(
     config: Config,
     saver: Saver | None,
     report: Reporter | None,
+    account: Account | None,
     folder: Path,
     ended: tuple[Exit, str],
     begin: float,
@@ -236,6 +253,7 @@ def _conclude(
     if report is not None:
         for line in saver.news() if saver is not None else []:
             report.say(line)
+        told = report.attempt("report.json", account.close, outcome, saver) if account is not None else None
         report.summary(
             {
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
@@ -243,6 +261,7 @@ def _conclude(
                 "tokens": f"{run.state.consumed_tokens:,}",
                 "time": lines.duration(time.monotonic() - begin),
                 "checkpoint": newest_checkpoint(config),
+                **(told or {}),
             }
         )
         report.close()
@@ -298,13 +317,14 @@ def plan_of(config: Config, steps: int) -> Plan:
     )
 
 
-def watch_of(config: Config, run: Run, folder: Path) -> Watch:
+def watch_of(config: Config, run: Run, folder: Path, phases: Phases) -> Watch:
     log, o = config.log, config.operations
     timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
     return Watch(
         Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing),
-        Profiler(o, run.mesh.world.rank, run.mesh.device, folder / "trace"),
+        Profiler(o, run.mesh, folder / "trace"),
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
+        phases,
     )
 
 
@@ -336,7 +356,7 @@ def _reporter(
         report.say(f"note: {note}")
     cuda = run.mesh.device.type == "cuda"
     set_ = environment.values_of(
-        [*((*CUDA_VARIABLES, *OTHER_NAMES.values()) if cuda else ()), *environment.OVERRIDES.values()]
+        [*((*CUDA_VARIABLES, *OTHER_NAMES.values()) if cuda else ()), *environment.OVERRIDES.values(), VARIABLE]
     )
     if set_ or cuda:
         report.say(f"environment: {set_}")
