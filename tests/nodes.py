@@ -104,6 +104,13 @@ class Node(Machine):
         """up or down."""
         self.switch.ip("link", "set", self.name, state)
 
+    def slow_down(self) -> None:
+        """Its cable delays what comes by 20 ms, or where the kernel cannot do that carries 8 Mbit/s only."""
+        ways = (["netem", "delay", "20ms"], ["tbf", "rate", "8mbit", "burst", "16kb", "latency", "400ms"])
+        tc = [*self.switch.inside(), "tc", "qdisc", "replace", "dev", self.name, "root"]
+        if not any(subprocess.run([*tc, *way], capture_output=True, timeout=20).returncode == 0 for way in ways):
+            raise Unpermitted("tc has neither netem nor tbf")
+
     def start(self, words: Sequence[str], **variables: str) -> Started:
         self.started.append(Started([*self.inside(), *words], variables))
         return self.started[-1]

@@ -3,7 +3,7 @@
 torchrun keeps one store over restarts, full of the addresses of ranks that died, and each of its nodes counts restarts
 by itself, so that the counts differ once a node has come back. Ranks therefore give every meeting a name of its own:
 
-    rank r > 0   writes a new word under "hello r", waits for the answer to that word, says "here" under the name in it
+    rank r > 0   writes a new word under "hello r", waits for the answer to it, which is the name, says it is here
     rank 0       answers every word it has not seen, until each rank is here
 
 A word of a rank that died is answered too, which nobody reads. As rank 0 knows who is here, it can say who is missing.
@@ -67,22 +67,20 @@ def meet(
 
 def name_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:
     """What all ranks of this meeting, and no others, call it. Raises MeetingError on rank 0, else torch's errors."""
-    word, end = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}", time.monotonic() + timeout.total_seconds()
+    word = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"
     if rank:
         store.set(f"hello {rank}", word)
         name = store.get(f"answer {word}").decode()
-        store.set(f"{name} here {rank}", word)
+        store.set(f"here {word}", name)
         return name
-    missing, heard = set(range(1, world)), dict[int, str]()
+    end, missing, heard = time.monotonic() + timeout.total_seconds(), set(range(1, world)), dict[int, str]()
     while missing:
-        for other in sorted(missing):
-            if store.check([f"{word} here {other}"]):
+        for other in [other for other in sorted(missing) if store.check([f"hello {other}"])]:
+            if (hello := store.get(f"hello {other}").decode()) != heard.get(other):
+                store.set(f"answer {hello}", word)
+                heard[other] = hello
+            elif store.check([f"here {hello}"]):
                 missing.remove(other)
-            elif store.check([f"hello {other}"]):
-                hello = store.get(f"hello {other}").decode()
-                if hello != heard.get(other):
-                    store.set(f"answer {hello}", word)
-                    heard[other] = hello
         if missing and time.monotonic() > end:
             came = [other for other in range(1, world) if other not in missing]
             hosts = {word.split()[0], *(heard[other].split()[0] for other in came)}
