@@ -27,6 +27,7 @@ from megalite.parallel.launch import (
     prepare_cuda,
     read_environment,
     start_local,
+    torchrun_restarts,
 )
 from megalite.train.run_dir import run_folder, settle_status
 from megalite.train.stop import hold, stop_signal
@@ -41,7 +42,8 @@ def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     stop.install()
     from megalite.train.run import pretrain  # imports torch
 
-    sys.exit(pretrain(config, ranks, warnings, stop))
+    code = pretrain(config, ranks, warnings, stop)
+    sys.exit(0 if stop.final and torchrun_restarts() else code)
 
 
 def main(argv: list[str]) -> int:

@@ -5,7 +5,7 @@
 #   FIRST=node-a NNODES=1:4 ...      elastic: goes on with the nodes that are left, grows when one comes back
 #   bash examples/launch/torchrun.sh DIR FLAGS       one node
 #
-# DIR is --save and --load; FLAGS are pretrain_gpt.py's. Exit code: 0 done; AGAIN (75) if it is worth starting again; 1.
+# DIR is --save and --load; FLAGS are pretrain_gpt.py's. Exit code: AGAIN (75) if it is worth starting again, else torchrun's.
 # The first node keeps the others' meeting place: without it the run ends on all of them, to be started again as a whole.
 # Kubernetes' PET_ variables are understood as well. A trusted network only: torchrun listens on every interface.
 set -uo pipefail
@@ -31,6 +31,5 @@ while kill -0 "$torchrun" 2>/dev/null; do
   wait "$torchrun"
   code=$?
 done
-[ "$code" = 0 ] && exit 0
 worth_another "$dir" && exit "${AGAIN:-75}"
-exit 1
+exit "$code"

@@ -377,6 +377,11 @@ def follow_torchrun(env: Mapping[str, str] = os.environ) -> None:
         die_with_parent()
 
 
+def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun starts a run again that ends with any code but 0, as 75 of a run that stopped on purpose."""
+    return env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...], holds_signals: bool) -> None:
     die_with_parent()  # the fork server
     if not holds_signals:
