@@ -48,7 +48,7 @@ def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     hold()
-    follow_torchrun()
+    lacks = follow_torchrun()
     ranks: Ranks | None = None
     unlaunched: list[str] = []
     try:
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         settle_status(run_folder(config), code, causes[-1], begin)
         return code
     alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
-    return run(ranks or alone, config, found.warnings)  # type: ignore[func-returns-value]
+    return run(ranks or alone, config, [*found.warnings, *lacks])  # type: ignore[func-returns-value]
 
 
 if __name__ == "__main__":

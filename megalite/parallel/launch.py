@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.run_options import EXIT_SIGNALS
-from megalite.parallel.meeting import MeetingError, meet
+from megalite.parallel.meeting import MeetingError, meet, torchrun_lacks
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
@@ -371,10 +371,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def follow_torchrun(env: Mapping[str, str] = os.environ) -> None:
-    """A rank ends with its torchrun: that, killed, cannot end it."""
-    if "TORCHELASTIC_RUN_ID" in env:
-        die_with_parent()
+def follow_torchrun(env: Mapping[str, str] = os.environ) -> list[str]:
+    """A rank ends with its torchrun: that, killed, cannot end it. Returns what torchrun was not told."""
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return []
+    die_with_parent()
+    return torchrun_lacks(env)
 
 
 def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:

@@ -15,16 +15,20 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import re
+import signal
 import socket
 import struct
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 PAUSE_S = 0.02
 PROBE_S = 3.0
 SIOCGIFADDR = 0x8915
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class MeetingError(Exception):
@@ -53,7 +57,7 @@ def meet(
     interface = "GLOO_SOCKET_IFNAME"
     if nodes > 1 and gloo and interface not in env and (found := interface_for_others(host, port)) is not None:
         env[interface] = found
-    serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    serves = rank == 0 and env.get(AGENT_STORE) != "True"  # else torchrun does
     try:
         store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
         return PrefixStore(name_meeting(store, rank, world, timeout), store)
@@ -157,4 +161,21 @@ def _interfaces() -> dict[str, str]:
                 address = ipaddress.ip_address(answer[20:24])
                 if not address.is_loopback:
                     found[name] = str(address)
+    return found
+
+
+def torchrun_lacks(env: Mapping[str, str]) -> list[str]:
+    """What the torchrun that started this rank was not told, and what that will cost; one line each."""
+    found = []
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{os.getppid()}/status").read_text("ascii", "replace")
+        caught = re.search(r"SigCgt:\s*([0-9a-f]+)", state)
+        if "SLURM_JOB_ID" in env and caught and not int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1:
+            found.append(
+                "torchrun dies of SIGUSR1, which SLURM may send before a time limit: start it with "
+                "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+            )
+    elastic = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE")
+    if elastic and env.get(AGENT_STORE) == "True":
+        found.append("a node that is lost cannot come back: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     return found
