@@ -2,7 +2,6 @@
 
     start_all_gather       [n, ...] -> [n * size, ...]
     start_reduce_scatter   [n * size, ...] -> [n, ...]
-    start_all_reduce, start_send, start_receive
     scatter_seq            forward reduce-scatter, backward all-gather       arXiv:2205.05198
 
 Sequence is dim 0, so a gather is a concatenation of contiguous blocks: x_sBD of tp rank r holds positions
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.parallel.calls import RECEIVE, SEND, Call
+from megalite.parallel.calls import SEND, Call
 from megalite.parallel.mesh import Axis
 
 # torch 2.13 renamed them; both names do the same
@@ -40,19 +39,19 @@ def reduce_scatter_is_native(device: torch.device) -> bool:
 class Pending:
     """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
 
-    def __init__(self, result: Tensor, call: Call | None = None, work: Any = None, keep: Tensor | None = None):
-        """`call`: what `work` does, and needs with it; posted as of now."""
-        self._result, self._call, self._work, self._keep = result, call, work, keep
-        if call is not None:
-            call.posted()
+    def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None, call: Call | None = None):
+        """`call`: what `work` does."""
+        self._result, self._work, self._keep, self._call = result, work, keep, call
 
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
-        if self._call is not None:
-            self._call.wait(self._work)
-            self._call = self._work = self._keep = None
+        if self._work is not None:
+            assert self._call is not None
+            with self._call:
+                self._work.wait()
+            self._work = self._keep = None
         return self._result
 
 
@@ -65,10 +64,12 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
 
 
 def _gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    call = axis.calls.begin("all-gather", x)
-    if axis.shared is not None:
-        return Pending(out, call, axis.shared.start_all_gather(out.view(-1), x.view(-1)), keep=x)
-    return Pending(out, call, all_gather_flat(out, x, group=axis.group, async_op=True), keep=x)
+    with axis.begin("all-gather", x) as call:
+        if axis.shared is not None:
+            work: Any = axis.shared.start_all_gather(out.view(-1), x.view(-1))
+        else:
+            work = all_gather_flat(out, x, group=axis.group, async_op=True)
+    return Pending(out, work, x, call)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -79,12 +80,15 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         raise ValueError(f"dim 0 of {tuple(x.shape)} does not split over {axis.name}={axis.size}")
     x = x.contiguous()
     n = x.shape[0] // axis.size
-    if axis.shared is None and not reduce_scatter_is_native(x.device):
-        call = axis.calls.begin("reduce-scatter", x)
-        work = dist.all_reduce(x, group=axis.group, async_op=True)
-        return _Narrowed(x, call, work, axis.rank * n, n)
-    out = x.new_empty(n, *x.shape[1:])
-    return start_reduce_scatter_into(out.view(-1), x.view(-1), axis, result=out)
+    with axis.begin("reduce-scatter", x) as call:
+        if axis.shared is None and not reduce_scatter_is_native(x.device):
+            return _Narrowed(x, dist.all_reduce(x, group=axis.group, async_op=True), call, axis.rank * n, n)
+        out = x.new_empty(n, *x.shape[1:])
+        if axis.shared is not None:
+            work: Any = axis.shared.start_reduce_scatter(out.view(-1), x.view(-1))
+        else:
+            work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
+    return Pending(out, work, x, call)
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -94,49 +98,41 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     return _gather(out, x, axis)
 
 
-def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, result: Tensor | None = None) -> Pending:
-    """Flat tensors: x [n * size], and out [n], this rank's part of `x`; the other parts may be overwritten. `result`:
-    `out` in the shape that is wanted."""
-    call = axis.calls.begin("reduce-scatter", x)
-    if axis.shared is not None:
-        work: Any = axis.shared.start_reduce_scatter(out, x)
-    elif reduce_scatter_is_native(x.device):
-        work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
-    else:
-        work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return Pending(out if result is None else result, call, work, keep=x)
+def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Flat tensors: x [n * size], and out [n], this rank's part of `x`; the other parts may be overwritten."""
+    with axis.begin("reduce-scatter", x) as call:
+        if axis.shared is not None:
+            work: Any = axis.shared.start_reduce_scatter(out, x)
+        elif reduce_scatter_is_native(x.device):
+            work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
+        else:
+            work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return Pending(out, work, None, call)
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
-    """The sum over the axis, in place."""
-    call = axis.calls.begin("all-reduce", x)
-    return Pending(x, call, dist.all_reduce(x, group=axis.group, async_op=True))
+    """In place."""
+    with axis.begin("all-reduce", x) as call:
+        return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), None, call)
 
 
-def start_send(x: Tensor, axis: Axis, to: int) -> Pending:
-    """`to`: a position on the axis. `x` must not change before `wait`."""
-    call = axis.calls.begin(SEND, x, axis.ranks[to])
-    return Pending(x, call, dist.isend(x, axis.ranks[to], group=axis.group, tag=_tag(call, x, axis)))
-
-
-def start_receive(out: Tensor, axis: Axis, source: int) -> Pending:
-    call = axis.calls.begin(RECEIVE, out, axis.ranks[source])
-    return Pending(out, call, dist.irecv(out, axis.ranks[source], group=axis.group, tag=_tag(call, out, axis)))
-
-
-def _tag(call: Call, x: Tensor, axis: Axis) -> int:
-    """Gloo, which would take a message for any buffer that it fits into, pairs equal tags only: here those of equal
-    number, size and dtype, so that a message for another buffer is never taken for this one."""
-    if dist.get_backend(axis.group) != "gloo":
-        return 0
-    return zlib.crc32(f"{call.number} {call.bytes} {x.dtype}".encode()) & 0x7FFFFFFF
+def start_message(x: Tensor, axis: Axis, at: int, op: str) -> Pending:
+    """Send `x` to the position `at` of the axis, or receive it from there. It must not change, or be read, before
+    `wait`. `op`: SEND or RECEIVE."""
+    peer = axis.ranks[at]
+    with axis.begin(op, x, peer) as call:
+        tag = 0
+        if dist.get_backend(axis.group) == "gloo":
+            # which takes a message for any buffer that it fits into, but pairs equal tags only
+            tag = zlib.crc32(f"{call.number} {call.bytes} {x.dtype}".encode()) & 0x7FFFFFFF
+        return Pending(x, (dist.isend if op == SEND else dist.irecv)(x, peer, group=axis.group, tag=tag), None, call)
 
 
 class _Narrowed(Pending):
     """An all-reduce of which one block is kept; the copy lets go of the other blocks' memory."""
 
-    def __init__(self, x: Tensor, call: Call, work: Any, start: int, length: int):
-        super().__init__(x, call, work)
+    def __init__(self, x: Tensor, work: Any, call: Call, start: int, length: int):
+        super().__init__(x, work, None, call)
         self._start, self._length = start, length
 
     def wait(self) -> Tensor:
@@ -146,18 +142,16 @@ class _Narrowed(Pending):
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the axis; returns `x`."""
     if axis.group is not None:
-        call = axis.calls.begin("all-reduce", x)
-        dist.all_reduce(x, op=op, group=axis.group)
-        call.posted()
+        with axis.begin("all-reduce", x):
+            dist.all_reduce(x, op=op, group=axis.group)
     return x
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Overwrite `x` by that of the axis position `source`; returns `x`."""
     if axis.group is not None:
-        call = axis.calls.begin("broadcast", x)
-        dist.broadcast(x, src=axis.ranks[source], group=axis.group)
-        call.posted()
+        with axis.begin("broadcast", x):
+            dist.broadcast(x, src=axis.ranks[source], group=axis.group)
     return x
 
 

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.environment import override
-from megalite.parallel.calls import Calls
+from megalite.parallel.calls import Call, Calls
 from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory
 
@@ -41,6 +41,7 @@ class Axis:
 
     ranks      global ranks along the axis, in axis order
     calls      what this rank has begun on it
+    clock      of this rank: what waits for a collective says so
     transport  what its collectives travel on: a group; the memory that all its ranks share (on one machine, on CPU),
                which has a group too; PLANNED: nothing, a collective is an error; None: there is no other rank
     """
@@ -50,6 +51,7 @@ class Axis:
     rank: int = 0
     transport: ProcessGroup | SharedMemory | Literal["planned"] | None = None
     ranks: tuple[int, ...] = (0,)
+    clock: Clock = field(default_factory=Clock, compare=False, repr=False)
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,10 @@ class Axis:
     @property
     def shared(self) -> SharedMemory | None:
         return self.transport if isinstance(self.transport, SharedMemory) else None
+
+    def begin(self, op: str, x: torch.Tensor, peer: int = -1) -> Call:
+        """Around the issue of a collective over the axis, or of a message to or from the rank `peer`."""
+        return self.calls.begin(self, op, x, peer)
 
     @property
     def is_first(self) -> bool:
@@ -179,16 +185,14 @@ def build_mesh(
         index = [slice(i, i + 1) for i in here]
         index[dim] = slice(None)
         ranks = tuple(int(r) for r in grid[tuple(index)].flatten())
-        return Axis(
-            name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks, Calls(name, clock)
-        )
+        return Axis(name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks, clock)
 
     def extra(name: str, members: list[list[int]]) -> Axis:
-        made = Axis(name)
+        made = Axis(name, clock=clock)
         for ranks in members:  # every rank takes part in making every group
             group: Any = dist.new_group(ranks, timeout=timeout, group_desc=name) if len(ranks) > 1 else None
             if rank in ranks:
-                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks), Calls(name, clock))
+                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks), clock)
         return made
 
     columns = [[int(r) for r in column] for column in grid.flatten(1).T]  # one pipeline each
@@ -196,7 +200,7 @@ def build_mesh(
         *(axis(name, dim) for dim, name in enumerate(names)),
         pp_back=extra("pp_back", columns),
         ends=extra("ends", [[column[0], column[-1]][: len(column)] for column in columns]),
-        world=replace(world_axis(), calls=Calls("world", clock)),
+        world=replace(world_axis(), clock=clock),
         device=device,
         clock=clock,
     )

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.config.faults import fault
-from megalite.parallel.comm import Pending, start_receive, start_send
+from megalite.parallel.calls import RECEIVE, SEND
+from megalite.parallel.comm import Pending, start_message
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.streams import synchronize
 from megalite.pipeline.schedule import Action, Op, plan
 
 Key = tuple[int, int]  # stage, micro-batch
+MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
 
 
 @dataclass
@@ -122,23 +124,28 @@ class Pipeline:
                 tensor = flight.ready.pop(key).contiguous()
                 fault("pipeline.message", mesh.world.rank, batches[action.microbatch].step, tensor)
                 flight.sent = [message for message in flight.sent if not message.is_completed()]
-                flight.sent.append(self._post(start_send, action, tensor))
+                flight.sent.append(self._post(SEND, action, tensor))
             else:
                 tokens_SB = batches[action.microbatch].tokens_SB
                 shape = (tokens_SB.shape[0] // mesh.tp.size, tokens_SB.shape[1], self.width)
                 tensor = torch.empty(shape, dtype=self.dtype, device=mesh.device)
-                flight.coming[action.op, *key] = self._post(start_receive, action, tensor)
+                flight.coming[action.op, *key] = self._post(RECEIVE, action, tensor)
             if self.timeline is not None:
                 self.timeline.append(Timed(str(action), start, self._now(begin)))
         for message in flight.sent:
-            message.wait()
+            self._wait(message, "what was sent")
         return total
+
+    def _wait(self, message: Pending, *name: object) -> Tensor:
+        """For a message, which comes when its sender is there: most of it is the pipeline's bubble."""
+        with self.mesh.clock.span(MESSAGES, "wait for", *name):
+            return message.wait()
 
     def _forward(self, flight: Flight, key: Key, chunk: int, batch: Any, weight: float | Tensor | None) -> Tensor:
         (stage, _), keep = key, weight is not None
         x = None
         if stage > 0:
-            x = flight.coming.pop((Op.RECV_F, *key)).wait()
+            x = self._wait(flight.coming.pop((Op.RECV_F, *key)), Action(Op.RECV_F, *key))
             if keep:
                 flight.inputs[key] = x.requires_grad_()
         # the loss is told its gradient now: it computes its own gradients in forward (nn/loss.py)
@@ -158,20 +165,20 @@ class Pipeline:
             given = weight.to(edge.dtype) if isinstance(weight, Tensor) else edge.new_full((), weight)
             torch.autograd.backward(edge, given.expand_as(edge))
         else:
-            grad = flight.coming.pop((Op.RECV_B, *key)).wait()
+            grad = self._wait(flight.coming.pop((Op.RECV_B, *key)), Action(Op.RECV_B, *key))
             torch.autograd.backward([edge], [grad])
         if stage > 0:
             x = flight.inputs.pop(key)
             assert x.grad is not None
             flight.ready[key] = x.grad
 
-    def _post(self, send_or_receive: Callable[..., Pending], action: Action, tensor: Tensor) -> Pending:
+    def _post(self, op: str, action: Action, tensor: Tensor) -> Pending:
         """Post a message: upstream for inputs received and gradients sent, downstream for the other two."""
         forward = action.op in (Op.SEND_F, Op.RECV_F)
         axis: Axis = self.mesh.pp if forward else self.mesh.pp_back
         step = 1 if action.op in (Op.SEND_F, Op.RECV_B) else -1
-        with self.mesh.clock.span("bubble", action):
-            return send_or_receive(tensor, axis, (axis.rank + step) % axis.size)
+        with self.mesh.clock.span(MESSAGES, action):
+            return start_message(tensor, axis, (axis.rank + step) % axis.size, op)
 
     def _now(self, begin: float) -> float:
         if self.timeline is not None:

@@ -75,6 +75,7 @@ class Watch:
     collector: Collector = field(default_factory=Collector)
     phases: Phases = field(default_factory=lambda: Phases(Mesh.alone(), time.perf_counter()))
     dog: Watchdog | None = None
+    begin: float = field(default_factory=time.monotonic)
 
     def at(self, doing: str, step: int) -> None:
         """What the watchdog is told."""
@@ -180,6 +181,9 @@ class Training:
             if self.watch.profiler is not None:
                 steps.callback(self.watch.profiler.stop)
             outcome, reason = self._take_steps()
+        if outcome is Exit.REQUEUE:
+            signalled = torch.tensor(float(bool(self.stop.seen)), device=self.run.mesh.device)
+            self.stop.final = all_reduce_(signalled, self.run.mesh.world).item() == 0
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:
@@ -259,8 +263,8 @@ class Training:
             timers=timers,
             empty_level=plan.empty_level,
         )
-        self.watch.phases.after_step(result.data_s, result.step_s)
         self.watch.at("after the step", step)
+        self.watch.phases.after_step(result.data_s, result.step_s)
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
         if drawn:

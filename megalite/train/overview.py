@@ -1,14 +1,10 @@
-"""What a run tells before its first step: the arrangement as a table, the memory of its ranks, the machine; and where
-to continue from after its last."""
+"""What a run tells before its first step: the arrangement as a table, the memory of its ranks, the machine."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
 
-from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.location import is_url
-from megalite.config.options import Config
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import describe_kernels
 from megalite.models.compiled import describe_compile
@@ -103,21 +99,3 @@ def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
     ends = (f"{min(column, key=float)} - {max(column, key=float)}" for column in columns)
     largest = max(range(plan.pp), key=totals.__getitem__)
     return [head, of_rank(largest), (f"all {plan.pp}", "", *ends)]
-
-
-def newest_checkpoint(config: Config) -> str:
-    """Where to continue from; for people, so it never raises."""
-    c = config.checkpoint
-    if c.save is None:
-        return "none, there is no --save"
-    roots = [root for root in (c.save_local, c.save) if root is not None and not is_url(root)]
-    if not roots:
-        return f"see {c.save}"  # a store that does not answer may be why the run has ended
-    try:
-        found = [(max(steps), root) for root in roots if (steps := storage.steps_in(root))]
-    except OSError as error:
-        return f"{c.save} cannot be read: {error.strerror}"
-    if not found:
-        return f"none in {c.save} yet"
-    step, root = max(found)
-    return str(storage.folder_of(root, step))

@@ -39,10 +39,6 @@ class Phases:
         self._seconds["start-up"] = self.wall_s
 
     @property
-    def trained_s(self) -> float:
-        return self.wall_s - self._seconds["start-up"]
-
-    @property
     def wall_s(self) -> float:
         return time.perf_counter() - self._begin
 

@@ -22,7 +22,7 @@ from train_cases import SMALL, TP2_PP2
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel import comm
-from megalite.parallel.calls import OrderError
+from megalite.parallel.calls import RECEIVE, SEND, OrderError
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.train.run_dir import Exit
@@ -104,7 +104,7 @@ def _message(elements: int, dtype: torch.dtype) -> bool:
     """Rank 1 expects another message than rank 0 sends, for which there is room."""
     mesh = build_mesh(tp=1, pp=2, device=CPU, timeout=datetime.timedelta(seconds=1))
     x = torch.ones(4) if mesh.pp.rank == 0 else torch.zeros(elements, dtype=dtype)
-    pending = comm.start_send(x, mesh.pp, 1) if mesh.pp.rank == 0 else comm.start_receive(x, mesh.pp, 0)
+    pending = comm.start_message(x, mesh.pp, 1 - mesh.pp.rank, (SEND, RECEIVE)[mesh.pp.rank])
     if mesh.pp.rank == 0:
         time.sleep(2)
         return True
@@ -184,7 +184,7 @@ def _round(folder: str) -> tuple[str, list[int], float]:
     dist.barrier()
     begin = time.monotonic()
     if dist.get_rank() == 0:
-        mesh.dp.calls.begin("all-reduce", torch.zeros(3))
+        mesh.dp.begin("all-reduce", torch.zeros(3)).__enter__()
         dog._round()
     while not dog.reason and time.monotonic() < begin + 20:
         time.sleep(0.01)
