@@ -84,6 +84,7 @@ NO_RACE = {
     SAVED: "what is saved is owned, and a gather leaves it as it is",
     "train/loop.py Training.train: self.run.buffer.wait_gather()": "as above",
     "pipeline/runtime.py Pipeline._now: synchronize(self.mesh.device)": "for the time alone",
+    "train/phases.py Phases.over_ranks: synchronize(self._mesh.device)": "for the time alone",
     "train/timers.py Timers._now: synchronize(self.mesh.device)": "for the time alone",
     "parallel/streams.py synchronize: torch.cuda.synchronize(device)": "for the time alone",
 }
