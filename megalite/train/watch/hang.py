@@ -44,7 +44,7 @@ FACTOR, LEAST_FACTOR = 10, 3  # of the usual length of a step: late, and never c
 FLOOR_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length
 POLL_S, ANSWER_S, STORE_S = 0.5, 3.0, 5.0
 ROOT = str(Path(megalite.__file__).parent) + os.sep
-HANGS = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout")  # gloo's words, and nccl's
+HANGS = re.compile(r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout")  # gloo, nccl
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
 STATES = dict(T="stopped by a signal", t="stopped by a debugger", D="waits for a disk or the network", Z="has ended")
 
