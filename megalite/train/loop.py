@@ -181,6 +181,9 @@ class Training:
             if self.watch.profiler is not None:
                 steps.callback(self.watch.profiler.stop)
             outcome, reason = self._take_steps()
+        if outcome is Exit.REQUEUE:
+            signalled = torch.tensor(float(bool(self.stop.seen)), device=self.run.mesh.device)
+            self.stop.final = all_reduce_(signalled, self.run.mesh.world).item() == 0
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:

@@ -45,7 +45,10 @@ FLOOR_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length
 POLL_S, ANSWER_S, STORE_S = 0.5, 3.0, 5.0
 ROOT = str(Path(megalite.__file__).parent) + os.sep
 HANGS = re.compile(r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout")  # gloo, nccl
-LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
+LOST = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)|remote process exited|ncclRemoteError|"
+    r"NCCL communicator was aborted|unhandled system error|failed to recv, got 0 bytes"
+)
 STATES = dict(T="stopped by a signal", t="stopped by a debugger", D="waits for a disk or the network", Z="has ended")
 
 
@@ -232,7 +235,7 @@ class Watchdog:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether it is what gloo says on the ranks that live on; a store's or a file's is an OSError."""
+    """Whether it is what gloo or NCCL says on the ranks that live on; a store's or a file's error is an OSError."""
     return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
 
 
