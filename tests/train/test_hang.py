@@ -132,7 +132,7 @@ def _one_too_many(folder: str) -> tuple[bool, str]:
             comm.start_reduce_scatter(torch.zeros(size), dp).wait()
         train_step(run)
     assert torch.equal(before, run.buffer.storage.weights)
-    known = dog.explain(error.value, "here")
+    known = dog.explain(error.value)
     assert known is not None and known[0] is Exit.CRASH
     dog.close()
     run.data.close()

@@ -78,22 +78,19 @@ class Watchdog:
         if self._led and before is self._told:
             complain(f"step {before[1]} goes on, after {took:.0f} s")
 
-    def explain(self, error: BaseException, where: str) -> tuple[Exit, str] | None:
-        """Of what ended this rank: outcome and reason, told, if others are the cause; None: it is the error itself."""
-        known: tuple[Exit, str] | None = None
+    def explain(self, error: BaseException) -> tuple[Exit, str] | None:
+        """Outcome and reason of a rank that others made end; None: the error is its own."""
         if isinstance(error, OrderError):
             self._round(again=True)
-            known = Exit.CRASH, f"{error}: {self.reason}"
-        elif isinstance(error, RuntimeError) and HANGS.search(str(error)):
+            return Exit.CRASH, f"{error}: {self.reason}"
+        if isinstance(error, RuntimeError) and HANGS.search(str(error)):
             self._round()
             self._put("over", json.dumps([self.reason, self.late]))
-            known = Exit.HANG, self.reason
-        elif (isinstance(error, KeyboardInterrupt) or lost_another(error)) and self._has("over"):
+            return Exit.HANG, self.reason
+        if (isinstance(error, KeyboardInterrupt) or lost_another(error)) and self._has("over"):
             self.reason, self.late = json.loads(self._get("over"))
-            known = Exit.HANG, self.reason
-        if known is not None:
-            complain(f"{where}: {known[0].outcome}: {known[1]}")
-        return known
+            return Exit.HANG, self.reason
+        return None
 
     def close(self) -> None:
         self._closing.set()
