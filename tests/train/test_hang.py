@@ -210,10 +210,12 @@ def test_ranks_answer_each_other_through_the_store(tmp_path: Path) -> None:
 # ---- whole runs
 
 
-def ended(folder: Path, *words: str, fault: str = "", start: tuple[str, ...] = ()) -> tuple[int, str, dict[str, Any]]:
-    """Exit code, stderr and status of a run of up to 30 steps with a time-out of 3 s, as a user starts it."""
+def ended(
+    folder: Path, *words: str, fault: str = "", start: tuple[str, ...] = (), limit_s: int = 3
+) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, stderr and status of a run of up to 30 steps with that time-out, as a user starts it."""
     command = [sys.executable, *start, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "30", *words]
-    command += ["--run-dir", str(folder), "--distributed-timeout-seconds-after-init", "3", "--device", "cpu"]
+    command += ["--run-dir", str(folder), "--distributed-timeout-seconds-after-init", str(limit_s), "--device", "cpu"]
     env = {**os.environ, "MEGALITE_FAULT": fault, "TORCH_FR_BUFFER_SIZE": "100"}
     made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
     return made.returncode, made.stderr, json.loads((folder / "status.json").read_text())
@@ -249,3 +251,26 @@ def test_under_torchrun_the_status_says_hang(tmp_path: Path) -> None:
     code, err, status = ended(tmp_path, fault="step.begin:0:6:stop", start=start)
     assert (code, status["outcome"]) == (1, "hang"), err
     assert status["reason"].startswith("rank 0 no longer answers")
+
+
+@pytest.mark.long
+def test_a_slow_checkpoint_is_named(tmp_path: Path) -> None:
+    words = ["--nproc", "2", "--save", str(tmp_path / "saved"), "--save-interval", "6"]
+    code, err, status = ended(tmp_path, *words, fault="ckpt.shard_written:1:6:sleep")
+    assert (code, status["outcome"], status["step"]) == (70, "hang", 6), err
+    assert re.match(
+        r"rank 1 in step 6, save-checkpoint, checkpoint/.* \(a slow checkpoint\); rank 0 in", status["reason"]
+    )
+
+
+@pytest.mark.long
+def test_a_clean_run_hears_nothing_of_it_and_a_slow_step_goes_on(tmp_path: Path) -> None:
+    """With a first step, evaluations and saves that take longer than a training step may."""
+    words = ["--nproc", "2", "--save", str(tmp_path / "saved"), "--save-interval", "10", "--eval-interval", "10"]
+    slow = "step.begin:1:1:sleep=5,eval.begin:1:10:sleep=5,ckpt.shard_written:1:10:sleep=5"
+    code, err, status = ended(tmp_path / "clean", *words, fault=slow, limit_s=8)
+    assert (code, status["outcome"]) == (0, "done") and "NOTHING GOES ON" not in err, err
+    assert not (tmp_path / "clean" / "hang").exists()
+    code, err, status = ended(tmp_path / "slow", "--nproc", "2", fault="step.begin:1:9:sleep=5.5", limit_s=8)
+    assert (code, status["outcome"]) == (0, "done") and err.count("NOTHING GOES ON") == 1, err
+    assert err.count("step 9 goes on, after ") == 1 and "rank 1 in step 9" in err

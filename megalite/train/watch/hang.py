@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import distributed_c10d
 
 import megalite
 from megalite.parallel.calls import OrderError
@@ -193,9 +193,8 @@ class Watchdog:
                     file.writelines(f"{axis} {members}: {op} {peer} {n}, {size} bytes\n" for op, peer, n, size in calls)
                 file.flush()
                 faulthandler.dump_traceback(file)
-            if recorder := getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None):
-                text = recorder()
-                path.with_suffix(".json").write_text(text if isinstance(text, str) else text.decode())
+            if recorder := getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None):
+                path.with_suffix(".json").write_bytes(recorder())
         except (OSError, RuntimeError, ValueError) as error:
             complain(f"WARNING: {path}: {error}; where this rank is is lost there")
 
@@ -237,6 +236,7 @@ def lost_another(error: BaseException) -> bool:
 
 
 def _own_connection() -> Any:
-    store = PrefixStore("hang", distributed_c10d._get_default_store()).clone()
+    store: Any = distributed_c10d.PrefixStore("hang", distributed_c10d._get_default_store())
+    store = store.clone()
     store.set_timeout(timedelta(seconds=STORE_S))
     return store
