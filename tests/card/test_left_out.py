@@ -98,7 +98,7 @@ OF_THE_HOST = {
     # between processes that share memory, on CPUs
     "parallel/comm.py _Narrowed.wait: super().wait()",
     "parallel/shared_memory.py SharedMemory.take: self._open[0].wait()",
-    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(4, dtype=torch.int64)).wait()",
+    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(3, dtype=torch.int64)).wait()",
     "parallel/shared_memory.py _Arrival.wait: self._work.wait()",
     "parallel/shared_memory.py Transfer.wait: arrival.wait()",
 }

@@ -33,8 +33,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 import megalite
-from megalite.parallel.calls import OrderError
 from megalite.parallel.mesh import Mesh
+from megalite.parallel.shared_memory import OrderError
 from megalite.train.run_dir import Exit, complain
 from megalite.train.timers import Timers
 from megalite.train.watch.diagnosis import View, diagnose, ranks
