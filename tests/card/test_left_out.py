@@ -95,10 +95,11 @@ OF_THE_HOST = {
     "checkpoint/storage/object_store.py RemoteStorage.reading.renew: over.wait(RENEW_S)",
     "parallel/launch.py _watch: connection.wait([p.sentinel for p in alive], wait)",
     "train/loop.py Training.train: self.saver.wait()",
+    "train/watch/hang.py Watchdog._watch: self._closing.wait(POLL_S)",
     # between processes that share memory, on CPUs
     "parallel/comm.py _Narrowed.wait: super().wait()",
     "parallel/shared_memory.py SharedMemory.take: self._open[0].wait()",
-    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(4, dtype=torch.int64)).wait()",
+    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(3, dtype=torch.int64)).wait()",
     "parallel/shared_memory.py _Arrival.wait: self._work.wait()",
     "parallel/shared_memory.py Transfer.wait: arrival.wait()",
 }
