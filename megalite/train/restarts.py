@@ -54,9 +54,9 @@ class Restarts:
                 place, step = parse(root), max(steps_in(root), default=None)
                 found[root] = step
                 if isinstance(place, Path) and step is not None:
-                    found[root] = step, (folder_of(place, step) / "COMPLETE").stat().st_mtime_ns
-            except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted
-                found[root] = None
+                    found[root] = step, Path(str(folder_of(place, step)), "COMPLETE").stat().st_mtime_ns
+            except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted:
+                found[root] = object()  # equal to nothing, so that the ranks will look
         return found
 
     def __call__(self, end: End) -> bool | None:

@@ -227,7 +227,7 @@ def _failure(error: BaseException, ranks: Ranks, run: Run | None = None, begun: 
         case _:
             reason = f"{type(error).__name__}: {error}"
             tell = complain if fails_first(ranks, Exit.CRASH, reason) else complain_aside
-            tell(f"{where}:\n{''.join(traceback.format_exception(error))}")
+            tell(f"{where}:\n{''.join(traceback.format_exception(error)).rstrip()}")
             return Exit.CRASH, reason
     if knows:
         tell = complain if fails_first(ranks, outcome, str(error)) else complain_aside

@@ -99,3 +99,17 @@ def test_sigterm_to_torchrun_saves_and_says_requeue(tmp_path: Path) -> None:
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["outcome"], status["reason"]) == ("requeue", "SIGTERM")  # torchrun's own code is 1
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGALITE_FAULT", "step.after_forward_backward:1:3:raise")
+    with torchrun(tmp_path) as process:
+        out = process.communicate(timeout=200)[0]
+    assert process.returncode == 1 and out.count("megalite.config.faults.InjectedFault: asked for") == 1, out
+    _, _, table = out.partition("Root Cause")
+    assert "rank      : 1" in table and "traceback : InjectedFault: asked for by MEGALITE_FAULT" in table
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["outcome"] == "crash" and status["reason"].startswith("rank 1: InjectedFault: asked for")
+    assert "lost another rank" in (tmp_path / "ranks/rank-00000.log").read_text()
