@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import multiprocessing
 import os
 import re
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.run_options import EXIT_SIGNALS
-from megalite.parallel.launch import FIRST_FAILURE, Ranks, die_with_parent
+from megalite.parallel.launch import FIRST_FAILURE, Ranks, die_with_parent, read_first_failure
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
@@ -138,11 +137,7 @@ def _first_failure(folder: Path, code: int, cause: str) -> tuple[int, str]:
     killed is the first; an abort may be NCCL's, of another's death."""
     if code > 128 and code != 128 + signal.SIGABRT:
         return code, cause
-    try:
-        first = json.loads((folder / FIRST_FAILURE).read_text("utf-8"))
-        return int(first["code"]), f"rank {first['rank']}: {first['reason']}"
-    except (OSError, ValueError, LookupError):
-        return code, cause
+    return read_first_failure(folder) or (code, cause)
 
 
 @contextlib.contextmanager
