@@ -23,7 +23,7 @@ from megalite.config.options import Config
 from megalite.parallel.launch import Ranks
 from megalite.parallel.local_ranks import End, start_local
 from megalite.train import restarts
-from megalite.train.restarts import Restarts, lock_run
+from megalite.train.restarts import Restarts, locked_run
 from megalite.train.run_dir import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,18 +232,34 @@ def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
     config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")], {})[0]
     (tmp_path / "r").mkdir()
     (tmp_path / "r/.run.lock").write_text("process 1 on elsewhere since long ago\n")
-    held = lock_run(config)
-    assert held is not None
-    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* since 20"):
-        lock_run(config)
-    held.close()
-    again = lock_run(config)
-    assert again is not None
-    again.close()
+    with locked_run(config) as held:
+        assert held
+        with (
+            pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* since 20"),
+            locked_run(config),
+        ):
+            raise AssertionError
+    with locked_run(config) as again:
+        assert again
+    assert (tmp_path / "r").is_dir()
+
+
+@pytest.mark.parametrize(
+    "outcome,more,gone", [("usage", "ranks", True), ("crash", "ranks", False), ("usage", "x", False)]
+)
+def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(
+    tmp_path: Path, outcome: str, more: str, gone: bool
+) -> None:
+    config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")], {})[0]
+    with locked_run(config):
+        (tmp_path / "r" / more).mkdir()
+        (tmp_path / "r/status.json").write_text(json.dumps({"outcome": outcome}))
+    assert (tmp_path / "r").exists() != gone
 
 
 def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "file/r")], {})[0]
-    assert lock_run(config) is None
+    with locked_run(config) as held:
+        assert not held
     assert "file/r: Not a directory; nothing keeps a second run from writing there" in capsys.readouterr().err
