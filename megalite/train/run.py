@@ -226,7 +226,7 @@ def _failure(
         case _:
             reason = f"{type(error).__name__}: {error}"
             tell = complain if fails_first(ranks, Exit.CRASH, reason) else complain_aside
-            tell(f"{where}:\n{''.join(traceback.format_exception(error))}")
+            tell(f"{where}:\n{''.join(traceback.format_exception(error)).rstrip()}")
             return Exit.CRASH, reason
     if knows:
         tell = complain if fails_first(ranks, outcome, str(error)) else complain_aside

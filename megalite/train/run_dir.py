@@ -97,12 +97,12 @@ def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
         status = json.loads(file.read_text("utf-8")) if file.stat().st_mtime >= since else {}
     except (OSError, ValueError):
         return
-    outcome, reason = status.get("outcome"), status.get("reason")
+    outcome, reason = status.get("outcome"), str(status.get("reason"))
+    first = {int(e): e.outcome for e in Exit}.get(code, Exit.CRASH.outcome)
     if outcome == "running":
-        known = {int(e): e.outcome for e in Exit}
-        status |= dict(outcome=known.get(code, Exit.CRASH.outcome), reason=cause or "ended without a word")
-    elif outcome == Exit.CRASH.outcome and cause and "rank 0 " not in cause:
-        status["reason"] = f"{cause}; rank 0: {reason}"
+        status |= dict(outcome=first, reason=cause or "ended without a word")
+    elif outcome == Exit.CRASH.outcome and cause and not cause.startswith("rank 0") and code != Exit.REQUEUE:
+        status |= dict(outcome=first, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
     else:
         return
     try:

@@ -195,12 +195,6 @@ class LocalFile:
         os.close(self._number)
 
 
-def holder_of_a_lock() -> str:
-    """This process, for people who wonder who has it."""
-    since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    return f"process {os.getpid()} on {socket.gethostname()} since {since}"
-
-
 class Lock:
     """One run per directory. The kernel drops it with the process that holds it, however that ends. `option`: what the
     directory was given with. Raises CheckpointError where another process holds it, OSError where none can."""
@@ -219,7 +213,8 @@ class Lock:
                 f"{option}={str(directory)!r} is in use by {holder}: stop that run, or {remedy}"
             ) from None
         os.ftruncate(self._number, 0)
-        os.pwrite(self._number, f"{holder_of_a_lock()}\n".encode(), 0)
+        since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
 
     def confirm(self) -> None:
         """Nothing to do: the kernel lets nobody else have it."""
