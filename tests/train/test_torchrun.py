@@ -168,7 +168,5 @@ def test_a_grace_that_is_shorter_than_the_save_costs_only_what_was_not_saved(
             process.send_signal(signal.SIGTERM)
             out, _ = process.communicate(timeout=60)
     assert "saving checkpoint at step " in out and process.returncode == 1
-    with torchrun(tmp_path, steps=8) as process:
-        out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0 and f"resumed from {tmp_path}/iter_0000005 at step 5" in out, out
-    assert len(losses(tmp_path)) == 8
+    with torchrun(tmp_path, steps=100_000) as process:
+        shown(process, f"resumed from {tmp_path}/iter_0000005 at step 5")
