@@ -28,9 +28,11 @@ from megalite.train.replicas import check_replicas
 from megalite.train.run_dir import Exit, complain, write_atomically
 from megalite.train.start.resume import save
 from megalite.train.state import EvaluationSet, Run, StepResult
-from megalite.train.step import parameter_norm, train_step
+from megalite.train.step import NonFiniteError, parameter_norm, train_step
 from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
+from megalite.train.watch.doubts import Doubts
+from megalite.train.watch.events import Events
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Plan:
     memory_first: bool = False  # also with the first two lines, the second of which knows the optimizer's
     device_memory: bool = False
     check_weights: int | None = None
+    max_skipped: int = 100  # steps in a row that updated nothing
     empty_level: int = 0
 
 
@@ -152,6 +155,7 @@ class Training:
     saver: Saver | None = None
     saved: int | None = None
     watch: Watch = field(default_factory=Watch)
+    restore: Callable[[int], object] = lambda step: None  # loads this run's checkpoint of a step
 
     def __post_init__(self) -> None:
         self._begin, self._first = time.monotonic(), self.run.state.step + 1
@@ -159,6 +163,9 @@ class Training:
         self._lines = 0
         self._asks: str | None = None  # to stop, before the step that agreed on it
         self._stop_file = self.folder / STOP_FILE
+        say = None if self.report is None else self.report.say
+        self._events = Events(self.folder, self.run.mesh.world.rank)
+        self._doubts = Doubts(self.run, self._events, say, self.plan.max_skipped)
         every = self.plan.save_every_s
         self._clock = None if every is None else SaveClock(every, self.run.mesh, self.run.state.step)
 
@@ -187,12 +194,12 @@ class Training:
         run, plan, profiler = self.run, self.plan, self.watch.profiler
         while run.state.step < run.last_step:
             if plan.skip and run.state.step + 1 in plan.skip:
-                size = run.batch_sizes.at(run.state.consumed_samples)
-                run.state.advance(size, tokens=size * run.seq_length, skipped=True)
+                run.pass_over()
                 continue
             result = self._step()
+            unreliable = self._doubts.after(result)
             step = run.state.step
-            stopping = result.stop or bool(plan.exit_interval and step % plan.exit_interval == 0)
+            stopping = result.stop or unreliable or bool(plan.exit_interval and step % plan.exit_interval == 0)
             due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
             self._log(result, due)
             if profiler is not None:
@@ -204,10 +211,14 @@ class Training:
             self.watch.collector.after(step)
             if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
                 self._evaluate(run.valid, "")
+            if result.skipped and result.doubt is not None and result.doubt.finite and run.spikes.action == "rollback":
+                self._roll_back()
             by_clock = self._clock is not None and self._clock.due(step)
             if by_clock or (plan.save_interval and step % plan.save_interval == 0):
                 self._save()
             self._tell_saves()
+            if unreliable:
+                return Exit.RERUN, unreliable
             if result.stop:
                 return Exit.REQUEUE, self._asks or self._why() or "asked by another rank"
             if stopping and step < run.last_step:
@@ -225,6 +236,12 @@ class Training:
             return "exit_duration_in_mins"
         return "a save failed" if self.saver is not None and self.saver.failed else None
 
+    def _roll_back(self) -> None:
+        if self.saver is not None:
+            self.saver.wait()  # for the checkpoint that is returned to
+        if self._doubts.roll_back(self.saved, self.restore):
+            self._save()  # a restart would train on what was passed over
+
     def _step(self) -> StepResult:
         """One training step, with what looks on."""
         run, plan, timers = self.run, self.plan, self.watch.timers
@@ -235,13 +252,18 @@ class Training:
             run.pipeline.timeline = []
         if self.watch.profiler is not None:
             self.watch.profiler.before(step)
-        result = train_step(
-            run,
-            want_stop=self._asks is not None,
-            count_zeros=plan.count_zeros,
-            timers=timers,
-            empty_level=plan.empty_level,
-        )
+        try:
+            result = train_step(
+                run,
+                want_stop=self._asks is not None,
+                count_zeros=plan.count_zeros,
+                timers=timers,
+                empty_level=plan.empty_level,
+            )
+        except NonFiniteError as error:
+            if run.mesh.world.is_first:
+                self._events.add("not-finite", step, text=str(error), done="stopped")
+            raise
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
         if drawn:

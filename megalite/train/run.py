@@ -48,9 +48,8 @@ from megalite.train.setup import SetupError, build_run
 from megalite.train.sources import Sources, open_sources
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.origin import already_saved, begin_branch, start_run
-from megalite.train.start.resume import loaded_line, open_saver
-from megalite.train.state import Run
-from megalite.train.step import NonFiniteError
+from megalite.train.start.resume import Start, loaded_line, open_saver, resume
+from megalite.train.state import BadResult, Run
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
@@ -194,7 +193,9 @@ def _pretrain(
         _get_ready(run, config, report)
         steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder)
         begin = time.monotonic()
-        ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
+        toml, c = to_toml(config), config.checkpoint
+        back = lambda step: resume(run, c.save or "", config, Start(step), c.save_local)  # noqa: E731
+        ended = Training(run, steps, toml, folder, report, stop, saver, saved, watch, back).train()
         if report is not None:
             report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - begin) / 60))
         if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
@@ -239,7 +240,7 @@ def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
             for number in STOPPING:
                 signal.signal(number, leave)
             return Exit.INTERRUPTED, str(error) or "SIGINT"
-        case ReplicaError() | NonFiniteError() | ScaleExhausted():
+        case ReplicaError() | BadResult() | ScaleExhausted():
             knows = isinstance(error, ReplicaError) and "another rank" not in str(error)
             if run.mesh.world.is_first or knows:
                 complain(f"pretrain_gpt.py: {error}")
@@ -335,6 +336,7 @@ def plan_of(config: Config, steps: int) -> Plan:
         memory_interval=log.log_memory_interval,
         memory_first=resolved_style(config) == "megatron",
         device_memory=log.log_device_memory_used,
+        max_skipped=t.max_skipped_steps,
         check_weights=o.check_weight_hash_across_dp_replicas_interval,
         empty_level=o.empty_unused_memory_level,
     )
