@@ -17,18 +17,20 @@ import torch
 from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
+from megalite.config.faults import fault
 from megalite.data.samples.batches import Prefetcher
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.figures import Interval
 from megalite.train.metrics import Reporter
+from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.replicas import check_replicas
 from megalite.train.run_dir import Exit, complain, write_atomically
 from megalite.train.start.resume import save
 from megalite.train.state import EvaluationSet, Run, StepResult
-from megalite.train.step import NonFiniteError, parameter_norm, train_step
+from megalite.train.step import parameter_norm, train_step
 from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
 from megalite.train.watch.doubts import Doubts
@@ -73,6 +75,8 @@ class Watch:
     timers: Timers = field(default_factory=Timers)
     profiler: Profiler | None = None
     collector: Collector = field(default_factory=Collector)
+    phases: Phases = field(default_factory=lambda: Phases(Mesh.alone(), time.perf_counter()))
+    restore: Callable[[int], object] = lambda step: None  # loads this run's checkpoint of a step
 
 
 def evaluate(
@@ -81,6 +85,7 @@ def evaluate(
     """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `tell`
     is called with the number that is done."""
     mesh, size = run.mesh, run.eval_batch_size
+    fault("eval.begin", mesh.world.rank, run.state.step)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for i in range(iters):
         hosts, _ = data.get(i * size, size)
@@ -155,7 +160,6 @@ class Training:
     saver: Saver | None = None
     saved: int | None = None
     watch: Watch = field(default_factory=Watch)
-    restore: Callable[[int], object] = lambda step: None  # loads this run's checkpoint of a step
 
     def __post_init__(self) -> None:
         self._begin, self._first = time.monotonic(), self.run.state.step + 1
@@ -164,8 +168,8 @@ class Training:
         self._asks: str | None = None  # to stop, before the step that agreed on it
         self._stop_file = self.folder / STOP_FILE
         say = None if self.report is None else self.report.say
-        self._events = Events(self.folder, self.run.mesh.world.rank)
-        self._doubts = Doubts(self.run, self._events, say, self.plan.max_skipped)
+        events = Events(self.folder, self.run.mesh.world.rank)
+        self._doubts = Doubts(self.run, events, say, self.plan.max_skipped)
         every = self.plan.save_every_s
         self._clock = None if every is None else SaveClock(every, self.run.mesh, self.run.state.step)
 
@@ -179,7 +183,8 @@ class Training:
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:
-            self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
+            with self.watch.phases("checkpoint"):
+                self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
             self._tell_saves()
         if self.report is not None:
             self.report.saved_all()
@@ -203,7 +208,8 @@ class Training:
             due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
             self._log(result, due)
             if profiler is not None:
-                profiler.after(step, due)
+                with self.watch.phases("profiler"):
+                    profiler.after(step, due)
             if plan.check_weights and step % plan.check_weights == 0:
                 check_replicas(run.buffer, step)
                 if self.report is not None:
@@ -239,31 +245,30 @@ class Training:
     def _roll_back(self) -> None:
         if self.saver is not None:
             self.saver.wait()  # for the checkpoint that is returned to
-        if self._doubts.roll_back(self.saved, self.restore):
+        if self._doubts.roll_back(self.saved, self.watch.restore):
             self._save()  # a restart would train on what was passed over
 
     def _step(self) -> StepResult:
         """One training step, with what looks on."""
         run, plan, timers = self.run, self.plan, self.watch.timers
         step = run.state.step + 1
+        fault("step.begin", run.mesh.world.rank, step)
         self._asks = self._why()
         drawn = step == plan.profile_step
         if drawn or timers.level == 2:
             run.pipeline.timeline = []
         if self.watch.profiler is not None:
-            self.watch.profiler.before(step)
-        try:
-            result = train_step(
-                run,
-                want_stop=self._asks is not None,
-                count_zeros=plan.count_zeros,
-                timers=timers,
-                empty_level=plan.empty_level,
-            )
-        except NonFiniteError as error:
-            if run.mesh.world.is_first:
-                self._events.add("not-finite", step, text=str(error), done="stopped")
-            raise
+            with self.watch.phases("profiler"):
+                self.watch.profiler.before(step)
+        self.watch.phases.before_step()
+        result = train_step(
+            run,
+            want_stop=self._asks is not None,
+            count_zeros=plan.count_zeros,
+            timers=timers,
+            empty_level=plan.empty_level,
+        )
+        self.watch.phases.after_step(result.data_s, result.step_s)
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
         if drawn:
@@ -297,7 +302,7 @@ class Training:
             return
         if report is not None:
             report.say(saver.beginning(run.state.step))
-        with self.watch.timers("save-checkpoint", 0):
+        with self.watch.timers("save-checkpoint", 0), self.watch.phases("checkpoint"):
             save(run, saver, self.config_toml, optimizer=self.plan.save_optimizer, last=last)
         self.saved = run.state.step
         if self._clock is not None:
@@ -318,7 +323,7 @@ class Training:
                     next_line = time.monotonic() + PROGRESS_S
                     report.evaluating(state.step, name, done, iters)
 
-            with self.watch.collector.evaluation(), self.watch.timers("evaluate", 0):
+            with self.watch.collector.evaluation(), self.watch.timers("evaluate", 0), self.watch.phases("evaluation"):
                 loss = evaluate(self.run, one.data, iters, progress)
             if report is not None:
                 now = state.step, state.consumed_samples, state.consumed_tokens
@@ -354,6 +359,7 @@ def summarise(run: Run, since: list[StepResult], params_norm: float | None = Non
         grad_norm=last.grad_norm,
         loss_scale=run.loss_scaler.scale,
         skipped=n - len(used),
+        steps=n,
         step_s=sum(r.step_s for r in since) / n,
         data_s=sum(r.data_s for r in since) / n,
         tokens_per_step=sum(r.batch_size for r in since) * run.seq_length // n,

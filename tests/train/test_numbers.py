@@ -223,7 +223,9 @@ def train(*flags: str) -> int:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    """Those of steps in doubt."""
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] in ("spike", "rollback", "wrong-once", "not-finite")]
 
 
 def manifest(folder: Path, step: int) -> dict[str, Any]:

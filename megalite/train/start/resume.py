@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -140,6 +140,12 @@ def resume(
         except (ArithmeticError, TypeError, ValueError, LookupError) as error:
             raise CheckpointError(f"{folder}: its ledger of data is damaged ({error!r}); use another one") from None
     return folder, notes
+
+
+def going_back(run: Run, config: Config) -> Callable[[int], object]:
+    """Loads the run's own checkpoint of a step; collective, as `resume`."""
+    c = config.checkpoint
+    return lambda step: resume(run, c.save or "", config, Start(step), c.save_local)
 
 
 def _wanted(
