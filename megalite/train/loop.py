@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import resource
@@ -25,9 +24,9 @@ from megalite.train.batch import HostBatch, on_device
 from megalite.train.figures import Interval
 from megalite.train.metrics import Reporter
 from megalite.train.phases import Phases
-from megalite.train.profiling import Collector, Profiler
+from megalite.train.profiling import Collector, Profiler, write_timeline
 from megalite.train.replicas import check_replicas
-from megalite.train.run_dir import Exit, complain, write_atomically
+from megalite.train.run_dir import Exit
 from megalite.train.start.resume import save
 from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
@@ -35,6 +34,7 @@ from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
 from megalite.train.watch.doubts import Doubts
 from megalite.train.watch.events import Events
+from megalite.train.watch.hang import Watchdog
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,14 @@ class Watch:
     profiler: Profiler | None = None
     collector: Collector = field(default_factory=Collector)
     phases: Phases = field(default_factory=lambda: Phases(Mesh.alone(), time.perf_counter()))
+    dog: Watchdog | None = None
+    begin: float = field(default_factory=time.monotonic)
     restore: Callable[[int], object] = lambda step: None  # loads this run's checkpoint of a step
+
+    def at(self, doing: str, step: int) -> None:
+        """What the watchdog is told."""
+        if self.dog is not None:
+            self.dog.at(doing, step)
 
 
 def evaluate(
@@ -180,6 +187,9 @@ class Training:
             if self.watch.profiler is not None:
                 steps.callback(self.watch.profiler.stop)
             outcome, reason = self._take_steps()
+        if outcome is Exit.REQUEUE:
+            signalled = torch.tensor(float(bool(self.stop.seen)), device=self.run.mesh.device)
+            self.stop.final = all_reduce_(signalled, self.run.mesh.world).item() == 0
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:
@@ -252,6 +262,7 @@ class Training:
         """One training step, with what looks on."""
         run, plan, timers = self.run, self.plan, self.watch.timers
         step = run.state.step + 1
+        self.watch.at("step", step)
         fault("step.begin", run.mesh.world.rank, step)
         self._asks = self._why()
         drawn = step == plan.profile_step
@@ -268,11 +279,12 @@ class Training:
             timers=timers,
             empty_level=plan.empty_level,
         )
+        self.watch.at("after the step", step)
         self.watch.phases.after_step(result.data_s, result.step_s)
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
         if drawn:
-            _write_timeline(run, self.folder)
+            write_timeline(run.pipeline, self.folder)
         run.pipeline.timeline = None
         return result
 
@@ -302,6 +314,7 @@ class Training:
             return
         if report is not None:
             report.say(saver.beginning(run.state.step))
+        self.watch.at("save", run.state.step)
         with self.watch.timers("save-checkpoint", 0), self.watch.phases("checkpoint"):
             save(run, saver, self.config_toml, optimizer=self.plan.save_optimizer, last=last)
         self.saved = run.state.step
@@ -316,6 +329,7 @@ class Training:
         report, state, iters = self.report, self.run.state, self.plan.eval_iters
         for one in sets if iters else ():
             next_line = time.monotonic() + FIRST_PROGRESS_S
+            self.watch.at("evaluate", state.step)
 
             def progress(done: int, name: str = one.name) -> None:
                 nonlocal next_line
@@ -370,29 +384,3 @@ def summarise(run: Run, since: list[StepResult], params_norm: float | None = Non
         params_norm=params_norm,
         zeros=last.zeros,
     )
-
-
-def _write_timeline(run: Run, folder: Path) -> None:
-    """timeline.json: what each pipeline rank did when; collective, through files beside it (no object travels)."""
-    spans, mesh = run.pipeline.timeline or [], run.mesh
-    write = mesh.dp.is_first and mesh.tp.is_first
-    part: Callable[[int], Path] = lambda rank: folder / f".timeline-{rank}.json"  # noqa: E731
-    try:
-        if write:
-            rows = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in spans]
-            write_atomically(part(mesh.pp.rank), json.dumps(rows))
-    except OSError as error:
-        complain(f"WARNING: {part(mesh.pp.rank)}: {error.strerror}; training continues without timeline.json")
-    all_reduce_(torch.zeros((), device=mesh.device), mesh.world)  # every part is there
-    if not mesh.world.is_first:
-        return
-    try:
-        ranks = []
-        for rank in range(mesh.pp.size):
-            ranks.append({"pp_rank": rank, "spans": json.loads(part(rank).read_text(encoding="utf-8"))})
-            part(rank).unlink()
-        head = {"schedule": run.pipeline.schedule, "pp": mesh.pp.size, "vpp": len(run.pipeline.stages)}
-        microbatches = sum(s["action"].startswith("F") for s in ranks[0]["spans"]) // len(run.pipeline.stages)
-        write_atomically(folder / "timeline.json", json.dumps({**head, "microbatches": microbatches, "ranks": ranks}))
-    except OSError as error:
-        complain(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training continues without it")
