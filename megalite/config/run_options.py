@@ -319,3 +319,6 @@ class OperationsConfig:
     memory_snapshot_path: str = free("snapshot.pickle", "file of --record-memory-history; _RANK is added")
     max_restarts: int = free(0, "times in an hour that the launcher of --nproc starts ranks again when one has died")
     check_weight_hash_across_dp_replicas_interval: int | None = free(None, "steps between checks that weights agree")
+    check_replicas_action: str = free(
+        "stop", "heal: from main weights, or what most have", choices=("warn", "stop", "heal")
+    )

@@ -59,6 +59,7 @@ class Plan:
     memory_first: bool = False  # also with the first two lines, the second of which knows the optimizer's
     device_memory: bool = False
     check_weights: int | None = None
+    replicas_action: str = "stop"
     max_skipped: int = 100  # steps in a row that updated nothing
     empty_level: int = 0
 
@@ -221,9 +222,7 @@ class Training:
                 with self.watch.phases("profiler"):
                     profiler.after(step, due)
             if plan.check_weights and step % plan.check_weights == 0:
-                check_replicas(run.buffer, step)
-                if self.report is not None:
-                    self.report.say(f">>> Weight hashes match after {step} iterations...")
+                self._check_replicas(step)
             self.watch.collector.after(step)
             if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
                 self._evaluate(run.valid, "")
@@ -251,6 +250,14 @@ class Training:
         if self.plan.exit_after_s is not None and time.monotonic() - self._begin > self.plan.exit_after_s:
             return "exit_duration_in_mins"
         return "a save failed" if self.saver is not None and self.saver.failed else None
+
+    def _check_replicas(self, step: int) -> None:
+        found = check_replicas(self.run, step, self.plan.replicas_action)
+        if self.report is None:
+            return
+        self.report.say(f"WARNING: {found}" if found else f">>> Weight hashes match after {step} iterations...")
+        if found:
+            self._doubts.events.add("replicas", step, text=found)
 
     def _roll_back(self) -> None:
         if self.saver is not None:

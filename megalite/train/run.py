@@ -211,7 +211,6 @@ def _failure(
             return Exit.INTERRUPTED, str(error) or "SIGINT"
         case ReplicaError() | BadResult() | ScaleExhausted():
             outcome, knows = Exit.BAD_RESULT, ranks.rank == 0
-            knows |= isinstance(error, ReplicaError) and "another rank" not in str(error)
         case CheckpointError():
             outcome, knows = Exit.CRASH if begun else Exit.PREFLIGHT, not isinstance(error, ElsewhereError)
         case DataError():  # the ranks of a dp position read the same samples
@@ -311,6 +310,7 @@ def plan_of(config: Config, steps: int) -> Plan:
         memory_interval=log.log_memory_interval,
         memory_first=resolved_style(config) == "megatron",
         device_memory=log.log_device_memory_used,
+        replicas_action=o.check_replicas_action,
         max_skipped=t.max_skipped_steps,
         check_weights=o.check_weight_hash_across_dp_replicas_interval,
         empty_level=o.empty_unused_memory_level,
