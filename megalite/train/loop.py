@@ -215,7 +215,7 @@ class Training:
             result = self._step()
             unreliable = self._doubts.after(result)
             step = run.state.step
-            stopping = result.stop or unreliable or bool(plan.exit_interval and step % plan.exit_interval == 0)
+            stopping = result.stop or bool(unreliable) or bool(plan.exit_interval and step % plan.exit_interval == 0)
             due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
             self._log(result, due)
             if profiler is not None:

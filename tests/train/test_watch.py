@@ -187,7 +187,7 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     folder = module.run_folder(config)
     sources, plan = module.preflight(config, ranks)
-    code = module._pretrain(plan, ranks, torch.device("cpu"), sources, folder, [], module.StopSignal())
+    code = module._pretrain(plan, ranks, torch.device("cpu"), sources, folder, [], module.StopSignal(), 0.0)
     assert code == Exit.DONE
     return shapes
 
