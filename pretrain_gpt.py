@@ -66,15 +66,16 @@ def main(argv: list[str]) -> int:
 
     found = cli.read_or_exit(argv, PRESETS, of_this_machine, world, quiet=ranks is not None and ranks.rank > 0)
     config, nproc = found.config, local_processes(found.config.parallel)
+    warnings = [*found.warnings, *environment.warnings()]
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
     if ranks is None and nproc > 1 and not config.train.dry_run:
         begin, causes = time.time(), [""]
-        code = start_local(nproc, run, (config, found.warnings), holds_signals=True, tell=causes.append)
+        code = start_local(nproc, run, (config, warnings), holds_signals=True, tell=causes.append)
         settle_status(run_folder(config), code, causes[-1], begin)
         return code
     alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
-    return run(ranks or alone, config, found.warnings)  # type: ignore[func-returns-value]
+    return run(ranks or alone, config, warnings)  # type: ignore[func-returns-value]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import TypeVar
 
+from megalite.config import faults
 from megalite.config.field import facts_of
 from megalite.config.run_options import ParallelConfig
 
@@ -48,13 +49,19 @@ def source(option: str) -> str:
 
 def problems() -> list[str]:
     """Of the variables above, all at once."""
-    found = []
+    found = [faults.PROBLEM] if faults.PROBLEM else []
     for option in OVERRIDES:
         try:
             override(option, getattr(ParallelConfig(), option))
         except ValueError as error:
             found.append(str(error))
     return found
+
+
+def warnings() -> list[str]:
+    """What of the environment nobody may miss who reads the log."""
+    asked = variable(faults.VARIABLE)
+    return [f"{faults.VARIABLE}={asked}: this run is made to fail; unset it for a run that counts"] if asked else []
 
 
 def values_of(names: Iterable[str]) -> str:

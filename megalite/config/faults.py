@@ -23,7 +23,7 @@ from typing import Any
 VARIABLE, ONCE = "MEGALITE_FAULT", "MEGALITE_FAULT_ONCE"
 KINDS = ("kill", "stop", "term", "raise", "exit0", "sleep", "nan", "inf", "bitflip", "eio")
 FORM = re.compile(
-    rf"(?P<point>[a-z_.]+):(?P<rank>\d+|\*):(?P<step>\d+|\*):(?P<kind>{'|'.join(KINDS)})(=(?P<value>[\d.]+))?"
+    rf"(?P<point>[a-z_.]+):(?P<rank>\d+|\*):(?P<step>\d+|\*):(?P<kind>{'|'.join(KINDS)})((?<=sleep)=(?P<value>\d+(\.\d+)?))?"
 )
 
 
@@ -38,6 +38,8 @@ class Faults:
         self._of: dict[str, list[re.Match[str]]] = {}
         self._struck: set[str] = set()
         self._once = env.get(ONCE)
+        if self._once is not None and not os.path.isdir(self._once):
+            raise ValueError(f"{ONCE}={self._once!r} is no directory; make it, or unset {ONCE}")
         for text in filter(None, env.get(VARIABLE, "").split(",")):
             if (match := FORM.fullmatch(text)) is None:
                 raise ValueError(f"{VARIABLE}={text!r} is not POINT:RANK:STEP:KIND with a KIND of {', '.join(KINDS)}")
@@ -84,4 +86,7 @@ def strike(kind: str, value: float, where: str, tensor: Any = None) -> None:
             raw[0] = raw[0] ^ 1
 
 
-fault = Faults()
+try:
+    fault, PROBLEM = Faults(), ""
+except ValueError as wrong:  # told with all else that is wrong with a command line (environment.py)
+    fault, PROBLEM = Faults({}), str(wrong)

@@ -219,7 +219,8 @@ class Training:
         if self.stop.seen:
             return self.stop.seen[0]
         if self.run.mesh.world.is_first and self._stop_file.exists():
-            self._stop_file.unlink(missing_ok=True)
+            with contextlib.suppress(IsADirectoryError):  # it stops the run all the same
+                self._stop_file.unlink(missing_ok=True)
             return str(self._stop_file)
         if self.plan.exit_after_s is not None and time.monotonic() - self._begin > self.plan.exit_after_s:
             return "exit_duration_in_mins"

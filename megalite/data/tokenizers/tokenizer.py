@@ -159,6 +159,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 def read(path: Path) -> bytes:
     """The whole file; DataError when it cannot be read."""
+    if path.exists() and not path.is_file():  # a pipe would block for ever
+        raise DataError(f"{path}: is no plain file; give the tokenizer's file")
     try:
         return path.read_bytes()
     except OSError as error:

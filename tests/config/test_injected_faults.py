@@ -1,11 +1,17 @@
 """Faults on demand strike where, when and as often as they were asked to."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from megalite.config import environment
 from megalite.config.faults import ONCE, VARIABLE, Faults, InjectedFault
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_fault_strikes_its_rank_in_its_step_once() -> None:
@@ -46,7 +52,39 @@ def test_numbers_change_in_the_first_element_only(kind: str) -> None:
     assert changed == [True] + [False] * 5
 
 
-@pytest.mark.parametrize("text", ["here", "here:0:1:explode", "here:x:1:kill", "here:0:1:kill=", ":0:1:kill"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "here",
+        "here:0:1:explode",
+        "here:x:1:kill",
+        "here:0:1:kill=",
+        ":0:1:kill",
+        "here:0:1:kill=3",
+        "here:0:1:sleep=1.2.3",
+    ],
+)
 def test_what_is_not_a_fault_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="POINT:RANK:STEP:KIND"):
         Faults({VARIABLE: text})
+
+
+def test_a_malformed_one_is_a_line_of_the_command_lines_problems_and_a_good_one_a_warning(tmp_path: Path) -> None:
+    words = (
+        "--mock-data --vocab-size 64 --preset tiny --train-iters 1 --micro-batch-size 1 --lr 0 --dry-run --frob".split()
+    )
+    for variables, says in (({VARIABLE: "rubbish"}, "POINT:RANK:STEP:KIND"), ({ONCE: "/nowhere"}, "is no directory")):
+        command, env = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words], {**os.environ, **variables}
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        lines = done.stderr.splitlines()
+        assert done.returncode == 2 and all(line.startswith("pretrain_gpt.py: ") for line in lines), done.stderr
+        assert any(says in line for line in lines) and any("--frob" in line for line in lines)
+
+
+def test_whoever_reads_the_log_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert environment.warnings() == []
+    monkeypatch.setenv(VARIABLE, "step.begin:0:5:kill")
+    assert environment.warnings() == [
+        f"{VARIABLE}=step.begin:0:5:kill: this run is made to fail; unset it for a run that counts"
+    ]
