@@ -95,7 +95,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _unusable(text: str, path: bool) -> str | None:
+def unusable(text: str, path: bool) -> str | None:
     """Why a text can be no value: no file of the run could hold it, or no file system such a path."""
     if PASSWORD.search(text):
         return "has a password in its URL, which the run's files would show; set FSSPEC_<PROTOCOL>_PASSWORD instead"
@@ -112,7 +112,7 @@ def convert(f: Field[Any], value: Any) -> Any:
     kind, facts = base_type(f), facts_of(f)
     words = value if isinstance(value, (list, tuple)) else [value]
     is_path = PATHS.fullmatch(f.name) is not None
-    for reason in filter(None, (_unusable(word, is_path) for word in words if isinstance(word, str))):
+    for reason in filter(None, (unusable(word, is_path) for word in words if isinstance(word, str))):
         raise ValueError(f"{f.name} {reason}")
     shown = repr(value) if len(repr(value)) <= LONGEST else repr(value)[:LONGEST] + "..."
     bad = ValueError(f"{f.name}={shown} is not {'an' if kind[0] == 'i' else 'a'} {kind}; write it as one")

@@ -44,6 +44,24 @@ def test_a_run_whose_every_file_is_something_else(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))  # nothing half-written
 
 
+SECRETS = {
+    "FSSPEC_FTP_PASSWORD": "hunter2-of-a-store",
+    "AWS_SECRET_ACCESS_KEY": "hunter2-of-a-bucket",
+    "WANDB_API_KEY": "hunter2-of-a-log",
+    "HF_TOKEN": "hunter2-of-a-hub",
+}
+
+
+def test_no_file_of_a_run_shows_what_the_environment_keeps(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path), "--log-style", "megatron", "--log-progress"]
+    code, said = run(tmp_path, *save, env={**os.environ, **SECRETS})
+    assert code == 0 and "hunter2" not in said, said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    wanted = {"log.txt", "metrics.jsonl", "run_config.toml", "status.json", "manifest.json", "progress.txt"}
+    assert wanted <= {path.name for path in files}
+    assert [path.name for path in files if b"hunter2" in path.read_bytes()] == []
+
+
 @pytest.mark.parametrize("where", ["full", "unwritable"])
 def test_a_run_whose_disk_is_full_or_cannot_be_written(where: str, tmp_path: Path) -> None:
     """Every file of the process ends at 400 bytes; or the run directory cannot be made, not even by root."""
