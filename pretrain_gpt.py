@@ -10,25 +10,26 @@ mpirun -n 4 python pretrain_gpt.py FLAGS            the same, under Open MPI, MP
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
-import time
 
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli, environment
 from megalite.config.options import Config, local_processes
 from megalite.data.files.missing_files import absent
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import (
-    INTERRUPTED,
     LaunchError,
     Ranks,
-    cores,
     follow_torchrun,
     prepare_cuda,
     read_environment,
-    start_local,
+    torchrun_restarts,
 )
-from megalite.train.run_dir import run_folder, settle_status
+from megalite.parallel.local_ranks import INTERRUPTED, cores, start_local
+from megalite.train.restarts import Restarts, lock_run
+from megalite.train.run_dir import Exit, complain, run_folder
 from megalite.train.stop import hold, stop_signal
 
 MOST_RANKS_PER_CORE = 8
@@ -37,16 +38,18 @@ GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
 
 def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
+    faulthandler.enable()  # gloo aborts where sizes differ: the stack tells in which collective
     stop = stop_signal(config)
     stop.install()
     from megalite.train.run import pretrain  # imports torch
 
-    sys.exit(pretrain(config, ranks, warnings, stop))
+    code = pretrain(config, ranks, warnings, stop)
+    sys.exit(0 if stop.final and torchrun_restarts() else code)
 
 
 def main(argv: list[str]) -> int:
     hold()
-    follow_torchrun()
+    lacks = follow_torchrun()
     ranks: Ranks | None = None
     unlaunched: list[str] = []
     try:
@@ -69,13 +72,18 @@ def main(argv: list[str]) -> int:
     warnings = [*found.warnings, *environment.warnings()]
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
-    if ranks is None and nproc > 1 and not config.train.dry_run:
-        begin, causes = time.time(), [""]
-        code = start_local(nproc, run, (config, warnings), holds_signals=True, tell=causes.append)
-        settle_status(run_folder(config), code, causes[-1], begin)
-        return code
+    if not config.train.dry_run and (ranks is None or ranks.rank == 0):
+        try:
+            _held = lock_run(config)
+        except CheckpointError as error:
+            complain(f"pretrain_gpt.py: {error}")
+            return Exit.PREFLIGHT
+    if ranks is None and (nproc > 1 or config.operations.max_restarts) and not config.train.dry_run:
+        return start_local(nproc, run, (config, warnings), holds_signals=True, ended=Restarts(config))
     alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
-    return run(ranks or alone, config, warnings)  # type: ignore[func-returns-value]
+    if ranks is not None and config.operations.max_restarts:
+        warnings.append("max_restarts is for ranks that --nproc starts: torchrun has --max-restarts of its own")
+    return run(ranks or alone, config, [*warnings, *lacks])  # type: ignore[func-returns-value]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import TypeVar
 
-from megalite.config import faults
+from megalite.config.faults import VARIABLE, Faults
 from megalite.config.field import facts_of
 from megalite.config.run_options import ParallelConfig
 
@@ -19,6 +19,8 @@ T = TypeVar("T", str, bool)
 OVERRIDES = dict(
     kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION", shared_memory="MEGALITE_SHARED_MEMORY"
 )
+FAMILIES = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "TRITON_", "NVIDIA_TF32", "MEGALITE_")
+OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "MEGALITE_FAULT")
 
 
 def variable(name: str, default: str = "") -> str:
@@ -48,8 +50,12 @@ def source(option: str) -> str:
 
 
 def problems() -> list[str]:
-    """Of the variables above, all at once."""
-    found = [faults.PROBLEM] if faults.PROBLEM else []
+    """Of the variables above and of faults on demand, all at once."""
+    found = []
+    try:
+        Faults()
+    except ValueError as error:
+        found.append(str(error))
     for option in OVERRIDES:
         try:
             override(option, getattr(ParallelConfig(), option))
@@ -60,10 +66,16 @@ def problems() -> list[str]:
 
 def warnings() -> list[str]:
     """What of the environment nobody may miss who reads the log."""
-    asked = variable(faults.VARIABLE)
-    return [f"{faults.VARIABLE}={asked}: this run is made to fail; unset it for a run that counts"] if asked else []
+    asked = variable(VARIABLE)
+    return [f"{VARIABLE}={asked}: this run is made to fail; unset it for a run that counts"] if asked else []
 
 
 def values_of(names: Iterable[str]) -> str:
     """NAME=value of those that are set."""
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
+def of_libraries() -> str:
+    """NAME=value, a line each, of what changes how libraries compute and communicate, and may be alike on all ranks."""
+    chosen = sorted(name for name in os.environ if name.startswith(FAMILIES) and not name.startswith(OF_A_RANK))
+    return "\n".join(f"{name}={os.environ[name]}" for name in chosen)

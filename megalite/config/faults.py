@@ -1,11 +1,11 @@
 """Faults on demand, for tests and drills: MEGALITE_FAULT="POINT:RANK:STEP:KIND", several with commas between.
 
-    MEGALITE_FAULT="step.after_backward:1:3:kill"     rank 1 dies in step 3
+    MEGALITE_FAULT="step.after_reduce:1:3:kill"       rank 1 dies in step 3
     MEGALITE_FAULT="data.get:*:5:sleep=2.5"           every rank waits in step 5
 
-RANK and STEP may be *. A fault strikes once per process, except where STEP is *. With MEGALITE_FAULT_ONCE=FOLDER it
-strikes once per run: a file in FOLDER remembers it, so that a run that was restarted gets past it. Off unless set:
-then a point costs one look at a dictionary.
+RANK and STEP may be *. POINTS says where a point is and what nan, inf and bitflip change there. A fault strikes once
+per process, except where STEP is *. With MEGALITE_FAULT_ONCE=FOLDER it strikes once per run: a file in FOLDER remembers
+it, so that a run that was restarted gets past it. Off unless set: then a point costs one look at a dictionary.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -21,9 +22,23 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE, ONCE = "MEGALITE_FAULT", "MEGALITE_FAULT_ONCE"
-KINDS = ("kill", "stop", "term", "raise", "exit0", "sleep", "nan", "inf", "bitflip", "eio")
+POINTS = {
+    "init": "the ranks have met, nothing is built; step 0",
+    "step.begin": "before a step, and before it is asked whether to stop",
+    "data.get": "before the batch of a step is waited for",
+    "pipeline.message": "before an activation or a gradient is sent: that",
+    "step.after_forward_backward": "losses and gradients are there: the loss",
+    "step.after_reduce": "gradients are reduced: the first that this rank owns",
+    "step.after_update": "weights are updated and gathered: the first of this rank's copy",
+    "eval.begin": "before an evaluation",
+    "ckpt.shard_written": "this rank's file of a checkpoint is on disk, and listed",
+    "ckpt.before_commit": "all of it is there, under another name; rank 0",
+    "ckpt.after_commit": "it exists, the tracker file does not name it yet; rank 0",
+}
+KINDS = ("kill", "stop", "term", "raise", "exit0", "sleep", "nan", "inf", "bitflip", "eio", "full")
 FORM = re.compile(
-    rf"(?P<point>[a-z_.]+):(?P<rank>\d+|\*):(?P<step>\d+|\*):(?P<kind>{'|'.join(KINDS)})((?<=sleep)=(?P<value>\d+(\.\d+)?))?"
+    rf"(?P<point>[a-z_.]+):(?P<rank>\d+|\*):(?P<step>\d+|\*):(?P<kind>{'|'.join(KINDS)})"
+    r"((?<=sleep)=(?P<value>\d+(\.\d+)?))?"
 )
 
 
@@ -43,10 +58,12 @@ class Faults:
         for text in filter(None, env.get(VARIABLE, "").split(",")):
             if (match := FORM.fullmatch(text)) is None:
                 raise ValueError(f"{VARIABLE}={text!r} is not POINT:RANK:STEP:KIND with a KIND of {', '.join(KINDS)}")
+            if match["point"] not in POINTS:
+                raise ValueError(f"{VARIABLE}={text!r} is at no point that there is: {', '.join(POINTS)}")
             self._of.setdefault(match["point"], []).append(match)
 
     def __call__(self, point: str, rank: int, step: int, tensor: Any = None) -> None:
-        """Strike, if one was asked for here. `tensor`: what nan, inf and bitflip change, its first element."""
+        """Strike, if that was asked for here. `tensor`, or what it returns: what nan, inf and bitflip change."""
         for fault in self._of.get(point, ()):
             if fault["rank"] in ("*", str(rank)) and fault["step"] in ("*", str(step)) and self._first(fault, rank):
                 strike(fault["kind"], float(fault["value"] or 3600), f"{point} on rank {rank}, step {step}", tensor)
@@ -73,20 +90,33 @@ def strike(kind: str, value: float, where: str, tensor: Any = None) -> None:
             raise InjectedFault(f"asked for by {VARIABLE} at {where}")
         case "eio":
             raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (asked for by {VARIABLE} at {where})")
+        case "full":  # as a disk is: every file ends at 4 kB
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         case "exit0":
             os._exit(0)
         case "sleep":
             time.sleep(value)
         case "nan" | "inf":
-            tensor.view(-1)[0] = float(kind)
+            _first_of(tensor)[0] = float(kind)
         case "bitflip":
             import torch
 
-            raw = tensor.view(-1).view(torch.uint8)
+            raw = _first_of(tensor).view(torch.uint8)
             raw[0] = raw[0] ^ 1
 
 
-try:
-    fault, PROBLEM = Faults(), ""
-except ValueError as wrong:  # told with all else that is wrong with a command line (environment.py)
-    fault, PROBLEM = Faults({}), str(wrong)
+def _first_of(tensor: Any) -> Any:
+    if tensor is None:
+        raise ValueError("there is no tensor at this point")
+    return (tensor() if callable(tensor) else tensor).view(-1)
+
+
+def _faults() -> Faults:
+    try:
+        return Faults()
+    except ValueError:  # config/environment.py refuses it
+        return Faults({})
+
+
+fault = _faults()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.nn.parameter import spec_of
 from megalite.optim.flat_storage import FlatStorage
@@ -71,3 +71,12 @@ class ParamBuffer:
         self.owned_weight = storage.owned_weight
         self.zero_grad, self.begin_all, self.finish = reduce.zero, reduce.begin_all, reduce.finish
         self.on_last_backward, self.gather, self.wait_gather = reduce.on_last_backward, gather.gather, gather.wait
+
+    def first_gradient(self) -> Tensor:
+        """Of the reduced ones, what this rank owns of the first bucket."""
+        return self.owned_grad(self.layout.buckets[0])
+
+    def whole_weights(self) -> Tensor:
+        """All weights of this rank, once none is on its way."""
+        self.wait_gather()
+        return self.weights

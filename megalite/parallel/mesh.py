@@ -12,7 +12,7 @@ explicitly: there is no module state. A mesh of plans has sizes and positions, b
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -22,6 +22,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.environment import override
+from megalite.parallel.calls import Call, Calls
+from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class Axis:
     """One direction of the mesh, seen from this rank.
 
     ranks      global ranks along the axis, in axis order
+    calls      what this rank has begun on it
+    clock      of this rank: what waits for a collective says so
     transport  what its collectives travel on: a group; the memory that all its ranks share (on one machine, on CPU),
                which has a group too; PLANNED: nothing, a collective is an error; None: there is no other rank
     """
@@ -47,6 +51,8 @@ class Axis:
     rank: int = 0
     transport: ProcessGroup | SharedMemory | Literal["planned"] | None = None
     ranks: tuple[int, ...] = (0,)
+    clock: Clock = field(default_factory=Clock, compare=False, repr=False)
+    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.size > 1 and self.transport is None:
@@ -64,6 +70,10 @@ class Axis:
     @property
     def shared(self) -> SharedMemory | None:
         return self.transport if isinstance(self.transport, SharedMemory) else None
+
+    def begin(self, op: str, x: torch.Tensor, peer: int = -1) -> Call:
+        """Around the issue of a collective over the axis, or of a message to or from the rank `peer`."""
+        return self.calls.begin(self, op, x, peer)
 
     @property
     def is_first(self) -> bool:
@@ -86,6 +96,7 @@ class Mesh:
     ends: Axis = field(default_factory=lambda: Axis("ends"))  # first and last stage, for tied embeddings
     world: Axis = field(default_factory=lambda: Axis("world"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    clock: Clock = field(default_factory=Clock, compare=False, repr=False)  # that of all axes
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> Mesh:
@@ -100,11 +111,16 @@ class Mesh:
     def position(self) -> Mapping[str, int]:
         return {axis.name: axis.rank for axis in (self.pp, self.dp, self.cp, self.tp)}
 
+    @property
+    def axes(self) -> Iterator[Axis]:
+        """All that this rank shares with others."""
+        every = (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world)
+        return (axis for axis in every if axis.size > 1)
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a collective of any group may take; torch makes groups with other defaults than the first one's."""
-        for axis in (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world):
-            if axis.group is not None:
-                set_group_timeout(timeout, axis.group)
+        for axis in self.axes:
+            set_group_timeout(timeout, axis.group)
 
     def describe(self) -> str:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""
@@ -127,6 +143,14 @@ def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool =
         return [list(range(start, start + tp)) for start in range(first, first + unit, tp)]
 
     return [[at(p, d) for d in range(dp)] for p in range(pp)]
+
+
+def world_axis() -> Axis:
+    """All ranks, in the default group: what there is before a mesh."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Axis("world")
+    world = dist.get_world_size()
+    return Axis("world", world, dist.get_rank(), dist.group.WORLD, tuple(range(world)))
 
 
 def build_mesh(
@@ -155,20 +179,20 @@ def build_mesh(
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
     grid = torch.tensor(rank_grid(world, tp, pp, cp, dp_outermost=dp_outermost))
     here, names = [int(i) for i in (grid == rank).nonzero()[0]], ("pp", "dp", "cp", "tp")
-    mesh = DeviceMesh(device.type, grid, mesh_dim_names=names)
+    mesh, clock = DeviceMesh(device.type, grid, mesh_dim_names=names), Clock()
 
     def axis(name: str, dim: int) -> Axis:
         index = [slice(i, i + 1) for i in here]
         index[dim] = slice(None)
         ranks = tuple(int(r) for r in grid[tuple(index)].flatten())
-        return Axis(name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks)
+        return Axis(name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks, clock)
 
     def extra(name: str, members: list[list[int]]) -> Axis:
-        made = Axis(name)
+        made = Axis(name, clock=clock)
         for ranks in members:  # every rank takes part in making every group
             group: Any = dist.new_group(ranks, timeout=timeout, group_desc=name) if len(ranks) > 1 else None
             if rank in ranks:
-                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks))
+                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks), clock)
         return made
 
     columns = [[int(r) for r in column] for column in grid.flatten(1).T]  # one pipeline each
@@ -176,8 +200,9 @@ def build_mesh(
         *(axis(name, dim) for dim, name in enumerate(names)),
         pp_back=extra("pp_back", columns),
         ends=extra("ends", [[column[0], column[-1]][: len(column)] for column in columns]),
-        world=Axis("world", world, rank, dist.group.WORLD if world > 1 else None, tuple(range(world))),
+        world=replace(world_axis(), clock=clock),
         device=device,
+        clock=clock,
     )
     if timeout is not None:
         made.set_timeout(timeout)

@@ -17,12 +17,14 @@ import torch
 from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
+from megalite.config.faults import fault
 from megalite.data.samples.batches import Prefetcher
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.figures import Interval
 from megalite.train.metrics import Reporter
+from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.replicas import check_replicas
 from megalite.train.run_dir import Exit, complain, write_atomically
@@ -31,6 +33,7 @@ from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
+from megalite.train.watch.hang import Watchdog
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,14 @@ class Watch:
     timers: Timers = field(default_factory=Timers)
     profiler: Profiler | None = None
     collector: Collector = field(default_factory=Collector)
+    phases: Phases = field(default_factory=lambda: Phases(Mesh.alone(), time.perf_counter()))
+    dog: Watchdog | None = None
+    begin: float = field(default_factory=time.monotonic)
+
+    def at(self, doing: str, step: int) -> None:
+        """What the watchdog is told."""
+        if self.dog is not None:
+            self.dog.at(doing, step)
 
 
 def evaluate(
@@ -78,6 +89,7 @@ def evaluate(
     """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `tell`
     is called with the number that is done."""
     mesh, size = run.mesh, run.eval_batch_size
+    fault("eval.begin", mesh.world.rank, run.state.step)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for i in range(iters):
         hosts, _ = data.get(i * size, size)
@@ -169,10 +181,14 @@ class Training:
             if self.watch.profiler is not None:
                 steps.callback(self.watch.profiler.stop)
             outcome, reason = self._take_steps()
+        if outcome is Exit.REQUEUE:
+            signalled = torch.tensor(float(bool(self.stop.seen)), device=self.run.mesh.device)
+            self.stop.final = all_reduce_(signalled, self.run.mesh.world).item() == 0
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:
-            self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
+            with self.watch.phases("checkpoint"):
+                self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
             self._tell_saves()
         if self.report is not None:
             self.report.saved_all()
@@ -196,7 +212,8 @@ class Training:
             due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
             self._log(result, due)
             if profiler is not None:
-                profiler.after(step, due)
+                with self.watch.phases("profiler"):
+                    profiler.after(step, due)
             if plan.check_weights and step % plan.check_weights == 0:
                 check_replicas(run.buffer, step)
                 if self.report is not None:
@@ -229,12 +246,16 @@ class Training:
         """One training step, with what looks on."""
         run, plan, timers = self.run, self.plan, self.watch.timers
         step = run.state.step + 1
+        self.watch.at("step", step)
+        fault("step.begin", run.mesh.world.rank, step)
         self._asks = self._why()
         drawn = step == plan.profile_step
         if drawn or timers.level == 2:
             run.pipeline.timeline = []
         if self.watch.profiler is not None:
-            self.watch.profiler.before(step)
+            with self.watch.phases("profiler"):
+                self.watch.profiler.before(step)
+        self.watch.phases.before_step()
         result = train_step(
             run,
             want_stop=self._asks is not None,
@@ -242,6 +263,8 @@ class Training:
             timers=timers,
             empty_level=plan.empty_level,
         )
+        self.watch.at("after the step", step)
+        self.watch.phases.after_step(result.data_s, result.step_s)
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
         if drawn:
@@ -275,7 +298,8 @@ class Training:
             return
         if report is not None:
             report.say(saver.beginning(run.state.step))
-        with self.watch.timers("save-checkpoint", 0):
+        self.watch.at("save", run.state.step)
+        with self.watch.timers("save-checkpoint", 0), self.watch.phases("checkpoint"):
             save(run, saver, self.config_toml, optimizer=self.plan.save_optimizer, last=last)
         self.saved = run.state.step
         if self._clock is not None:
@@ -289,6 +313,7 @@ class Training:
         report, state, iters = self.report, self.run.state, self.plan.eval_iters
         for one in sets if iters else ():
             next_line = time.monotonic() + FIRST_PROGRESS_S
+            self.watch.at("evaluate", state.step)
 
             def progress(done: int, name: str = one.name) -> None:
                 nonlocal next_line
@@ -296,7 +321,7 @@ class Training:
                     next_line = time.monotonic() + PROGRESS_S
                     report.evaluating(state.step, name, done, iters)
 
-            with self.watch.collector.evaluation(), self.watch.timers("evaluate", 0):
+            with self.watch.collector.evaluation(), self.watch.timers("evaluate", 0), self.watch.phases("evaluation"):
                 loss = evaluate(self.run, one.data, iters, progress)
             if report is not None:
                 now = state.step, state.consumed_samples, state.consumed_tokens
@@ -332,6 +357,7 @@ def summarise(run: Run, since: list[StepResult], params_norm: float | None = Non
         grad_norm=last.grad_norm,
         loss_scale=run.loss_scaler.scale,
         skipped=n - len(used),
+        steps=n,
         step_s=sum(r.step_s for r in since) / n,
         data_s=sum(r.data_s for r in since) / n,
         tokens_per_step=sum(r.batch_size for r in since) * run.seq_length // n,

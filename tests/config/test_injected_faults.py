@@ -1,6 +1,7 @@
 """Faults on demand strike where, when and as often as they were asked to."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,21 +10,21 @@ import pytest
 import torch
 
 from megalite.config import environment
-from megalite.config.faults import ONCE, VARIABLE, Faults, InjectedFault
+from megalite.config.faults import ONCE, POINTS, VARIABLE, Faults, InjectedFault
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_fault_strikes_its_rank_in_its_step_once() -> None:
-    fault = Faults({VARIABLE: "step.begin:1:3:raise,step.end:*:2:eio"})
+    fault = Faults({VARIABLE: "step.begin:1:3:raise,step.after_update:*:2:eio"})
     fault("step.begin", 0, 3)
     fault("step.begin", 1, 2)
-    fault("step.middle", 1, 3)
+    fault("data.get", 1, 3)
     with pytest.raises(InjectedFault, match=r"step.begin on rank 1, step 3"):
         fault("step.begin", 1, 3)
     fault("step.begin", 1, 3)
     with pytest.raises(OSError, match="Input/output error"):
-        fault("step.end", 7, 2)
+        fault("step.after_update", 7, 2)
 
 
 def test_a_fault_without_a_step_strikes_every_time() -> None:
@@ -47,7 +48,7 @@ def test_a_fault_can_be_kept_to_once_per_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["nan", "inf", "bitflip"])
 def test_numbers_change_in_the_first_element_only(kind: str) -> None:
     x = torch.arange(1.0, 7.0).view(2, 3)
-    Faults({VARIABLE: f"here:0:1:{kind}"})("here", 0, 1, x)
+    Faults({VARIABLE: f"init:0:1:{kind}"})("init", 0, 1, x)
     changed = (x != torch.arange(1.0, 7.0).view(2, 3)).view(-1).tolist()
     assert changed == [True] + [False] * 5
 
@@ -55,13 +56,13 @@ def test_numbers_change_in_the_first_element_only(kind: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "here",
-        "here:0:1:explode",
-        "here:x:1:kill",
-        "here:0:1:kill=",
+        "init",
+        "init:0:1:explode",
+        "init:x:1:kill",
+        "init:0:1:kill=",
         ":0:1:kill",
-        "here:0:1:kill=3",
-        "here:0:1:sleep=1.2.3",
+        "init:0:1:kill=3",
+        "init:0:1:sleep=1.2.3",
     ],
 )
 def test_what_is_not_a_fault_is_refused(text: str) -> None:
@@ -88,3 +89,18 @@ def test_whoever_reads_the_log_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.warnings() == [
         f"{VARIABLE}=step.begin:0:5:kill: this run is made to fail; unset it for a run that counts"
     ]
+
+
+def test_what_cannot_strike_is_refused_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "step.middle:0:1:kill")
+    [problem] = environment.problems()
+    assert problem.startswith("MEGALITE_FAULT='step.middle:0:1:kill' is at no point that there is: init, step.begin")
+    with pytest.raises(ValueError, match="no tensor"):
+        Faults({VARIABLE: "init:0:0:nan"})("init", 0, 0)
+
+
+def test_every_point_of_the_list_is_in_the_code_and_in_the_page() -> None:
+    text = "".join(path.read_text("utf-8") for path in sorted((ROOT / "megalite").rglob("*.py")))
+    assert set(re.findall(r"\bfault\(\s*\"([a-z_.]+)\"", text)) == set(POINTS)
+    page = (ROOT / "docs/operations.md").read_text("utf-8").partition("## Faults on demand")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([a-z_.]+)` \| (.+) \|$", page, re.M) == list(POINTS.items())

@@ -315,6 +315,19 @@ def test_a_library_that_panics_is_one_clear_error(directory: Path, tmp_path: Pat
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_sentencepiece_model_of_odd_bytes_is_one_clear_error(directory: Path, tmp_path: Path) -> None:
+    """The library quotes them in its message, which then is no text."""
+    good, raised = (directory / "spm.model").read_bytes(), 0
+    for byte in range(128, 256):
+        (tmp_path / "spm.model").write_bytes(good[: 20 + byte % 8] + bytes([byte]) + good[21 + byte % 8 :])
+        try:
+            build_tokenizer("SentencePieceTokenizer", str(tmp_path / "spm.model"))
+        except DataError as error:
+            raised += 1
+            assert "is not a SentencePiece model" in str(error)
+    assert raised
+
+
 def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer"):

@@ -26,6 +26,7 @@ from megalite.checkpoint.format.manifest import Manifest, Stored, Whole, dump
 from megalite.checkpoint.format.tensor_file import Row
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import TRACKER, storage_of
+from megalite.config.faults import fault
 from megalite.parallel.spec import Box
 
 
@@ -73,5 +74,7 @@ def commit(part: Location, final: Location, state: dict[str, Any], step: int, wo
     text = dump(Manifest(tensors, files, state))
     storage.put(part / "manifest.json", text, sync=False)
     storage.put(part / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n", sync=False)
+    fault("ckpt.before_commit", 0, step)
     storage.publish(part, final)
+    fault("ckpt.after_commit", 0, step)
     storage.put(final.parent / TRACKER, f"{step}\n", sync=False)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite.checkpoint.format import tensor_file, writer
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import storage_of
+from megalite.config.faults import fault
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 from megalite.parallel.streams import Event, beside, new_stream, reached, wait_for
@@ -91,6 +92,7 @@ class BackgroundSave:
     all ranks, and commits. `confirm`: of `wait_for_lists`; `tell`: a line for people."""
 
     part: Location
+    step: int
     mesh: Mesh
     host: HostCopy
     pieces: Sequence[Piece]
@@ -129,6 +131,7 @@ class BackgroundSave:
                 slow = "the state itself is written, and the next update waits for that"
                 self.tell(f"rank {rank} has no memory for a copy of what it saves ({self.host.refused}): {slow}")
             writer.write_rank(self.part, rank, header, rows, data)
+            fault("ckpt.shard_written", rank, self.step)
             self.host.release()
             if self.mesh.world.is_first:
                 wait_for_lists(self.part, self.mesh.world.size, self.give_up, confirm=self.confirm)

@@ -14,6 +14,7 @@ from megalite.checkpoint.format import tensor_file, writer
 from megalite.checkpoint.run.agreement import agree
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
+from megalite.config.faults import fault
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
@@ -39,6 +40,7 @@ def save(
     try:
         header, rows, ordered = tensor_file.plan(pieces)
         writer.write_rank(part, mesh.world.rank, header, rows, (p.data for p in ordered))
+        fault("ckpt.shard_written", mesh.world.rank, step)
     except Exception as e:  # whatever it is, the other ranks must hear of it
         error = e
     try:

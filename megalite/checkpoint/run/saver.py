@@ -159,7 +159,9 @@ class Saver:
             self._prune(step)
 
         self._host.begin()
-        self._flight = BackgroundSave(part, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell)
+        self._flight = BackgroundSave(
+            part, step, self.mesh, self._host, list(pieces), commit, self._confirm, self._tell
+        )
         self._news.append(f"scheduled {final.name}")
         if self.megatron:
             self._news.append(f"  scheduled an async checkpoint save at iteration {step:7d} to {self.directory}")
