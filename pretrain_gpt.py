@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
     if ranks is not None and config.operations.max_restarts:
         lacks.append("max_restarts is for ranks that --nproc starts: torchrun has --max-restarts of its own")
-    told, first = [*found.warnings, *lacks], ranks is None or ranks.rank == 0
+    told, first = [*found.warnings, *environment.warnings(), *lacks], ranks is None or ranks.rank == 0
     try:
         with locked_run(config) if first and not config.train.dry_run else contextlib.nullcontext():
             if ranks is None and (nproc > 1 or config.operations.max_restarts) and not config.train.dry_run:

@@ -244,7 +244,7 @@ class Training:
         """Why this rank asks the run to stop. Only one rank reads the file, and removes it as it does."""
         if self.stop.seen:
             return self.stop.seen[0]
-        if self.run.mesh.world.is_first and self._stop_file.exists():
+        if self.run.mesh.world.is_first and self._stop_file.is_file():
             self._stop_file.unlink(missing_ok=True)
             return str(self._stop_file)
         if self.plan.exit_after_s is not None and time.monotonic() - self._begin > self.plan.exit_after_s:

@@ -57,6 +57,11 @@ def complain(text: str) -> None:
         sys.stderr.flush()
 
 
+def at_once(path: str | Path, flags: int) -> int:
+    """An opener that never waits, as that of a pipe would for one who reads it: it raises OSError."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
 def run_folder(config: Config) -> Path:
     """Where a run's files go. They are appended to, which a URL cannot take: of a run that saves to one, here."""
     save = config.checkpoint.save
@@ -93,6 +98,8 @@ def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
     """What rank 0 could not write, or did not know: the launcher's word, once all ranks have ended. `code`: the first
     failing exit code. `cause`: of whom. `since`: when they were started; an older status is another run's."""
     file = folder / "status.json"
+    if not file.is_file():
+        return
     try:
         status = json.loads(file.read_text("utf-8")) if file.stat().st_mtime >= since else {}
     except (OSError, ValueError):
