@@ -27,12 +27,14 @@ from megalite.train.metrics import Reporter
 from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.replicas import check_replicas
-from megalite.train.run_dir import Exit, complain, write_atomically
+from megalite.train.run_dir import Exit, complain, leave_status, write_atomically
 from megalite.train.start.resume import save
 from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
+from megalite.train.watch.events import Events
+from megalite.train.watch.pulse import Pulse, straggler_line
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,14 @@ class Plan:
     device_memory: bool = False
     check_weights: int | None = None
     empty_level: int = 0
+    save_ill: bool = False  # when something is wrong with a rank
+    leave_ill: bool = False
+    checkpoint: str | None = None  # where the run saves, for status.json
 
 
 PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
 FIRST_PROGRESS_S = 2.0
+BEAT_S = 10.0  # between two looks of others at status.json that are worth it
 STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a signal does
 
 
@@ -73,6 +79,7 @@ class Watch:
     profiler: Profiler | None = None
     collector: Collector = field(default_factory=Collector)
     phases: Phases = field(default_factory=lambda: Phases(Mesh.alone(), time.perf_counter()))
+    pulse: Pulse | None = None
 
 
 def evaluate(
@@ -162,6 +169,8 @@ class Training:
         self._since: list[StepResult] = []  # the last log line
         self._lines = 0
         self._asks: str | None = None  # to stop, before the step that agreed on it
+        self._ill: str | None = None  # what the last line has found
+        self._events, self._next_beat = Events(self.folder, self.run.mesh.world.rank), 0.0
         self._stop_file = self.folder / STOP_FILE
         every = self.plan.save_every_s
         self._clock = None if every is None else SaveClock(every, self.run.mesh, self.run.state.step)
@@ -200,6 +209,7 @@ class Training:
             stopping = result.stop or bool(plan.exit_interval and step % plan.exit_interval == 0)
             due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
             self._log(result, due)
+            self._beat()
             if profiler is not None:
                 with self.watch.phases("profiler"):
                     profiler.after(step, due)
@@ -211,9 +221,11 @@ class Training:
             if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
                 self._evaluate(run.valid, "")
             by_clock = self._clock is not None and self._clock.due(step)
-            if by_clock or (plan.save_interval and step % plan.save_interval == 0):
+            if by_clock or (plan.save_interval and step % plan.save_interval == 0) or (self._ill and plan.save_ill):
                 self._save()
             self._tell_saves()
+            if self._ill and plan.leave_ill:
+                return Exit.RERUN, self._ill
             if result.stop:
                 return Exit.REQUEUE, self._asks or self._why() or "asked by another rank"
             if stopping and step < run.last_step:
@@ -277,7 +289,29 @@ class Training:
             line = memory_line(run.mesh, step, plan.device_memory)
             report.say(line) if report is not None else show(line)
         self._tell_timers(self.watch.timers.of_step, len(self._since))
+        self._ill = self._take_pulse(self.watch.pulse) if self.watch.pulse is not None else None
         self._since.clear()
+
+    def _take_pulse(self, pulse: Pulse) -> str | None:
+        """What has become wrong with a rank, the same on all; collective."""
+        run, report, n, step = self.run, self.report, len(self._since), self.run.state.step
+        rows = pulse.take(n, sum(r.step_s for r in self._since) / n, memory_gib(run.mesh)[0])
+        found = pulse.findings(rows)
+        if report is not None:
+            pulse.tell(rows, step, self._events)
+            for event, rank, text in found:
+                report.warn(f"step {step}: {text}")
+                self._events.add(event, step, of=rank, host=pulse.hosts[rank], text=text)
+            if pulse.shown:
+                report.say(straggler_line(rows, pulse.shown))
+        return found[0][2] if found else None
+
+    def _beat(self) -> None:
+        """status.json says that the run is alive."""
+        if self.report is not None and time.monotonic() > self._next_beat and self.folder.is_dir():
+            self._next_beat = time.monotonic() + BEAT_S
+            now = {"step": self.run.state.step, "tokens": self.run.state.consumed_tokens}
+            leave_status(self.folder, "running", checkpoint=self.plan.checkpoint, reason="", **now)
 
     def _save(self, last: bool = False) -> None:
         run, saver, report = self.run, self.saver, self.report

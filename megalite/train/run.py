@@ -58,6 +58,7 @@ from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
 from megalite.train.watch.fingerprint import compare_ranks
+from megalite.train.watch.pulse import Pulse
 from megalite.train.watch.report import Account
 
 # what gloo says on the ranks that live on
@@ -177,7 +178,7 @@ def _pretrain(
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config = plan.config
     fault("init", ranks.rank, 0)
-    _hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
+    hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
     warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
     check_collectives(run.mesh)
@@ -206,7 +207,7 @@ def _pretrain(
             for note in notes:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
-        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder, phases)
+        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder, phases, hosts)
         begin = time.monotonic()
         phases.ready()
         ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
@@ -356,10 +357,13 @@ def plan_of(config: Config, steps: int) -> Plan:
         device_memory=log.log_device_memory_used,
         check_weights=o.check_weight_hash_across_dp_replicas_interval,
         empty_level=o.empty_unused_memory_level,
+        save_ill=o.health_action == "checkpoint",
+        leave_ill=o.health_action == "exit",
+        checkpoint=c.save,
     )
 
 
-def watch_of(config: Config, run: Run, folder: Path, phases: Phases) -> Watch:
+def watch_of(config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str]) -> Watch:
     log, o = config.log, config.operations
     timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
     return Watch(
@@ -367,6 +371,7 @@ def watch_of(config: Config, run: Run, folder: Path, phases: Phases) -> Watch:
         Profiler(o, run.mesh, folder / "trace"),
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
         phases,
+        Pulse(run.mesh, phases.timed, hosts, o),
     )
 
 

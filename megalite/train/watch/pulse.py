@@ -14,37 +14,38 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from megalite.config.run_options import OperationsConfig
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.watch.cards import THROTTLED, Card, read
+from megalite.train.watch.events import Events
 
 OWN = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases of the clock without the waits
 HEALTH = ("step_s", "queued_s", "memory_gib", "temperature_c", "power_w", "clock_mhz", "ecc_errors", "throttled")
 MARGIN, MATERIAL, LINES = 0.3, 0.05, 3
-WINDOW, LEAST = 8, 4  # timed steps that are looked at, and without which nobody is judged
+LEAST = 4  # timed steps without which nobody is judged
+HEARTBEAT_S = 60.0  # between two heartbeats among the events; longer where there are more ranks than seconds
 
 Row = Mapping[str, float]  # a rank's, by the names above; nan: unknown
 
 
 class Pulse:
-    """`hosts`: of all ranks. `hottest`: degrees Celsius; `longest_s`: seconds of a step."""
+    """`steps`: seconds by phase of the last steps that the clock has timed. `hosts`: of all ranks."""
 
-    def __init__(self, mesh: Mesh, hosts: Sequence[str], hottest: int | None = None, longest_s: float | None = None):
-        self.mesh, self.hosts, self._card = mesh, hosts, Card(mesh.device)
-        self._hottest, self._longest_s = hottest or math.inf, longest_s or math.inf
-        self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+    def __init__(self, mesh: Mesh, steps: Sequence[Mapping[str, float]], hosts: Sequence[str], o: OperationsConfig):
+        self.mesh, self._steps, self.hosts, self._card = mesh, steps, hosts, Card(mesh.device)
+        self._hottest, self._longest_s = o.max_gpu_temperature or math.inf, o.max_step_time_s or math.inf
+        self.shown = o.straggler_minmax_count if o.log_straggler else 0
+        self._next_heartbeat = 0.0
         self._streaks: Counter[tuple[str, int]] = Counter()  # lines in a row
         self._errors: dict[int, float] = {}  # of memory, at the line before
         self._queued = queued_s()
-
-    def add(self, spent: Mapping[str, float]) -> None:
-        """Seconds by phase of a step that the clock has timed."""
-        self._steps.append(spent)
 
     def take(self, steps: int, step_s: float, memory_gib: float) -> list[Row]:
         """The row of every rank since the last line, `steps` ago; collective."""
@@ -69,6 +70,15 @@ class Pulse:
             for event, rank, lines, text in now
             if self._streaks[event, rank] == lines
         ]
+
+    def tell(self, rows: Sequence[Row], step: int, events: Events) -> None:
+        """A heartbeat of all ranks among the events, where one is due."""
+        if time.monotonic() > self._next_heartbeat:
+            self._next_heartbeat = time.monotonic() + max(HEARTBEAT_S, len(rows))
+            told = {
+                name: [round(row[name], 6) if math.isfinite(row[name]) else None for row in rows] for name in rows[0]
+            }
+            events.add("heartbeat", step, **{name: figures for name, figures in told.items() if any(figures)})
 
     def _wrong(self, rows: Sequence[Row]) -> Iterator[tuple[str, int, int, str]]:
         """At this line: event, rank, lines in a row that make it true, text."""
