@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.figures import Interval
+from megalite.train.memory import memory_bytes_of, memory_gib, memory_line, reserved_gib
 from megalite.train.metrics import Reporter
 from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler
@@ -33,8 +32,7 @@ from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
-from megalite.train.watch.events import Events
-from megalite.train.watch.pulse import Pulse, straggler_line
+from megalite.train.watch.pulse import Pulse
 
 
 @dataclass(frozen=True)
@@ -101,55 +99,6 @@ def evaluate(
     return loss_sum / tokens if tokens else math.nan
 
 
-def memory_gib(mesh: Mesh) -> tuple[float, float]:
-    """Peak memory of this rank and what there is: the card's, or the process's on CPU."""
-    if mesh.device.type == "cuda":
-        total = torch.cuda.get_device_properties(mesh.device).total_memory
-        return torch.cuda.max_memory_allocated(mesh.device) / 2**30, total / 2**30
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30, total / 2**30
-
-
-def reserved_gib(mesh: Mesh) -> float | None:
-    """What the allocator has taken of the card at most; None on CPU."""
-    return torch.cuda.max_memory_reserved(mesh.device) / 2**30 if mesh.device.type == "cuda" else None
-
-
-def memory_bytes_of(mesh: Mesh) -> dict[str, float]:
-    """Megatron-LM's TensorBoard tags; on CPU what the process holds and has held."""
-    if mesh.device.type != "cuda":
-        held = most = memory_gib(mesh)[0] * 2**30
-        with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-            held = float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-        return {"mem-allocated-bytes": held, "mem-max-allocated-bytes": most}
-    stats = torch.cuda.memory_stats(mesh.device)
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-        "mem-allocated-count": stats["allocation.all.current"],
-    }
-
-
-def memory_line(mesh: Mesh, step: int, device_memory: bool) -> str:
-    """Megatron-LM's, of this rank. On CPU the process is what there is to look at."""
-    if mesh.device.type == "cuda":
-        parts = {
-            "allocated": torch.cuda.memory_allocated(mesh.device),
-            "max allocated": torch.cuda.max_memory_allocated(mesh.device),
-            "reserved": torch.cuda.memory_reserved(mesh.device),
-            "max reserved": torch.cuda.max_memory_reserved(mesh.device),
-        }
-        if device_memory:
-            free, total = torch.cuda.mem_get_info(mesh.device)
-            parts["total device memory used"] = total - free
-    else:
-        used = memory_bytes_of(mesh)
-        parts = {"allocated": used["mem-allocated-bytes"], "max allocated": used["mem-max-allocated-bytes"]}
-    text = " | ".join(f"{name}: {number / 2**20:.2f}" for name, number in parts.items())
-    return f"[Rank {mesh.world.rank}] (after {step} iterations) memory (MB) | {text}"
-
-
 @dataclass
 class Training:
     """A run on its way. `report` is rank 0's; `saved`: a step of which there is a checkpoint already."""
@@ -170,7 +119,7 @@ class Training:
         self._lines = 0
         self._asks: str | None = None  # to stop, before the step that agreed on it
         self._ill: str | None = None  # what the last line has found
-        self._events, self._next_beat = Events(self.folder, self.run.mesh.world.rank), 0.0
+        self._next_beat = 0.0
         self._stop_file = self.folder / STOP_FILE
         every = self.plan.save_every_s
         self._clock = None if every is None else SaveClock(every, self.run.mesh, self.run.state.step)
@@ -289,22 +238,9 @@ class Training:
             line = memory_line(run.mesh, step, plan.device_memory)
             report.say(line) if report is not None else show(line)
         self._tell_timers(self.watch.timers.of_step, len(self._since))
-        self._ill = self._take_pulse(self.watch.pulse) if self.watch.pulse is not None else None
+        if self.watch.pulse is not None:
+            self._ill = self.watch.pulse.feel(self._since, step, memory_gib(run.mesh)[0], report)
         self._since.clear()
-
-    def _take_pulse(self, pulse: Pulse) -> str | None:
-        """What has become wrong with a rank, the same on all; collective."""
-        run, report, n, step = self.run, self.report, len(self._since), self.run.state.step
-        rows = pulse.take(n, sum(r.step_s for r in self._since) / n, memory_gib(run.mesh)[0])
-        found = pulse.findings(rows)
-        if report is not None:
-            pulse.tell(rows, step, self._events)
-            for event, rank, text in found:
-                report.warn(f"step {step}: {text}")
-                self._events.add(event, step, of=rank, host=pulse.hosts[rank], text=text)
-            if pulse.shown:
-                report.say(straggler_line(rows, pulse.shown))
-        return found[0][2] if found else None
 
     def _beat(self) -> None:
         """status.json says that the run is alive."""

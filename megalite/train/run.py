@@ -57,6 +57,7 @@ from megalite.train.step import NonFiniteError
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
+from megalite.train.watch.events import Events
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.pulse import Pulse
 from megalite.train.watch.report import Account
@@ -371,7 +372,7 @@ def watch_of(config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequ
         Profiler(o, run.mesh, folder / "trace"),
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
         phases,
-        Pulse(run.mesh, phases.timed, hosts, o),
+        Pulse(run.mesh, phases, hosts, Events(folder, run.mesh.world.rank), o),
     )
 
 

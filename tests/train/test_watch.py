@@ -22,7 +22,7 @@ from megalite.config.options import Config, ConfigError, OperationsConfig, log_s
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.pipeline.runtime import Timed
-from megalite.train.loop import memory_line
+from megalite.train.memory import memory_line
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress_file import ProgressLog
 from megalite.train.replicas import ReplicaError, check_replicas

@@ -23,6 +23,9 @@ import torch
 from megalite.config.run_options import OperationsConfig
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
+from megalite.train.metrics import Reporter
+from megalite.train.phases import Phases
+from megalite.train.state import StepResult
 from megalite.train.watch.cards import THROTTLED, Card, read
 from megalite.train.watch.events import Events
 
@@ -36,16 +39,31 @@ Row = Mapping[str, float]  # a rank's, by the names above; nan: unknown
 
 
 class Pulse:
-    """`steps`: seconds by phase of the last steps that the clock has timed. `hosts`: of all ranks."""
+    """`phases`: which keep what the clock has timed. `hosts`: of all ranks."""
 
-    def __init__(self, mesh: Mesh, steps: Sequence[Mapping[str, float]], hosts: Sequence[str], o: OperationsConfig):
-        self.mesh, self._steps, self.hosts, self._card = mesh, steps, hosts, Card(mesh.device)
+    def __init__(self, mesh: Mesh, phases: Phases, hosts: Sequence[str], events: Events, o: OperationsConfig):
+        self.mesh, self._steps, self.hosts, self._card = mesh, phases.timed, hosts, Card(mesh.device)
         self._hottest, self._longest_s = o.max_gpu_temperature or math.inf, o.max_step_time_s or math.inf
-        self.shown = o.straggler_minmax_count if o.log_straggler else 0
-        self._next_heartbeat = 0.0
+        self._shown = o.straggler_minmax_count if o.log_straggler else 0
+        self._events, self._next_heartbeat = events, 0.0
         self._streaks: Counter[tuple[str, int]] = Counter()  # lines in a row
         self._errors: dict[int, float] = {}  # of memory, at the line before
         self._queued = queued_s()
+
+    def feel(self, since: Sequence[StepResult], step: int, memory_gib: float, report: Reporter | None) -> str | None:
+        """What has become wrong `since` the last log line, the same on all ranks; collective. Rank 0 tells it."""
+        rows = self.take(len(since), sum(r.step_s for r in since) / len(since), memory_gib)
+        found = self.findings(rows)
+        if report is not None:
+            for event, rank, text in found:
+                report.warn(f"step {step}: {text}")
+                self._events.add(event, step, of=rank, host=self.hosts[rank], text=text)
+            if self._shown:
+                report.say(straggler_line(rows, self._shown))
+            if time.monotonic() > self._next_heartbeat:
+                self._next_heartbeat = time.monotonic() + max(HEARTBEAT_S, len(rows))
+                self._events.add("heartbeat", step, **columns(rows))
+        return found[0][2] if found else None
 
     def take(self, steps: int, step_s: float, memory_gib: float) -> list[Row]:
         """The row of every rank since the last line, `steps` ago; collective."""
@@ -71,15 +89,6 @@ class Pulse:
             if self._streaks[event, rank] == lines
         ]
 
-    def tell(self, rows: Sequence[Row], step: int, events: Events) -> None:
-        """A heartbeat of all ranks among the events, where one is due."""
-        if time.monotonic() > self._next_heartbeat:
-            self._next_heartbeat = time.monotonic() + max(HEARTBEAT_S, len(rows))
-            told = {
-                name: [round(row[name], 6) if math.isfinite(row[name]) else None for row in rows] for name in rows[0]
-            }
-            events.add("heartbeat", step, **{name: figures for name, figures in told.items() if any(figures)})
-
     def _wrong(self, rows: Sequence[Row]) -> Iterator[tuple[str, int, int, str]]:
         """At this line: event, rank, lines in a row that make it true, text."""
         for rank, text in slow_ranks(rows).items() if len(self._steps) >= LEAST else ():
@@ -103,6 +112,12 @@ def own_s(row: Row) -> float:
     return sum(row[phase] for phase in OWN)
 
 
+def columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """Those that somebody knows, by rank."""
+    known = {name: [round(row[name], 6) if math.isfinite(row[name]) else None for row in rows] for name in rows[0]}
+    return {name: figures for name, figures in known.items() if any(figure is not None for figure in figures)}
+
+
 def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
     """Rank -> how slow, and in which phase."""
     found = {}
@@ -115,7 +130,7 @@ def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
             phase = max(more, key=lambda name: more[name])
             found[rank] = (
                 f"is slow: {1000 * own_s(row):.1f} ms of its own in a step where others take {1000 * usual:.1f}, "
-                f"{1000 * more[phase]:.1f} ms more in {phase}"
+                f"+{1000 * more[phase]:.1f} ms in {phase}"
             )
     return found
 
