@@ -7,8 +7,9 @@
 
 Bus bandwidth is what one link must carry whatever the number of ranks: bytes / time x 2 (n - 1) / n for all_reduce,
 (n - 1) / n for all_gather and reduce_scatter, whose bytes are those of the whole tensor, and 1 for broadcast
-(doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests); 2 for messages, which a rank sends and gets one after the other. A collective is as fast as its slowest link, so pairs of
-ranks tell which one it is: neighbours of the ring, all even ones at once, then all odd ones.
+(doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests); 2 for messages, which a rank sends and gets one after the other.
+A collective is as fast as its slowest link, so pairs of ranks tell which one it is: neighbours of the ring, all even
+ones at once, then all odd ones.
 
 Exit codes: 0 fine, 1 wrong values or a slow link, 3 the ranks could not meet or are not alike.
 """

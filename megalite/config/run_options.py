@@ -313,4 +313,5 @@ class OperationsConfig:
     max_step_time_s: float | None = free(None, "seconds, mean over a log line's steps, above which the run is ill")
     record_memory_history: bool = free(False, "write CUDA's memory history at each log line, for torch's viewer")
     memory_snapshot_path: str = free("snapshot.pickle", "file of --record-memory-history; _RANK is added")
+    max_restarts: int = free(0, "times in an hour that the launcher of --nproc starts ranks again when one has died")
     check_weight_hash_across_dp_replicas_interval: int | None = free(None, "steps between checks that weights agree")
