@@ -30,14 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megalite.parallel.launch import (  # noqa: E402
-    LaunchError,
-    Ranks,
-    prepare_cuda,
-    process_group,
-    read_environment,
-    start_local,
-)
+from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, process_group, read_environment  # noqa: E402
+from megalite.parallel.local_ranks import start_local  # noqa: E402
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,

@@ -98,7 +98,7 @@ def test_what_has_no_effect_is_a_note() -> None:
 
 def test_every_protection_that_is_not_done_is_named() -> None:
     asked = {"--rerun-mode": ["validate_results"], "--gpu-sniff-test-interval": ["5"]}
-    names = "check-for-spiky-loss check-for-large-grads log-straggler inprocess-restart enable-ft-package log-energy"
+    names = "check-for-spiky-loss check-for-large-grads inprocess-restart enable-ft-package log-energy"
     names += " run-workload-inspector-server otel-enabled"
     for flag, values in {**asked, **{f"--{name}": [] for name in names.split()}}.items():
         found = cli.read_all([*SMALL, "--train-iters", "6", flag, *values], PRESETS)
