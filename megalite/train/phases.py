@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -31,7 +31,7 @@ class Phases:
 
     def __init__(self, mesh: Mesh, begin: float):
         self._mesh, self._clock, self._begin = mesh, mesh.clock, begin
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
         self._shares: Mapping[str, float] = {REST: 1.0}
         self._steps, self._open_s, self._due = 0, 0.0, False
         self.timed: deque[Mapping[str, float]] = deque(maxlen=WINDOW)  # seconds by phase of the last timed steps
@@ -86,7 +86,7 @@ class Phases:
         self._settle()
         mine = torch.tensor([self._seconds[p] for p in PHASES], dtype=torch.float64, device=self._mesh.device)
         mean = all_reduce_(mine, self._mesh.world) / self._mesh.world.size
-        self._seconds = Counter(dict(zip(PHASES, mean.tolist(), strict=True)))
+        self._seconds.update(zip(PHASES, mean.tolist(), strict=True))
 
     def seconds(self) -> dict[str, float]:
         """By phase, those that there were; their sum is the wall time until now."""

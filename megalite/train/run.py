@@ -151,8 +151,7 @@ def _pretrain(
         notes += begin_branch(run, config, saver, saved)
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, warnings)
-            of_config = t.micro_batch_size, config.operations.price_per_gpu_hour
-            account = Account(folder, run, phases, report.speed.flops_per_token, *of_config)
+            account = Account(folder, run, phases, report.speed.flops_per_token, config)
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
             for note in notes:

@@ -21,8 +21,10 @@ from megalite.config.check import check
 from megalite.config.options import Config, ConfigError, OperationsConfig, log_steps, resolved_style
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import PLANNED, Axis, Mesh
 from megalite.pipeline.runtime import Timed
 from megalite.train.memory import memory_line
+from megalite.train.phases import PHASES
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress_file import ProgressLog
 from megalite.train.replicas import ReplicaError, check_replicas
@@ -165,7 +167,8 @@ def test_norm_and_zeros_are_those_of_the_model() -> None:
 
 
 def collectives(flags: str) -> list[tuple[int, ...]]:
-    """Shapes of the small all-reduces that a run of four steps makes while it trains, logging at 1, 2 and 4."""
+    """Shapes of the small all-reduces that a run of four steps makes while it trains, logging at 1, 2 and 4; the last
+    is the report's."""
     os.environ["MEGALITE_SHARED_MEMORY"] = "off"
     from megalite.train import run as module
 
@@ -187,8 +190,9 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     folder = module.run_folder(config)
     sources, plan = module.preflight(config, ranks)
-    code = module._pretrain(plan, ranks, torch.device("cpu"), sources, folder, [], module.StopSignal())
+    code = module._pretrain(plan, ranks, torch.device("cpu"), sources, folder, [], module.StopSignal(), 0.0)
     assert code == Exit.DONE
+    assert shapes.pop() == (len(PHASES),)
     return shapes
 
 
@@ -308,7 +312,8 @@ def test_torchs_profiler_writes_the_steps_that_were_asked_for(tmp_path: Path) ->
     options = OperationsConfig(
         profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=2, profile_ranks=(0,)
     )
-    one, other = (Profiler(options, rank, torch.device("cpu"), tmp_path / "trace") for rank in (0, 1))
+    meshes = [Mesh(world=Axis("world", 2, rank, PLANNED)) for rank in (0, 1)]
+    one, other = (Profiler(options, mesh, tmp_path / "trace") for mesh in meshes)
     for step in (1, 2, 3):
         for profiler in (one, other):
             profiler.before(step)
@@ -322,7 +327,7 @@ def test_torchs_profiler_writes_the_steps_that_were_asked_for(tmp_path: Path) ->
 
 
 def test_profiles_that_a_cpu_does_not_have_are_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    Profiler(OperationsConfig(profile=True, record_memory_history=True), 0, torch.device("cpu"), tmp_path).before(11)
+    Profiler(OperationsConfig(profile=True, record_memory_history=True), Mesh.alone(), tmp_path).before(11)
     err = capsys.readouterr().err
     assert "WARNING: profile does nothing on a CPU; add --use-pytorch-profiler" in err
     assert "WARNING: record_memory_history needs CUDA; nothing is recorded" in err
@@ -333,7 +338,8 @@ def test_profiles_that_a_cpu_does_not_have_are_warned_of(capsys: pytest.CaptureF
 def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot.pickle"
     options = OperationsConfig(profile=True, record_memory_history=True, memory_snapshot_path=str(snapshot))
-    profiler = Profiler(options, 3, torch.device("cuda"), tmp_path)
+    mesh = Mesh(world=Axis("world", 4, 3, PLANNED), device=torch.device("cuda"))
+    profiler = Profiler(options, mesh, tmp_path)
     profiler.before(11)
     torch.zeros(1000, device="cuda")
     profiler.after(12, True)

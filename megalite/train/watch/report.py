@@ -10,7 +10,6 @@ directory: steps from metrics.jsonl, lives from events.jsonl. Seconds throughout
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.run.saver import Saver
+from megalite.config.options import Config
 from megalite.train.figures import duration
 from megalite.train.phases import Phases
 from megalite.train.run_dir import Exit, now, write_atomically
@@ -81,7 +81,7 @@ def read_past(folder: Path, until: float) -> Past | None:
     """None where events.jsonl does not tell of a start. `until`: when what still runs was seen last, as time.time()."""
     lives: list[dict[str, Any]] = []
     for row in _rows(folder / "events.jsonl"):
-        if row.get("event") == STARTED and row.get("step") == 0 and not row.get("attempt"):
+        if row.get("fresh"):
             lives = []
         if row.get("event") in (STARTED, ENDED) and "at" in row:
             lives.append(row)
@@ -94,8 +94,8 @@ def read_past(folder: Path, until: float) -> Past | None:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the advice depends on. `tokens`, `flops`: of this process; `all_tokens`: of the run."""
+class Work:
+    """What was done, with what. `tokens`, `flops`: of this process; `all_tokens`: of the run."""
 
     devices: int
     pp: int
@@ -113,7 +113,7 @@ class Facts:
 WORTH = {"data": 5, "checkpoint": 5, "bubble": 10, "communication": 20, "optimizer": 15, "evaluation": 15, "other": 15}
 
 
-def advise(percent: Mapping[str, float], facts: Facts) -> tuple[str, str]:
+def advise(percent: Mapping[str, float], work: Work) -> tuple[str, str]:
     """The bottleneck, and what to do about it."""
     above = {phase: percent.get(phase, 0.0) / least for phase, least in WORTH.items()}
     worst = max(above, key=lambda phase: above[phase])
@@ -121,13 +121,13 @@ def advise(percent: Mapping[str, float], facts: Facts) -> tuple[str, str]:
         if percent.get("start-up", 0.0) > 50:
             return "start-up", "the run was short: a longer one pays for it"
         return "compute", "forward and backward take most of the time: faster kernels or more devices, not waits"
-    ideal = (facts.pp - 1) / (facts.chunks * facts.microbatches + facts.pp - 1)
-    more = "" if facts.background_saves else ", or with --asynchronous-save on"
+    ideal = (work.pp - 1) / (work.chunks * work.microbatches + work.pp - 1)
+    more = "" if work.background_saves else ", or with --asynchronous-save on"
     text = {
         "data": "steps wait for tokens: put --data-path and --data-cache-path on a faster disk",
         "checkpoint": f"training waits for saves: save less often{more}",
-        "bubble": f"stages wait for each other, {100 * ideal:.0f} % of a step at least with {facts.microbatches} "
-        f"micro-batches over {facts.pp} stages: use more micro-batches or --num-virtual-stages-per-pipeline-rank, and "
+        "bubble": f"stages wait for each other, {100 * ideal:.0f} % of a step at least with {work.microbatches} "
+        f"micro-batches over {work.pp} stages: use more micro-batches or --num-virtual-stages-per-pipeline-rank, and "
         "balance the stages' layers",
         "communication": "ranks wait for each other: use more micro-batches per step, tensor parallelism within a "
         "machine only, --grad-reduce-in-bf16; or one rank is slower than the others (--log-straggler)",
@@ -138,17 +138,17 @@ def advise(percent: Mapping[str, float], facts: Facts) -> tuple[str, str]:
     return worst, text[worst]
 
 
-def make(seconds: Mapping[str, float], facts: Facts, past: Past | None) -> dict[str, Any]:
+def make(seconds: Mapping[str, float], work: Work, past: Past | None) -> dict[str, Any]:
     """`seconds`: by phase, of this process."""
     wall = sum(seconds.values())
     percent = {phase: round(100 * s / wall, 2) for phase, s in seconds.items()}
-    bottleneck, advice = advise(percent, facts)
+    bottleneck, advice = advise(percent, work)
     made: dict[str, Any] = dict(time=now(), wall_s=wall, seconds=dict(seconds), percent=percent)
-    made |= dict(bottleneck=bottleneck, advice=advice, **asdict(facts), tokens_per_s=facts.tokens / wall)
-    past = past or Past(wall, 0.0, 1, facts.all_tokens - facts.tokens)
-    made["run"] = dict(**asdict(past), goodput=past.goodput, gpu_hours=facts.devices * past.wall_s / 3600)
-    if facts.price_per_gpu_hour is not None:
-        cost, tokens = made["run"]["gpu_hours"] * facts.price_per_gpu_hour, facts.all_tokens - past.tokens
+    made |= dict(bottleneck=bottleneck, advice=advice, **asdict(work), tokens_per_s=work.tokens / wall)
+    past = past or Past(wall, 0.0, 1, work.all_tokens - work.tokens)
+    made["run"] = dict(**asdict(past), goodput=past.goodput, gpu_hours=work.devices * past.wall_s / 3600)
+    if work.price_per_gpu_hour is not None:
+        cost, tokens = made["run"]["gpu_hours"] * work.price_per_gpu_hour, work.all_tokens - past.tokens
         made["run"] |= dict(cost=cost, cost_per_million_tokens=1e6 * cost / tokens if tokens else None)
     return made
 
@@ -173,24 +173,23 @@ def summary(made: Mapping[str, Any]) -> dict[str, str]:
 class Account:
     """Rank 0's, of one process: notes that it has started, and what came of it."""
 
-    def __init__(
-        self, folder: Path, run: Run, phases: Phases, flops_per_token: float, micro_batch_size: int, price: float | None
-    ):
-        """`price`: of a device and an hour."""
-        self._folder, self._run, self._phases, self._price = folder, run, phases, price
-        self._micro_batch = micro_batch_size * run.mesh.dp.size
+    def __init__(self, folder: Path, run: Run, phases: Phases, flops_per_token: float, config: Config):
+        self._folder, self._run, self._phases = folder, run, phases
+        self._price = config.operations.price_per_gpu_hour
+        self._micro_batch = config.train.micro_batch_size * run.mesh.dp.size
+        c = config.checkpoint
+        restarts = c.save is not None and c.load == c.save  # at step 0, too: it may have died before it could save
         self._flops_per_token, self._begin = flops_per_token, replace(run.state)
         self._events = Events(folder, 0)
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        at, state = time.time() - phases.wall_s, run.state
-        self._events.add(STARTED, step=state.step, at=at, tokens=state.consumed_tokens, attempt=attempt)
+        at, state, fresh = time.time() - phases.wall_s, run.state, run.state.step == 0 and not restarts
+        self._events.add(STARTED, step=state.step, at=at, tokens=state.consumed_tokens, fresh=fresh)
 
     def close(self, outcome: Exit, saver: Saver | None) -> dict[str, str]:
         """Writes report.json; returns its lines for the summary."""
         run, state, begin = self._run, self._run.state, self._begin
         self._events.add(ENDED, step=state.step, at=time.time(), outcome=outcome.outcome)
         tokens = state.consumed_tokens - begin.consumed_tokens
-        facts = Facts(
+        work = Work(
             devices=run.mesh.world.size,
             pp=run.mesh.pp.size,
             chunks=len(run.pipeline.stages),
@@ -202,6 +201,6 @@ class Account:
             flops=tokens * self._flops_per_token,
             price_per_gpu_hour=self._price,
         )
-        made = make(self._phases.seconds(), facts, read_past(self._folder, time.time()))
+        made = make(self._phases.seconds(), work, read_past(self._folder, time.time()))
         write_atomically(self._folder / "report.json", json.dumps(made, indent=1) + "\n")
         return summary(made)
