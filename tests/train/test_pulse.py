@@ -179,7 +179,7 @@ def test_a_slow_rank_is_named_within_ten_steps_and_nobody_in_a_clean_run(tmp_pat
     sleep = max(0.05, 1.5 * statistics.median(seconds))  # 50 ms on a machine that is not busy otherwise
     for point, phase in (("step.after_forward_backward", "other"), ("data.get", "data")):
         folder = tmp_path / phase
-        code, events = train(folder, 12, MEGALITE_FAULT=f"{point}:1:*:sleep={sleep}")
+        code, events = train(folder, 12, "--log-straggler", MEGALITE_FAULT=f"{point}:1:*:sleep={sleep}")
         assert code == 0
         [found] = [event for event in events if event["event"] == "straggler"]
         assert found["of"] == 1 and found["step"] <= 10 and f"ms in {phase}" in found["text"]

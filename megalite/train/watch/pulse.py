@@ -1,4 +1,4 @@
-"""The pulse of all ranks at a log line: where each one's own time goes, its memory, its card; and what is wrong there.
+"""The pulse of all ranks at log lines: where each one's own time goes, its memory, its card; and what is wrong there.
 
     own time of a rank = its step - what it waits for others    (parallel/clock.py)
 
@@ -7,7 +7,8 @@ compared with those at its own place of the pipeline, which have the same work: 
 last steps is above theirs by MARGIN, and by MATERIAL of a step, at LINES lines in a row. On a CPU a rank that stood in
 the queue for a processor gets the benefit of the doubt: what it stood there is taken off.
 
-One all-reduce of a row per rank. What follows is a function of the table, so all ranks find the same.
+One all-reduce of a row per rank, at log lines that are EVERY steps apart, or at each where something is asked for. What
+follows is a function of the table, so all ranks find the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megalite.config.run_options import OperationsConfig
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.metrics import Reporter
-from megalite.train.phases import Phases
+from megalite.train.phases import EVERY, Phases
 from megalite.train.state import StepResult
 from megalite.train.watch.cards import THROTTLED, Card, read
 from megalite.train.watch.events import Events
@@ -45,6 +46,8 @@ class Pulse:
         self.mesh, self._steps, self.hosts, self._card = mesh, phases.timed, hosts, Card(mesh.device)
         self._hottest, self._longest_s = o.max_gpu_temperature or math.inf, o.max_step_time_s or math.inf
         self._shown = o.straggler_minmax_count if o.log_straggler else 0
+        self._every = 1 if self._shown or o.max_gpu_temperature or o.max_step_time_s else EVERY
+        self._last: int | None = None  # step of the last row
         self._events, self._next_heartbeat = events, 0.0
         self._streaks: Counter[tuple[str, int]] = Counter()  # lines in a row
         self._errors: dict[int, float] = {}  # of memory, at the line before
@@ -52,7 +55,11 @@ class Pulse:
 
     def feel(self, since: Sequence[StepResult], step: int, memory_gib: float, report: Reporter | None) -> str | None:
         """What has become wrong `since` the last log line, the same on all ranks; collective. Rank 0 tells it."""
-        rows = self.take(len(since), sum(r.step_s for r in since) / len(since), memory_gib)
+        self._last = step - len(since) if self._last is None else self._last
+        if step - self._last < self._every:
+            return None
+        rows = self.take(step - self._last, sum(r.step_s for r in since) / len(since), memory_gib)
+        self._last = step
         found = self.findings(rows)
         if report is not None:
             for event, rank, text in found:
@@ -66,7 +73,7 @@ class Pulse:
         return found[0][2] if found else None
 
     def take(self, steps: int, step_s: float, memory_gib: float) -> list[Row]:
-        """The row of every rank since the last line, `steps` ago; collective."""
+        """The row of every rank since the last one, `steps` ago; collective."""
         queued, before, mesh = queued_s(), self._queued, self.mesh
         self._queued = queued
         mine = {"step_s": step_s, "memory_gib": memory_gib, **read(self._card.figures)}
