@@ -34,7 +34,7 @@ def check_collectives(mesh: Mesh) -> None:
     """Collective. Raises LaunchError on all ranks, which names group, operation and ranks."""
     if mesh.world.size == 1:
         return
-    outcomes = []
+    outcomes: list[tuple[Axis, str, Tensor, Tensor]] = []
     for n in (SMALL, LARGE) if mesh.device.type != "cpu" else (SMALL,):
         for axis in (mesh.world, mesh.dp, mesh.cp, mesh.tp, mesh.pp, mesh.pp_back, mesh.ends):
             if axis.group is not None:
