@@ -315,6 +315,15 @@ class OperationsConfig:
     pytorch_profiler_collect_shapes: bool = free(False, "shapes of tensors in torch's profile")
     pytorch_profiler_collect_callstack: bool = free(False, "call stacks in torch's profile")
     price_per_gpu_hour: float | None = free(None, "of one device, for the cost in the report at the end", least=0)
+    log_straggler: bool = free(False, "tell at each log line which ranks have the least and the most time of their own")
+    straggler_minmax_count: int = free(1, "ranks at each end with --log-straggler", least=1)
+    health_action: str = free(
+        "warn",
+        "when a rank is slow or its card is ill: also save, or save and exit with 16, for another node",
+        choices=("warn", "checkpoint", "exit"),
+    )
+    max_gpu_temperature: int | None = free(None, "degrees Celsius of a card above which it is ill")
+    max_step_time_s: float | None = free(None, "seconds, mean over a log line's steps, above which the run is ill")
     record_memory_history: bool = free(False, "write CUDA's memory history at each log line, for torch's viewer")
     memory_snapshot_path: str = free("snapshot.pickle", "file of --record-memory-history; _RANK is added")
     max_restarts: int = free(0, "times in an hour that the launcher of --nproc starts ranks again when one has died")

@@ -32,7 +32,7 @@ from megalite.parallel.launch import FIRST_FAILURE, Ranks, die_with_parent, read
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
-REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
+ORDERLY = (16, 75)  # exit codes of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
 NO_SERVER = 255  # what multiprocessing says of a process whose end its fork server cannot tell any more
 ORDERLY_S = 600.0
 # what the fork server imports for all ranks: the third, with sympy, is needed by the first backward (1 s of each rank)
@@ -71,7 +71,7 @@ def start_local(
     `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank; the fork
     server never gets any, as ranks die with it. `holds_signals`: they wait until `target` lets them in.
     When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL; after an orderly stop
-    (75) they get ORDERLY_S, since rank 0 may still be closing its logs.
+    (ORDERLY) they get ORDERLY_S, since rank 0 may still be closing its logs.
     `ended` hears of the end of all, and says whether to start them again: None, or what their `Ranks.resumes` will be.
     `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
     """
@@ -124,10 +124,10 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder
                 died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
                 died = "with the fork server, which was killed" if code == NO_SERVER else died
                 failed, cause = _first_failure(folder, failed, f"{process.name} ended {died}{early}")
-                if code not in (2, 3, REQUEUE, INTERRUPTED):  # these have said what they had to say
+                if code not in (2, 3, *ORDERLY, INTERRUPTED):  # these have said what they had to say
                     with contextlib.suppress(OSError, ValueError):  # its disk may be full, and why they died
                         print(f"{process.name} ended {died}; ending the others", file=sys.stderr, flush=True)
-                deadline = time.monotonic() + (ORDERLY_S if code == REQUEUE else grace_s)
+                deadline = time.monotonic() + (ORDERLY_S if code in ORDERLY else grace_s)
         alive = [p for p in alive if p.is_alive()]
     return failed, cause
 

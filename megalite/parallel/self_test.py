@@ -34,7 +34,7 @@ def check_collectives(mesh: Mesh) -> None:
     """Collective. Raises LaunchError on all ranks, which names group, operation and ranks."""
     if mesh.world.size == 1:
         return
-    outcomes = []
+    outcomes: list[tuple[Axis, str, Tensor, Tensor]] = []
     for n in (SMALL, LARGE) if mesh.device.type != "cpu" else (SMALL,):
         for axis in (mesh.world, mesh.dp, mesh.cp, mesh.tp, mesh.pp, mesh.pp_back, mesh.ends):
             if axis.group is not None:
@@ -60,7 +60,7 @@ def _outcomes(axis: Axis, rank: int, n: int, device: torch.device) -> Iterator[O
     if axis.name in ("pp", "pp_back"):
         step = 1 if axis.name == "pp" else -1
         source = (axis.rank - step) % axis.size
-        yield f"message from rank {axis.ranks[source]}", _passed_on(axis, mine, step), of(source)
+        yield f"message from rank {axis.ranks[source]}", pass_on(axis, mine, step), of(source)
     elif axis.name != "world":  # which does no more
         each = [of(place)[:part] for place in range(axis.size)]
         yield "all_gather", start_all_gather(mine[:part], axis).wait(), torch.cat(each)
@@ -68,7 +68,7 @@ def _outcomes(axis: Axis, rank: int, n: int, device: torch.device) -> Iterator[O
         yield "reduce_scatter", start_reduce_scatter(mine.clone(), axis).wait(), block
 
 
-def _passed_on(axis: Axis, mine: Tensor, step: int) -> Tensor:
+def pass_on(axis: Axis, mine: Tensor, step: int) -> Tensor:
     """What the neighbour sent, as the pipeline sends. Even ones send first: nobody waits for a receive after his."""
     got, to, source = torch.empty_like(mine), *(axis.ranks[(axis.rank + d) % axis.size] for d in (step, -step))
     calls = [lambda: dist.isend(mine, to, group=axis.group), lambda: dist.irecv(got, source, group=axis.group)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +20,12 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.figures import Interval
+from megalite.train.memory import memory_bytes_of, memory_gib, memory_line, reserved_gib
 from megalite.train.metrics import Reporter
 from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler, write_timeline
 from megalite.train.replicas import check_replicas
-from megalite.train.run_dir import Exit
+from megalite.train.run_dir import Exit, leave_status
 from megalite.train.start.resume import save
 from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
@@ -35,6 +34,7 @@ from megalite.train.timers import Timers
 from megalite.train.watch.doubts import Doubts
 from megalite.train.watch.events import Events
 from megalite.train.watch.hang import Watchdog
+from megalite.train.watch.pulse import Pulse
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,14 @@ class Plan:
     replicas_action: str = "stop"
     max_skipped: int = 100  # steps in a row that updated nothing
     empty_level: int = 0
+    save_ill: bool = False  # when something is wrong with a rank
+    leave_ill: bool = False
+    checkpoint: str | None = None  # where the run saves, for status.json
 
 
 PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
 FIRST_PROGRESS_S = 2.0
+BEAT_S = 10.0  # between two looks of others at status.json that are worth it
 STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a signal does
 
 
@@ -78,6 +82,7 @@ class Watch:
     collector: Collector = field(default_factory=Collector)
     phases: Phases = field(default_factory=lambda: Phases(Mesh.alone(), time.perf_counter()))
     dog: Watchdog | None = None
+    pulse: Pulse | None = None
     begin: float = field(default_factory=time.monotonic)
     restore: Callable[[int], object] = lambda step: None  # loads this run's checkpoint of a step
 
@@ -106,55 +111,6 @@ def evaluate(
     return loss_sum / tokens if tokens else math.nan
 
 
-def memory_gib(mesh: Mesh) -> tuple[float, float]:
-    """Peak memory of this rank and what there is: the card's, or the process's on CPU."""
-    if mesh.device.type == "cuda":
-        total = torch.cuda.get_device_properties(mesh.device).total_memory
-        return torch.cuda.max_memory_allocated(mesh.device) / 2**30, total / 2**30
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30, total / 2**30
-
-
-def reserved_gib(mesh: Mesh) -> float | None:
-    """What the allocator has taken of the card at most; None on CPU."""
-    return torch.cuda.max_memory_reserved(mesh.device) / 2**30 if mesh.device.type == "cuda" else None
-
-
-def memory_bytes_of(mesh: Mesh) -> dict[str, float]:
-    """Megatron-LM's TensorBoard tags; on CPU what the process holds and has held."""
-    if mesh.device.type != "cuda":
-        held = most = memory_gib(mesh)[0] * 2**30
-        with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-            held = float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-        return {"mem-allocated-bytes": held, "mem-max-allocated-bytes": most}
-    stats = torch.cuda.memory_stats(mesh.device)
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-        "mem-allocated-count": stats["allocation.all.current"],
-    }
-
-
-def memory_line(mesh: Mesh, step: int, device_memory: bool) -> str:
-    """Megatron-LM's, of this rank. On CPU the process is what there is to look at."""
-    if mesh.device.type == "cuda":
-        parts = {
-            "allocated": torch.cuda.memory_allocated(mesh.device),
-            "max allocated": torch.cuda.max_memory_allocated(mesh.device),
-            "reserved": torch.cuda.memory_reserved(mesh.device),
-            "max reserved": torch.cuda.max_memory_reserved(mesh.device),
-        }
-        if device_memory:
-            free, total = torch.cuda.mem_get_info(mesh.device)
-            parts["total device memory used"] = total - free
-    else:
-        used = memory_bytes_of(mesh)
-        parts = {"allocated": used["mem-allocated-bytes"], "max allocated": used["mem-max-allocated-bytes"]}
-    text = " | ".join(f"{name}: {number / 2**20:.2f}" for name, number in parts.items())
-    return f"[Rank {mesh.world.rank}] (after {step} iterations) memory (MB) | {text}"
-
-
 @dataclass
 class Training:
     """A run on its way. `report` is rank 0's; `saved`: a step of which there is a checkpoint already."""
@@ -174,6 +130,8 @@ class Training:
         self._since: list[StepResult] = []  # the last log line
         self._lines = 0
         self._asks: str | None = None  # to stop, before the step that agreed on it
+        self._ill: str | None = None  # what the last line has found
+        self._next_beat = 0.0
         self._stop_file = self.folder / STOP_FILE
         say = None if self.report is None else self.report.say
         events = Events(self.folder, self.run.mesh.world.rank)
@@ -218,6 +176,7 @@ class Training:
             stopping = result.stop or bool(unreliable) or bool(plan.exit_interval and step % plan.exit_interval == 0)
             due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
             self._log(result, due)
+            self._beat()
             if profiler is not None:
                 with self.watch.phases("profiler"):
                     profiler.after(step, due)
@@ -229,11 +188,11 @@ class Training:
             if result.skipped and result.doubt is not None and result.doubt.finite and run.spikes.action == "rollback":
                 self._roll_back()
             by_clock = self._clock is not None and self._clock.due(step)
-            if by_clock or (plan.save_interval and step % plan.save_interval == 0):
+            if by_clock or (plan.save_interval and step % plan.save_interval == 0) or (self._ill and plan.save_ill):
                 self._save()
             self._tell_saves()
-            if unreliable:
-                return Exit.RERUN, unreliable
+            if wrong := unreliable or (self._ill if plan.leave_ill else None):
+                return Exit.RERUN, wrong
             if result.stop:
                 return Exit.REQUEUE, self._asks or self._why() or "asked by another rank"
             if stopping and step < run.last_step:
@@ -313,7 +272,16 @@ class Training:
             line = memory_line(run.mesh, step, plan.device_memory)
             report.say(line) if report is not None else show(line)
         self._tell_timers(self.watch.timers.of_step, len(self._since))
+        if self.watch.pulse is not None:
+            self._ill = self.watch.pulse.feel(self._since, step, memory_gib(run.mesh)[0], report)
         self._since.clear()
+
+    def _beat(self) -> None:
+        """status.json says that the run is alive."""
+        if self.report is not None and time.monotonic() > self._next_beat and self.folder.is_dir():
+            self._next_beat = time.monotonic() + BEAT_S
+            now = {"step": self.run.state.step, "tokens": self.run.state.consumed_tokens}
+            leave_status(self.folder, "running", checkpoint=self.plan.checkpoint, reason="", **now)
 
     def _save(self, last: bool = False) -> None:
         run, saver, report = self.run, self.saver, self.report

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -19,7 +19,7 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.streams import synchronize
 
-FIRST, EVERY = 10, 10
+FIRST, EVERY, WINDOW = 10, 10, 8
 PHASES = (
     *("start-up", "data", "forward", "backward", "graph", "communication", "bubble"),  # graph: both, in one replay
     *("optimizer", "checkpoint", "evaluation", "profiler", REST),
@@ -34,6 +34,7 @@ class Phases:
         self._seconds: dict[str, float] = defaultdict(float)
         self._shares: Mapping[str, float] = {REST: 1.0}
         self._steps, self._open_s, self._due = 0, 0.0, False
+        self.timed: deque[Mapping[str, float]] = deque(maxlen=WINDOW)  # seconds by phase of the last timed steps
 
     def ready(self) -> None:
         self._seconds["start-up"] = self.wall_s
@@ -65,6 +66,8 @@ class Phases:
     def _settle(self) -> None:
         """Share out the seconds of the steps since the last timed one, and its own."""
         spent = self._clock.read()
+        if spent:
+            self.timed.append(dict(spent))
         spent.pop("data", None)
         waited = spent.pop("checkpoint", 0.0)
         if "agreement" in spent:  # all ranks wait there for the last one: stages that are through, or copies

@@ -53,8 +53,10 @@ from megalite.train.state import BadResult, Run
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
+from megalite.train.watch.events import Events
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Watchdog, lost_another
+from megalite.train.watch.pulse import Pulse
 from megalite.train.watch.report import Account
 
 
@@ -125,7 +127,8 @@ def _pretrain(
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config = plan.config
-    warnings = [*warnings, *compare_ranks(config, sources.ledger, device)[1]]  # before groups are made by these options
+    hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
+    warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
     check_collectives(run.mesh)
     t = config.train
@@ -136,7 +139,7 @@ def _pretrain(
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
-    watch = watch_of(config, run, folder, phases)
+    watch = watch_of(config, run, folder, phases, hosts)
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
@@ -315,10 +318,13 @@ def plan_of(config: Config, steps: int) -> Plan:
         max_skipped=t.max_skipped_steps,
         check_weights=o.check_weight_hash_across_dp_replicas_interval,
         empty_level=o.empty_unused_memory_level,
+        save_ill=o.health_action == "checkpoint",
+        leave_ill=o.health_action == "exit",
+        checkpoint=c.save,
     )
 
 
-def watch_of(config: Config, run: Run, folder: Path, phases: Phases) -> Watch:
+def watch_of(config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str]) -> Watch:
     log, o = config.log, config.operations
     timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
     p = config.parallel
@@ -330,6 +336,7 @@ def watch_of(config: Config, run: Run, folder: Path, phases: Phases) -> Watch:
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
         phases,
         Watchdog(run.mesh, folder, timers, limit_s),
+        Pulse(run.mesh, phases, hosts, Events(folder, run.mesh.world.rank), o),
         restore=going_back(run, config),
     )
 

@@ -84,14 +84,16 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
 def leave_status(
     folder: Path, outcome: str, *, checkpoint: str | None, reason: str, step: int = 0, tokens: int = 0, rank: int = 0
 ) -> None:
-    """status.json. `outcome`: of `Exit`, or "running". `tokens` and `step`: trained so far. `checkpoint`: the directory
-    to resume from. `reason`: for people. A full disk is told, and changes nothing else."""
+    """status.json. `outcome`: of `Exit`, or "running", which is said again while the run trains. `tokens` and `step`:
+    trained so far. `checkpoint`: the directory to resume from. `reason`: for people. A full disk is told at the end,
+    and changes nothing else."""
     status = dict(outcome=outcome, step=step, tokens=tokens, checkpoint=checkpoint, reason=reason, rank=rank)
     status |= dict(pid=os.getpid(), host=socket.gethostname(), started=_STARTED, time=now())
     try:
         write_atomically(folder / "status.json", json.dumps(status) + "\n")
     except OSError as error:
-        complain(f"{folder / 'status.json'}: {error.strerror}; it does not tell how this run ended")
+        if outcome != "running":
+            complain(f"{folder / 'status.json'}: {error.strerror}; it does not tell how this run ended")
 
 
 def settle_status(folder: Path, code: int, cause: str, since: float) -> None:

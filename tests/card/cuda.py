@@ -114,6 +114,7 @@ class Properties(Listed):
     def __init__(self, of: Machine):
         self.name, self.total_memory, (self.major, self.minor) = of.name, of.memory, of.capability
         self.multi_processor_count = of.multiprocessors
+        self.uuid = "00000000-0000-0000-0000-000000000000"
 
 
 def get_device_properties(device: Any = None) -> Properties:

@@ -23,7 +23,7 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import PLANNED, Axis, Mesh
 from megalite.pipeline.runtime import Timed
-from megalite.train.loop import memory_line
+from megalite.train.memory import memory_line
 from megalite.train.phases import PHASES
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress_file import ProgressLog
@@ -100,7 +100,7 @@ def test_what_has_no_effect_is_a_note() -> None:
 
 def test_every_protection_that_is_not_done_is_named() -> None:
     asked = {"--error-injection-rate": ["7"], "--gpu-sniff-test-interval": ["5"]}
-    names = "log-straggler inprocess-restart enable-ft-package log-energy"
+    names = "inprocess-restart enable-ft-package log-energy"
     names += " run-workload-inspector-server otel-enabled"
     for flag, values in {**asked, **{f"--{name}": [] for name in names.split()}}.items():
         found = cli.read_all([*SMALL, "--train-iters", "6", flag, *values], PRESETS)

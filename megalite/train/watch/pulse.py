@@ -1,4 +1,4 @@
-"""The pulse of all ranks at a log line: where each one's own time goes, its memory, its card; and what is wrong there.
+"""The pulse of all ranks at log lines: where each one's own time goes, its memory, its card; and what is wrong there.
 
     own time of a rank = its step - what it waits for others    (parallel/clock.py)
 
@@ -7,47 +7,73 @@ compared with those at its own place of the pipeline, which have the same work: 
 last steps is above theirs by MARGIN, and by MATERIAL of a step, at LINES lines in a row. On a CPU a rank that stood in
 the queue for a processor gets the benefit of the doubt: what it stood there is taken off.
 
-One all-reduce of a row per rank. What follows is a function of the table, so all ranks find the same.
+One all-reduce of a row per rank, at log lines that are EVERY steps apart, or at each where something is asked for. What
+follows is a function of the table, so all ranks find the same.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from megalite.config.run_options import OperationsConfig
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
+from megalite.train.metrics import Reporter
+from megalite.train.phases import EVERY, Phases
+from megalite.train.state import StepResult
 from megalite.train.watch.cards import THROTTLED, Card, read
+from megalite.train.watch.events import Events
 
 OWN = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases of the clock without the waits
 HEALTH = ("step_s", "queued_s", "memory_gib", "temperature_c", "power_w", "clock_mhz", "ecc_errors", "throttled")
 MARGIN, MATERIAL, LINES = 0.3, 0.05, 3
-WINDOW, LEAST = 8, 4  # timed steps that are looked at, and without which nobody is judged
+LEAST = 4  # timed steps without which nobody is judged
+HEARTBEAT_S = 60.0  # between two heartbeats among the events; longer where there are more ranks than seconds
 
 Row = Mapping[str, float]  # a rank's, by the names above; nan: unknown
 
 
 class Pulse:
-    """`hosts`: of all ranks. `hottest`: degrees Celsius; `longest_s`: seconds of a step."""
+    """`phases`: which keep what the clock has timed. `hosts`: of all ranks."""
 
-    def __init__(self, mesh: Mesh, hosts: Sequence[str], hottest: int | None = None, longest_s: float | None = None):
-        self.mesh, self.hosts, self._card = mesh, hosts, Card(mesh.device)
-        self._hottest, self._longest_s = hottest or math.inf, longest_s or math.inf
-        self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+    def __init__(self, mesh: Mesh, phases: Phases, hosts: Sequence[str], events: Events, o: OperationsConfig):
+        self.mesh, self._steps, self.hosts, self._card = mesh, phases.timed, hosts, Card(mesh.device)
+        self._hottest, self._longest_s = o.max_gpu_temperature or math.inf, o.max_step_time_s or math.inf
+        self._shown = o.straggler_minmax_count if o.log_straggler else 0
+        self._every = 1 if self._shown or o.max_gpu_temperature or o.max_step_time_s else EVERY
+        self._last: int | None = None  # step of the last row
+        self._events, self._next_heartbeat = events, 0.0
         self._streaks: Counter[tuple[str, int]] = Counter()  # lines in a row
         self._errors: dict[int, float] = {}  # of memory, at the line before
         self._queued = queued_s()
 
-    def add(self, spent: Mapping[str, float]) -> None:
-        """Seconds by phase of a step that the clock has timed."""
-        self._steps.append(spent)
+    def feel(self, since: Sequence[StepResult], step: int, memory_gib: float, report: Reporter | None) -> str | None:
+        """What has become wrong `since` the last log line, the same on all ranks; collective. Rank 0 tells it."""
+        self._last = step - len(since) if self._last is None else self._last
+        if step - self._last < self._every:
+            return None
+        rows = self.take(step - self._last, sum(r.step_s for r in since) / len(since), memory_gib)
+        self._last = step
+        found = self.findings(rows)
+        if report is not None:
+            for event, rank, text in found:
+                report.warn(f"step {step}: {text}")
+                self._events.add(event, step, of=rank, host=self.hosts[rank], text=text)
+            if self._shown:
+                report.say(straggler_line(rows, self._shown))
+            if time.monotonic() > self._next_heartbeat:
+                self._next_heartbeat = time.monotonic() + max(HEARTBEAT_S, len(rows))
+                self._events.add("heartbeat", step, **columns(rows))
+        return found[0][2] if found else None
 
     def take(self, steps: int, step_s: float, memory_gib: float) -> list[Row]:
-        """The row of every rank since the last line, `steps` ago; collective."""
+        """The row of every rank since the last one, `steps` ago; collective."""
         queued, before, mesh = queued_s(), self._queued, self.mesh
         self._queued = queued
         mine = {"step_s": step_s, "memory_gib": memory_gib, **read(self._card.figures)}
@@ -93,6 +119,12 @@ def own_s(row: Row) -> float:
     return sum(row[phase] for phase in OWN)
 
 
+def columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """Those that somebody knows, by rank."""
+    known = {name: [round(row[name], 6) if math.isfinite(row[name]) else None for row in rows] for name in rows[0]}
+    return {name: figures for name, figures in known.items() if any(figure is not None for figure in figures)}
+
+
 def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
     """Rank -> how slow, and in which phase."""
     found = {}
@@ -105,7 +137,7 @@ def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
             phase = max(more, key=lambda name: more[name])
             found[rank] = (
                 f"is slow: {1000 * own_s(row):.1f} ms of its own in a step where others take {1000 * usual:.1f}, "
-                f"{1000 * more[phase]:.1f} ms more in {phase}"
+                f"+{1000 * more[phase]:.1f} ms in {phase}"
             )
     return found
 

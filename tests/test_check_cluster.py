@@ -1,0 +1,85 @@
+"""tools/check_cluster.py: what it finds, whom it names, and its exit codes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megalite.parallel.mesh import build_mesh
+from tools import check_cluster
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def check(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "tools" / "check_cluster.py"), "--device", "cpu", *flags]
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(words, env={**env, **variables}, capture_output=True, text=True, timeout=200, cwd=ROOT)
+
+
+def test_sound_ranks_get_a_table_and_0_and_a_changed_bit_1(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    quick = ["--nproc", "2", "--times", "2", "--sizes", "1024", "65536", "--slow", "0", "--json", str(file)]
+    done = check(*quick)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["exit"] == 0 and found["ranks"] == 2 and found["hosts"] == [socket.gethostname()] * 2
+    kinds = [(row["axis"], row["kind"], row["bytes"]) for row in found["rows"]]
+    assert kinds == [("world", kind, size) for size in (1024, 65536) for kind in check_cluster.FACTORS]
+    for row in found["rows"]:  # of 2 ranks
+        bus = row["bytes"] / row["us"] / 1e3 * dict(all_gather=0.5, reduce_scatter=0.5, message=2).get(row["kind"], 1.0)
+        assert row["least"] == pytest.approx(bus, rel=0.9) and row["least"] <= row["median"]
+    [(a, b, rate)] = found["pairs"]
+    assert (a, b) == (0, 1) and rate > 0
+    assert done.stdout.count("all_reduce") == 2 and "slowest pair: ranks 0" in done.stdout and "fine" in done.stdout
+    done = check(*quick, MEGALITE_FAULT="init.collectives:1:0:bitflip")
+    assert done.returncode == 1 and "all_reduce over world (ranks [0, 1]): on rank 0 1 of 1024" in done.stderr
+    assert json.loads(file.read_text())["exit"] == 1 and "not fit for a run" in done.stdout
+
+
+def test_ranks_that_cannot_meet_are_3() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        begin = time.monotonic()
+        where = dict(RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        done = check("--timeout-s", "2", **where)
+    assert done.returncode == 3 and "could not meet the others at 127.0.0.1" in done.stderr
+    assert time.monotonic() - begin < 100
+    assert check(RANK="0").returncode == 3  # of how many?
+
+
+def _with_a_slow_link() -> tuple[list[Any], dict[str, Any]]:
+    """Messages of rank 3 take longer."""
+    mesh = build_mesh(tp=1, pp=1, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=60))
+    honest = dist.send
+
+    def send(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5)
+        honest(*args, **kwargs)
+
+    if mesh.world.rank == 3:
+        dist.send = send  # type: ignore[assignment]
+    flags = ["--sizes", "1024", "--times", "1", "--slow", "0.3", "--expect", "1000"]
+    found = check_cluster.measure(mesh, mesh.device, check_cluster.parse(flags))
+    return found["pairs"], found
+
+
+def test_the_slow_link_and_the_slow_group_are_named() -> None:
+    for pairs, found in run_ranks(4, _with_a_slow_link):
+        assert [(a, b) for a, b, _ in pairs] == [(0, 1), (2, 3), (1, 2)]
+        assert min(pairs, key=lambda pair: pair[2])[:2] == (2, 3)
+        assert any(line.startswith("ranks 2 and 3:") for line in found["slow"])
+        assert found["slow"][-1].startswith("all_reduce over world with rank ") and "not 1000" in found["slow"][-1]

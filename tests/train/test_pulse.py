@@ -1,0 +1,186 @@
+"""A rank that is slow, and a card that is ill, are named and acted on; a clean run is left alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_cases import SMALL
+
+from megalite.config.options import OperationsConfig
+from megalite.parallel.mesh import Mesh
+from megalite.train.phases import Phases
+from megalite.train.run_dir import Exit
+from megalite.train.watch.cards import Card, read
+from megalite.train.watch.events import Events
+from megalite.train.watch.pulse import HEALTH, LINES, OWN, Pulse, queued_s, slow_ranks, straggler_line
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def row(pp: int = 0, **known: float) -> dict[str, float]:
+    own = dict(data=0.001, forward=0.1, backward=0.2, graph=0.0, optimizer=0.01, other=0.01)
+    return {**dict.fromkeys(HEALTH, math.nan), "step_s": 0.5, "queued_s": 0.0, **own, "pp": float(pp), **known}
+
+
+# ---- who is slow
+
+
+@pytest.mark.parametrize(
+    ("rows", "slow"),
+    [
+        ([row(), row(), row(), row()], {}),
+        ([row(), row(forward=0.25), row(), row()], {1: "+150.0 ms in forward"}),
+        ([row(), row(data=0.3)], {1: "+299.0 ms in data"}),
+        ([row(), row(other=0.4), row(), row(optimizer=0.4)], {1: "+390.0 ms in other", 3: "+390.0 ms in optimizer"}),
+        ([row(), row(forward=0.15)], {}),  # within the margin
+        ([row(step_s=9.0), row(step_s=9.0, forward=0.25)], {}),  # nothing that a step would notice
+        ([row(pp=0), row(pp=1, forward=0.3)], {}),  # another place of the pipeline has other work
+        ([row(pp=0), row(pp=0, forward=0.3), row(pp=1, forward=0.3), row(pp=1, forward=0.3)], {1: "in forward"}),
+        ([row(), row(forward=0.25, queued_s=0.1)], {}),  # there was no processor for it
+        ([row(), row(forward=0.45, queued_s=0.1)], {1: "in forward"}),
+        ([row(**dict.fromkeys(OWN, math.nan))] * 2, {}),  # nothing was timed yet
+        ([row(forward=5.0)], {}),
+    ],
+)
+def test_a_rank_is_compared_with_those_that_have_its_work(rows: list[dict[str, float]], slow: dict[int, str]) -> None:
+    found = slow_ranks(rows)
+    assert set(found) == set(slow)
+    for rank, words in slow.items():
+        assert words in found[rank]
+
+
+def pulse_of(tmp_path: Path, ranks: int = 2, **options: Any) -> Pulse:
+    phases = Phases(Mesh.alone(), 0.0)
+    phases.timed.extend([{"forward": 0.1}] * 4)
+    hosts = [f"node{rank}" for rank in range(ranks)]
+    return Pulse(Mesh.alone(), phases, hosts, Events(tmp_path, 0), OperationsConfig(**options))
+
+
+def told(pulse: Pulse, *lines: list[dict[str, float]]) -> list[list[tuple[str, int]]]:
+    return [[(event, rank) for event, rank, _ in pulse.findings(rows)] for rows in lines]
+
+
+def test_one_slow_line_is_none_and_a_slow_rank_is_named_once(tmp_path: Path) -> None:
+    pulse, slow, fine = pulse_of(tmp_path), [row(), row(forward=0.4)], [row(), row()]
+    assert told(pulse, slow, fine, slow, slow, fine) == [[]] * 5
+    assert told(pulse, *[slow] * (LINES + 3)) == [[]] * (LINES - 1) + [[("straggler", 1)]] + [[]] * 3
+    assert told(pulse, fine, *[slow] * LINES)[-1] == [("straggler", 1)]  # it had recovered
+    early = pulse_of(tmp_path)
+    early._steps = early._steps[:3] if isinstance(early._steps, list) else list(early._steps)[:3]
+    assert told(early, *[slow] * 9) == [[]] * 9
+
+
+def test_a_card_that_is_ill_is_named(tmp_path: Path) -> None:
+    pulse = pulse_of(tmp_path, max_gpu_temperature=85)
+    hot = [row(temperature_c=70.0), row(temperature_c=90.0)]
+    assert told(pulse, hot, hot) == [[("temperature", 1)], []]
+    assert (
+        "rank 1 on node1 has a card at 90 C, above 85" in pulse_of(tmp_path, max_gpu_temperature=85).findings(hot)[0][2]
+    )
+    ecc = [[row(ecc_errors=float(n)), row(ecc_errors=3.0)] for n in (7, 7, 8, 9, 9)]  # what was there before is no news
+    assert told(pulse, *ecc) == [[], [], [("ecc", 0)], [("ecc", 0)], []]
+    low = [row(throttled=float(0x40 + 0x8)), row(throttled=0.0)]
+    assert told(pulse, *[low] * LINES) == [[]] * (LINES - 1) + [[("throttled", 0)]]
+    assert told(pulse_of(tmp_path), hot) == [[]]  # no limit was given
+    late = pulse_of(tmp_path, max_step_time_s=0.4).findings([row(), row(forward=0.15)])
+    assert [(event, rank) for event, rank, _ in late] == [("step-time", 1)]
+
+
+class Nvml(types.ModuleType):
+    """nvidia-ml-py: the calls that are made, of a card that tells all but its power."""
+
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 1, 0
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.asked: list[str] = []
+        answers = dict(Temperature=61, ClockInfo=1980, TotalEccErrors=2, CurrentClocksThrottleReasons=0x44, Name="H100")
+        for name, value in answers.items():
+            setattr(self, f"nvmlDeviceGet{name}", lambda *a, value=value: value)
+        self.nvmlInit = lambda: None
+        self.nvmlSystemGetDriverVersion = lambda: "570.86"
+        self.nvmlDeviceGetHandleByUUID = self.asked.append
+
+    def nvmlDeviceGetPowerUsage(self, card: Any) -> float:
+        raise RuntimeError("Not Supported")
+
+
+def test_a_card_is_asked_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Card(torch.device("cpu")).figures == {}
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    properties = types.SimpleNamespace(uuid="0a1b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    card = Card(torch.device("cuda", 3))
+    assert nvml.asked == ["GPU-0a1b"]
+    assert read(card.figures) == {"temperature_c": 61, "clock_mhz": 1980, "ecc_errors": 2, "throttled": 0x40}
+    assert read(card.facts) == {"card": "H100", "driver": "570.86"}
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert Card(torch.device("cuda", 3)).figures == {}
+
+
+def test_the_line_names_as_many_ranks_as_asked_for() -> None:
+    rows = [row(), row(forward=0.3, temperature_c=50.0), row(forward=0.2)]
+    line = straggler_line(rows, 2)
+    assert "Mn own/Rnk: 321.0ms/0 421.0ms/2 | Mx own/Rnk: 521.0ms/1 421.0ms/2 |" in line
+    assert "Mn temperature/Rnk: 50.0C/1 | Mx temperature/Rnk: 50.0C/1" in line and "power" not in line
+
+
+def test_time_in_the_queue_for_a_processor_is_read_from_the_system() -> None:
+    assert 0 <= queued_s() < 1e6
+
+
+# ---- whole runs
+
+
+def train(folder: Path, steps: int, *flags: str, nproc: int = 2, **variables: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and events."""
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", str(steps), "--device", "cpu"]
+    words += ["--nproc", str(nproc), "--run-dir", str(folder), "--eval-iters", "0", *flags]
+    env = {**os.environ, **variables}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=400, cwd=ROOT)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_step_that_takes_too_long_ends_the_run_for_another_node(tmp_path: Path) -> None:
+    """And what is found is acted on by all ranks at the same step, after a save."""
+    flags = ["--max-step-time-s", "1e-6", "--health-action", "exit", "--save", str(tmp_path / "save")]
+    code, events = train(tmp_path, 50, *flags, "--log-interval", "2", "--log-straggler")
+    assert code == Exit.RERUN
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["outcome"] == "rerun" and status["step"] == 1 and " on " in status["reason"]
+    assert (tmp_path / "save" / "iter_0000001" / "COMPLETE").exists()
+    [found] = [event for event in events if event["event"] == "step-time"]
+    assert found["step"] == 1 and found["host"] and found["of"] in (0, 1)
+    [beat] = [event for event in events if event["event"] == "heartbeat"]
+    assert len(beat["step_s"]) == len(beat["memory_gib"]) == 2 and "temperature_c" not in beat
+    assert "stragglers | Mn" not in (tmp_path / "log.txt").read_text()  # nothing was timed before the first line
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_slow_rank_is_named_within_ten_steps_and_nobody_in_a_clean_run(tmp_path: Path) -> None:
+    code, events = train(tmp_path / "clean", 200, "--log-straggler")
+    assert code == 0 and not [event for event in events if event["event"] == "straggler"]
+    seconds = [
+        json.loads(line)["perf/step_s"] for line in (tmp_path / "clean" / "metrics.jsonl").read_text().splitlines()
+    ]
+    sleep = max(0.05, 1.5 * statistics.median(seconds))  # 50 ms on a machine that is not busy otherwise
+    for point, phase in (("step.after_forward_backward", "other"), ("data.get", "data")):
+        folder = tmp_path / phase
+        code, events = train(folder, 12, "--log-straggler", MEGALITE_FAULT=f"{point}:1:*:sleep={sleep}")
+        assert code == 0
+        [found] = [event for event in events if event["event"] == "straggler"]
+        assert found["of"] == 1 and found["step"] <= 10 and f"ms in {phase}" in found["text"]
+        assert f"WARNING: step {found['step']}: rank 1 on" in (folder / "log.txt").read_text()

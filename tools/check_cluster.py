@@ -1,0 +1,281 @@
+#!/usr/bin/env python
+"""Check ranks, nodes and links before a run is given to them: versions, values and bandwidth of every collective.
+
+    torchrun --nnodes 16 --nproc-per-node 8 ... tools/check_cluster.py --tensor-parallel 8
+    srun python tools/check_cluster.py                        the same, under SLURM
+    python tools/check_cluster.py --nproc 4                   local ranks, started here
+
+Bus bandwidth is what one link must carry whatever the number of ranks: bytes / time x 2 (n - 1) / n for all_reduce,
+(n - 1) / n for all_gather and reduce_scatter, whose bytes are those of the whole tensor, and 1 for broadcast
+(doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests); 2 for messages, which a rank sends and gets one after the other.
+A collective is as fast as its slowest link, so pairs of ranks tell which one it is: neighbours of the ring, all even
+ones at once, then all odd ones.
+
+Exit codes: 0 fine, 1 wrong values or a slow link, 3 the ranks could not meet or are not alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, process_group, read_environment  # noqa: E402
+from megalite.parallel.local_ranks import start_local  # noqa: E402
+
+FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+    "message": lambda n: 2,
+}
+# GB/s in one direction of one card within a node, from the vendors' data sheets: half of what they call bidirectional
+LINKS = (
+    ("B200", 900.0, "NVLink 5"),
+    ("H200", 450.0, "NVLink 4"),
+    ("H100 PCIe", 64.0, "PCIe 5 x16"),
+    ("H100", 450.0, "NVLink 4"),
+    ("A100-PCIE", 32.0, "PCIe 4 x16"),
+    ("A100", 300.0, "NVLink 3"),
+    ("V100-SXM", 150.0, "NVLink 2"),
+)
+WARM_UP = 2
+Row = dict[str, Any]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=int, help="local ranks, where no launcher has started this")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="groups are those of such a run")
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--sizes", type=int, nargs="+", help="bytes; default: 1 KiB to 256 MiB, on a CPU to 4 MiB")
+    parser.add_argument("--times", type=int, default=10, help="of each collective; the median counts")
+    parser.add_argument("--slow", type=float, default=0.5, help="a pair below this share of the median pair is slow")
+    parser.add_argument("--expect", type=float, help="GB/s of bus bandwidth that all_reduce must reach in each group")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="to meet, and of each collective")
+    parser.add_argument("--json", type=Path, help="write what was found into this file")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    try:
+        ranks = read_environment()
+    except LaunchError as error:
+        print(f"check_cluster.py: {error}", file=sys.stderr)
+        return 3
+    if args.device != "cpu":
+        prepare_cuda(args.tensor_parallel, Path("."))
+    if ranks is None and (args.nproc or 1) > 1:
+        return start_local(args.nproc, rank_of, (args,))
+    return check(ranks or Ranks(), args)
+
+
+def rank_of(ranks: Ranks, args: argparse.Namespace) -> None:
+    sys.exit(check(ranks, args))
+
+
+def check(ranks: Ranks, args: argparse.Namespace) -> int:
+    """The exit code, the same on all ranks."""
+    import torch
+
+    from megalite.parallel.mesh import build_mesh, world_axis
+    from megalite.parallel.self_test import check_collectives
+    from megalite.train.watch.fingerprint import compare, facts_of_machine
+
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    limit = datetime.timedelta(seconds=args.timeout_s)
+    found: dict[str, Any] = {"ranks": ranks.world, "hosts": [socket.gethostname()], "warnings": [], "rows": []}
+    code = 0
+    try:
+        with process_group(ranks, device=device, startup_timeout=limit) as here:
+            if ranks.world > 1:
+                found["hosts"], found["warnings"] = compare(facts_of_machine(here), world_axis(), here)
+                try:
+                    shape = dict(tp=args.tensor_parallel, pp=args.pipeline_parallel)
+                    mesh = build_mesh(**shape, device=here, timeout=limit, shared_memory=False)
+                except ValueError as error:
+                    raise LaunchError(str(error)) from None
+                try:
+                    check_collectives(mesh)
+                except LaunchError as error:
+                    found["wrong"] = str(error)
+                if "wrong" not in found:  # how fast a wrong result comes is of no interest
+                    found |= measure(mesh, here, args)
+            code = 1 if "wrong" in found or found.get("slow") else 0
+    except LaunchError as error:
+        code, found["could not begin"] = 3, str(error)
+    if ranks.rank == 0 or (code == 3 and ranks.local_rank == 0):
+        tell(found, code, args)
+    return code
+
+
+# ---- bandwidth
+
+
+def measure(mesh: Any, device: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Rows and pairs of all ranks, and what is slow; collective."""
+    sizes = args.sizes or [1 << n for n in ((10, 16, 22) if device.type == "cpu" else (10, 16, 22, 28))]
+    rows = []
+    for axis in (mesh.world, mesh.dp, mesh.tp, mesh.pp):
+        if axis.size > 1 and (axis is mesh.world or axis.size < mesh.world.size):  # the same ranks once
+            for size in sizes:
+                rows += [over_groups(axis, kind, size, mesh, device, args.times) for kind in FACTORS]
+    of_pairs = pairs(mesh, device, max(sizes), args.times)
+    link = expected(mesh, device)
+    slow = []
+    usual = statistics.median(rate for _, _, rate in of_pairs)
+    for a, b, rate in of_pairs:
+        if rate < args.slow * usual:
+            slow.append(f"ranks {a} and {b}: {rate:.3g} GB/s between them, the median pair has {usual:.3g}")
+    for row in rows:
+        if args.expect and row["kind"] == "all_reduce" and row["bytes"] == max(sizes) and row["least"] < args.expect:
+            slow.append(
+                f"all_reduce over {row['axis']} with rank {row['slowest']}: {row['least']:.3g} GB/s, "
+                f"not {args.expect:g}"
+            )
+    found = {"rows": rows, "pairs": of_pairs, "slow": slow}
+    best = max(row["median"] for row in rows if row["kind"] == "all_reduce")
+    return found | ({"link": f"{link}; all_reduce reaches {best:.3g}"} if link else {})
+
+
+def over_groups(axis: Any, kind: str, size: int, mesh: Any, device: Any, times: int) -> Row:
+    """All groups of an axis at once, as in a run; `least` is the bus bandwidth of the slowest, GB/s."""
+    seconds = everywhere(timed(call_of(kind, axis, size, device), device, times), mesh)
+    rates = [size / s / 1e9 * FACTORS[kind](axis.size) for s in seconds]
+    least = min(rates)
+    return dict(
+        axis=axis.name,
+        size=axis.size,
+        kind=kind,
+        bytes=size,
+        us=1e6 * statistics.median(seconds),
+        median=statistics.median(rates),
+        least=least,
+        slowest=rates.index(least),
+    )
+
+
+def call_of(kind: str, axis: Any, size: int, device: Any) -> Callable[[], Any]:
+    import torch
+    import torch.distributed as dist
+
+    from megalite.parallel import comm
+    from megalite.parallel.self_test import pass_on
+
+    part = torch.zeros(max(1, size // 4 // axis.size), device=device)
+    whole = torch.zeros(len(part) * axis.size, device=device)
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=axis.group),
+        "all_gather": lambda: comm.start_all_gather_into(whole, part, axis).wait(),
+        "reduce_scatter": lambda: comm.start_reduce_scatter_into(part, whole, axis).wait(),
+        "broadcast": lambda: comm.broadcast_(whole, axis),
+        "message": lambda: pass_on(axis, whole, 1),
+    }[kind]
+
+
+def timed(call: Callable[[], Any], device: Any, times: int) -> float:
+    """Seconds of one call: the median of `times`, each with a wait for the device."""
+    from megalite.parallel.streams import synchronize
+
+    took = []
+    for n in range(WARM_UP + times):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        synchronize(device)
+        if n >= WARM_UP:
+            took.append(time.perf_counter() - begin)
+    return statistics.median(took)
+
+
+def everywhere(value: float, mesh: Any) -> list[float]:
+    import torch
+
+    from megalite.parallel.comm import all_reduce_
+
+    table = torch.zeros(mesh.world.size, dtype=torch.float64, device=mesh.device)
+    table[mesh.world.rank] = value
+    return all_reduce_(table, mesh.world).tolist()
+
+
+def pairs(mesh: Any, device: Any, size: int, times: int) -> list[tuple[int, int, float]]:
+    """(rank, rank, GB/s) of the ring's neighbours, there and back, by the time of the first of them."""
+    import torch
+    import torch.distributed as dist
+
+    world, found = mesh.world, []
+    tensor = torch.zeros(max(1, size // 4), device=device)
+    for first in (0, 1) if world.size > 2 else (0,):
+        partner = world.rank + 1 if world.rank % 2 == first else world.rank - 1
+        sends = world.rank < partner
+
+        def there_and_back(partner: int = partner, sends: bool = sends) -> None:
+            for call in (dist.send, dist.recv) if sends else (dist.recv, dist.send):
+                call(tensor, partner)
+
+        alone = not 0 <= partner < world.size
+        seconds = everywhere(0.0 if alone else timed(there_and_back, device, times), mesh)
+        for rank in range(first, world.size - 1, 2):
+            found.append((rank, rank + 1, 2 * 4 * len(tensor) / seconds[rank] / 1e9))
+    return found
+
+
+def expected(mesh: Any, device: Any) -> str:
+    """What the data sheet says of a card's link; empty where nothing is known."""
+    import torch
+
+    if device.type != "cuda":
+        return ""
+    name = torch.cuda.get_device_name(device)
+    known = next((link for link in LINKS if link[0] in name), None)
+    return "" if known is None else f"{name}: {known[1]:g} GB/s in each direction over {known[2]}, by its data sheet"
+
+
+# ---- what people and programs read
+
+
+def tell(found: dict[str, Any], code: int, args: argparse.Namespace) -> None:
+    for line in found["warnings"]:
+        print(f"WARNING: {line}")
+    for key in ("could not begin", "wrong"):
+        if key in found:
+            print(f"check_cluster.py: {found[key]}", file=sys.stderr)
+    if found["rows"]:
+        head = ("group", "ranks", "collective", "bytes", "us", "bus GB/s", "slowest", "rank")
+        print("{:8} {:>5} {:>15} {:>12} {:>10} {:>9} {:>9} {:>5}".format(*head))
+    for row in found["rows"]:
+        print(
+            f"{row['axis']:8} {row['size']:5d} {row['kind']:>15} {row['bytes']:12,} {row['us']:10.1f} "
+            f"{row['median']:9.3g} {row['least']:9.3g} {row['slowest']:5d}"
+        )
+    if found.get("pairs"):
+        a, b, rate = min(found["pairs"], key=lambda pair: pair[2])
+        print(f"slowest pair: ranks {a} ({found['hosts'][a]}) and {b} ({found['hosts'][b]}), {rate:.3g} GB/s")
+    if "link" in found:
+        print(found["link"])
+    for line in found.get("slow", ()):
+        print(f"SLOW: {line}")
+    print({0: "fine", 1: "not fit for a run", 3: "could not begin"}[code], flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({**found, "exit": code}) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    from tools import check_cluster  # by its own name, so that other processes can import what they run
+
+    sys.exit(check_cluster.main(sys.argv[1:]))
