@@ -1,0 +1,30 @@
+"""Ranks that are started again with the store of those that died, as torchrun does, meet each other and not the dead."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megalite.parallel.launch import Ranks, process_group, start_local
+
+
+def _meet(ranks: Ranks, folder: str, attempt: int) -> None:
+    """The store is a file here that outlives the ranks; what they sum is left in another."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    here = Ranks(ranks.rank, ranks.world, ranks.rank, ranks.world, f"file://{folder}/store")
+    with process_group(here, device="cpu", startup_timeout=datetime.timedelta(seconds=10)):
+        x = torch.tensor([attempt + 1.0])
+        dist.all_reduce(x)
+        (Path(folder) / f"{attempt}-{ranks.rank}").write_text(str(x.item()))
+        os._exit(0)  # as a rank that is killed: nothing is closed, and the store keeps its addresses
+
+
+def test_every_attempt_has_its_own_addresses(tmp_path: Path) -> None:
+    for attempt in range(3):
+        code = start_local(2, _meet, (str(tmp_path), attempt), threads=1, timeout_s=60)
+        found = [(tmp_path / f"{attempt}-{rank}").read_text() for rank in range(2) if code == 0]
+        assert (code, found) == (0, [str(2.0 * (attempt + 1))] * 2)
