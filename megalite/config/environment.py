@@ -19,6 +19,8 @@ T = TypeVar("T", str, bool)
 OVERRIDES = dict(
     kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION", shared_memory="MEGALITE_SHARED_MEMORY"
 )
+FAMILIES = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "TRITON_", "NVIDIA_TF32", "MEGALITE_")
+OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "MEGALITE_FAULT")
 
 
 def variable(name: str, default: str = "") -> str:
@@ -65,3 +67,9 @@ def problems() -> list[str]:
 def values_of(names: Iterable[str]) -> str:
     """NAME=value of those that are set."""
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
+def of_libraries() -> str:
+    """NAME=value, a line each, of what changes how libraries compute and communicate, and may be alike on all ranks."""
+    chosen = sorted(name for name in os.environ if name.startswith(FAMILIES) and not name.startswith(OF_A_RANK))
+    return "\n".join(f"{name}={os.environ[name]}" for name in chosen)

@@ -301,6 +301,7 @@ class OperationsConfig:
     profile_ranks: tuple[int, ...] = free((), "ranks that are profiled; default: all")
     pytorch_profiler_collect_shapes: bool = free(False, "shapes of tensors in torch's profile")
     pytorch_profiler_collect_callstack: bool = free(False, "call stacks in torch's profile")
+    price_per_gpu_hour: float | None = free(None, "of one device, for the cost in the report at the end", least=0)
     record_memory_history: bool = free(False, "write CUDA's memory history at each log line, for torch's viewer")
     memory_snapshot_path: str = free("snapshot.pickle", "file of --record-memory-history; _RANK is added")
     check_weight_hash_across_dp_replicas_interval: int | None = free(None, "steps between checks that weights agree")

@@ -17,13 +17,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.optim.flat_storage import FlatStorage
 from megalite.optim.layout import Bucket
-from megalite.parallel.comm import all_reduce_, start_reduce_scatter_into
+from megalite.parallel.comm import all_reduce_, start_all_reduce, start_reduce_scatter_into
 from megalite.parallel.mesh import Mesh
 
 
@@ -134,7 +133,7 @@ class GradReduce:
         if storage.sharded:
             self._reducing[b] = start_reduce_scatter_into(owned, whole, dp)
         else:
-            self._reducing[b] = dist.all_reduce(whole, group=dp.group, async_op=True)
+            self._reducing[b] = start_all_reduce(whole, dp)
 
     def finish(self) -> None:
         """After the last backward: every gradient this rank owns is complete (summed over dp, tp and ends)."""

@@ -15,6 +15,7 @@ reduce-scatter is an all-reduce of which one part is kept: the same sum, one col
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -35,16 +36,27 @@ def reduce_scatter_is_native(device: torch.device) -> bool:
 
 
 class Pending:
-    """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
+    """A collective under way: `wait()` returns its result. Nothing of the result is valid before.
 
-    def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None):
-        self._result, self._work, self._keep = result, work, keep
+    `what`: its axis and its name, for the clock."""
+
+    def __init__(
+        self, result: Tensor, work: Any = None, keep: Tensor | None = None, what: tuple[Axis, str] | None = None
+    ):
+        self._result, self._work, self._keep, self._what = result, work, keep, what
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            assert self._what is not None
+            with waiting(*self._what):
+                self._work.wait()
             self._work = self._keep = None
         return self._result
+
+
+def waiting(axis: Axis, name: str) -> contextlib.AbstractContextManager[Any]:
+    """Around what a rank does, or waits for, because of the others along `axis`."""
+    return axis.clock.span("agreement" if axis.name == "world" else "communication", name, axis.name)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -53,9 +65,12 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    if axis.shared is not None:
-        return Pending(out, axis.shared.start_all_gather(out.view(-1), x.view(-1)), keep=x)
-    return Pending(out, all_gather_flat(out, x, group=axis.group, async_op=True), keep=x)
+    with waiting(axis, "all-gather"):
+        if axis.shared is not None:
+            work: Any = axis.shared.start_all_gather(out.view(-1), x.view(-1))
+        else:
+            work = all_gather_flat(out, x, group=axis.group, async_op=True)
+    return Pending(out, work, x, (axis, "all-gather"))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -65,41 +80,52 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if x.shape[0] % axis.size:
         raise ValueError(f"dim 0 of {tuple(x.shape)} does not split over {axis.name}={axis.size}")
     x = x.contiguous()
-    n = x.shape[0] // axis.size
-    if axis.shared is not None:
+    n, what = x.shape[0] // axis.size, (axis, "reduce-scatter")
+    with waiting(*what):
+        if axis.shared is None and not reduce_scatter_is_native(x.device):
+            return _Narrowed(x, dist.all_reduce(x, group=axis.group, async_op=True), what, n)
         out = x.new_empty(n, *x.shape[1:])
-        return Pending(out, axis.shared.start_reduce_scatter(out.view(-1), x.view(-1)), keep=x)
-    if reduce_scatter_is_native(x.device):
-        out = x.new_empty(n, *x.shape[1:])
-        return Pending(out, reduce_scatter_flat(out, x, group=axis.group, async_op=True), keep=x)
-    work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return _Narrowed(x, work, axis.rank * n, n)
+        if axis.shared is not None:
+            work: Any = axis.shared.start_reduce_scatter(out.view(-1), x.view(-1))
+        else:
+            work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
+    return Pending(out, work, x, what)
 
 
-def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Any:
-    """Flat tensors: x [n], out [n * size], of which `x` may be this rank's part. What returns has `wait()`."""
-    if axis.shared is not None:
-        return axis.shared.start_all_gather(out, x)
-    if not x.is_cuda:
-        x = x.clone()  # gloo's input must not alias its output
-    return Pending(out, all_gather_flat(out, x, group=axis.group, async_op=True), keep=x)
+def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Flat tensors: x [n], out [n * size], of which `x` may be this rank's part."""
+    with waiting(axis, "all-gather"):
+        if axis.shared is not None:
+            work: Any = axis.shared.start_all_gather(out, x)
+        else:
+            x = x if x.is_cuda else x.clone()  # gloo's input must not alias its output
+            work = all_gather_flat(out, x, group=axis.group, async_op=True)
+    return Pending(out, work, x, (axis, "all-gather"))
 
 
-def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Any:
+def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Flat tensors: x [n * size], and out [n], this rank's part of `x`; the other parts may be overwritten."""
-    if axis.shared is not None:
-        return axis.shared.start_reduce_scatter(out, x)
-    if reduce_scatter_is_native(x.device):
-        return reduce_scatter_flat(out, x, group=axis.group, async_op=True)
-    return dist.all_reduce(x, group=axis.group, async_op=True)
+    with waiting(axis, "reduce-scatter"):
+        if axis.shared is not None:
+            work: Any = axis.shared.start_reduce_scatter(out, x)
+        elif reduce_scatter_is_native(x.device):
+            work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
+        else:
+            work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return Pending(out, work, None, (axis, "reduce-scatter"))
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+    """In place."""
+    return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), None, (axis, "all-reduce"))
 
 
 class _Narrowed(Pending):
     """An all-reduce of which one block is kept; the copy lets go of the other blocks' memory."""
 
-    def __init__(self, x: Tensor, work: Any, start: int, length: int):
-        super().__init__(x, work)
-        self._start, self._length = start, length
+    def __init__(self, x: Tensor, work: Any, what: tuple[Axis, str], length: int):
+        super().__init__(x, work, None, what)
+        self._start, self._length = what[0].rank * length, length
 
     def wait(self) -> Tensor:
         return super().wait().narrow(0, self._start, self._length).clone()
@@ -108,7 +134,8 @@ class _Narrowed(Pending):
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the axis; returns `x`."""
     if axis.group is not None:
-        dist.all_reduce(x, op=op, group=axis.group)
+        with waiting(axis, "all-reduce"):
+            dist.all_reduce(x, op=op, group=axis.group)
     return x
 
 
@@ -117,6 +144,14 @@ def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     if axis.group is not None:
         dist.broadcast(x, src=axis.ranks[source], group=axis.group)
     return x
+
+
+def gather_texts(text: str, axis: Axis, device: torch.device, room: int = 1 << 14) -> list[str]:
+    """Of each rank, in axis order, on all; what has more than `room` bytes is cut."""
+    data = text.encode()[:room].ljust(room, b"\0")
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    rows = start_all_gather(mine[None], axis).wait().cpu()
+    return [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 class _ScatterSeq(Function):

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.environment import override
+from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Axis:
     """One direction of the mesh, seen from this rank.
 
     ranks      global ranks along the axis, in axis order
+    clock      of this rank: what waits for a collective says so
     transport  what its collectives travel on: a group; the memory that all its ranks share (on one machine, on CPU),
                which has a group too; PLANNED: nothing, a collective is an error; None: there is no other rank
     """
@@ -47,6 +49,7 @@ class Axis:
     rank: int = 0
     transport: ProcessGroup | SharedMemory | Literal["planned"] | None = None
     ranks: tuple[int, ...] = (0,)
+    clock: Clock = field(default_factory=Clock, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.size > 1 and self.transport is None:
@@ -86,6 +89,7 @@ class Mesh:
     ends: Axis = field(default_factory=lambda: Axis("ends"))  # first and last stage, for tied embeddings
     world: Axis = field(default_factory=lambda: Axis("world"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    clock: Clock = field(default_factory=Clock, compare=False, repr=False)  # that of all axes
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> Mesh:
@@ -129,6 +133,14 @@ def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool =
     return [[at(p, d) for d in range(dp)] for p in range(pp)]
 
 
+def world_axis() -> Axis:
+    """All ranks, in the default group: what there is before a mesh."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Axis("world")
+    world = dist.get_world_size()
+    return Axis("world", world, dist.get_rank(), dist.group.WORLD, tuple(range(world)))
+
+
 def build_mesh(
     *,
     tp: int,
@@ -155,20 +167,20 @@ def build_mesh(
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
     grid = torch.tensor(rank_grid(world, tp, pp, cp, dp_outermost=dp_outermost))
     here, names = [int(i) for i in (grid == rank).nonzero()[0]], ("pp", "dp", "cp", "tp")
-    mesh = DeviceMesh(device.type, grid, mesh_dim_names=names)
+    mesh, clock = DeviceMesh(device.type, grid, mesh_dim_names=names), Clock()
 
     def axis(name: str, dim: int) -> Axis:
         index = [slice(i, i + 1) for i in here]
         index[dim] = slice(None)
         ranks = tuple(int(r) for r in grid[tuple(index)].flatten())
-        return Axis(name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks)
+        return Axis(name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks, clock)
 
     def extra(name: str, members: list[list[int]]) -> Axis:
-        made = Axis(name)
+        made = Axis(name, clock=clock)
         for ranks in members:  # every rank takes part in making every group
             group: Any = dist.new_group(ranks, timeout=timeout, group_desc=name) if len(ranks) > 1 else None
             if rank in ranks:
-                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks))
+                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks), clock)
         return made
 
     columns = [[int(r) for r in column] for column in grid.flatten(1).T]  # one pipeline each
@@ -176,8 +188,9 @@ def build_mesh(
         *(axis(name, dim) for dim, name in enumerate(names)),
         pp_back=extra("pp_back", columns),
         ends=extra("ends", [[column[0], column[-1]][: len(column)] for column in columns]),
-        world=Axis("world", world, rank, dist.group.WORLD if world > 1 else None, tuple(range(world))),
+        world=replace(world_axis(), clock=clock),
         device=device,
+        clock=clock,
     )
     if timeout is not None:
         made.set_timeout(timeout)

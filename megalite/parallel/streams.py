@@ -8,6 +8,7 @@ affair, but the default one is the same in all threads, so a thread that is to h
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
+Mark = torch.cuda.Event | float
 
 
 def new_stream(device: torch.device) -> Stream | None:
@@ -28,6 +30,24 @@ def reached(device: torch.device) -> Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def mark(device: torch.device) -> Mark:
+    """This moment of the current stream; on a CPU seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float | None:
+    """Of two marks of one device; None while the card is not there yet."""
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        return begin.elapsed_time(end) / 1000 if end.query() else None
+    assert not isinstance(end, torch.cuda.Event)
+    return end - begin
 
 
 def wait_for(event: Event | None) -> None:

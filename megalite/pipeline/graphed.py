@@ -103,7 +103,8 @@ class GraphedPipeline(Pipeline):
         for name, value in _values(batch).items():
             if isinstance(value, Tensor):
                 getattr(recorded.batch, name).copy_(value)
-        recorded.graph.replay()
+        with self.mesh.clock.span("graph", "replay"):
+            recorded.graph.replay()
         return recorded.losses
 
     def _record(self, batch: Any) -> _Recorded:

@@ -28,6 +28,7 @@ from megalite.parallel.streams import synchronize
 from megalite.pipeline.schedule import Action, Op, plan
 
 Key = tuple[int, int]  # stage, micro-batch
+MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
 
 
 @dataclass
@@ -108,14 +109,16 @@ class Pipeline:
             start = self._now(begin)
             key, chunk = (action.stage, action.microbatch), action.stage // mesh.pp.size
             if action.op is Op.F:
-                losses = self._forward(flight, key, chunk, batches[action.microbatch], weight)
+                with mesh.clock.span("forward", action):
+                    losses = self._forward(flight, key, chunk, batches[action.microbatch], weight)
                 total[: len(losses)] += losses
             elif action.op is Op.B:
                 assert weight is not None
                 if left[chunk] == 1:
                     self.on_last_backward(chunk)
                 left[chunk] -= 1
-                self._backward(flight, key, weight)
+                with mesh.clock.span("backward", action):
+                    self._backward(flight, key, weight)
             elif action.op in (Op.SEND_F, Op.SEND_B):
                 tensor = flight.ready.pop(key).contiguous()
                 fault("pipeline.message", mesh.world.rank, batches[action.microbatch].step, tensor)
@@ -129,15 +132,20 @@ class Pipeline:
             if self.timeline is not None:
                 self.timeline.append(Timed(str(action), start, self._now(begin)))
         for _, work in flight.sent:
-            work.wait()
+            self._wait(work, "what was sent")
         return total
+
+    def _wait(self, work: Any, *name: object) -> None:
+        """For a message, which comes when its sender is there: most of it is the pipeline's bubble."""
+        with self.mesh.clock.span(MESSAGES, "wait for", *name):
+            work.wait()
 
     def _forward(self, flight: Flight, key: Key, chunk: int, batch: Any, weight: float | Tensor | None) -> Tensor:
         (stage, _), keep = key, weight is not None
         x = None
         if stage > 0:
             x, work = flight.coming.pop((Op.RECV_F, *key))
-            work.wait()
+            self._wait(work, Action(Op.RECV_F, *key))
             if keep:
                 flight.inputs[key] = x.requires_grad_()
         # the loss is told its gradient now: it computes its own gradients in forward (nn/loss.py)
@@ -158,7 +166,7 @@ class Pipeline:
             torch.autograd.backward(edge, given.expand_as(edge))
         else:
             grad, work = flight.coming.pop((Op.RECV_B, *key))
-            work.wait()
+            self._wait(work, Action(Op.RECV_B, *key))
             torch.autograd.backward([edge], [grad])
         if stage > 0:
             x = flight.inputs.pop(key)
@@ -170,7 +178,8 @@ class Pipeline:
         forward = action.op in (Op.SEND_F, Op.RECV_F)
         axis: Axis = self.mesh.pp if forward else self.mesh.pp_back
         step = 1 if action.op in (Op.SEND_F, Op.RECV_B) else -1
-        return send_or_receive(tensor, axis.ranks[(axis.rank + step) % axis.size], group=axis.group)
+        with self.mesh.clock.span(MESSAGES, action):
+            return send_or_receive(tensor, axis.ranks[(axis.rank + step) % axis.size], group=axis.group)
 
     def _now(self, begin: float) -> float:
         if self.timeline is not None:

@@ -41,6 +41,7 @@ class Interval:
     reserved_gib: float | None = None  # by the CUDA allocator
     z_loss: float | None = None  # what is added to the loss, which does not hold it
     nan: int = 0
+    steps: int = 1
     params_norm: float | None = None
     zeros: int | None = None  # elements of the last step's gradient
 

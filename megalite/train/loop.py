@@ -24,6 +24,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.figures import Interval
 from megalite.train.metrics import Reporter
+from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.replicas import check_replicas
 from megalite.train.run_dir import Exit, complain, write_atomically
@@ -71,6 +72,7 @@ class Watch:
     timers: Timers = field(default_factory=Timers)
     profiler: Profiler | None = None
     collector: Collector = field(default_factory=Collector)
+    phases: Phases = field(default_factory=lambda: Phases(Mesh.alone(), time.perf_counter()))
 
 
 def evaluate(
@@ -174,7 +176,8 @@ class Training:
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:
-            self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
+            with self.watch.phases("checkpoint"):
+                self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
             self._tell_saves()
         if self.report is not None:
             self.report.saved_all()
@@ -198,7 +201,8 @@ class Training:
             due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
             self._log(result, due)
             if profiler is not None:
-                profiler.after(step, due)
+                with self.watch.phases("profiler"):
+                    profiler.after(step, due)
             if plan.check_weights and step % plan.check_weights == 0:
                 check_replicas(run.buffer, step)
                 if self.report is not None:
@@ -237,7 +241,9 @@ class Training:
         if drawn or timers.level == 2:
             run.pipeline.timeline = []
         if self.watch.profiler is not None:
-            self.watch.profiler.before(step)
+            with self.watch.phases("profiler"):
+                self.watch.profiler.before(step)
+        self.watch.phases.before_step()
         result = train_step(
             run,
             want_stop=self._asks is not None,
@@ -245,6 +251,7 @@ class Training:
             timers=timers,
             empty_level=plan.empty_level,
         )
+        self.watch.phases.after_step(result.data_s, result.step_s)
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
         if drawn:
@@ -278,7 +285,7 @@ class Training:
             return
         if report is not None:
             report.say(saver.beginning(run.state.step))
-        with self.watch.timers("save-checkpoint", 0):
+        with self.watch.timers("save-checkpoint", 0), self.watch.phases("checkpoint"):
             save(run, saver, self.config_toml, optimizer=self.plan.save_optimizer, last=last)
         self.saved = run.state.step
         if self._clock is not None:
@@ -299,7 +306,7 @@ class Training:
                     next_line = time.monotonic() + PROGRESS_S
                     report.evaluating(state.step, name, done, iters)
 
-            with self.watch.collector.evaluation(), self.watch.timers("evaluate", 0):
+            with self.watch.collector.evaluation(), self.watch.timers("evaluate", 0), self.watch.phases("evaluation"):
                 loss = evaluate(self.run, one.data, iters, progress)
             if report is not None:
                 now = state.step, state.consumed_samples, state.consumed_tokens
@@ -335,6 +342,7 @@ def summarise(run: Run, since: list[StepResult], params_norm: float | None = Non
         grad_norm=last.grad_norm,
         loss_scale=run.loss_scaler.scale,
         skipped=n - len(used),
+        steps=n,
         step_s=sum(r.step_s for r in since) / n,
         data_s=sum(r.data_s for r in since) / n,
         tokens_per_step=sum(r.batch_size for r in since) * run.seq_length // n,

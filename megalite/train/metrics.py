@@ -158,6 +158,7 @@ class Reporter:
             "perf/tflops_per_gpu": speed.tflops(i),
             "perf/mfu": speed.mfu(i),
             "perf/step_s": i.step_s,
+            "perf/steps": i.steps,  # of which that is the mean
             "perf/data_s": i.data_s,
             "mem/max_allocated_gib": i.memory_gib,
         }
@@ -249,7 +250,7 @@ class Reporter:
             "metrics": str(self._rows.path),
             "TensorBoard": self.log.tensorboard_dir or "",
         }
-        for name in ("timeline.json", "trace"):  # pictures: tools/plot.py, https://ui.perfetto.dev
+        for name in ("report.json", "timeline.json", "trace"):  # pictures: tools/plot.py, https://ui.perfetto.dev
             path = self._log.path.with_name(name)
             where[name.partition(".")[0]] = str(path) if path.exists() else ""
         shown = {**rows, **self._results, **{name: path for name, path in where.items() if path}}

@@ -11,19 +11,22 @@ from typing import Any
 import torch
 
 from megalite.config.options import OperationsConfig
+from megalite.parallel.mesh import Mesh
 from megalite.train.run_dir import complain
 
 
 class Profiler:
-    """Steps first .. last of this rank: torch's profiler, written to `folder`/rank-NNN.json.gz, or, for nsys
-    (--capture-range=cudaProfilerApi), only CUDA's own start and stop. On a CPU nsys has nothing to see: a warning."""
+    """Steps first .. last of this rank: torch's profiler, written to `folder`/rank-NNN.json.gz, with the clock's spans
+    by name (the pipeline's actions, collectives and their axis), or, for nsys (--capture-range=cudaProfilerApi), only
+    CUDA's own start and stop. On a CPU nsys has nothing to see: a warning."""
 
-    def __init__(self, options: OperationsConfig, rank: int, device: torch.device, folder: Path):
-        o = options
+    def __init__(self, options: OperationsConfig, mesh: Mesh, folder: Path):
+        o, rank, device = options, mesh.world.rank, mesh.device
         chosen = not o.profile_ranks or rank in o.profile_ranks
         self.on = o.profile and chosen
         self.first, self.last = o.profile_step_start + 1, o.profile_step_end
         self.path, self.device, self._running = folder / f"rank-{rank:03d}.json.gz", device, False
+        self._clock = mesh.clock
         self._torch: Any = None
         if self.on and o.use_pytorch_profiler:
             kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -54,6 +57,7 @@ class Profiler:
         if self.on and step == self.first:
             self._running = True
             self._torch.start() if self._torch is not None else self._cuda().cudaProfilerStart()
+            self._clock.traced = self._torch is not None
 
     def after(self, step: int, logged: bool) -> None:
         if logged and self.history is not None:
@@ -69,7 +73,7 @@ class Profiler:
         """Also of a run that ends before the last step to profile."""
         if not self._running:
             return
-        self._running = False
+        self._running = self._clock.traced = False
         if self._torch is None:
             self._cuda().cudaProfilerStop()
             return

@@ -32,6 +32,7 @@ from megalite.models.compiled import CompileError, check_compile
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, card_of, process_group
+from megalite.parallel.self_test import check_collectives
 from megalite.train import figures as lines
 from megalite.train.allocator import keep_freed_memory
 from megalite.train.arrangement import Arrangement, arrange
@@ -41,6 +42,7 @@ from megalite.train.loop import Plan, Training, Watch
 from megalite.train.metrics import Reporter, missing_packages
 from megalite.train.overview import describe
 from megalite.train.peak_rates import find_peak
+from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress_file import ProgressLog
 from megalite.train.replicas import ReplicaError
@@ -55,6 +57,8 @@ from megalite.train.step import NonFiniteError
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
+from megalite.train.watch.fingerprint import compare_ranks
+from megalite.train.watch.report import Account
 
 # what gloo says on the ranks that live on
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
@@ -98,7 +102,7 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
 def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: StopSignal | None = None) -> int:
     """Returns the exit code of this rank (train/run_dir.py). `warnings`: protections that were asked for and are not
     there, to be told in the log, too. `stop`: what was seen so far."""
-    folder = run_folder(config)
+    begin, folder = time.perf_counter(), run_folder(config)
     try:
         config = foreign.with_source(config)
         sources, plan = preflight(config, ranks)
@@ -117,7 +121,7 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: S
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
-            return _pretrain(plan, ranks, here, sources, folder, warnings, stop or StopSignal())
+            return _pretrain(plan, ranks, here, sources, folder, warnings, stop or StopSignal(), begin)
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
             for line in str(error).splitlines():
@@ -168,13 +172,19 @@ def _pretrain(
     folder: Path,
     warnings: Sequence[str],
     stop: StopSignal,
+    started: float,
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config = plan.config
     fault("init", ranks.rank, 0)
+    _hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
+    warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
+    check_collectives(run.mesh)
     t, begin = config.train, time.monotonic()
+    phases = Phases(run.mesh, started)
     report: Reporter | None = None
+    account: Account | None = None
     ended = Exit.CRASH, ""
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
@@ -189,14 +199,18 @@ def _pretrain(
         notes += begin_branch(run, config, saver, saved)
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, warnings)
+            of_config = t.micro_batch_size, config.operations.price_per_gpu_hour
+            account = Account(folder, run, phases, report.speed.flops_per_token, *of_config)
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
             for note in notes:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
-        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder)
+        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder, phases)
         begin = time.monotonic()
+        phases.ready()
         ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
+        phases.over_ranks()
         if report is not None:
             report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - begin) / 60))
         if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
@@ -206,7 +220,7 @@ def _pretrain(
     except (Exception, KeyboardInterrupt) as error:
         ended = _failure(error, run)
     finally:
-        _conclude(run, config, saver, report, folder, ended, begin)
+        _conclude(run, config, saver, report, account, folder, ended, begin)
     if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.INTERRUPTED):
         sys.stdout.flush()
         os._exit(int(ended[0]))  # the group may be in the middle of a collective that never ends: do not wait for it
@@ -268,6 +282,7 @@ def _conclude(
     config: Config,
     saver: Saver | None,
     report: Reporter | None,
+    account: Account | None,
     folder: Path,
     ended: tuple[Exit, str],
     begin: float,
@@ -280,6 +295,7 @@ def _conclude(
     if report is not None:
         for line in saver.news() if saver is not None else []:
             report.say(line)
+        told = report.attempt("report.json", account.close, outcome, saver) if account is not None else None
         report.summary(
             {
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
@@ -287,6 +303,7 @@ def _conclude(
                 "tokens": f"{run.state.consumed_tokens:,}",
                 "time": lines.duration(time.monotonic() - begin),
                 "checkpoint": newest_checkpoint(config),
+                **(told or {}),
             }
         )
         report.close()
@@ -342,13 +359,14 @@ def plan_of(config: Config, steps: int) -> Plan:
     )
 
 
-def watch_of(config: Config, run: Run, folder: Path) -> Watch:
+def watch_of(config: Config, run: Run, folder: Path, phases: Phases) -> Watch:
     log, o = config.log, config.operations
     timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
     return Watch(
         Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing),
-        Profiler(o, run.mesh.world.rank, run.mesh.device, folder / "trace"),
+        Profiler(o, run.mesh, folder / "trace"),
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
+        phases,
     )
 
 

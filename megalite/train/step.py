@@ -36,19 +36,19 @@ def train_step(
     `count_zeros`: elements of the gradient that are 0; one number more in the all-reduce. `empty_level`: whether the
     allocator gives memory back to CUDA before the update (1) and after it (2).
     """
-    begin, mesh, state = time.perf_counter(), run.mesh, run.state
-    rank, step = mesh.world.rank, state.step + 1
+    begin, mesh, state, step = time.perf_counter(), run.mesh, run.state, run.state.step + 1
     size = run.batch_sizes.at(state.consumed_samples)
-    with timers("batch-generator", 2):
-        fault("data.get", rank, step)
-        hosts, data_s = run.data.get(state.consumed_samples, size)
+    with timers("batch-generator", 2), mesh.clock.span("data", "wait for data"):
+        fault("data.get", mesh.world.rank, step)
+        hosts, _ = run.data.get(state.consumed_samples, size)
+    data_s = time.perf_counter() - begin
     batches = [on_device(host, mesh.device, step) for host in hosts]
     nominal = size * run.seq_length  # tokens, were none masked: keeps the gradients' size in the range of the dtype
 
     with timers("forward-backward", 1):
         run.buffer.zero_grad()
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
-    fault("step.after_forward_backward", rank, step, losses)
+    fault("step.after_forward_backward", mesh.world.rank, step, losses)
     with timers("all-grads-sync", 1):
         run.buffer.finish()
     if empty_level >= 1 and mesh.device.type == "cuda":
@@ -93,7 +93,8 @@ def _agree(
     mesh = run.mesh
     fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_gradient)
     mine = torch.zeros(5 + count_zeros, dtype=torch.float64, device=mesh.device)
-    mine[0] = run.optimizer.local_norm_sq()
+    with mesh.clock.span("optimizer", "gradient norm"):
+        mine[0] = run.optimizer.local_norm_sq()
     if mesh.pp.is_last and mesh.tp.is_first:  # one voice per data-parallel rank for what is replicated
         mine[1], mine[4] = losses
         mine[2:3] = float(sum(host.counted_tokens for host in hosts))  # a slice is filled; mine[2] = x would wait
@@ -107,10 +108,11 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
     """Clip, update this rank's shard, gather the weights. `unscale`: what makes of a gradient the mean over tokens."""
     n = run.state.consumed_samples - run.state.skipped_samples
     clip = min(1.0, run.max_norm / (grad_norm + 1e-6)) if run.max_norm > 0 else 1.0
-    run.before_update()
+    with run.mesh.clock.span("checkpoint", "wait for the save"):
+        run.before_update()
     lr, decay = run.rates.lr, run.rates.weight_decay
     now = dict(lr=lr.at(n), decoupled_lr=(run.rates.decoupled or lr).at(n), weight_decay=decay.at(n))
-    with timers("optimizer", 1):
+    with timers("optimizer", 1), run.mesh.clock.span("optimizer", "optimizer"):
         with timers("optimizer-inner-step", 1):
             run.optimizer.step(scale=clip * unscale, **now)
         with timers("params-all-gather", 1):

@@ -1,0 +1,78 @@
+"""Where the time of a step goes, by phases that add up to it, and the same spans by name in a profile.
+
+    with clock.span("backward", "B0.3"):              backward begins
+        with clock.span("communication", "all-gather", "tp"):   backward is left, communication begins
+            ...                                       and backward goes on
+
+A moment belongs to the innermost span. On a card a mark is an event on the current stream, so that a phase is what the
+card spent in it, waits included, and nobody waits to find out. Spans cost a look at two flags unless the step is timed
+(train/phases.py says which are) or traced (train/profiling.py). One step at a time, in one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from megalite.parallel.streams import Mark, mark, seconds_between
+
+NOTHING = contextlib.nullcontext()
+REST = "other"  # of a step: what is in no span
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.timed = self.traced = False
+        self._device = torch.device("cpu")
+        self._phase = REST
+        self._marks: list[tuple[str, Mark]] = []  # when which phase began
+
+    def span(self, phase: str, *name: object) -> contextlib.AbstractContextManager[Any]:
+        """`name`: what a profile calls it."""
+        return _Span(self, phase, name) if self.timed or self.traced else NOTHING
+
+    def begin(self, device: torch.device) -> None:
+        """A step that is timed begins."""
+        self.timed, self._device, self._marks = True, device, []
+        self.enter(REST)
+
+    def end(self) -> None:
+        self.enter(REST)
+        self.timed = False
+
+    def enter(self, phase: str) -> str:
+        """Returns the phase before."""
+        before, self._phase = self._phase, phase
+        self._marks.append((phase, mark(self._device)))
+        return before
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase of the step that was timed last. Empty where there is none, or a card is not through with
+        it; then it is lost: who asks during an error must not wait."""
+        marks, self._marks = self._marks, []
+        spent: dict[str, float] = {}
+        for (phase, begin), (_, end) in zip(marks, marks[1:], strict=False):
+            seconds = seconds_between(begin, end)
+            if seconds is None:
+                return {}
+            spent[phase] = spent.get(phase, 0.0) + seconds
+        return spent
+
+
+class _Span:
+    def __init__(self, clock: Clock, phase: str, name: tuple[object, ...]):
+        self._clock, self._phase = clock, phase
+        traced = clock.traced and name
+        self._record = torch.profiler.record_function(" ".join(map(str, name))) if traced else NOTHING
+
+    def __enter__(self) -> None:
+        self._record.__enter__()
+        if self._clock.timed:
+            self._before = self._clock.enter(self._phase)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._clock.timed:
+            self._clock.enter(self._before)
+        self._record.__exit__(*error)

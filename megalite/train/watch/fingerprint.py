@@ -1,0 +1,116 @@
+"""What must be alike on all ranks, compared before the first step: hashes travel first, texts only where they differ.
+
+    EQUAL   code, Python, torch, Triton, numpy, options, training data     else the run ends with exit code 3
+    ALIKE   card, driver, NCCL, host's kernel, environment variables       else a warning
+
+A rank with another option would be at another collective than its neighbours; one with other data or another version of
+the code would train another model, and no number of the log would show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import platform
+import socket
+from collections import defaultdict
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import megalite
+from megalite.config import environment
+from megalite.config.options import Config
+from megalite.config.toml import differences
+from megalite.data.samples.ledger import Ledger
+from megalite.parallel.comm import all_reduce_, gather_texts
+from megalite.parallel.launch import LaunchError
+from megalite.parallel.mesh import Axis, world_axis
+from megalite.train.watch.cards import Card, read
+
+EQUAL = ("megalite", "python", "torch", "triton", "numpy", "options", "data")
+ALIKE = ("card", "driver", "nccl", "kernel", "environment")
+SHOWN = 12  # lines of a fact
+HOST = 64  # bytes of a host's name
+
+Facts = dict[str, str]  # name -> text, of a line or more
+
+
+def compare_ranks(config: Config, ledger: Ledger | None, device: torch.device) -> tuple[list[str], list[str]]:
+    """`compare`, of all that a run consists of; one that is alone is asked nothing."""
+    world = world_axis()
+    if world.size == 1:
+        return [socket.gethostname()], []
+    chosen = [f"{name}={value!r}" for section in differences(config).values() for name, value in section.items()]
+    sources = [] if ledger is None else ledger.eras[-1].sources
+    mine = {"options": "\n".join(chosen), "data": "\n".join(f"{s.name} {s.digest} {s.weight:g}" for s in sources)}
+    return compare(facts_of_machine(device) | mine, world, device)
+
+
+def facts_of_machine(device: torch.device) -> Facts:
+    return {
+        "megalite": f"{megalite.__version__}, sources {sources_hash()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": _installed("triton", "pytorch-triton", "triton-rocm"),
+        "numpy": np.__version__,
+        "nccl": _installed("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+        "kernel": platform.release(),
+        "environment": environment.of_libraries(),
+        **{name: str(fact) for name, fact in read(Card(device).facts).items()},
+    }
+
+
+def sources_hash() -> str:
+    """Of the package's own files: an edited checkout has no revision."""
+    root, found = Path(megalite.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _installed(*packages: str) -> str:
+    found = []
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return "\n".join(found)
+
+
+def compare(facts: Facts, world: Axis, device: torch.device) -> tuple[list[str], list[str]]:
+    """Collective over `world`: one all-reduce where all agree. Returns each rank's host, and what to warn of. Raises
+    LaunchError on all ranks where something of EQUAL differs."""
+    names = (*EQUAL, *ALIKE)
+    row = b"".join(hashlib.sha256(facts.get(name, "").encode()).digest()[:8] for name in names)
+    row += socket.gethostname().encode()[:HOST].ljust(HOST, b"\0")
+    table = torch.zeros(world.size, len(row) // 8, dtype=torch.int64, device=device)
+    table[world.rank] = torch.from_numpy(np.frombuffer(row, dtype=np.int64).copy())
+    rows = all_reduce_(table, world).cpu().numpy()
+    hosts = [row[len(names) :].tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+    told: Facts = {}
+    for name, column in zip(names, rows.T, strict=False):
+        if len(set(column.tolist())) > 1:
+            told[name] = describe(name, gather_texts(facts.get(name, ""), world, device), hosts)
+    if wrong := [text for name, text in told.items() if name in EQUAL]:
+        raise LaunchError("\n".join(["the ranks of this run are not alike:", *wrong]))
+    return hosts, list(told.values())
+
+
+def describe(name: str, texts: list[str], hosts: list[str]) -> str:
+    """Who has what, without the lines that all have.
+
+    >>> describe("torch", ["2.13", "2.13", "2.12"], ["a", "a", "b"])
+    "torch differs: '2.13' on a (rank 0 and 1 more); '2.12' on b (rank 2)"
+    """
+    common = set.intersection(*(set(text.splitlines()) for text in texts))
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, text in enumerate(texts):
+        ranks[", ".join([line for line in text.splitlines() if line not in common][:SHOWN])].append(rank)
+    parts = []
+    for text, (first, *rest) in ranks.items():
+        nodes = dict.fromkeys(hosts[rank] for rank in (first, *rest))
+        who = f"{', '.join(nodes)} (rank {first}{f' and {len(rest)} more' if rest else ''})"
+        parts.append(f"{repr(text) if text else 'not'} on {who}")
+    return f"{name} differs: {'; '.join(parts)}"

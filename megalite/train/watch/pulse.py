@@ -1,0 +1,133 @@
+"""The pulse of all ranks at a log line: where each one's own time goes, its memory, its card; and what is wrong there.
+
+    own time of a rank = its step - what it waits for others    (parallel/clock.py)
+
+All ranks share the time of a step, since they wait for each other; the slow one is the one that waits least. A rank is
+compared with those at its own place of the pipeline, which have the same work: it is a straggler when the median of its
+last steps is above theirs by MARGIN, and by MATERIAL of a step, at LINES lines in a row. On a CPU a rank that stood in
+the queue for a processor gets the benefit of the doubt: what it stood there is taken off.
+
+One all-reduce of a row per rank. What follows is a function of the table, so all ranks find the same.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh
+from megalite.train.watch.cards import THROTTLED, Card, read
+
+OWN = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases of the clock without the waits
+HEALTH = ("step_s", "queued_s", "memory_gib", "temperature_c", "power_w", "clock_mhz", "ecc_errors", "throttled")
+MARGIN, MATERIAL, LINES = 0.3, 0.05, 3
+WINDOW, LEAST = 8, 4  # timed steps that are looked at, and without which nobody is judged
+
+Row = Mapping[str, float]  # a rank's, by the names above; nan: unknown
+
+
+class Pulse:
+    """`hosts`: of all ranks. `hottest`: degrees Celsius; `longest_s`: seconds of a step."""
+
+    def __init__(self, mesh: Mesh, hosts: Sequence[str], hottest: int | None = None, longest_s: float | None = None):
+        self.mesh, self.hosts, self._card = mesh, hosts, Card(mesh.device)
+        self._hottest, self._longest_s = hottest or math.inf, longest_s or math.inf
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._streaks: Counter[tuple[str, int]] = Counter()  # lines in a row
+        self._errors: dict[int, float] = {}  # of memory, at the line before
+        self._queued = queued_s()
+
+    def add(self, spent: Mapping[str, float]) -> None:
+        """Seconds by phase of a step that the clock has timed."""
+        self._steps.append(spent)
+
+    def take(self, steps: int, step_s: float, memory_gib: float) -> list[Row]:
+        """The row of every rank since the last line, `steps` ago; collective."""
+        queued, before, mesh = queued_s(), self._queued, self.mesh
+        self._queued = queued
+        mine = {"step_s": step_s, "memory_gib": memory_gib, **read(self._card.figures)}
+        mine["queued_s"] = (queued - before) / steps if mesh.device.type == "cpu" else 0.0
+        for phase in OWN:
+            mine[phase] = statistics.median([s.get(phase, 0.0) for s in self._steps]) if self._steps else math.nan
+        names = (*OWN, *HEALTH)
+        table = torch.zeros(mesh.world.size, len(names) + 1, dtype=torch.float64)
+        table[mesh.world.rank] = torch.tensor([*(mine.get(name, math.nan) for name in names), mesh.pp.rank])
+        rows = all_reduce_(table.to(mesh.device), mesh.world).tolist()
+        return [dict(zip((*names, "pp"), row, strict=True)) for row in rows]
+
+    def findings(self, rows: Sequence[Row]) -> list[tuple[str, int, str]]:
+        """(event, rank, text) of what has become wrong; what stays so is not told again."""
+        now = list(self._wrong(rows))
+        self._streaks = Counter({(event, rank): self._streaks[event, rank] + 1 for event, rank, _, _ in now})
+        return [
+            (event, rank, f"rank {rank} on {self.hosts[rank]} {text}")
+            for event, rank, lines, text in now
+            if self._streaks[event, rank] == lines
+        ]
+
+    def _wrong(self, rows: Sequence[Row]) -> Iterator[tuple[str, int, int, str]]:
+        """At this line: event, rank, lines in a row that make it true, text."""
+        for rank, text in slow_ranks(rows).items() if len(self._steps) >= LEAST else ():
+            yield "straggler", rank, LINES, text
+        last = max(range(len(rows)), key=lambda rank: own_s(rows[rank]))
+        if (step_s := max(row["step_s"] for row in rows)) > self._longest_s:
+            yield "step-time", last, 1, f"waits least, and a step takes {step_s:.3g} s, above {self._longest_s:g}"
+        for rank, row in enumerate(rows):
+            if row["temperature_c"] > self._hottest:
+                yield "temperature", rank, 1, f"has a card at {row['temperature_c']:.0f} C, above {self._hottest}"
+            if row["ecc_errors"] > self._errors.get(rank, math.inf):
+                self._streaks["ecc", rank] = 0  # each one counts
+                yield "ecc", rank, 1, "has a card with an uncorrectable memory error"
+            self._errors[rank] = row["ecc_errors"]
+            if row["throttled"] > 0:
+                reasons = ", ".join(text for bit, text in THROTTLED.items() if int(row["throttled"]) & bit)
+                yield "throttled", rank, LINES, f"has a card that slows itself down: {reasons}"
+
+
+def own_s(row: Row) -> float:
+    return sum(row[phase] for phase in OWN)
+
+
+def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
+    """Rank -> how slow, and in which phase."""
+    found = {}
+    for rank, row in enumerate(rows):
+        peers = [other for r, other in enumerate(rows) if r != rank and other["pp"] == row["pp"]]
+        usual = statistics.median(own_s(peer) for peer in peers) if peers else math.inf
+        beyond = own_s(row) - row["queued_s"] - usual
+        if beyond > MARGIN * usual and beyond > MATERIAL * row["step_s"]:
+            more = {phase: row[phase] - statistics.median(peer[phase] for peer in peers) for phase in OWN}
+            phase = max(more, key=lambda name: more[name])
+            found[rank] = (
+                f"is slow: {1000 * own_s(row):.1f} ms of its own in a step where others take {1000 * usual:.1f}, "
+                f"{1000 * more[phase]:.1f} ms more in {phase}"
+            )
+    return found
+
+
+def queued_s() -> float:
+    """How long this thread was ready to run and no processor was free, ever; 0 where the system does not tell
+    (proc(5), schedstat)."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def straggler_line(rows: Sequence[Row], count: int) -> str:
+    """The `count` ranks with the least and the most of each figure; Megatron-LM's line has one of each."""
+    parts = []
+    for name, unit in (("own", "ms"), ("data", "ms"), ("temperature_c", "C"), ("power_w", "W"), ("clock_mhz", "MHz")):
+        scale = 1000 if unit == "ms" else 1
+        figures = [scale * (own_s(row) if name == "own" else row[name]) for row in rows]
+        known = sorted((figure, rank) for rank, figure in enumerate(figures) if math.isfinite(figure))
+        for end, chosen in (("Mn", known[:count]), ("Mx", known[::-1][:count])) if known else ():
+            shown = " ".join(f"{figure:.1f}{unit}/{rank}" for figure, rank in chosen)
+            parts.append(f"{end} {name.partition('_')[0]}/Rnk: {shown}")
+    return "stragglers | " + " | ".join(parts)

@@ -1,0 +1,207 @@
+"""The report at the end of a run: where its time went, what it cost, and what would make it faster. report.json.
+
+    goodput = time of the steps that count / wall time since the run was begun, restarts included
+
+A step counts once, however often a crash or a rollback made the run repeat it. Of a process that ended in order the
+wall time is its life; after one that was killed it goes on until the next has started. Both come from the run
+directory: steps from metrics.jsonl, lives from events.jsonl. Seconds throughout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.run.saver import Saver
+from megalite.train.figures import duration
+from megalite.train.phases import Phases
+from megalite.train.run_dir import Exit, now, write_atomically
+from megalite.train.state import Run
+from megalite.train.watch.events import Events
+
+STARTED, ENDED = "started", "ended"  # of a process, in events.jsonl
+IN_ORDER = (Exit.DONE.outcome, Exit.REQUEUE.outcome, Exit.INTERRUPTED.outcome)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """What can be read of a JSON-lines file; a crash may have torn a line."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row
+    except OSError:
+        return
+
+
+@dataclass(frozen=True)
+class Past:
+    """Of a run directory: since the run was begun at step 0, in how many processes, and the tokens it had then."""
+
+    wall_s: float
+    useful_s: float
+    processes: int
+    tokens: int
+
+    def __str__(self) -> str:
+        lives = f"{self.processes} process{'es' * (self.processes > 1)}"
+        return f"{100 * self.goodput:.1f} % of {duration(self.wall_s)} in {lives}"
+
+    @property
+    def goodput(self) -> float:
+        return self.useful_s / self.wall_s if self.wall_s > 0 else 0.0
+
+
+def useful_seconds(metrics: Path) -> float:
+    """Time of the steps that count. A row is the mean of `perf/steps` steps; those that no row has, as a process was
+    killed between a log line and the checkpoint that was resumed from, took as long as those before them."""
+    kept: list[tuple[int, float, float]] = []  # step, seconds per step, steps of them that updated
+    for row in _rows(metrics):
+        step, each, steps = row.get("step"), row.get("perf/step_s"), row.get("perf/steps")
+        if step is None or each is None or steps is None:
+            continue
+        while kept and kept[-1][0] >= step:  # came again
+            kept.pop()
+        missing = step - steps - kept[-1][0] if kept else 0
+        before = max(0, missing) * kept[-1][1] if kept else 0.0
+        kept.append((step, each, (steps - row.get("train/skipped", 0)) * each + before))
+    return sum(seconds for _, _, seconds in kept)
+
+
+def read_past(folder: Path, until: float) -> Past | None:
+    """None where events.jsonl does not tell of a start. `until`: when what still runs was seen last, as time.time()."""
+    lives: list[dict[str, Any]] = []
+    for row in _rows(folder / "events.jsonl"):
+        if row.get("event") == STARTED and row.get("step") == 0 and not row.get("attempt"):
+            lives = []
+        if row.get("event") in (STARTED, ENDED) and "at" in row:
+            lives.append(row)
+    if not lives:
+        return None
+    ends = [*(row["at"] for row in lives[1:]), until if lives[-1]["event"] == STARTED else lives[-1]["at"]]
+    wall = sum(end - row["at"] for row, end in zip(lives, ends, strict=True) if row.get("outcome") not in IN_ORDER)
+    starts = [row for row in lives if row["event"] == STARTED]
+    return Past(wall, useful_seconds(folder / "metrics.jsonl"), len(starts), starts[0].get("tokens", 0))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the advice depends on. `tokens`, `flops`: of this process; `all_tokens`: of the run."""
+
+    devices: int
+    pp: int
+    chunks: int  # per pipeline rank
+    microbatches: int
+    background_saves: bool
+    steps: int
+    tokens: int
+    all_tokens: int
+    flops: float
+    price_per_gpu_hour: float | None = None
+
+
+# phase -> the per cent from which it is worth a word
+WORTH = {"data": 5, "checkpoint": 5, "bubble": 10, "communication": 20, "optimizer": 15, "evaluation": 15, "other": 15}
+
+
+def advise(percent: Mapping[str, float], facts: Facts) -> tuple[str, str]:
+    """The bottleneck, and what to do about it."""
+    above = {phase: percent.get(phase, 0.0) / least for phase, least in WORTH.items()}
+    worst = max(above, key=lambda phase: above[phase])
+    if above[worst] < 1:
+        if percent.get("start-up", 0.0) > 50:
+            return "start-up", "the run was short: a longer one pays for it"
+        return "compute", "forward and backward take most of the time: faster kernels or more devices, not waits"
+    ideal = (facts.pp - 1) / (facts.chunks * facts.microbatches + facts.pp - 1)
+    more = "" if facts.background_saves else ", or with --asynchronous-save on"
+    text = {
+        "data": "steps wait for tokens: put --data-path and --data-cache-path on a faster disk",
+        "checkpoint": f"training waits for saves: save less often{more}",
+        "bubble": f"stages wait for each other, {100 * ideal:.0f} % of a step at least with {facts.microbatches} "
+        f"micro-batches over {facts.pp} stages: use more micro-batches or --num-virtual-stages-per-pipeline-rank, and "
+        "balance the stages' layers",
+        "communication": "ranks wait for each other: use more micro-batches per step, tensor parallelism within a "
+        "machine only, --grad-reduce-in-bf16; or one rank is slower than the others (--log-straggler)",
+        "optimizer": "the update takes long for what a step computes: use a larger --global-batch-size, or more dp",
+        "evaluation": "evaluate less often (--eval-interval), or fewer batches (--eval-iters)",
+        "other": "time is spent beside the steps: use a larger --log-interval, fewer checks, a faster disk for logs",
+    }
+    return worst, text[worst]
+
+
+def make(seconds: Mapping[str, float], facts: Facts, past: Past | None) -> dict[str, Any]:
+    """`seconds`: by phase, of this process."""
+    wall = sum(seconds.values())
+    percent = {phase: round(100 * s / wall, 2) for phase, s in seconds.items()}
+    bottleneck, advice = advise(percent, facts)
+    made: dict[str, Any] = dict(time=now(), wall_s=wall, seconds=dict(seconds), percent=percent)
+    made |= dict(bottleneck=bottleneck, advice=advice, **asdict(facts), tokens_per_s=facts.tokens / wall)
+    past = past or Past(wall, 0.0, 1, facts.all_tokens - facts.tokens)
+    made["run"] = dict(**asdict(past), goodput=past.goodput, gpu_hours=facts.devices * past.wall_s / 3600)
+    if facts.price_per_gpu_hour is not None:
+        cost, tokens = made["run"]["gpu_hours"] * facts.price_per_gpu_hour, facts.all_tokens - past.tokens
+        made["run"] |= dict(cost=cost, cost_per_million_tokens=1e6 * cost / tokens if tokens else None)
+    return made
+
+
+def summary(made: Mapping[str, Any]) -> dict[str, str]:
+    """The report in a few lines."""
+    shares = sorted(made["percent"].items(), key=lambda item: -item[1])
+    run = made["run"]
+    past = Past(run["wall_s"], run["useful_s"], run["processes"], run["tokens"])
+    rows = {
+        "time went to": ", ".join(f"{phase} {share:.1f} %" for phase, share in shares if share >= 0.05),
+        "computed": f"{made['flops']:.3g} FLOPs in {made['steps']:,} steps, {made['tokens_per_s']:,.0f} tokens/s",
+        "goodput": f"{past}, {run['gpu_hours']:.4g} GPU hours",
+        "bottleneck": f"{made['bottleneck']}: {made['advice']}",
+    }
+    if "cost" in run:
+        each = run["cost_per_million_tokens"]
+        rows["cost"] = f"{run['cost']:.2f}" + (f", {each:.3g} per million tokens" if each is not None else "")
+    return rows
+
+
+class Account:
+    """Rank 0's, of one process: notes that it has started, and what came of it."""
+
+    def __init__(
+        self, folder: Path, run: Run, phases: Phases, flops_per_token: float, micro_batch_size: int, price: float | None
+    ):
+        """`price`: of a device and an hour."""
+        self._folder, self._run, self._phases, self._price = folder, run, phases, price
+        self._micro_batch = micro_batch_size * run.mesh.dp.size
+        self._flops_per_token, self._begin = flops_per_token, replace(run.state)
+        self._events = Events(folder, 0)
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        at, state = time.time() - phases.wall_s, run.state
+        self._events.add(STARTED, step=state.step, at=at, tokens=state.consumed_tokens, attempt=attempt)
+
+    def close(self, outcome: Exit, saver: Saver | None) -> dict[str, str]:
+        """Writes report.json; returns its lines for the summary."""
+        run, state, begin = self._run, self._run.state, self._begin
+        self._events.add(ENDED, step=state.step, at=time.time(), outcome=outcome.outcome)
+        tokens = state.consumed_tokens - begin.consumed_tokens
+        facts = Facts(
+            devices=run.mesh.world.size,
+            pp=run.mesh.pp.size,
+            chunks=len(run.pipeline.stages),
+            microbatches=run.batch_sizes.at(state.consumed_samples) // self._micro_batch,
+            background_saves=saver is not None and saver.background,
+            steps=state.step - begin.step,
+            tokens=tokens,
+            all_tokens=state.consumed_tokens,
+            flops=tokens * self._flops_per_token,
+            price_per_gpu_hour=self._price,
+        )
+        made = make(self._phases.seconds(), facts, read_past(self._folder, time.time()))
+        write_atomically(self._folder / "report.json", json.dumps(made, indent=1) + "\n")
+        return summary(made)

@@ -1,0 +1,118 @@
+"""Every collective is done once before the first step, and one that gives a wrong value is named with its group."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megalite.config.faults import Faults
+from megalite.parallel import comm, self_test
+from megalite.parallel.launch import LaunchError
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.shared_memory import SharedMemory
+
+
+def _mesh(tp: int, pp: int) -> Mesh:
+    return build_mesh(tp=tp, pp=pp, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30))
+
+
+def _complaint(mesh: Mesh) -> str:
+    try:
+        self_test.check_collectives(mesh)
+    except LaunchError as error:
+        return str(error)
+    return ""
+
+
+def _bend(what: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operation goes wrong on rank 1, from its results on."""
+    if what == "memory":
+        read = SharedMemory.start_all_gather
+
+        def wrong(self: SharedMemory, out: torch.Tensor, x: torch.Tensor) -> Any:
+            transfer = read(self, out, x)
+            transfer.wait()
+            out[3] += 1
+            return comm.Pending(out)
+
+        monkeypatch.setattr(SharedMemory, "start_all_gather", wrong)
+    elif what == "all_reduce":
+        honest = dist.all_reduce
+
+        def all_reduce(x: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+            work = honest(x, *args, group=group, **kwargs)
+            if x.dtype == torch.int32 and group is mesh.tp.group:
+                x[5] += 2
+            return work
+
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    elif what == "broadcast":
+        honest_broadcast = dist.broadcast
+        wrong_place = lambda x, src, group: honest_broadcast(x if src == 1 else x.clone(), src, group)  # noqa: E731
+        monkeypatch.setattr(dist, "broadcast", wrong_place)
+    elif what == "message":
+        honest_isend = dist.isend
+        monkeypatch.setattr(dist, "isend", lambda x, to, group: honest_isend(x * 2, to, group=group))
+    else:  # the sum leaves rank 1's part out
+        monkeypatch.setattr(self_test, "fault", lambda point, rank, step, x: x.zero_())
+
+
+def _all_cases() -> dict[str, str]:
+    mesh, told = _mesh(tp=2, pp=2), {}
+    begin = time.perf_counter()
+    told["sound"] = _complaint(mesh)
+    told["seconds"] = str(time.perf_counter() - begin)
+    for what in ("memory", "all_reduce", "broadcast", "message", "left out"):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if mesh.world.rank == 1:
+                _bend(what, mesh, monkeypatch)
+            told[what] = _complaint(mesh)
+    assert mesh.tp.shared is not None and mesh.dp.shared is not None or mesh.dp.size == 1
+    return told
+
+
+def test_a_wrong_value_is_found_and_named_on_every_axis() -> None:
+    told = run_ranks(4, _all_cases)
+    assert [t["sound"] for t in told] == [""] * 4
+    assert min(float(t["seconds"]) for t in told) < 2.0  # 0.02 s on an idle machine
+    for case in ("memory", "all_reduce", "broadcast", "message", "left out"):
+        assert (
+            told[0][case].startswith("collectives do not give what they should:\n")
+            and len({t[case] for t in told}) == 1
+        ), case
+    assert (
+        "all_gather over tp (ranks [0, 1]): on rank 1 1 of 1024 values are wrong, in rank 0's part, "
+        in told[1]["memory"]
+    )
+    assert "the first is 443922, not 443921" in told[1]["memory"]
+    assert (
+        "all_reduce over tp (ranks [0, 1]): on rank 1 1 of 1024 values are wrong, the first is "
+        in told[1]["all_reduce"]
+    )
+    assert "broadcast of rank 0 over tp (ranks [0, 1]): on rank 1 1024 of 1024" in told[1]["broadcast"]
+    assert "message from rank 1 over pp (ranks [1, 3]): on rank 3 1024 of 1024" in told[3]["message"]
+    assert "message from rank 1 over pp_back (ranks [1, 3]): on rank 3 1024 of 1024" in told[3]["message"]
+    left_out = "all_gather over tp (ranks [0, 1]): on rank 0 512 of 1024 values are wrong, in rank 1's part"
+    assert left_out in told[0]["left out"] and "reduce_scatter over tp" in told[0]["left out"]
+
+
+def test_a_rank_alone_has_nothing_to_check() -> None:
+    self_test.check_collectives(Mesh.alone())
+
+
+def _three() -> list[str]:
+    told = [_complaint(_mesh(tp, pp)) for tp, pp in ((1, 1), (1, 3), (3, 1))]
+    self_test.fault = Faults({"MEGALITE_FAULT": "init.collectives:1:0:bitflip"})
+    return [*told, _complaint(_mesh(1, 3))]
+
+
+def test_an_odd_ring_comes_round_and_one_bit_is_enough() -> None:
+    for *sound, told in run_ranks(3, _three):
+        assert sound == ["", "", ""]
+        assert "all_reduce over world (ranks [0, 1, 2]): on rank 0 1 of 1023 values are wrong, the first is" in told

@@ -1,0 +1,288 @@
+"""The report at the end: seconds by phase that add up, the steps that count, and what a profile names."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_step import build
+from train_cases import SMALL
+
+from megalite.config.options import OperationsConfig
+from megalite.parallel.clock import NOTHING, Clock
+from megalite.train.phases import Phases
+from megalite.train.profiling import Profiler
+from megalite.train.step import train_step
+from megalite.train.watch.report import Facts, advise, make, read_past, summary, useful_seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTS = Facts(
+    devices=4, pp=2, chunks=1, microbatches=4, background_saves=False, steps=9, tokens=800, all_tokens=1000, flops=6e9
+)
+
+
+# ---- the clock
+
+
+def test_a_moment_belongs_to_the_innermost_span() -> None:
+    clock = Clock()
+    with clock.span("forward"):
+        pass
+    assert clock.span("forward") is NOTHING and clock.read() == {}  # nothing is noted unless a step is timed
+    clock.begin(torch.device("cpu"))
+    begin = time.perf_counter()
+    with clock.span("backward", "B0.3"):
+        time.sleep(0.02)
+        with clock.span("communication"):
+            time.sleep(0.05)
+        time.sleep(0.02)
+    clock.end()
+    whole = time.perf_counter() - begin
+    spent = clock.read()
+    assert set(spent) == {"other", "backward", "communication"}
+    assert spent["backward"] >= 0.04 and spent["communication"] >= 0.05
+    assert sum(spent.values()) == pytest.approx(whole, abs=0.005)
+    assert clock.read() == {}
+
+
+# ---- phases of steps
+
+
+def phases_of(flags: str, spoil: str) -> dict[str, float]:
+    """Of six steps on this rank, where something is late by 0.15 s in each step."""
+    run = build(flags)
+    phases = Phases(run.mesh, time.perf_counter())
+    phases.ready()
+    last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+
+    def late(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.15)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    if spoil == "optimizer":
+        run.optimizer.step = late(run.optimizer.step)  # type: ignore[method-assign]
+    elif spoil == "checkpoint":
+        run.before_update = late(run.before_update)
+    elif spoil == "forward":
+        run.pipeline._forward = late(run.pipeline._forward)  # type: ignore[method-assign]
+    elif spoil == "last rank" and last:
+        run.buffer.zero_grad = late(run.buffer.zero_grad)  # type: ignore[method-assign]
+    for _ in range(6):
+        phases.before_step()
+        result = train_step(run)
+        phases.after_step(result.data_s, result.step_s)
+    if spoil == "evaluation":
+        with phases("evaluation"):
+            time.sleep(0.9)
+    run.close()
+    seconds = phases.seconds()
+    assert sum(seconds.values()) == pytest.approx(phases.wall_s, rel=0.02)
+    phases.over_ranks()
+    return seconds
+
+
+@pytest.mark.parametrize("spoilt", ["optimizer", "checkpoint", "evaluation", "forward"])
+def test_a_slow_phase_is_seen_in_the_phases(spoilt: str) -> None:
+    seconds = phases_of("", spoilt)
+    wanted = 6 * 2 * 0.15 if spoilt == "forward" else 0.9  # forward: of two micro-batches
+    assert seconds[spoilt] >= wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "phase"),
+    [
+        ("", "communication"),
+        ("--tensor-model-parallel-size 2", "communication"),
+        ("--pipeline-model-parallel-size 2", "bubble"),
+    ],
+)
+def test_a_late_rank_is_waited_for(flags: str, phase: str) -> None:
+    first, last = run_ranks(2, phases_of, flags, "last rank")
+    assert first[phase] > 0.6 and first["other"] < 0.5  # six times 0.15, less what rank 0 has to do itself
+    assert last["other"] >= 0.9
+
+
+def test_steps_that_are_not_timed_have_the_shares_of_the_last_that_was() -> None:
+    run = build("")
+    phases, begun = Phases(run.mesh, time.perf_counter()), []
+    real = run.mesh.clock.begin
+    run.mesh.clock.begin = lambda device: (begun.append(phases._steps), real(device))  # type: ignore[assignment, func-returns-value]
+    for step in range(1, 33):
+        phases.before_step()
+        if run.mesh.clock.timed:
+            with run.mesh.clock.span("forward"):
+                time.sleep(0.003)
+        phases.after_step(0.0, 1.0)
+        if step == 24:
+            with phases("checkpoint"):
+                pass
+    assert begun == [*range(1, 11), 20, 25, 30]
+    seconds = phases.seconds()
+    assert seconds["forward"] > 0.8 * 32  # of 32 steps that were said to take a second each
+    run.close()
+
+
+# ---- what counts
+
+
+def rows(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def row(step: int, each: float, steps: int, skipped: int = 0) -> dict[str, Any]:
+    return {"step": step, "perf/step_s": each, "perf/steps": steps, "train/skipped": skipped}
+
+
+def test_a_step_counts_once(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    assert useful_seconds(metrics) == 0.0
+    rows(metrics, row(1, 3.0, 1), row(10, 2.0, 9), {"step": 10, "val/valid/loss": 1.0}, row(20, 2.0, 10, skipped=1))
+    with open(metrics, "a") as file:
+        file.write('{"step": 30, "per')  # torn
+    assert useful_seconds(metrics) == 3 + 18 + 18
+    # killed after the checkpoint of step 14: the row of step 20 is dropped, 11 to 14 are in none
+    rows(metrics, row(1, 3.0, 1), row(10, 2.0, 9), row(15, 5.0, 1), row(20, 1.0, 5))
+    assert useful_seconds(metrics) == 3 + 18 + (4 * 2.0 + 5) + 5
+    rows(metrics, row(1, 1.0, 1), row(10, 1.0, 9), row(5, 1.0, 4), row(10, 2.0, 5))  # a rollback to step 1
+    assert useful_seconds(metrics) == 1 + 4 + 10
+
+
+def life(at: float, event: str, step: int, **facts: Any) -> dict[str, Any]:
+    return {"event": event, "step": step, "at": at, **facts}
+
+
+def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Path) -> None:
+    events, metrics = tmp_path / "events.jsonl", tmp_path / "metrics.jsonl"
+    assert read_past(tmp_path, 0.0) is None
+    rows(metrics, row(100, 0.5, 100))
+    rows(
+        events,
+        life(0, "started", 0),  # another run, in the same directory
+        life(500, "started", 0, tokens=0, attempt=0),
+        life(520, "started", 0, tokens=0, attempt=1),  # restarted before its first checkpoint
+        {"event": "straggler", "step": 3, "time": "x"},
+        life(560, "ended", 50, outcome="requeue"),
+        life(9000, "started", 50, tokens=7, attempt=0),
+        life(9020, "ended", 70, outcome="crash"),
+        life(9030, "started", 60, tokens=9, attempt=1),
+        life(9040, "ended", 100, outcome="done"),
+    )
+    past = read_past(tmp_path, 1e9)
+    assert past is not None and (past.wall_s, past.processes, past.tokens) == (20 + 40 + 30 + 10, 4, 0)
+    assert past.goodput == pytest.approx(0.5)
+    rows(events, life(500, "started", 0))  # killed, or still running
+    past = read_past(tmp_path, 600.0)
+    assert past is not None and past.wall_s == 100.0
+
+
+@pytest.mark.parametrize(
+    ("percent", "bottleneck", "words"),
+    [
+        ({"forward": 30, "backward": 62, "data": 4, "other": 4}, "compute", "faster kernels"),
+        ({"backward": 90, "data": 10}, "data", "faster disk"),
+        ({"backward": 80, "checkpoint": 12, "data": 8}, "checkpoint", "--asynchronous-save on"),
+        ({"backward": 70, "bubble": 30}, "bubble", "20 % of a step at least with 4 micro-batches over 2 stages"),
+        ({"backward": 60, "communication": 40}, "communication", "--grad-reduce-in-bf16"),
+        ({"backward": 60, "optimizer": 40}, "optimizer", "--global-batch-size"),
+        ({"backward": 60, "evaluation": 40}, "evaluation", "--eval-interval"),
+        ({"backward": 60, "other": 40}, "other", "--log-interval"),
+        ({"backward": 20, "start-up": 80}, "start-up", "short"),
+    ],
+)
+def test_the_bottleneck_is_named_with_advice(percent: dict[str, float], bottleneck: str, words: str) -> None:
+    named, advice = advise(percent, FACTS)
+    assert named == bottleneck and words in advice
+
+
+def test_a_price_gives_a_cost() -> None:
+    made = make({"forward": 30.0, "other": 10.0}, replace(FACTS, price_per_gpu_hour=2.0), None)
+    assert made["percent"] == {"forward": 75.0, "other": 25.0} and made["tokens_per_s"] == 20.0
+    run = made["run"]
+    assert run["gpu_hours"] == pytest.approx(4 * 40 / 3600) and run["cost"] == pytest.approx(8 * 40 / 3600)
+    assert run["cost_per_million_tokens"] == pytest.approx(run["cost"] / 800 * 1e6)
+    assert summary(made)["time went to"] == "forward 75.0 %, other 25.0 %" and "per million" in summary(made)["cost"]
+    assert "cost" not in summary(make({"forward": 30.0}, FACTS, None))
+
+
+# ---- names in a profile
+
+
+def spans(path: Path) -> set[str]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return {e["name"] for e in events if e.get("cat") == "user_annotation"}
+
+
+def traced(flags: str, folder: Path) -> set[str]:
+    run = build(flags)
+    options = OperationsConfig(profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=2)
+    profiler = Profiler(options, run.mesh, folder)
+    for step in (1, 2, 3):
+        profiler.before(step)
+        assert run.mesh.clock.traced == (step == 2)
+        train_step(run)
+        profiler.after(step, False)
+    run.close()
+    return spans(folder / f"rank-{run.mesh.world.rank:03d}.json.gz")
+
+
+def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path) -> None:
+    for names in run_ranks(4, traced, "--tensor-model-parallel-size 2", tmp_path):
+        for axis in ("dp", "tp"):
+            assert {f"all-gather {axis}", f"reduce-scatter {axis}"} <= names
+        assert {"F0.0", "B0.0", "F0.1", "B0.1", "all-reduce world", "gradient norm", "optimizer"} <= names
+
+
+# ---- a whole run
+
+
+def pretrain(*flags: str, fault: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "pretrain_gpt.py", *SMALL, "--train-iters", "12", "--save-interval", "4", *flags]
+    env = os.environ | {"MEGALITE_FAULT": fault}
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+
+
+def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    where = ["--save", str(folder), "--load", str(folder), "--price-per-gpu-hour", "3.5"]
+    assert pretrain(*where, fault="data.get:0:8:kill").returncode == -9
+    assert not (folder / "report.json").exists()
+    slow = "data.get:*:9:sleep=3,ckpt.before_commit:0:12:sleep=2"
+    profile = "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 6 --profile-ranks 1".split()
+    layout = ["--nproc", "2", "--pipeline-model-parallel-size", "2"]
+    second = pretrain(*where, *layout, *profile, fault=slow)
+    assert second.returncode == 0, second.stderr
+    assert os.listdir(folder / "trace") == ["rank-001.json.gz"]
+    names = spans(folder / "trace/rank-001.json.gz")
+    assert {"RF1.0", "wait for RF1.0", "F1.0", "B1.0", "SB1.0", "wait for data"} <= names
+    report = json.loads((folder / "report.json").read_text())
+    seconds, run = report["seconds"], report["run"]
+    assert sum(report["percent"].values()) == pytest.approx(100, abs=0.1)
+    assert sum(seconds.values()) == pytest.approx(report["wall_s"])
+    assert seconds["data"] >= 3 and seconds["checkpoint"] >= 2
+    assert all(seconds[phase] > 0 for phase in ("forward", "backward", "bubble", "optimizer", "evaluation", "start-up"))
+    assert report["bottleneck"] in ("data", "checkpoint")
+    assert (report["steps"], report["tokens"], run["processes"], run["tokens"]) == (8, 8 * 8 * 16, 2, 0)
+    assert run["wall_s"] > report["wall_s"] + 0.5 and 0 < run["goodput"] < 1
+    assert run["useful_s"] == pytest.approx(useful_seconds(folder / "metrics.jsonl"))
+    assert run["cost"] == pytest.approx(2 * run["wall_s"] / 3600 * 3.5)
+    for line in ("time went to", "goodput", "bottleneck", "cost", "report "):
+        assert f"\n{line}" in second.stdout
+    shown = subprocess.run(
+        [sys.executable, "tools/report.py", str(folder)], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert shown.returncode == 0 and "bottleneck" in shown.stdout and "in 2 processes" in shown.stdout, shown.stderr
