@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -23,8 +24,19 @@ def _meet(ranks: Ranks, folder: str, attempt: int) -> None:
         os._exit(0)  # as a rank that is killed: nothing is closed, and the store keeps its addresses
 
 
+def _keys(tmp_path: Path) -> int:
+    """In a copy of the store, which torch deletes when nobody has it open any more."""
+    shutil.copy(tmp_path / "store", tmp_path / "copy")
+    return dist.FileStore(str(tmp_path / "copy"), 1).num_keys()
+
+
 def test_every_attempt_has_its_own_addresses(tmp_path: Path) -> None:
+    """None of the keys is written again, so none is there too early."""
+    keys = [0]
     for attempt in range(3):
         code = start_local(2, _meet, (str(tmp_path), attempt), threads=1, timeout_s=60)
         found = [(tmp_path / f"{attempt}-{rank}").read_text() for rank in range(2) if code == 0]
         assert (code, found) == (0, [str(2.0 * (attempt + 1))] * 2)
+        keys.append(_keys(tmp_path))
+    new = [after - before for before, after in zip(keys, keys[1:], strict=False)]
+    assert min(new) >= 2, keys
