@@ -12,23 +12,16 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli, environment
 from megalite.config.options import Config, local_processes
 from megalite.data.files.missing_files import absent
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import (
-    INTERRUPTED,
-    LaunchError,
-    Ranks,
-    cores,
-    follow_torchrun,
-    prepare_cuda,
-    read_environment,
-    start_local,
-)
-from megalite.train.run_dir import run_folder, settle_status
+from megalite.parallel.launch import LaunchError, Ranks, follow_torchrun, prepare_cuda, read_environment
+from megalite.parallel.local_ranks import INTERRUPTED, cores, start_local
+from megalite.train.restarts import Restarts, lock_run
+from megalite.train.run_dir import Exit, complain, run_folder
 from megalite.train.stop import hold, stop_signal
 
 MOST_RANKS_PER_CORE = 8
@@ -68,12 +61,17 @@ def main(argv: list[str]) -> int:
     config, nproc = found.config, local_processes(found.config.parallel)
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
-    if ranks is None and nproc > 1 and not config.train.dry_run:
-        begin, causes = time.time(), [""]
-        code = start_local(nproc, run, (config, found.warnings), holds_signals=True, tell=causes.append)
-        settle_status(run_folder(config), code, causes[-1], begin)
-        return code
+    if not config.train.dry_run and (ranks is None or ranks.rank == 0):
+        try:
+            _held = lock_run(config)
+        except CheckpointError as error:
+            complain(f"pretrain_gpt.py: {error}")
+            return Exit.PREFLIGHT
+    if ranks is None and (nproc > 1 or config.operations.max_restarts) and not config.train.dry_run:
+        return start_local(nproc, run, (config, found.warnings), holds_signals=True, ended=Restarts(config))
     alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
+    if ranks is not None and config.operations.max_restarts:
+        found.warnings.append("max_restarts is for ranks that --nproc starts: torchrun has --max-restarts of its own")
     return run(ranks or alone, config, found.warnings)  # type: ignore[func-returns-value]
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
-from megalite.parallel.launch import Ranks, process_group, start_local
+from megalite.parallel.launch import Ranks, process_group
+from megalite.parallel.local_ranks import start_local
 
 
 def _run(

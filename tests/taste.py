@@ -19,11 +19,12 @@ import documents
 ROOT = Path(__file__).resolve().parents[1]
 
 FUNCTION_LINES, FILE_LINES, PARAMETERS = 60, 400, 8
-OPTIONS = 226  # fields of the option sections: a new one displaces an old one, or this line says why not
+OPTIONS = 228  # fields of the option sections: a new one displaces an old one, or this line says why not
 READERS = {
     "megalite/config/environment.py",
     "megalite/config/faults.py",
     "megalite/parallel/launch.py",
+    "megalite/parallel/local_ranks.py",
 }  # of os.environ
 KERNEL_PAIRS = ({"kernels", "nn"}, {"kernels", "optim"})  # kernels/x.py computes what the layer or optimizer x.py does
 FLOORS = (

@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
-from megalite.parallel.launch import Ranks, prepare_cuda, start_local  # noqa: E402
+from megalite.parallel.launch import Ranks, prepare_cuda  # noqa: E402
+from megalite.parallel.local_ranks import start_local  # noqa: E402
 from tools.bench.gpu_report_parts import write_whole  # noqa: E402
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")

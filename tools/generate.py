@@ -21,7 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.parallel.launch import INTERRUPTED, LaunchError, Ranks, process_group, read_environment, start_local
+from megalite.parallel.launch import LaunchError, Ranks, process_group, read_environment
+from megalite.parallel.local_ranks import INTERRUPTED, start_local
 
 LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
 LEAST |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seed": 0}

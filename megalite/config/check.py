@@ -95,6 +95,8 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
         text = "world size {world} is not a multiple of tp {tp} x pp {pp} = {unit}; start a multiple of it, as with "
         yield say(text + "{--nproc} {unit}", *sizes, world=world_size, tp=tp, pp=pp, unit=unit)
         dp = 1  # what does not divide by the micro-batch is wrong with any
+    if config.operations.max_restarts and config.checkpoint.save is None:
+        yield say("{=max_restarts} has no effect; add {--save}", max_restarts=config.operations.max_restarts)
     if beyond := tuple(r for r in config.operations.profile_ranks if r >= world_size):
         text = "{=profile_ranks} is not among {world} ranks; give 0 to {last}"
         yield say(text, profile_ranks=beyond, world=world_size, last=world_size - 1)

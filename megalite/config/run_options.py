@@ -304,4 +304,5 @@ class OperationsConfig:
     price_per_gpu_hour: float | None = free(None, "of one device, for the cost in the report at the end", least=0)
     record_memory_history: bool = free(False, "write CUDA's memory history at each log line, for torch's viewer")
     memory_snapshot_path: str = free("snapshot.pickle", "file of --record-memory-history; _RANK is added")
+    max_restarts: int = free(0, "times in an hour that the launcher of --nproc starts ranks again when one has died")
     check_weight_hash_across_dp_replicas_interval: int | None = free(None, "steps between checks that weights agree")

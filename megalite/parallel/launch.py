@@ -1,13 +1,7 @@
 """From a command to a process group: the only reader of rank variables.
 
 Four ways in: torchrun's variables (RANK, WORLD_SIZE, ...), mpirun's (MPI_LAUNCHERS), SLURM's (SLURM_PROCID, ...), or
-`start_local`, which starts ranks on this machine itself, from a fork server that has imported torch once (0.2 s for 8
-ranks, where 8 interpreters take 11 s on 2 cores). Local ranks meet through a file and gloo's loopback device: no port
-is opened that another machine could reach.
-
-A rank that dies takes the others with it: the launcher ends them and returns the first failing exit code. A rank whose
-launcher is killed ends itself; the kernel alone would not (PR_SET_PDEATHSIG is about the fork server, which lives as
-long as a rank does).
+ranks that were started on this machine by local_ranks.py.
 """
 
 from __future__ import annotations
@@ -15,32 +9,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.config.run_options import EXIT_SIGNALS
-
-INTERRUPTED = 128 + signal.SIGINT
-FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
-REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
-ORDERLY_S = 600.0
 STARTERS = "torchrun, srun, mpirun or --nproc"
-# what the fork server imports for all ranks: the third, with sympy, is needed by the first backward (1 s of each rank)
-PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.run"]
+FIRST_FAILURE = "first-failure.json"  # in `Ranks.shared`: of the rank that failed first there (train/rank_log.py)
 
 
 class LaunchError(Exception):
@@ -53,13 +35,16 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is. `init_method` None: the address is in MASTER_ADDR and MASTER_PORT."""
+    """Who this process is. `init_method` None: the address is in MASTER_ADDR and MASTER_PORT. `resumes`: the run was
+    started again after a rank had died. `shared`: a folder of those that were started together on this machine."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
     init_method: str | None = None
+    resumes: bool = False
+    shared: str | None = None
 
 
 # rank, world, local rank, local world: of Open MPI, of MVAPICH, of Hydra (MPICH, Intel MPI) and what else speaks PMI
@@ -73,7 +58,10 @@ MPI_LAUNCHERS: tuple[tuple[str, str, str, str], ...] = (
 def read_environment(env: Mapping[str, str] = os.environ) -> Ranks | None:
     """The ranks that torchrun, mpirun or SLURM announce in `env`; None where no launcher did."""
     if "RANK" in env or "WORLD_SIZE" in env:
-        return _checked(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", init_method=None)
+        ranks = _checked(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", init_method=None)
+        again = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        own = env.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/LOCAL_RANK/error.json
+        return replace(ranks, resumes=again, shared=own and str(Path(own).parents[1]))
     slurm = "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", "1") > 1
     for names in MPI_LAUNCHERS:
         # mpirun in a SLURM job has SLURM start its daemons, whose variables the ranks inherit: those count the daemons.
@@ -249,123 +237,6 @@ def process_group(
         dist.destroy_process_group()
 
 
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def start_local(
-    nproc: int,
-    target: Callable[..., None],
-    args: tuple[Any, ...] = (),
-    *,
-    threads: int | None = None,
-    grace_s: float = 1.5,
-    timeout_s: float | None = None,
-    holds_signals: bool = False,
-    tell: Callable[[str], None] | None = None,
-) -> int:
-    """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code.
-
-    `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank; the fork
-    server never gets any, as ranks die with it. `holds_signals`: they wait until `target` lets them in.
-    When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL; after an orderly stop
-    (75) they get ORDERLY_S, since rank 0 may still be closing its logs. `tell` hears of the first that fails.
-    `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
-    """
-    wanted = re.match(r"[1-9][0-9]*", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP allows a list, "4,2", too
-    os.environ["OMP_NUM_THREADS"] = wanted[0] if wanted else str(threads or max(1, cores() // nproc))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
-        processes: list[Any] = []
-        with _forward_signals(processes) as seen:
-            resource_tracker.ensure_running()  # it unblocks signals; the processes below find it there
-            for rank in range(nproc):
-                ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous")
-                told = (ranks, target, args, holds_signals)
-                process = context.Process(target=_local_rank, args=told, name=f"rank {rank}")
-                with _held():  # the fork server inherits that, and whom it forks
-                    process.start()
-                processes.append(process)
-                for number in seen:
-                    _signal(process, number)
-            return _watch(processes, grace_s, timeout_s, tell or (lambda text: None))
-
-
-def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, tell: Callable[[str], None]) -> int:
-    failed, deadline = 0, None if timeout_s is None else time.monotonic() + timeout_s
-    alive = list(processes)
-    while alive:
-        wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ended = connection.wait([p.sentinel for p in alive], wait)
-        if not ended:
-            for process in alive:
-                process.kill()
-            failed = failed or 124
-        for process in [p for p in alive if p.sentinel in ended]:
-            process.join()
-            code = process.exitcode
-            if code and not failed:
-                failed = code if code > 0 else 128 - code
-                died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                tell(f"{process.name} ended {died}")
-                if code not in (2, 3, REQUEUE, INTERRUPTED):  # these have said what they had to say
-                    with contextlib.suppress(OSError, ValueError):  # its disk may be full, and why they died
-                        print(f"{process.name} ended {died}; ending the others", file=sys.stderr, flush=True)
-                deadline = time.monotonic() + (ORDERLY_S if code == REQUEUE else grace_s)
-        alive = [p for p in alive if p.is_alive()]
-    return failed
-
-
-@contextlib.contextmanager
-def _held() -> Iterator[None]:
-    """Signals to this thread wait."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _signal(process: Any, number: int) -> None:
-    if process.pid is not None and process.is_alive():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-
-
-@contextlib.contextmanager
-def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
-    """To those of `processes` that live when a signal comes. Yields the signals so far: for those that come later."""
-    seen: list[int] = []
-
-    def forward(number: int, _frame: Any) -> None:
-        seen.append(number)
-        for process in processes:
-            _signal(process, number)
-
-    if threading.current_thread() is not threading.main_thread():  # the caller has the signals
-        yield seen
-        return
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    before = {n: signal.signal(n, forward) for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    try:
-        yield seen
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end_with_launcher() -> None:
-    """Wait for the end of a pipe that only the launcher holds open."""
-    launcher = multiprocessing.parent_process()
-    if launcher is not None:
-        launcher.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def die_with_parent() -> None:
     """PR_SET_PDEATHSIG, where there is such a thing."""
     if sys.platform == "linux":
@@ -376,18 +247,3 @@ def follow_torchrun(env: Mapping[str, str] = os.environ) -> None:
     """A rank ends with its torchrun: that, killed, cannot end it."""
     if "TORCHELASTIC_RUN_ID" in env:
         die_with_parent()
-
-
-def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...], holds_signals: bool) -> None:
-    die_with_parent()  # the fork server
-    if not holds_signals:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    threading.Thread(target=_end_with_launcher, name="megalite-launcher", daemon=True).start()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    import torch
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    try:
-        target(ranks, *args)
-    except KeyboardInterrupt:  # during start-up; later the run says what it did
-        os._exit(INTERRUPTED)

@@ -21,36 +21,34 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_url
 from megalite.config import environment
-from megalite.config.check import check
 from megalite.config.faults import VARIABLE, fault
 from megalite.config.options import Config, log_steps, resolved_style
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
-from megalite.data.files.missing_files import absent
-from megalite.kernels.dispatch import KernelError, choose, runs_triton
-from megalite.models.compiled import CompileError, check_compile
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
-from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, card_of, process_group
+from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, process_group
 from megalite.parallel.self_test import check_collectives
 from megalite.train import figures as lines
 from megalite.train.allocator import keep_freed_memory
-from megalite.train.arrangement import Arrangement, arrange
-from megalite.train.export_hf import check_export, export
+from megalite.train.arrangement import Arrangement
+from megalite.train.export_hf import export
 from megalite.train.figures import Speed
 from megalite.train.loop import Plan, Training, Watch
-from megalite.train.metrics import Reporter, missing_packages
+from megalite.train.metrics import Reporter
 from megalite.train.overview import describe
 from megalite.train.peak_rates import find_peak
 from megalite.train.phases import Phases
+from megalite.train.preflight import check_machine, check_save, choose_device, preflight
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress_file import ProgressLog
+from megalite.train.rank_log import complain_aside, fails_first, rank_log, told_first
 from megalite.train.replicas import ReplicaError
 from megalite.train.run_dir import Exit, complain, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import SetupError, build_run
-from megalite.train.sources import Sources, open_sources
+from megalite.train.sources import Sources
 from megalite.train.start import foreign_weights as foreign
-from megalite.train.start.origin import already_saved, begin_branch, start_run
+from megalite.train.start.origin import already_saved, begin_branch, continue_run, start_run
 from megalite.train.start.resume import loaded_line, open_saver
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError
@@ -60,48 +58,23 @@ from megalite.train.warm_up import warm_up
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.report import Account
 
-# what gloo says on the ranks that live on
-LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
-
-
-def choose_device(wanted: str) -> str:
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise SetupError("device=cuda but torch sees no card; use --device cpu")
-    return wanted
-
-
-def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
-    """Refuse what this machine cannot do: a backend without its device, more than its memory."""
-    config = plan.config
-    if device == "cpu" and config.parallel.distributed_backend == "nccl":
-        raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
-    try:
-        choose(config.parallel.kernels, config.parallel.attention_kernel)
-        runs_triton(device)
-        if config.train.compile:
-            check_compile(device)
-        if config.train.cuda_graph_impl != "none" and device != "cuda":
-            raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; drop it")
-    except (KernelError, CompileError) as error:
-        raise SetupError(str(error)) from None
-    needs = plan.holdings[plan.worst].state
-    if device == "cpu":
-        there, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks.local_world, "the memory"
-    else:
-        there, what = torch.cuda.get_device_properties(card_of(ranks)).total_memory, "the card's memory"
-    if needs > there:
-        where = f" on pipeline rank {plan.worst}" if plan.pp > 1 else ""
-        raise LaunchError(
-            f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank{where}, {what} is {there / 2**30:.1f} "
-            "GiB: use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
-        )
+# what gloo, NCCL and the store say on the ranks that live on
+LOST = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)|remote process exited|ncclRemoteError|"
+    r"NCCL communicator was aborted|unhandled system error|failed to recv, got 0 bytes"
+)
 
 
 def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: StopSignal | None = None) -> int:
     """Returns the exit code of this rank (train/run_dir.py). `warnings`: protections that were asked for and are not
     there, to be told in the log, too. `stop`: what was seen so far."""
+    if config.train.dry_run:
+        return _run_or_refuse(config, ranks, warnings, stop or StopSignal())
+    with rank_log(run_folder(config), ranks):
+        return _run_or_refuse(config, ranks, warnings, stop or StopSignal())
+
+
+def _run_or_refuse(config: Config, ranks: Ranks, warnings: Sequence[str], stop: StopSignal) -> int:
     begin, folder = time.perf_counter(), run_folder(config)
     try:
         config = foreign.with_source(config)
@@ -114,6 +87,7 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: S
             return Exit.DONE
         device = choose_device(config.parallel.device)
         check_machine(plan, device, ranks)
+        check_save(config, ranks)
         if config.train.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         if device == "cpu":
@@ -121,7 +95,8 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: S
         startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         backend = config.parallel.distributed_backend
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
-            return _pretrain(plan, ranks, here, sources, folder, warnings, stop or StopSignal(), begin)
+            fault("init", ranks.rank, 0)
+            return _pretrain(plan, ranks, here, sources, folder, warnings, stop, begin)
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
             for line in str(error).splitlines():
@@ -138,30 +113,11 @@ def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: S
         if not isinstance(error, ElsewhereError):
             complain(f"pretrain_gpt.py: {error}")
         return Exit.PREFLIGHT
-
-
-def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
-    """All that can be refused before a process group exists, all of it at once."""
-    t = config.train
-    problems: list[str] = [*check(config, ranks.world, complete=True)]
-    if not t.dry_run:  # which opens no log
-        problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
-    lost = absent(config.data)
-    try:
-        check_export(config)
-    except SetupError as error:
-        problems.append(str(error))
-    if problems:
-        raise SetupError("\n".join([*problems, *lost]))
-    if lost:
-        raise DataError("\n".join(lost))
-    try:
-        sources = open_sources(config.data, config.model.seq_length, t.seed, t.eval_iters)
-        return sources, arrange(config, ranks.world, sources.vocab_size)
-    except DataError:
-        raise
-    except ValueError as error:
-        raise SetupError(str(error)) from None
+    except Exception as error:  # while the run was built
+        code, reason = _failure(error, ranks)
+        if ranks.rank == 0 and folder.is_dir():
+            leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=reason)
+        return code
 
 
 def _pretrain(
@@ -176,7 +132,6 @@ def _pretrain(
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config = plan.config
-    fault("init", ranks.rank, 0)
     _hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
     warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
@@ -185,14 +140,14 @@ def _pretrain(
     phases = Phases(run.mesh, started)
     report: Reporter | None = None
     account: Account | None = None
-    ended = Exit.CRASH, ""
+    ended, begun = (Exit.CRASH, ""), False
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
-        loaded, notes = foreign.start(run, config) or start_run(run, config)
+        loaded, notes = continue_run(run, config, ranks) or foreign.start(run, config) or start_run(run, config)
         if t.skip_train:
             run.last_step = run.state.step
         saved = already_saved(run, saver, loaded)
@@ -207,7 +162,7 @@ def _pretrain(
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
         steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder, phases)
-        begin = time.monotonic()
+        begin, begun = time.monotonic(), True
         phases.ready()
         ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
         phases.over_ranks()
@@ -218,7 +173,7 @@ def _pretrain(
     except SetupError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        ended = _failure(error, run)
+        ended = _failure(error, ranks, run, begun)
     finally:
         _conclude(run, config, saver, report, account, folder, ended, begin)
     if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.INTERRUPTED):
@@ -245,8 +200,10 @@ def _get_ready(run: Run, config: Config, report: Reporter | None) -> None:
         report.moment("before the start of training step")
 
 
-def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
-    """The outcome and the reason of a run that an error ended; the rank that knows most tells it."""
+def _failure(error: BaseException, ranks: Ranks, run: Run | None = None, begun: bool = False) -> tuple[Exit, str]:
+    """The outcome and the reason of a run that an error ended; the rank that knows most tells it. Before training has
+    `begun`, a checkpoint's error is one that the next start would find again."""
+    where = f"{run.mesh.describe()}, step {run.state.step + 1}" if run else f"rank {ranks.rank} of {ranks.world}"
     match error:
         case KeyboardInterrupt():
             since = time.monotonic()
@@ -256,25 +213,26 @@ def _failure(error: BaseException, run: Run) -> tuple[Exit, str]:
                 signal.signal(number, leave)
             return Exit.INTERRUPTED, str(error) or "SIGINT"
         case ReplicaError() | NonFiniteError() | ScaleExhausted():
-            knows = isinstance(error, ReplicaError) and "another rank" not in str(error)
-            if run.mesh.world.is_first or knows:
-                complain(f"pretrain_gpt.py: {error}")
-            return Exit.BAD_RESULT, str(error)
+            outcome, knows = Exit.BAD_RESULT, ranks.rank == 0
+            knows |= isinstance(error, ReplicaError) and "another rank" not in str(error)
         case CheckpointError():
-            if not isinstance(error, ElsewhereError):
-                complain(f"pretrain_gpt.py: {error}")
-            return Exit.CRASH, str(error)
-        case DataError():
-            if run.mesh.pp.is_first and run.mesh.tp.is_first:  # the ranks of a dp position read the same samples
-                complain(f"pretrain_gpt.py: {error}")
-            return Exit.PREFLIGHT, str(error)
-    where = f"{run.mesh.describe()}, step {run.state.step + 1}"
-    if isinstance(error, RuntimeError) and LOST.search(str(error)):  # a store's or a file's is an OSError
-        reason = f"lost another rank ({str(error).splitlines()[0]})"
-        complain(f"{where}: {reason}")  # which has said why it ended, or its launcher has
-        return Exit.CRASH, reason
-    complain(f"{where}:\n{''.join(traceback.format_exception(error))}")
-    return Exit.CRASH, f"{type(error).__name__}: {error}"
+            outcome, knows = Exit.CRASH if begun else Exit.PREFLIGHT, not isinstance(error, ElsewhereError)
+        case DataError():  # the ranks of a dp position read the same samples
+            outcome, knows = Exit.PREFLIGHT, run is None or (run.mesh.pp.is_first and run.mesh.tp.is_first)
+        case RuntimeError() if LOST.search(str(error)):  # a store's or a file's is an OSError
+            reason = f"lost another rank ({str(error).splitlines()[0]})"
+            tell = complain if ranks.rank == 0 else complain_aside  # who was lost has said why, or its launcher has
+            tell(f"{where}: {reason}")
+            return Exit.CRASH, told_first(ranks) or reason
+        case _:
+            reason = f"{type(error).__name__}: {error}"
+            tell = complain if fails_first(ranks, Exit.CRASH, reason) else complain_aside
+            tell(f"{where}:\n{''.join(traceback.format_exception(error))}")
+            return Exit.CRASH, reason
+    if knows:
+        tell = complain if fails_first(ranks, outcome, str(error)) else complain_aside
+        tell(f"pretrain_gpt.py: {error}")
+    return outcome, str(error)
 
 
 def _conclude(

@@ -53,7 +53,8 @@ class Exit(IntEnum):
 def complain(text: str) -> None:
     """On stderr, where that can be written: its disk may be the one that is full."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(text + "\n")  # at once: other ranks write there, too
+        sys.stderr.flush()
 
 
 def run_folder(config: Config) -> Path:

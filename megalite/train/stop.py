@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from megalite.config.options import Config
-from megalite.parallel.launch import FORWARDED
+from megalite.parallel.local_ranks import FORWARDED
 
 # what ends a job: schedulers and systemd, Ctrl-C, SLURM's warning before the time limit, a terminal that is closed
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

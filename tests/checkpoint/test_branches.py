@@ -23,7 +23,8 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks, start_local
+from megalite.parallel.launch import Ranks
+from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
 from megalite.train import loop

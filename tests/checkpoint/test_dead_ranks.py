@@ -22,7 +22,8 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.file_system import LocalStorage
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks, start_local
+from megalite.parallel.launch import Ranks
+from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import Mesh
 
 ALONE = Mesh.alone()

@@ -28,7 +28,8 @@ from megalite.data.errors import DataError
 from megalite.generate import generation as generate
 from megalite.interop.hugging_face.model_files import INDEX
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks, start_local
+from megalite.parallel.launch import Ranks
+from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError, build_run
 from megalite.train.start import foreign_weights as foreign

@@ -17,7 +17,7 @@ from megalite.train.run_dir import Exit, keep_rows_until, leave_status, settle_s
 
 def test_exit_codes_and_outcomes_are_the_documented_ones() -> None:
     documented = {"done": 0, "crash": 1, "usage": 2, "preflight": 3, "bad-result": 17, "requeue": 75}
-    documented["interrupted"] = 130
+    documented |= {"rerun": 16, "hang": 70, "interrupted": 130}
     assert {e.outcome: int(e) for e in Exit} == documented
 
 

@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megalite.parallel.launch import Ranks, process_group, start_local  # noqa: E402
+from megalite.parallel.launch import Ranks, process_group  # noqa: E402
+from megalite.parallel.local_ranks import start_local  # noqa: E402
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megalite.parallel.launch import Ranks, prepare_cuda, process_group, start_local  # noqa: E402
+from megalite.parallel.launch import Ranks, prepare_cuda, process_group  # noqa: E402
+from megalite.parallel.local_ranks import start_local  # noqa: E402
 
 SIZES = (1 << 20, 1 << 24, 1 << 28)  # bytes
 FACTORS: dict[str, Callable[[int], float]] = {

@@ -6,6 +6,7 @@ A checkpoint is built in `.iter_0000500.part` and renamed: from then on it exist
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import os
@@ -194,11 +195,18 @@ class LocalFile:
         os.close(self._number)
 
 
-class Lock:
-    """One run per directory. The kernel drops it with the process that holds it, however that ends."""
+def holder_of_a_lock() -> str:
+    """This process, for people who wonder who has it."""
+    since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    return f"process {os.getpid()} on {socket.gethostname()} since {since}"
 
-    def __init__(self, directory: Path):
-        path = directory / LOCK
+
+class Lock:
+    """One run per directory. The kernel drops it with the process that holds it, however that ends. `option`: what the
+    directory was given with. Raises CheckpointError where another process holds it, OSError where none can."""
+
+    def __init__(self, directory: Path, name: str = LOCK, option: str = "save", remedy: str = "save elsewhere"):
+        path = directory / name
         self._number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -208,10 +216,10 @@ class Lock:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise CheckpointError(
-                f"save={str(directory)!r} is in use by {holder}: stop that run, or save elsewhere"
+                f"{option}={str(directory)!r} is in use by {holder}: stop that run, or {remedy}"
             ) from None
         os.ftruncate(self._number, 0)
-        os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(self._number, f"{holder_of_a_lock()}\n".encode(), 0)
 
     def confirm(self) -> None:
         """Nothing to do: the kernel lets nobody else have it."""

@@ -15,6 +15,7 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
 from megalite.config.options import Config, training_of
 from megalite.interop.megatron import rank_files as megatron
+from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
 from megalite.train.start.resume import Start, resume, saved_config
@@ -29,7 +30,7 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
         here = c.save is not None and as_first_says(run.mesh, _same(c.load, c.save))
         local = c.save_local if here else None  # it may hold newer ones that are not uploaded yet
         start = Start(c.ckpt_step, c.no_load_optim or config.train.skip_train, c.finetune)
-        again = here and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, local)
+        again = here and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, c.load, local)
         if again:
             bare = c.no_save_optim and (c.no_load_optim or c.finetune)  # there is no more to load
             start = Start(1 if c.finetune else c.ckpt_step, bare, later=True)
@@ -76,18 +77,29 @@ def _none_was_left(directory: Location) -> None:
 AGAIN = "and does not begin again; for that, change an option of the training, or rename what it has saved"
 
 
-def started_again(mesh: Mesh, config: Config, local: str | None) -> bool:
-    """Whether the run that --ckpt-step or --finetune begins in --load has saved there already: its newest checkpoint
-    was written by a run that begins and trains alike. Collective; rank 0 looks. Beginning again would make the same
-    steps once more, and a scheduler that restarts a command would never get beyond them."""
+def continue_run(run: Run, config: Config, ranks: Ranks) -> tuple[Location | None, list[str]] | None:
+    """After a rank had died and all were started again: what this same training has saved meanwhile, whatever it began
+    with. None at a first start, and where it has saved nothing yet: then it begins as it did. Collective."""
     c = config.checkpoint
-    assert c.load is not None
-    roots = [root for root in (c.load, local) if root is not None]
-    begin = 0 if c.finetune or c.ckpt_step is None else c.ckpt_step
+    if c.save is None or not started_again(run.mesh, config, c.save, c.save_local, ranks.resumes):
+        return None
+    bare = c.no_save_optim and (c.no_load_optim or c.finetune)
+    found = resume(run, c.save, config, Start(weights_only=bare), c.save_local)
+    return found and (found[0], ["the run was started again", *found[1]])
+
+
+def started_again(mesh: Mesh, config: Config, root: str, local: str | None, asked: bool = True) -> bool:
+    """Whether the run has saved in `root` or `local` already: the newest checkpoint there, beyond that of --ckpt-step,
+    was written by a run that begins and trains alike. Collective; rank 0 looks, if it is `asked`. Where --ckpt-step or
+    --finetune begin in the directory of --save, beginning again would make the same steps once more, and a scheduler
+    that restarts a command would never get beyond them."""
+    c = config.checkpoint
+    roots = [root for root in (root, local) if root is not None]
+    begin = 0 if c.finetune or c.ckpt_step is None or c.load is None or not _same(root, c.load) else c.ckpt_step
 
     def look() -> bool:
         found = [(step, root) for root in roots for step in storage.steps_in(root) if step > begin]
-        for step, root in sorted(found, reverse=True) if mesh.world.is_first else []:
+        for step, root in sorted(found, reverse=True) if mesh.world.is_first and asked else []:
             folder = storage.folder_of(root, step)
             with contextlib.suppress(CheckpointError):  # damaged: the load will say so
                 return _training(saved_config(manifests.load(folder), folder)) == _training(config)

@@ -1,0 +1,240 @@
+"""Ranks on this machine, started without any other launcher.
+
+They come from a fork server that has imported torch once (0.2 s for 8 ranks, where 8 interpreters take 11 s on 2 cores)
+and meet through a file and gloo's loopback device: no port is opened that another machine could reach.
+
+A rank that dies takes the others with it: the launcher ends them, and starts all again where whoever started it wants
+that. A rank whose launcher is killed ends itself; the kernel alone would not (PR_SET_PDEATHSIG is about the fork
+server, which lives as long as a rank does).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import re
+import signal
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection, resource_tracker
+from pathlib import Path
+from typing import Any
+
+from megalite.config.run_options import EXIT_SIGNALS
+from megalite.parallel.launch import FIRST_FAILURE, Ranks, die_with_parent
+
+INTERRUPTED = 128 + signal.SIGINT
+FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
+REQUEUE = 75  # exit code of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
+ORDERLY_S = 600.0
+# what the fork server imports for all ranks: the third, with sympy, is needed by the first backward (1 s of each rank)
+PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.run"]
+SCRATCH, YOUNG_S = "megalite-ranks-", 60.0  # a folder gets its lock just after it is made
+
+
+@dataclass(frozen=True)
+class End:
+    """Of all ranks that were started together. `code`: of the one that failed first, 0: of none. `cause`: what became
+    of it, for people. `asked`: a signal had come that all of them were told of."""
+
+    code: int
+    cause: str
+    asked: bool
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def start_local(
+    nproc: int,
+    target: Callable[..., None],
+    args: tuple[Any, ...] = (),
+    *,
+    threads: int | None = None,
+    grace_s: float = 1.5,
+    timeout_s: float | None = None,
+    holds_signals: bool = False,
+    ended: Callable[[End], bool | None] = lambda end: None,
+) -> int:
+    """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code.
+
+    `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank; the fork
+    server never gets any, as ranks die with it. `holds_signals`: they wait until `target` lets them in.
+    When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL; after an orderly stop
+    (75) they get ORDERLY_S, since rank 0 may still be closing its logs.
+    `ended` hears of the end of all, and says whether to start them again: None, or what their `Ranks.resumes` will be.
+    `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
+    """
+    wanted = re.match(r"[1-9][0-9]*", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP allows a list, "4,2", too
+    os.environ["OMP_NUM_THREADS"] = wanted[0] if wanted else str(threads or max(1, cores() // nproc))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    processes: list[Any] = []
+    with _scratch_folder() as scratch, _forward_signals(processes) as seen:
+        resource_tracker.ensure_running()  # it unblocks signals; the processes below find it there
+        resumes: bool | None = False
+        while resumes is not None:
+            processes.clear()
+            folder = tempfile.mkdtemp(dir=scratch)  # a file of ranks that died would lead astray
+            for rank in range(nproc):
+                ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous", resumes, folder)
+                told = (ranks, target, args, holds_signals)
+                process = context.Process(target=_local_rank, args=told, name=f"rank {rank}")
+                with _held():  # the fork server inherits that, and whom it forks
+                    process.start()
+                processes.append(process)
+                for number in seen:
+                    _signal(process, number)
+            code, cause = _watch(processes, grace_s, timeout_s, Path(folder))
+            resumes = ended(End(code, cause, bool(seen)))
+        return code
+
+
+def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder: Path) -> tuple[int, str]:
+    """Until all have ended: (the first failing exit code or 0, what became of that rank)."""
+    failed, cause, early = 0, "", ""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    alive = list(processes)
+    while alive:
+        wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ended = connection.wait([p.sentinel for p in alive], wait)
+        if not ended:
+            for process in alive:
+                process.kill()
+            failed = failed or 124
+        gone = [p for p in alive if p.sentinel in ended]
+        for process in gone:
+            process.join()
+        for process in sorted(gone, key=lambda p: (p.exitcode >= 0, p.exitcode)):  # of some at once: who was killed
+            code = process.exitcode
+            if code == 0 and not early:
+                early = f", after {process.name} had ended with exit code 0"
+            if code and not failed:
+                failed = code if code > 0 else 128 - code
+                died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                failed, cause = _first_failure(folder, failed, f"{process.name} ended {died}{early}")
+                if code not in (2, 3, REQUEUE, INTERRUPTED):  # these have said what they had to say
+                    with contextlib.suppress(OSError, ValueError):  # its disk may be full, and why they died
+                        print(f"{process.name} ended {died}; ending the others", file=sys.stderr, flush=True)
+                deadline = time.monotonic() + (ORDERLY_S if code == REQUEUE else grace_s)
+        alive = [p for p in alive if p.is_alive()]
+    return failed, cause
+
+
+def _first_failure(folder: Path, code: int, cause: str) -> tuple[int, str]:
+    """What the rank has left that failed before the one that was the first to end, if there is such a rank. Who was
+    killed is the first; an abort may be NCCL's, of another's death."""
+    if code > 128 and code != 128 + signal.SIGABRT:
+        return code, cause
+    try:
+        first = json.loads((folder / FIRST_FAILURE).read_text("utf-8"))
+        return int(first["code"]), f"rank {first['rank']}: {first['reason']}"
+    except (OSError, ValueError, LookupError):
+        return code, cause
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[str]:
+    """Of this launcher, and locked. Those of killed ones are free: they are removed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}????????"):
+        with contextlib.suppress(OSError):
+            _sweep(path)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as folder:
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield folder
+        finally:
+            os.close(number)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed launcher of this user has left, and nothing that no launcher makes. Raises OSError where
+    there is something else, or its owner lives."""
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or time.time() < facts.st_mtime + YOUNG_S:
+        return
+    number = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for attempt in folder.glob("tmp????????"):
+            for name in ("rendezvous", FIRST_FAILURE):
+                (attempt / name).unlink(missing_ok=True)
+            attempt.rmdir()
+        folder.rmdir()
+    finally:
+        os.close(number)
+
+
+@contextlib.contextmanager
+def _held() -> Iterator[None]:
+    """Signals to this thread wait."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _signal(process: Any, number: int) -> None:
+    if process.pid is not None and process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+@contextlib.contextmanager
+def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
+    """To those of `processes` that live when a signal comes. Yields the signals so far: for those that come later."""
+    seen: list[int] = []
+
+    def forward(number: int, _frame: Any) -> None:
+        seen.append(number)
+        for process in processes:
+            _signal(process, number)
+
+    if threading.current_thread() is not threading.main_thread():  # the caller has the signals
+        yield seen
+        return
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    before = {n: signal.signal(n, forward) for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    try:
+        yield seen
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_with_launcher() -> None:
+    """Wait for the end of a pipe that only the launcher holds open."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...], holds_signals: bool) -> None:
+    die_with_parent()  # the fork server
+    if not holds_signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    threading.Thread(target=_end_with_launcher, name="megalite-launcher", daemon=True).start()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        target(ranks, *args)
+    except KeyboardInterrupt:  # during start-up; later the run says what it did
+        os._exit(INTERRUPTED)

@@ -1,0 +1,108 @@
+"""ranks/rank-NNNNN.log of the run directory: what each rank said on stderr, with the time, and where C code ended it.
+
+Every rank writes its own file, so that what ends a run of many ranks can be found (tools/logs.py), while the console
+hears only the first that failed on each machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from megalite.parallel.launch import FIRST_FAILURE, Ranks
+from megalite.train.run_dir import complain
+
+FOLDER = "ranks"
+
+
+class RankStderr:
+    """A sys.stderr whose lines also go into the file, each with the time before it."""
+
+    def __init__(self, console: TextIO, path: Path, who: str):
+        self.console, self._rest = console, f"{who}\n"  # before the first line
+        self.number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def write(self, text: str) -> int:
+        self.aside(text)
+        return self.console.write(text)
+
+    def aside(self, text: str) -> None:
+        """Into the file alone. A full disk is not told: the console has what counts."""
+        whole, end, self._rest = (self._rest + text).rpartition("\n")
+        stamp = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+        lines = "".join(f"{stamp} {line}\n" for line in whole.split("\n") if end)
+        with contextlib.suppress(OSError):
+            os.write(self.number, lines.encode(errors="backslashreplace"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.console, name)
+
+
+@contextlib.contextmanager
+def rank_log(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """While inside, this rank's stderr has its file, which goes again if nothing was said. Never raises by itself."""
+    path, console = folder / FOLDER / f"rank-{ranks.rank:05d}.log", sys.stderr
+    who = f"rank {ranks.rank} of {ranks.world} on {socket.gethostname()}, process {os.getpid()}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stderr = RankStderr(console, path, who)
+    except OSError:
+        yield
+        return
+    faulthandler.enable(stderr.number)
+    sys.stderr = stderr  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stderr = console
+        faulthandler.disable()
+        with contextlib.suppress(OSError):
+            if os.fstat(stderr.number).st_size == 0:
+                path.unlink()
+                path.parent.rmdir()  # the last one does
+        os.close(stderr.number)
+
+
+def complain_aside(text: str) -> None:
+    """Of what others tell better: into this rank's file, on stderr where there is none."""
+    if isinstance(sys.stderr, RankStderr):
+        sys.stderr.aside(text + "\n")
+    else:
+        complain(text)
+
+
+def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
+    """Whether no rank of this machine has failed before. This one's word is left for the launcher, and for the table
+    that torchrun prints."""
+    if ranks.shared is None:
+        return True
+    folder = Path(ranks.shared)
+    try:
+        with open(folder / FIRST_FAILURE, "x", encoding="utf-8") as file:
+            json.dump({"rank": ranks.rank, "code": int(code), "reason": reason}, file)
+        if (own := folder / str(ranks.local_rank)).is_dir():
+            more = {"extraInfo": {"timestamp": str(int(time.time()))}}
+            (own / "error.json").write_text(json.dumps({"message": {"message": reason, **more}}), "utf-8")
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def told_first(ranks: Ranks) -> str | None:
+    """What the rank that failed first on this machine has left."""
+    try:
+        first = json.loads((Path(ranks.shared or "") / FIRST_FAILURE).read_text("utf-8"))
+        return f"rank {first['rank']}: {first['reason']}"
+    except (OSError, ValueError, LookupError):
+        return None

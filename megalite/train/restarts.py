@@ -1,0 +1,84 @@
+"""The launcher's part in a run that survives: one run per run directory, and what follows the death of a rank.
+
+All ranks are started again, and continue from the newest checkpoint of --save; --max-restarts bounds how often in an
+hour. A run that dies again and again without a new checkpoint would do so for ever, so it ends after a few times.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megalite.checkpoint.storage.file_system import Lock
+from megalite.checkpoint.storage.location import CheckpointError, parse
+from megalite.checkpoint.storage.protocol import folder_of, steps_in
+from megalite.config.options import Config
+from megalite.parallel.local_ranks import End
+from megalite.train.rank_log import FOLDER
+from megalite.train.run_dir import Exit, complain, run_folder, settle_status
+from megalite.train.watch.events import Events
+
+WINDOW_S = 3600.0
+FRUITLESS = 3  # ends in a row without a new checkpoint
+# the same command would end the same way, or was meant to end; RERUN is for another machine
+FINAL = (Exit.DONE, Exit.USAGE, Exit.PREFLIGHT, Exit.RERUN, Exit.BAD_RESULT, Exit.REQUEUE, Exit.INTERRUPTED)
+
+
+def lock_run(config: Config) -> Lock | None:
+    """The run directory, until this process ends; None where it cannot be locked: that ends no training. Raises
+    CheckpointError where another run has it."""
+    folder = run_folder(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Lock(folder, ".run.lock", "run_dir", "give another --run-dir")
+    except OSError as error:
+        complain(f"WARNING: {folder}: {error.strerror}; nothing keeps a second run from writing there")
+        return None
+
+
+class Restarts:
+    """Of a run with these options: whether its ranks are started again, asked at each end."""
+
+    def __init__(self, config: Config):
+        c, self._folder = config.checkpoint, run_folder(config)
+        self._most, self._roots = config.operations.max_restarts, [r for r in (c.save_local, c.save) if r is not None]
+        self._events, self._began, self._times = Events(self._folder), time.time(), list[float]()
+        self._at_first = self._newest = self._saved()
+        self._fruitless = 0
+
+    def _saved(self) -> dict[str, object]:
+        """By directory: its newest checkpoint, and when it was completed (behind a URL that is not asked)."""
+        found: dict[str, object] = {}
+        for root in self._roots if self._most else []:
+            try:
+                place, step = parse(root), max(steps_in(root), default=None)
+                found[root] = step
+                if isinstance(place, Path) and step is not None:
+                    found[root] = step, (folder_of(place, step) / "COMPLETE").stat().st_mtime_ns
+            except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted
+                found[root] = None
+        return found
+
+    def __call__(self, end: End) -> bool | None:
+        """None: no more; else whether the run has saved something to continue from."""
+        settle_status(self._folder, end.code, end.cause, self._began)
+        if end.code in FINAL or end.asked or not self._most:
+            return None
+        saved, now = self._saved(), time.time()
+        self._fruitless = self._fruitless + 1 if saved == self._newest else 0
+        self._newest, self._times = saved, [t for t in self._times if t > now - WINDOW_S]
+        why = None
+        if len(self._times) >= self._most:
+            why = f"{self._most} restarts within an hour, as many as --max-restarts allows"
+        elif self._fruitless >= FRUITLESS:
+            why = f"{FRUITLESS} times in a row it died without a new checkpoint"
+        if why is not None:
+            self._events.add("gave-up", cause=end.cause, code=end.code, why=why)
+            complain(f"pretrain_gpt.py: {end.cause}: no restart, {why}; see {self._folder / FOLDER}")
+            return None
+        self._times.append(now)
+        self._began = now
+        count = f"{len(self._times)} of {self._most} within an hour"
+        self._events.add("restart", cause=end.cause, code=end.code, count=len(self._times), most=self._most)
+        complain(f"pretrain_gpt.py: {end.cause}: all ranks are started again ({count})")
+        return saved != self._at_first

@@ -1,0 +1,146 @@
+"""The launcher of local ranks: who failed first, starting again, and what a killed launcher leaves."""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megalite.parallel.launch import FIRST_FAILURE, Ranks
+from megalite.parallel.local_ranks import End, start_local
+from megalite.train.rank_log import complain_aside, fails_first, rank_log, told_first
+from megalite.train.run_dir import complain
+
+
+def _twice(ranks: Ranks, folder: str) -> None:
+    """The first time rank 2 fails, which rank 0 notices and ends earlier; the second time all is well."""
+    assert ranks.shared is not None
+    with open(Path(folder) / f"resumes-{ranks.resumes}", "a") as file:
+        file.write(f"{ranks.rank} {ranks.shared}\n")
+    if ranks.resumes:
+        return
+    if ranks.rank == 2:
+        assert fails_first(ranks, 17, "ValueError: of rank 2") and not fails_first(ranks, 17, "again")
+        time.sleep(0.7)
+        os._exit(17)
+    while told_first(ranks) is None:
+        time.sleep(0.01)
+    assert told_first(ranks) == "rank 2: ValueError: of rank 2"
+    os._exit(1)
+
+
+def test_all_ranks_are_started_again_and_the_first_failure_is_named(tmp_path: Path) -> None:
+    ends: list[End] = []
+
+    def ended(end: End) -> bool | None:
+        ends.append(end)
+        return True if len(ends) == 1 else None
+
+    assert start_local(3, _twice, (str(tmp_path),), threads=1, timeout_s=60, ended=ended) == 0
+    assert ends == [End(17, "rank 2: ValueError: of rank 2", False), End(0, "", False)]
+    places = []
+    for name in ("resumes-False", "resumes-True"):
+        rows = [line.split() for line in (tmp_path / name).read_text().splitlines()]
+        assert sorted(rank for rank, _ in rows) == ["0", "1", "2"]
+        places += {place for _, place in rows}
+    assert len(set(places)) == 2 and not any(map(os.path.exists, places))  # the second had a meeting place of its own
+
+
+def _dies(ranks: Ranks, folder: str, how: str) -> None:
+    with rank_log(Path(folder), ranks):
+        if how == "early":
+            os._exit(ranks.rank)
+        if ranks.rank == 1:
+            complain("first\nsecond")
+            complain_aside("not for the console")
+            faulthandler._sigsegv()  # type: ignore[attr-defined]
+        signal.pause()
+
+
+def test_a_rank_that_c_code_ends_has_left_where_it_was(tmp_path: Path) -> None:
+    ends: list[End] = []
+    assert start_local(2, _dies, (str(tmp_path), "segv"), timeout_s=60, grace_s=0.1, ended=ends.append) == 139
+    assert ends[0].cause == "rank 1 ended by signal SIGSEGV"
+    said = (tmp_path / "ranks/rank-00001.log").read_text().splitlines()
+    assert [line.partition(" ")[2] for line in said[1:4]] == ["first", "second", "not for the console"]
+    assert f"rank 1 of 2 on {os.uname().nodename}, process " in said[0] and said[0].startswith("20")
+    assert any("Fatal Python error: Segmentation fault" in line for line in said)
+    assert any("test_local_ranks.py" in line for line in said)
+
+
+def test_the_console_hears_less_and_a_rank_without_complaints_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with rank_log(tmp_path, Ranks()):
+        complain("first\nsecond")
+        complain_aside("not for the console")
+    complain_aside("there is no file")
+    assert capsys.readouterr().err == "first\nsecond\nthere is no file\n"
+    said = (tmp_path / "ranks/rank-00000.log").read_text()
+    assert [line.partition(" ")[2] for line in said.splitlines()[1:]] == ["first", "second", "not for the console"]
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "quiet", tmp_path / "file/x"):
+        with rank_log(folder, Ranks()):
+            pass
+        assert not (folder / "ranks").exists()
+    assert fails_first(Ranks(), 1, "x") and told_first(Ranks()) is None
+
+
+def test_a_rank_that_ended_early_is_named(tmp_path: Path) -> None:
+    ends: list[End] = []
+    assert start_local(2, _dies, (str(tmp_path), "early"), timeout_s=60, ended=ends.append) == 1
+    assert ends[0].cause.startswith("rank 1 ended with exit code 1")  # rank 0 may be later
+    assert not (tmp_path / "ranks/rank-00000.log").read_text()
+
+
+def test_only_what_a_dead_launcher_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def scratch(name: str, *files: str, age_s: float = 3600) -> Path:
+        folder = tmp_path / name
+        (folder / "tmpabcdefgh").mkdir(parents=True)
+        for file in files:
+            (folder / file).touch()
+        os.utime(folder, (time.time() - age_s, time.time() - age_s))
+        return folder
+
+    dead = scratch("megalite-ranks-00000000", "tmpabcdefgh/rendezvous", f"tmpabcdefgh/{FIRST_FAILURE}")
+    kept = [
+        scratch("megalite-ranks-11111111", age_s=0),  # may be about to be locked
+        live := scratch("megalite-ranks-22222222"),
+        scratch("megalite-ranks-33333333", "letter.txt"),
+        scratch("megalite-ranks-44444444", "tmpabcdefgh/letter.txt"),
+        scratch("megalite-data-55555555"),
+        scratch("megalite-ranks-666666666"),
+    ]
+    (tmp_path / "megalite-ranks-77777777").symlink_to(kept[4])
+    number = os.open(live, os.O_RDONLY)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    held: list[bool] = []
+
+    def ended(end: End) -> None:
+        [own] = [p for p in tmp_path.iterdir() if p.name.startswith("megalite-ranks-") and p not in (*kept, dead, link)]
+        other = os.open(own, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+        held.append(True)
+
+    link = tmp_path / "megalite-ranks-77777777"
+    try:
+        assert start_local(1, _nothing, timeout_s=60, ended=ended) == 0
+    finally:
+        os.close(number)
+    assert held and not dead.exists() and all(folder.is_dir() for folder in kept) and link.is_symlink()
+    assert (kept[2] / "letter.txt").exists() and (kept[3] / "tmpabcdefgh/letter.txt").exists()
+    assert len(list(tmp_path.iterdir())) == len(kept) + 1
+
+
+def _nothing(ranks: Ranks) -> None:
+    pass

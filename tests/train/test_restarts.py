@@ -1,0 +1,234 @@
+"""Ranks that die are started again by their launcher, and the run is the same run; one run per run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_cases import SMALL
+
+from megalite.checkpoint.storage.location import CheckpointError
+from megalite.config import cli
+from megalite.config.options import Config
+from megalite.parallel.launch import Ranks
+from megalite.parallel.local_ranks import End, start_local
+from megalite.train import restarts
+from megalite.train.restarts import Restarts, lock_run
+from megalite.train.run_dir import Exit
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--device", "cpu", "--hidden-dropout", "0.1"]
+
+
+@contextmanager
+def started(*flags: str | Path) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*BASE, *map(str, flags)], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until(process: subprocess.Popen[str], what: str) -> float:
+    """The time when its standard output showed `what`."""
+    assert process.stdout is not None and process.stderr is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if what in line:
+            return time.monotonic()
+    raise AssertionError("".join(lines) + process.stderr.read())
+
+
+def rank_pids(folder: Path) -> tuple[int, int, int]:
+    """Fork server, rank 0, rank 1."""
+    first = json.loads((folder / "status.json").read_text())["pid"]
+    server = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
+    [other] = {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()} - {first}
+    return server, first, other
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["train/loss"]) for row in rows(folder / "metrics.jsonl") if "train/loss" in row]
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [
+        "--nproc",
+        "2",
+        "--train-iters",
+        "100000",
+        "--save-interval",
+        "50",
+        "--keep-last",
+        "2",
+        "--run-dir",
+        folder,
+    ]
+    with started(*flags, "--save", tmp_path / "a", "--max-restarts", "1") as process:
+        until(process, "step    51/")
+        before = (folder / "metrics.jsonl").read_bytes()
+        second = subprocess.run(
+            [*BASE, "--run-dir", str(folder), "--save", str(tmp_path / "b"), "--train-iters", "2"],
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
+        )  # fmt: skip
+        assert second.returncode == Exit.PREFLIGHT and not (tmp_path / "b").exists()
+        who = rf"run_dir='{folder}' is in use by process {process.pid} on \S+ since 20\S+: stop that run, or give "
+        assert re.search(rf"^pretrain_gpt.py: {who}another --run-dir\n\Z", second.stderr, re.M), second.stderr
+        assert (folder / "metrics.jsonl").read_bytes().startswith(before)
+        os.kill(rank_pids(folder)[2], signal.SIGKILL)
+        until(process, "note: the run was started again")
+        until(process, "/100000  loss")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == Exit.REQUEUE, err
+    assert "rank 1 ended by signal SIGKILL: all ranks are started again (1 of 1 within an hour)" in err
+    assert "Traceback" not in err
+    status = json.loads((folder / "status.json").read_text())
+    assert status["outcome"] == "requeue" and [step for step, _ in losses(folder)] == [*range(1, status["step"] + 1)]
+    [event] = [row for row in rows(folder / "events.jsonl") if row["event"] == "restart"]
+    assert event["cause"] == "rank 1 ended by signal SIGKILL" and event["code"] == 137
+    shown = subprocess.run(
+        [sys.executable, str(ROOT / "tools/logs.py"), str(folder)], capture_output=True, text=True, timeout=60
+    ).stdout.splitlines()
+    assert re.fullmatch(r"failure 1: \S+ \S+  rank 1 ended by signal SIGKILL", shown[0]), shown
+    assert shown[1] == f"the end: requeue at step {status['step']}: SIGTERM"
+    assert any("rank 0 | " in line and "lost another rank" in line for line in shown[2:])
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> None:
+    """It begins with another run's weights; rank 1, rank 0 and the fork server die. Then nothing is left to restart."""
+    with started("--train-iters", "3", "--save", tmp_path / "other") as process:
+        process.communicate(timeout=60)
+    begin = ["--load", tmp_path / "other", "--finetune", "--nproc", "2", "--train-iters", "40", "--save-interval", "5"]
+    with started(*begin, "--save", tmp_path / "straight") as process:
+        process.communicate(timeout=100)
+        assert process.returncode == 0
+    killed = tmp_path / "killed"
+    with started(*begin, "--save", killed, "--max-restarts", "3") as process:
+        for which, step in enumerate((8, 18, 28)):
+            until(process, f"step    {step:2d}/40")
+            os.kill(rank_pids(killed)[2 - which], signal.SIGKILL)
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert losses(killed) == losses(tmp_path / "straight") and len(losses(killed)) == 40
+    assert [row["count"] for row in rows(killed / "events.jsonl") if row["event"] == "restart"] == [1, 2, 3]
+
+
+@pytest.mark.long
+def test_a_stop_signal_and_a_death_before_the_first_save(tmp_path: Path) -> None:
+    """A run without --load begins again as it did where nothing was saved, though another run's checkpoint is there."""
+    with started("--train-iters", "3", "--save", tmp_path) as process:
+        process.communicate(timeout=60)
+    flags = ["--nproc", "2", "--save", tmp_path, "--save-interval", "50000", "--train-iters", "100000"]
+    with started(*flags, "--max-restarts", "5") as process:
+        until(process, "step     2/")
+        os.kill(rank_pids(tmp_path)[1], signal.SIGKILL)
+        until(process, "step     1/")
+        until(process, "step     2/")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == Exit.REQUEUE and err.count("all ranks are started again") == 1, err
+
+
+def _rank(ranks: Ranks, config: Config) -> None:
+    from megalite.train.run import pretrain
+
+    sys.exit(pretrain(config, ranks))
+
+
+def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) -> None:
+    words = f"--save {tmp_path} --load {tmp_path} --lr-decay-iters 2 --device cpu --max-restarts 3 --train-iters"
+    two, four = (cli.read([*SMALL, *words.split(), steps], {})[0] for steps in ("2", "4"))
+    assert start_local(1, _rank, (two,), timeout_s=100) == Exit.DONE
+    for file in (tmp_path / "iter_0000002").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-8] + b"\xff" * 8)
+    for nproc in (1, 2):
+        assert start_local(nproc, _rank, (four,), timeout_s=100, ended=Restarts(four)) == Exit.PREFLIGHT
+        status = json.loads((tmp_path / "status.json").read_text())
+        assert status["outcome"] == "preflight" and "no checkpoint in it is valid" in status["reason"]
+    said = [line for file in (tmp_path / "ranks").iterdir() for line in file.read_text().splitlines()]
+    assert sum("no checkpoint in it is valid" in line for line in said) == 2 and "Traceback" not in "".join(said)
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def policy(folder: Path, most: int) -> Restarts:
+    flags = f"--save {folder} --max-restarts {most} --nproc 2 --train-iters 10".split()
+    return Restarts(cli.read([*SMALL, *flags], {})[0])
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    (folder / f"iter_{step:07d}").mkdir(parents=True)
+    (folder / f"iter_{step:07d}" / "COMPLETE").touch()
+
+
+KILLED = End(137, "rank 1 ended by signal SIGKILL", False)
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 16, 17, 75, 130])
+def test_ends_that_are_final(tmp_path: Path, code: int) -> None:
+    assert policy(tmp_path, 9)(End(code, "", False)) is None
+
+
+def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(restarts.time, "time", lambda: now[0])
+    checkpoint(tmp_path, 3)  # of another run: nothing to continue from
+    ask = policy(tmp_path, 2)
+    assert ask(End(137, "", True)) is None  # it was told to stop
+    assert ask(KILLED) is False
+    checkpoint(tmp_path, 5)
+    assert ask(End(70, "hangs", False)) is True and ask(KILLED) is None  # the third within an hour
+    now[0] += 3601
+    assert ask(KILLED) is True  # an hour later, with the fruitless one counted
+    events = rows(tmp_path / "events.jsonl")
+    assert [row["event"] for row in events] == ["restart", "restart", "gave-up", "restart"]
+    assert "as many as --max-restarts allows" in events[2]["why"]
+    assert policy(tmp_path, 0)(KILLED) is None
+
+
+def test_a_run_that_brings_nothing_is_given_up(tmp_path: Path) -> None:
+    ask = policy(tmp_path, 100)
+    assert [ask(KILLED), ask(KILLED)] == [False, False]
+    checkpoint(tmp_path, 5)
+    assert [ask(KILLED) for _ in range(4)] == [True, True, True, None]
+    assert "without a new checkpoint" in rows(tmp_path / "events.jsonl")[-1]["why"]
+
+
+def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
+    config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")], {})[0]
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/.run.lock").write_text("process 1 on elsewhere since long ago\n")
+    held = lock_run(config)
+    assert held is not None
+    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* since 20"):
+        lock_run(config)
+    held.close()
+    again = lock_run(config)
+    assert again is not None
+    again.close()
+
+
+def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "file/r")], {})[0]
+    assert lock_run(config) is None
+    assert "file/r: Not a directory; nothing keeps a second run from writing there" in capsys.readouterr().err

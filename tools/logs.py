@@ -1,0 +1,126 @@
+#!/usr/bin/env python
+"""What all ranks of a run said, in the order of time, and which failure came first.
+
+    python tools/logs.py RUN            the failures, then every line of ranks/ and events.jsonl
+    python tools/logs.py RUN --short    the failures only
+
+RUN is a run directory. Times are those of each machine's own clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
+FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|pretrain_gpt\.py: |lost another rank")
+LOST = "lost another rank"
+ENDS = ("restart", "gave-up")  # events of the launcher: all ranks have ended, of this cause
+WHOLE_SECOND = datetime.timedelta(milliseconds=999)  # an event's time has no fraction, and follows what it tells of
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was said at once: one line, or a traceback."""
+
+    time: datetime.datetime
+    who: str
+    lines: tuple[str, ...]
+    event: str = ""
+    cause: str = ""
+
+    @property
+    def headline(self) -> str:
+        """Of a traceback what it ends with, and where it was."""
+        first, last = self.lines[0], next(line for line in reversed(self.lines) if line.strip())
+        return first if first == last else f"{first} {last}"
+
+
+def of_rank(path: Path) -> Iterator[Entry]:
+    """A rank's file. Lines without a time are faulthandler's, of the moment when the file was last written."""
+    who = f"rank {int(path.stem.partition('-')[2])}"
+    end = datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone()
+    found = []
+    for line in path.read_text("utf-8", errors="replace").splitlines():
+        match = STAMP.fullmatch(line)
+        found.append((match[1], match[2]) if match else (None, line))
+    for stamp, lines in itertools.groupby(found, key=lambda pair: pair[0]):
+        time = datetime.datetime.fromisoformat(stamp) if stamp else end
+        yield Entry(time, who, tuple(text for _, text in lines))
+
+
+def of_events(path: Path) -> Iterator[Entry]:
+    for line in path.read_text("utf-8", errors="replace").splitlines():
+        try:
+            row: dict[str, Any] = json.loads(line)
+            time, event = datetime.datetime.fromisoformat(row.pop("time")) + WHOLE_SECOND, str(row.pop("event"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # torn by a crash
+        rank = row.pop("rank", None)
+        facts = "  ".join(f"{name} {value}" for name, value in row.items() if value is not None)
+        who = "launcher" if rank is None else f"rank {rank}"
+        yield Entry(time, who, (f"{event}  {facts}".rstrip(),), event, str(row.get("cause", "")))
+
+
+def read(run: Path) -> list[Entry]:
+    """All of a run, in the order of time. Raises OSError."""
+    entries = [entry for path in sorted((run / "ranks").glob("rank-*.log")) for entry in of_rank(path)]
+    if (events := run / "events.jsonl").is_file():
+        entries += of_events(events)
+    return sorted(entries, key=lambda entry: entry.time)
+
+
+def failures(entries: list[Entry]) -> Iterator[str]:
+    """The first one of each start of the ranks, a line each."""
+    said: list[Entry] = []
+    for entry in [*entries, None]:
+        if entry is not None and entry.event not in ENDS:
+            said += [entry] if FAILURE.search("\n".join(entry.lines)) else []
+            continue
+        first = min(said, key=lambda e: (LOST in e.headline, e.time), default=None)
+        known = first is not None and LOST not in first.headline
+        if known or (entry is None and first is not None):
+            assert first is not None
+            yield f"{first.time:%Y-%m-%d %H:%M:%S}  {first.who}  {first.headline}"
+        elif entry is not None:  # nobody says anything when it is killed
+            yield f"{entry.time:%Y-%m-%d %H:%M:%S}  {entry.cause}"
+        said = []
+
+
+def status_line(run: Path) -> str:
+    try:
+        status = json.loads((run / "status.json").read_text("utf-8"))
+        return f"{status['outcome']} at step {status['step']}: {status['reason']}".rstrip(": ")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"not known ({type(error).__name__} for status.json)"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--short", action="store_true", help="only the failures")
+    args = parser.parse_args(argv)
+    if not args.run.is_dir():
+        parser.error(f"{args.run} is no directory; give that of a run")
+    entries = read(args.run)
+    for number, line in enumerate(failures(entries), 1):
+        print(f"failure {number}: {line}")
+    print(f"the end: {status_line(args.run)}")
+    for path in sorted((args.run / "hang").glob("*")):
+        print(f"see also: {path}")
+    for entry in [] if args.short else entries:
+        for line in entry.lines:
+            print(f"{entry.time:%m-%d %H:%M:%S.%f}"[:-3] + f"  {entry.who:>8} | {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
