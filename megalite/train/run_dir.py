@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterable
@@ -101,7 +102,7 @@ def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
     if outcome == "running":
         known = {int(e): e.outcome for e in Exit}
         status |= dict(outcome=known.get(code, Exit.CRASH.outcome), reason=cause or "ended without a word")
-    elif outcome == Exit.CRASH.outcome and cause and "rank 0 " not in cause:
+    elif outcome == Exit.CRASH.outcome and re.search(r"\brank [1-9]", cause):  # rank 0 knows itself what ended it
         status["reason"] = f"{cause}; rank 0: {reason}"
     else:
         return

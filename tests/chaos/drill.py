@@ -15,8 +15,9 @@ from train_cases import SMALL
 
 from megalite.config import cli, faults
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks, start_local
-from megalite.train.run_dir import settle_status
+from megalite.parallel import local_ranks
+from megalite.parallel.launch import Ranks
+from megalite.train.restarts import Restarts
 from megalite.train.stop import StopSignal
 
 FLAGS = [
@@ -34,7 +35,7 @@ Before = Callable[[Path, int], None]
 @dataclass(frozen=True)
 class End:
     """`code`: the launcher's. `within_s`: from the fault to the end of the last rank. `told`: by the launcher. `said`: by
-    each rank. `ends`: exit code of each rank that left by itself."""
+    each rank, also where only its own log has it. `ends`: exit code of each rank that left by itself."""
 
     code: int
     within_s: float
@@ -70,24 +71,33 @@ def _rank(ranks: Ranks, base: str, flags: Sequence[str], fault: str, before: Bef
     sys.exit(code)
 
 
+def said(base: Path, rank: int) -> str:
+    log = base / f"run/ranks/rank-{rank:05d}.log"
+    return (base / f"rank-{rank}.txt").read_text() + (log.read_text() if log.exists() else "")
+
+
 def drill(base: Path, world: int, flags: Sequence[str], fault: str = "", before: Before | None = None) -> End:
     """Run in `base`/run until it ends. `before`: called on each rank with `base` and the rank; of a module."""
     base.mkdir(parents=True, exist_ok=True)
     for left in (*base.glob("end-*"), *base.glob("struck")):
         left.unlink()
-    told, begin, folder = [""], time.time(), base / "run"
+    told, folder = list[str](), base / "run"
     data = [] if "--data-path" in flags else ["--mock-data"]
     flags = ["--save", str(folder), "--load", str(folder), *data, *flags]
-    args = (str(base), flags, fault, before)
-    code = start_local(world, _rank, args, threads=1, grace_s=20, timeout_s=90, tell=told.append)
+    args, restarts = (str(base), flags, fault, before), Restarts(cli.parse([*FLAGS, *flags], PRESETS))
+
+    def ended(end: local_ranks.End) -> bool | None:
+        told.append(end.cause)
+        return restarts(end)
+
+    code = local_ranks.start_local(world, _rank, args, threads=1, grace_s=20, timeout_s=90, ended=ended)
     over, struck = time.time(), base / "struck"
-    settle_status(folder, code, told[-1], begin)
     status = folder / "status.json"
     return End(
         code=code,
         within_s=over - float(struck.read_text()) if struck.exists() else 0.0,
-        told=told[1:],
-        said=[(base / f"rank-{rank}.txt").read_text() for rank in range(world)],
+        told=told,
+        said=[said(base, rank) for rank in range(world)],
         ends={int(p.name[4:]): int(p.read_text()) for p in base.glob("end-*")},
         status=json.loads(status.read_text()) if status.exists() else {},
     )

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalite.parallel.launch import Ranks, process_group, start_local
+from megalite.parallel.launch import Ranks, process_group
+from megalite.parallel.local_ranks import start_local
 
 
 def _meet(ranks: Ranks, folder: str, attempt: int) -> None:
