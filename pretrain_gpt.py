@@ -10,6 +10,7 @@ mpirun -n 4 python pretrain_gpt.py FLAGS            the same, under Open MPI, MP
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 
@@ -18,7 +19,14 @@ from megalite.config import cli, environment
 from megalite.config.options import Config, local_processes
 from megalite.data.files.missing_files import absent
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import LaunchError, Ranks, follow_torchrun, prepare_cuda, read_environment
+from megalite.parallel.launch import (
+    LaunchError,
+    Ranks,
+    follow_torchrun,
+    prepare_cuda,
+    read_environment,
+    torchrun_restarts,
+)
 from megalite.parallel.local_ranks import INTERRUPTED, cores, start_local
 from megalite.train.restarts import Restarts, lock_run
 from megalite.train.run_dir import Exit, complain, run_folder
@@ -30,16 +38,18 @@ GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
 
 def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
+    faulthandler.enable()  # gloo aborts where sizes differ: the stack tells in which collective
     stop = stop_signal(config)
     stop.install()
     from megalite.train.run import pretrain  # imports torch
 
-    sys.exit(pretrain(config, ranks, warnings, stop))
+    code = pretrain(config, ranks, warnings, stop)
+    sys.exit(0 if stop.final and torchrun_restarts() else code)
 
 
 def main(argv: list[str]) -> int:
     hold()
-    follow_torchrun()
+    lacks = follow_torchrun()
     ranks: Ranks | None = None
     unlaunched: list[str] = []
     try:
@@ -72,7 +82,7 @@ def main(argv: list[str]) -> int:
     alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
     if ranks is not None and config.operations.max_restarts:
         found.warnings.append("max_restarts is for ranks that --nproc starts: torchrun has --max-restarts of its own")
-    return run(ranks or alone, config, found.warnings)  # type: ignore[func-returns-value]
+    return run(ranks or alone, config, [*found.warnings, *lacks])  # type: ignore[func-returns-value]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ A contradiction is a Problem (problem.py), one line: `name=value breaks rule; re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from megalite.config.pattern import read_batch_schedule
 from megalite.config.problem import Problem, Say
 
 MOST_MICROBATCHES = 100_000  # of one rank and step
+MOST_NEAR = 4096  # how far off another number of ranks is looked for
 
 
 def check(
@@ -103,6 +104,16 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
     yield from _batch_sizes(config, dp, say)
 
 
+def _ranks_for(size: int, dp: int, config: Config) -> str:
+    """The next numbers of ranks, below and above, that share a batch of `size` evenly, where there are such."""
+    if config.parallel.data_parallel_size is not None:
+        return ""
+    fits: Callable[[int], bool] = lambda n: size % (config.train.micro_batch_size * n) == 0  # noqa: E731
+    near = (range(dp - 1, max(0, dp - MOST_NEAR), -1), range(dp + 1, min(4 * dp, dp + MOST_NEAR) + 1))
+    found = [next(filter(fits, side), None) for side in near]
+    return " or ".join(str(n * config.parallel.model_parallel_size) for n in found if n is not None)
+
+
 def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
     t = config.train
     unit, evaluated = t.micro_batch_size * dp, t.eval_batch_size(dp)
@@ -127,7 +138,9 @@ def _batch_sizes(config: Config, dp: int, say: Say) -> Iterator[Problem]:
         if size is not None and size % unit:
             low, high = size // unit * unit, -(-size // unit) * unit
             text = "{option}{part}={size} is not a multiple of {micro_batch_size} {micro} x data parallel {dp} = {unit}"
-            yield say(text + ": use {fit}", fit=f"{low} or {high}" if low else high, **words)
+            ranks = _ranks_for(size, dp, config)
+            text += ": use {fit}" + (", or start {ranks} ranks" if ranks else "")
+            yield say(text, fit=f"{low} or {high}" if low else high, ranks=ranks, **words)
     smallest = min((size for _, part, size in sizes if size is not None and part != " increment"), default=unit)
     if t.cuda_graph_impl != "none" and dp > 1 and smallest < 3 * unit:
         text = "{=cuda_graph_impl} replays what is between a step's first and last micro-batch; with data parallel "

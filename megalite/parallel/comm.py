@@ -15,7 +15,7 @@ reduce-scatter is an all-reduce of which one part is kept: the same sum, one col
 
 from __future__ import annotations
 
-import contextlib
+import zlib
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from megalite.parallel.calls import SEND, Call
 from megalite.parallel.mesh import Axis
 
 # torch 2.13 renamed them; both names do the same
@@ -36,27 +37,22 @@ def reduce_scatter_is_native(device: torch.device) -> bool:
 
 
 class Pending:
-    """A collective under way: `wait()` returns its result. Nothing of the result is valid before.
+    """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
 
-    `what`: its axis and its name, for the clock."""
+    def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None, call: Call | None = None):
+        """`call`: what `work` does."""
+        self._result, self._work, self._keep, self._call = result, work, keep, call
 
-    def __init__(
-        self, result: Tensor, work: Any = None, keep: Tensor | None = None, what: tuple[Axis, str] | None = None
-    ):
-        self._result, self._work, self._keep, self._what = result, work, keep, what
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            assert self._what is not None
-            with waiting(*self._what):
+            assert self._call is not None
+            with self._call:
                 self._work.wait()
             self._work = self._keep = None
         return self._result
-
-
-def waiting(axis: Axis, name: str) -> contextlib.AbstractContextManager[Any]:
-    """Around what a rank does, or waits for, because of the others along `axis`."""
-    return axis.clock.span("agreement" if axis.name == "world" else "communication", name, axis.name)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -64,13 +60,16 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     if axis.group is None:
         return Pending(x)
     x = x.contiguous()
-    out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    with waiting(axis, "all-gather"):
+    return _gather(x.new_empty(x.shape[0] * axis.size, *x.shape[1:]), x, axis)
+
+
+def _gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    with axis.begin("all-gather", x) as call:
         if axis.shared is not None:
             work: Any = axis.shared.start_all_gather(out.view(-1), x.view(-1))
         else:
             work = all_gather_flat(out, x, group=axis.group, async_op=True)
-    return Pending(out, work, x, (axis, "all-gather"))
+    return Pending(out, work, x, call)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -80,52 +79,61 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if x.shape[0] % axis.size:
         raise ValueError(f"dim 0 of {tuple(x.shape)} does not split over {axis.name}={axis.size}")
     x = x.contiguous()
-    n, what = x.shape[0] // axis.size, (axis, "reduce-scatter")
-    with waiting(*what):
+    n = x.shape[0] // axis.size
+    with axis.begin("reduce-scatter", x) as call:
         if axis.shared is None and not reduce_scatter_is_native(x.device):
-            return _Narrowed(x, dist.all_reduce(x, group=axis.group, async_op=True), what, n)
+            return _Narrowed(x, dist.all_reduce(x, group=axis.group, async_op=True), call, axis.rank * n, n)
         out = x.new_empty(n, *x.shape[1:])
         if axis.shared is not None:
             work: Any = axis.shared.start_reduce_scatter(out.view(-1), x.view(-1))
         else:
             work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
-    return Pending(out, work, x, what)
+    return Pending(out, work, x, call)
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Flat tensors: x [n], out [n * size], of which `x` may be this rank's part."""
-    with waiting(axis, "all-gather"):
-        if axis.shared is not None:
-            work: Any = axis.shared.start_all_gather(out, x)
-        else:
-            x = x if x.is_cuda else x.clone()  # gloo's input must not alias its output
-            work = all_gather_flat(out, x, group=axis.group, async_op=True)
-    return Pending(out, work, x, (axis, "all-gather"))
+    if axis.shared is None and not x.is_cuda:
+        x = x.clone()  # gloo's input must not alias its output
+    return _gather(out, x, axis)
 
 
 def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Flat tensors: x [n * size], and out [n], this rank's part of `x`; the other parts may be overwritten."""
-    with waiting(axis, "reduce-scatter"):
+    with axis.begin("reduce-scatter", x) as call:
         if axis.shared is not None:
             work: Any = axis.shared.start_reduce_scatter(out, x)
         elif reduce_scatter_is_native(x.device):
             work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
         else:
             work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return Pending(out, work, None, (axis, "reduce-scatter"))
+    return Pending(out, work, None, call)
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """In place."""
-    return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), None, (axis, "all-reduce"))
+    with axis.begin("all-reduce", x) as call:
+        return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), None, call)
+
+
+def start_message(x: Tensor, axis: Axis, at: int, op: str) -> Pending:
+    """Send `x` to the position `at` of the axis, or receive it from there. It must not change, or be read, before
+    `wait`. `op`: SEND or RECEIVE."""
+    peer = axis.ranks[at]
+    with axis.begin(op, x, peer) as call:
+        tag = 0
+        if dist.get_backend(axis.group) == "gloo":
+            # which takes a message for any buffer that it fits into, but pairs equal tags only
+            tag = zlib.crc32(f"{call.number} {call.bytes} {x.dtype}".encode()) & 0x7FFFFFFF
+        return Pending(x, (dist.isend if op == SEND else dist.irecv)(x, peer, group=axis.group, tag=tag), None, call)
 
 
 class _Narrowed(Pending):
     """An all-reduce of which one block is kept; the copy lets go of the other blocks' memory."""
 
-    def __init__(self, x: Tensor, work: Any, what: tuple[Axis, str], length: int):
-        super().__init__(x, work, None, what)
-        self._start, self._length = what[0].rank * length, length
+    def __init__(self, x: Tensor, work: Any, call: Call, start: int, length: int):
+        super().__init__(x, work, None, call)
+        self._start, self._length = start, length
 
     def wait(self) -> Tensor:
         return super().wait().narrow(0, self._start, self._length).clone()
@@ -134,7 +142,7 @@ class _Narrowed(Pending):
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the axis; returns `x`."""
     if axis.group is not None:
-        with waiting(axis, "all-reduce"):
+        with axis.begin("all-reduce", x):
             dist.all_reduce(x, op=op, group=axis.group)
     return x
 
@@ -142,7 +150,8 @@ def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Reduce
 def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Overwrite `x` by that of the axis position `source`; returns `x`."""
     if axis.group is not None:
-        dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+        with axis.begin("broadcast", x):
+            dist.broadcast(x, src=axis.ranks[source], group=axis.group)
     return x
 
 

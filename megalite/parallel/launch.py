@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.parallel.meeting import MeetingError, meet, torchrun_lacks
+
 STARTERS = "torchrun, srun, mpirun or --nproc"
 FIRST_FAILURE = "first-failure.json"  # in `Ranks.shared`: of the rank that failed first there (train/rank_log.py)
 
@@ -207,8 +209,6 @@ def process_group(
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
     if device == "cuda":
         here = card_of(ranks)
@@ -218,18 +218,18 @@ def process_group(
     if ranks.world == 1:
         yield here
         return
+    name = backend or ("nccl" if device == "cuda" else "gloo")
     try:
-        url = ranks.init_method or "env://"
-        store, rank, world = next(rendezvous(url, ranks.rank, ranks.world, timeout=startup_timeout))
-        # torchrun's agent keeps its store over restarts, with the addresses of the ranks that died
-        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        name = backend or ("nccl" if device == "cuda" else "gloo")
-        dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=startup_timeout)
-    except (dist.DistStoreError, RuntimeError, ValueError) as error:
-        where = ranks.init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        url = ranks.init_method or f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        nodes = -(-ranks.world // ranks.local_world)
+        store = meet(ranks.rank, ranks.world, url, os.environ, startup_timeout, nodes=nodes, gloo=name == "gloo")
+        dist.init_process_group(name, store=store, rank=ranks.rank, world_size=ranks.world, timeout=startup_timeout)
+    except MeetingError as error:
+        raise LaunchError(str(error)) from error
+    except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"rank {ranks.rank} of {ranks.world} could not meet the others at {where} within "
-            f"{startup_timeout.total_seconds():.0f} s: check that all ranks run and reach that address ({error})"
+            f"rank {ranks.rank} of {ranks.world} cannot exchange data with all others ({error}): do all nodes reach "
+            "each other's addresses, at every port? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME name the interface to use"
         ) from error
     try:
         yield here
@@ -243,7 +243,14 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def follow_torchrun(env: Mapping[str, str] = os.environ) -> None:
-    """A rank ends with its torchrun: that, killed, cannot end it."""
-    if "TORCHELASTIC_RUN_ID" in env:
-        die_with_parent()
+def follow_torchrun(env: Mapping[str, str] = os.environ) -> list[str]:
+    """A rank ends with its torchrun: that, killed, cannot end it. Returns what torchrun was not told."""
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return []
+    die_with_parent()
+    return torchrun_lacks(env)
+
+
+def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun starts a run again that ends with any code but 0, as 75 of a run that stopped on purpose."""
+    return env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

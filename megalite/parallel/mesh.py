@@ -12,7 +12,7 @@ explicitly: there is no module state. A mesh of plans has sizes and positions, b
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.environment import override
+from megalite.parallel.calls import Call, Calls
 from megalite.parallel.clock import Clock
 from megalite.parallel.shared_memory import SharedMemory
 
@@ -39,6 +40,7 @@ class Axis:
     """One direction of the mesh, seen from this rank.
 
     ranks      global ranks along the axis, in axis order
+    calls      what this rank has begun on it
     clock      of this rank: what waits for a collective says so
     transport  what its collectives travel on: a group; the memory that all its ranks share (on one machine, on CPU),
                which has a group too; PLANNED: nothing, a collective is an error; None: there is no other rank
@@ -50,6 +52,7 @@ class Axis:
     transport: ProcessGroup | SharedMemory | Literal["planned"] | None = None
     ranks: tuple[int, ...] = (0,)
     clock: Clock = field(default_factory=Clock, compare=False, repr=False)
+    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.size > 1 and self.transport is None:
@@ -67,6 +70,10 @@ class Axis:
     @property
     def shared(self) -> SharedMemory | None:
         return self.transport if isinstance(self.transport, SharedMemory) else None
+
+    def begin(self, op: str, x: torch.Tensor, peer: int = -1) -> Call:
+        """Around the issue of a collective over the axis, or of a message to or from the rank `peer`."""
+        return self.calls.begin(self, op, x, peer)
 
     @property
     def is_first(self) -> bool:
@@ -104,11 +111,16 @@ class Mesh:
     def position(self) -> Mapping[str, int]:
         return {axis.name: axis.rank for axis in (self.pp, self.dp, self.cp, self.tp)}
 
+    @property
+    def axes(self) -> Iterator[Axis]:
+        """All that this rank shares with others."""
+        every = (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world)
+        return (axis for axis in every if axis.size > 1)
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a collective of any group may take; torch makes groups with other defaults than the first one's."""
-        for axis in (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world):
-            if axis.group is not None:
-                set_group_timeout(timeout, axis.group)
+        for axis in self.axes:
+            set_group_timeout(timeout, axis.group)
 
     def describe(self) -> str:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""

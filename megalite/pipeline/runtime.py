@@ -18,11 +18,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.config.faults import fault
+from megalite.parallel.calls import RECEIVE, SEND
+from megalite.parallel.comm import Pending, start_message
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.streams import synchronize
 from megalite.pipeline.schedule import Action, Op, plan
@@ -47,8 +48,8 @@ class Flight:
     inputs: dict[Key, Tensor] = field(default_factory=dict)  # x of F, kept until B for its gradient
     edges: dict[Key, Any] = field(default_factory=dict)
     ready: dict[Key, Tensor] = field(default_factory=dict)  # computed, not yet sent
-    coming: dict[tuple[Op, int, int], tuple[Tensor, Any]] = field(default_factory=dict)
-    sent: list[tuple[Tensor, Any]] = field(default_factory=list)
+    coming: dict[tuple[Op, int, int], Pending] = field(default_factory=dict)
+    sent: list[Pending] = field(default_factory=list)
 
 
 class Pipeline:
@@ -122,30 +123,29 @@ class Pipeline:
             elif action.op in (Op.SEND_F, Op.SEND_B):
                 tensor = flight.ready.pop(key).contiguous()
                 fault("pipeline.message", mesh.world.rank, batches[action.microbatch].step, tensor)
-                flight.sent = [(t, work) for t, work in flight.sent if not work.is_completed()]
-                flight.sent.append((tensor, self._post(dist.isend, action, tensor)))
+                flight.sent = [message for message in flight.sent if not message.is_completed()]
+                flight.sent.append(self._post(SEND, action, tensor))
             else:
                 tokens_SB = batches[action.microbatch].tokens_SB
                 shape = (tokens_SB.shape[0] // mesh.tp.size, tokens_SB.shape[1], self.width)
                 tensor = torch.empty(shape, dtype=self.dtype, device=mesh.device)
-                flight.coming[action.op, *key] = (tensor, self._post(dist.irecv, action, tensor))
+                flight.coming[action.op, *key] = self._post(RECEIVE, action, tensor)
             if self.timeline is not None:
                 self.timeline.append(Timed(str(action), start, self._now(begin)))
-        for _, work in flight.sent:
-            self._wait(work, "what was sent")
+        for message in flight.sent:
+            self._wait(message, "what was sent")
         return total
 
-    def _wait(self, work: Any, *name: object) -> None:
+    def _wait(self, message: Pending, *name: object) -> Tensor:
         """For a message, which comes when its sender is there: most of it is the pipeline's bubble."""
         with self.mesh.clock.span(MESSAGES, "wait for", *name):
-            work.wait()
+            return message.wait()
 
     def _forward(self, flight: Flight, key: Key, chunk: int, batch: Any, weight: float | Tensor | None) -> Tensor:
         (stage, _), keep = key, weight is not None
         x = None
         if stage > 0:
-            x, work = flight.coming.pop((Op.RECV_F, *key))
-            self._wait(work, Action(Op.RECV_F, *key))
+            x = self._wait(flight.coming.pop((Op.RECV_F, *key)), Action(Op.RECV_F, *key))
             if keep:
                 flight.inputs[key] = x.requires_grad_()
         # the loss is told its gradient now: it computes its own gradients in forward (nn/loss.py)
@@ -165,21 +165,20 @@ class Pipeline:
             given = weight.to(edge.dtype) if isinstance(weight, Tensor) else edge.new_full((), weight)
             torch.autograd.backward(edge, given.expand_as(edge))
         else:
-            grad, work = flight.coming.pop((Op.RECV_B, *key))
-            self._wait(work, Action(Op.RECV_B, *key))
+            grad = self._wait(flight.coming.pop((Op.RECV_B, *key)), Action(Op.RECV_B, *key))
             torch.autograd.backward([edge], [grad])
         if stage > 0:
             x = flight.inputs.pop(key)
             assert x.grad is not None
             flight.ready[key] = x.grad
 
-    def _post(self, send_or_receive: Callable[..., Any], action: Action, tensor: Tensor) -> Any:
+    def _post(self, op: str, action: Action, tensor: Tensor) -> Pending:
         """Post a message: upstream for inputs received and gradients sent, downstream for the other two."""
         forward = action.op in (Op.SEND_F, Op.RECV_F)
         axis: Axis = self.mesh.pp if forward else self.mesh.pp_back
         step = 1 if action.op in (Op.SEND_F, Op.RECV_B) else -1
         with self.mesh.clock.span(MESSAGES, action):
-            return send_or_receive(tensor, axis.ranks[(axis.rank + step) % axis.size], group=axis.group)
+            return start_message(tensor, axis, (axis.rank + step) % axis.size, op)
 
     def _now(self, begin: float) -> float:
         if self.timeline is not None:

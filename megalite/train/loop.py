@@ -33,6 +33,7 @@ from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
+from megalite.train.watch.hang import Watchdog
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ class Watch:
     profiler: Profiler | None = None
     collector: Collector = field(default_factory=Collector)
     phases: Phases = field(default_factory=lambda: Phases(Mesh.alone(), time.perf_counter()))
+    dog: Watchdog | None = None
+    begin: float = field(default_factory=time.monotonic)
+
+    def at(self, doing: str, step: int) -> None:
+        """What the watchdog is told."""
+        if self.dog is not None:
+            self.dog.at(doing, step)
 
 
 def evaluate(
@@ -173,6 +181,9 @@ class Training:
             if self.watch.profiler is not None:
                 steps.callback(self.watch.profiler.stop)
             outcome, reason = self._take_steps()
+        if outcome is Exit.REQUEUE:
+            signalled = torch.tensor(float(bool(self.stop.seen)), device=self.run.mesh.device)
+            self.stop.final = all_reduce_(signalled, self.run.mesh.world).item() == 0
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:
@@ -235,6 +246,7 @@ class Training:
         """One training step, with what looks on."""
         run, plan, timers = self.run, self.plan, self.watch.timers
         step = run.state.step + 1
+        self.watch.at("step", step)
         fault("step.begin", run.mesh.world.rank, step)
         self._asks = self._why()
         drawn = step == plan.profile_step
@@ -251,6 +263,7 @@ class Training:
             timers=timers,
             empty_level=plan.empty_level,
         )
+        self.watch.at("after the step", step)
         self.watch.phases.after_step(result.data_s, result.step_s)
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
@@ -285,6 +298,7 @@ class Training:
             return
         if report is not None:
             report.say(saver.beginning(run.state.step))
+        self.watch.at("save", run.state.step)
         with self.watch.timers("save-checkpoint", 0), self.watch.phases("checkpoint"):
             save(run, saver, self.config_toml, optimizer=self.plan.save_optimizer, last=last)
         self.saved = run.state.step
@@ -299,6 +313,7 @@ class Training:
         report, state, iters = self.report, self.run.state, self.plan.eval_iters
         for one in sets if iters else ():
             next_line = time.monotonic() + FIRST_PROGRESS_S
+            self.watch.at("evaluate", state.step)
 
             def progress(done: int, name: str = one.name) -> None:
                 nonlocal next_line

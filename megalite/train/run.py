@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import signal
 import sys
 import time
@@ -56,13 +55,8 @@ from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
 from megalite.train.watch.fingerprint import compare_ranks
+from megalite.train.watch.hang import Watchdog, lost_another
 from megalite.train.watch.report import Account
-
-# what gloo, NCCL and the store say on the ranks that live on
-LOST = re.compile(
-    r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)|remote process exited|ncclRemoteError|"
-    r"NCCL communicator was aborted|unhandled system error|failed to recv, got 0 bytes"
-)
 
 
 def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: StopSignal | None = None) -> int:
@@ -132,11 +126,10 @@ def _pretrain(
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config = plan.config
-    _hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
-    warnings = [*warnings, *unlike]
+    warnings = [*warnings, *compare_ranks(config, sources.ledger, device)[1]]  # before groups are made by these options
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
     check_collectives(run.mesh)
-    t, begin = config.train, time.monotonic()
+    t = config.train
     phases = Phases(run.mesh, started)
     report: Reporter | None = None
     account: Account | None = None
@@ -144,6 +137,7 @@ def _pretrain(
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
+    watch = watch_of(config, run, folder, phases)
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
@@ -161,22 +155,22 @@ def _pretrain(
             for note in notes:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
-        steps, watch = plan_of(config, run.last_step), watch_of(config, run, folder, phases)
-        begin, begun = time.monotonic(), True
+        steps, watch.begin = plan_of(config, run.last_step), time.monotonic()
+        begun = True
         phases.ready()
         ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
         phases.over_ranks()
         if report is not None:
-            report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - begin) / 60))
+            report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - watch.begin) / 60))
         if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
             report.say(line)
     except SetupError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        ended = _failure(error, ranks, run, begun)
+        ended = _failure(error, ranks, run, begun, watch.dog)
     finally:
-        _conclude(run, config, saver, report, account, folder, ended, begin)
-    if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.INTERRUPTED):
+        _conclude(run, config, saver, report, account, folder, ended, watch)
+    if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG, Exit.INTERRUPTED):
         sys.stdout.flush()
         os._exit(int(ended[0]))  # the group may be in the middle of a collective that never ends: do not wait for it
     return ended[0]
@@ -200,10 +194,14 @@ def _get_ready(run: Run, config: Config, report: Reporter | None) -> None:
         report.moment("before the start of training step")
 
 
-def _failure(error: BaseException, ranks: Ranks, run: Run | None = None, begun: bool = False) -> tuple[Exit, str]:
+def _failure(
+    error: BaseException, ranks: Ranks, run: Run | None = None, begun: bool = False, dog: Watchdog | None = None
+) -> tuple[Exit, str]:
     """The outcome and the reason of a run that an error ended; the rank that knows most tells it. Before training has
     `begun`, a checkpoint's error is one that the next start would find again."""
     where = f"{run.mesh.describe()}, step {run.state.step + 1}" if run else f"rank {ranks.rank} of {ranks.world}"
+    if dog is not None and (known := dog.explain(error, where)) is not None:
+        return known
     match error:
         case KeyboardInterrupt():
             since = time.monotonic()
@@ -219,7 +217,7 @@ def _failure(error: BaseException, ranks: Ranks, run: Run | None = None, begun: 
             outcome, knows = Exit.CRASH if begun else Exit.PREFLIGHT, not isinstance(error, ElsewhereError)
         case DataError():  # the ranks of a dp position read the same samples
             outcome, knows = Exit.PREFLIGHT, run is None or (run.mesh.pp.is_first and run.mesh.tp.is_first)
-        case RuntimeError() if LOST.search(str(error)):  # a store's or a file's is an OSError
+        case RuntimeError() if lost_another(error):
             reason = f"lost another rank ({str(error).splitlines()[0]})"
             tell = complain if ranks.rank == 0 else complain_aside  # who was lost has said why, or its launcher has
             tell(f"{where}: {reason}")
@@ -243,12 +241,14 @@ def _conclude(
     account: Account | None,
     folder: Path,
     ended: tuple[Exit, str],
-    begin: float,
+    watch: Watch,
 ) -> None:
     """Close what is open, and tell how the run ended."""
     outcome, reason = ended
+    if watch.dog is not None:
+        watch.dog.close()
     run.close()
-    if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT))):
+    if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG))):
         reason += f"; {lost}"
     if report is not None:
         for line in saver.news() if saver is not None else []:
@@ -259,13 +259,13 @@ def _conclude(
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
                 "steps": f"{run.state.step:,} of {run.last_step:,}",
                 "tokens": f"{run.state.consumed_tokens:,}",
-                "time": lines.duration(time.monotonic() - begin),
+                "time": lines.duration(time.monotonic() - watch.begin),
                 "checkpoint": newest_checkpoint(config),
                 **(told or {}),
             }
         )
         report.close()
-    if not run.mesh.world.is_first:
+    if not run.mesh.world.is_first and outcome is not Exit.HANG:  # a rank 0 that hangs cannot tell
         return
     if outcome is Exit.INTERRUPTED:
         complain(f"pretrain_gpt.py: interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}")
@@ -320,11 +320,15 @@ def plan_of(config: Config, steps: int) -> Plan:
 def watch_of(config: Config, run: Run, folder: Path, phases: Phases) -> Watch:
     log, o = config.log, config.operations
     timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
+    p = config.parallel
+    limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
+    timers = Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing)
     return Watch(
-        Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing),
+        timers,
         Profiler(o, run.mesh, folder / "trace"),
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
         phases,
+        Watchdog(run.mesh, folder, timers, limit_s),
     )
 
 

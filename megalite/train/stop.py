@@ -30,6 +30,7 @@ def hold() -> None:
 class StopSignal:
     """`seen`: signals that asked to stop, read at step boundaries, where all ranks agree on it.
 
+    final  the run has stopped, and no rank had a signal: nobody is to start it again at once
     saves  there is a checkpoint to write, so the first signal only asks; a later SIGINT stops at once, by `Stopped`.
            Without one there is nothing to wait for: every signal stops at once.
     """
@@ -38,6 +39,7 @@ class StopSignal:
         """`more`: names of signals that count, too."""
         self.saves, self.more = saves, more
         self.seen: list[str] = []
+        self.final = False
         self._first = 0.0
 
     def install(self) -> None:

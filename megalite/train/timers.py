@@ -28,6 +28,7 @@ class Timers:
 
     def __init__(self, level: int | None = None, mesh: Mesh | None = None, barrier: bool = True):
         self.level, self.mesh, self.barrier = level, mesh or Mesh.alone(), barrier
+        self.phase = ""  # the innermost that runs, measured or not
         self._seconds: dict[str, float] = defaultdict(float)
 
     @property
@@ -36,12 +37,14 @@ class Timers:
 
     @contextlib.contextmanager
     def __call__(self, name: str, level: int) -> Iterator[None]:
+        before, self.phase = self.phase, name
         if self.level is None or level > self.level:
             yield
-            return
-        begin = self._now(level)
-        yield
-        self._seconds[name] += self._now(level) - begin
+        else:
+            begin = self._now(level)
+            yield
+            self._seconds[name] += self._now(level) - begin
+        self.phase = before  # an error leaves it: that is where it was
 
     def _now(self, level: int) -> float:
         synchronize(self.mesh.device)

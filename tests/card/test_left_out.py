@@ -60,9 +60,7 @@ BETWEEN_RANKS = {
     "parallel/comm.py _ScatterSeq.forward: start_reduce_scatter(x, axis).wait()": TP,
     "parallel/comm.py _ScatterSeq.backward: start_all_gather(dy, ctx.axis).wait()": TP,
     "parallel/comm.py Pending.wait: self._work.wait()": TP,
-    "pipeline/runtime.py Pipeline._run: work.wait()": PP,
-    "pipeline/runtime.py Pipeline._forward: work.wait()": PP,
-    "pipeline/runtime.py Pipeline._backward: work.wait()": PP,
+    "pipeline/runtime.py Pipeline._wait: message.wait()": PP,
 }
 CHECKED = "train/replicas.py check_replicas: buffer.wait_gather()"
 SAVED = "train/start/resume.py save: run.buffer.wait_gather()"
@@ -99,7 +97,7 @@ OF_THE_HOST = {
     # between processes that share memory, on CPUs
     "parallel/comm.py _Narrowed.wait: super().wait()",
     "parallel/shared_memory.py SharedMemory.take: self._open[0].wait()",
-    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(3, dtype=torch.int64)).wait()",
+    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(4, dtype=torch.int64)).wait()",
     "parallel/shared_memory.py _Arrival.wait: self._work.wait()",
     "parallel/shared_memory.py Transfer.wait: arrival.wait()",
 }

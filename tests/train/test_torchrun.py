@@ -99,3 +99,62 @@ def test_sigterm_to_torchrun_saves_and_says_requeue(tmp_path: Path) -> None:
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["outcome"], status["reason"]) == ("requeue", "SIGTERM")  # torchrun's own code is 1
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
+
+
+@pytest.mark.long
+def test_a_group_that_gets_usr1_twice_saves_once_where_torchrun_was_told(tmp_path: Path) -> None:
+    """As SLURM sends it to all processes of a step: torchrun too, and its ranks a second time through it."""
+    handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    with torchrun(tmp_path, handled, steps=100_000) as process:
+        shown(process, "step     3/")
+        os.killpg(process.pid, signal.SIGUSR1)
+        out, _ = process.communicate(timeout=60)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["outcome"], status["reason"]) == ("requeue", "SIGUSR1"), out
+    assert (
+        out.count(f"saving checkpoint at step {status['step']} ") == 1
+        and "Traceback" not in out.partition("outcome ")[0]
+    )
+
+
+@pytest.mark.long
+def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    with torchrun(tmp_path, steps=100_000) as process:
+        said = shown(process, "step     3/")
+        [line] = [line for line in said if "torchrun dies of SIGUSR1" in line]  # once, in the log, and again at its end
+        assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in line
+        ranks = ranks_of(process)
+        process.send_signal(signal.SIGUSR1)
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGUSR1 and not any(alive(pid) for pid in ranks)
+
+
+@pytest.mark.long
+def test_a_run_that_was_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
+    with torchrun(tmp_path, "--max-restarts", "3", steps=100_000) as process:
+        shown(process, "step     3/")
+        (tmp_path / "stop").touch()
+        out, _ = process.communicate(timeout=60)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (process.returncode, status["outcome"], status["reason"]) == (0, "requeue", str(tmp_path / "stop")), out
+    assert "step     1/" not in out.partition("outcome ")[2]
+
+
+@pytest.mark.long
+def test_a_grace_that_is_shorter_than_the_save_costs_only_what_was_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("MEGALITE_FAULT", ",".join(f"ckpt.before_commit:0:{step}:sleep=90" for step in range(6, 60)))
+        with torchrun(tmp_path, "--shutdown-timeout", "2", steps=100_000) as process:
+            shown(process, "saved iter_0000005 ")
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=60)
+    assert "saving checkpoint at step " in out and process.returncode == 1
+    with torchrun(tmp_path, steps=8) as process:
+        out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0 and f"resumed from {tmp_path}/iter_0000005 at step 5" in out, out
+    assert len(losses(tmp_path)) == 8

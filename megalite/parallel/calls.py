@@ -1,0 +1,67 @@
+"""What this rank has begun on an axis: a few stores per collective, read by the thread that looks for hangs.
+
+Numbers make ranks comparable: on one axis all ranks do the same collectives in the same order, so number 12 of one is
+number 12 of all, and the message that one numbers 12 on its way to a neighbour is that neighbour's number 12 from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+KEPT = 16  # of the last ones
+SEND, RECEIVE = "send to", "receive from"
+
+
+class OrderError(RuntimeError):
+    """Ranks of one group do different collectives."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective, or one message; `peer`: the global rank at its other end, -1: there is none. As a context: the
+    rank issues it or waits for it."""
+
+    axis: Any  # an Axis, which has the Calls
+    op: str
+    peer: int
+    number: int
+    bytes: int
+
+    @property
+    def told(self) -> tuple[str, int, int, int]:
+        return self.op, self.peer, self.number, self.bytes
+
+    def __enter__(self) -> Call:
+        self.axis.calls.waiting = self, time.monotonic()
+        if self.peer < 0:  # what waits for a message says so by itself
+            phase = "agreement" if self.axis.name == "world" else "communication"
+            self._span = self.axis.clock.span(phase, self.op, self.axis.name)
+            self._span.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        if self.peer < 0:
+            self._span.__exit__(kind, *error)
+        if kind is None:  # an error leaves it: that is where this rank was
+            self.axis.calls.waiting = None
+
+
+@dataclass(eq=False)
+class Calls:
+    """Of one rank on one axis. waiting: what the rank is blocked in, and since when (time.monotonic)."""
+
+    last: deque[Call] = field(default_factory=lambda: deque(maxlen=KEPT))
+    waiting: tuple[Call, float] | None = None
+    numbers: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def begin(self, axis: Any, op: str, x: Tensor, peer: int) -> Call:
+        stream = (op if peer >= 0 else "", peer)
+        number = self.numbers[stream] = self.numbers.get(stream, 0) + 1
+        call = Call(axis, op, peer, number, x.nbytes)
+        self.last.append(call)
+        return call

@@ -1,0 +1,111 @@
+"""Why nothing goes on: what each rank that answers says of itself -> who is late, and the likely cause, in words.
+
+Pure; hang.py collects the views and tells the verdict.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+Told = tuple[str, int, int, int]  # of one collective or message: its name, the peer's rank or -1, number, bytes
+CAUSES = {"data": "a data stall: slow storage, or a slow preparation of samples", "checkpoint": "a slow checkpoint"}
+
+
+@dataclass(frozen=True)
+class View:
+    """What a rank says of itself; JSON's types only.
+
+    doing, seconds  step, evaluate, ..., and for how long; `phase` of it, a timer's name or ""
+    places          its main thread's innermost lines in megalite, the innermost first
+    waits           axis, collective and seconds, if it is blocked in one
+    axes            axis -> its ranks and the last collectives begun
+    """
+
+    rank: int
+    step: int
+    doing: str
+    phase: str
+    seconds: float
+    places: list[str]
+    waits: tuple[str, Told, float] | None
+    axes: dict[str, tuple[list[int], list[Told]]]
+
+    @property
+    def place(self) -> str:
+        return self.places[0] if self.places else "outside megalite"
+
+    @property
+    def cause(self) -> str | None:
+        rooms = {place.partition("/")[0] for place in self.places} | {self.phase}
+        if rooms & {"data", "batch-generator"}:
+            return CAUSES["data"]
+        return CAUSES["checkpoint"] if rooms & {"checkpoint", "save-checkpoint"} else None
+
+    def __str__(self) -> str:
+        at = f"step {self.step}, {self.phase or self.doing}, {self.place}"
+        if self.waits is None:
+            return at
+        axis, call, seconds = self.waits
+        return f"{at}: waits {seconds:.0f} s for {named(call)} over {axis}, {call[3]:,} bytes"
+
+
+def named(call: Told) -> str:
+    op, peer, number, _ = call
+    return f"{op} {number}" if peer < 0 else f"message {number} ({op} rank {peer})"
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """
+    >>> ranks([0, 1, 2, 5]), ranks([3])
+    ('ranks 0-2, 5', 'rank 3')
+    """
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(spans) > 1 or spans[0][0] != spans[0][1] else ''} {text}"
+
+
+def diagnose(views: Mapping[int, View], silent: Mapping[int, str]) -> tuple[str, list[int]]:
+    """The likely cause in one line, and who is late. `silent`: what is known of ranks that do not answer."""
+    waiting = sorted((view for view in views.values() if view.waits), key=lambda view: view.rank)
+    others = f"; {ranks([waiting[0].rank])} in {waiting[0]}" if waiting else ""
+    if silent:
+        known = "; ".join(sorted({text for text in silent.values() if text}))
+        answers = "answers" if len(silent) == 1 else "answer"
+        return f"{ranks(silent)} no longer {answers}{f' ({known})' if known else ''}{others}", sorted(silent)
+    if found := _difference(views):
+        return found
+    busy = [view for view in views.values() if not view.waits]
+    if not busy:
+        behind = min(waiting, key=lambda view: (view.step, view.waits and view.waits[1][2], view.rank))
+        return f"every rank waits for another: {ranks([behind.rank])} in {behind}{others}", [behind.rank]
+    first = min(busy, key=lambda view: (view.cause is None, view.step, view.rank))
+    late = sorted(v.rank for v in busy if (v.place, v.cause) == (first.place, first.cause))
+    return f"{ranks(late)} in {first}{f' ({first.cause})' if first.cause else ''}{others}", late
+
+
+def _difference(views: Mapping[int, View]) -> tuple[str, list[int]] | None:
+    """Ranks of one group whose collectives of equal number, or the two ends of a message, are not the same."""
+    seen: dict[tuple[object, ...], dict[int, Told]] = defaultdict(dict)
+    for view in views.values():
+        for name, (members, calls) in view.axes.items():
+            for call in calls:
+                op, peer, number, _ = call
+                ends = (view.rank, peer) if op.startswith("send") else (peer, view.rank)
+                seen[name, tuple(members), *(ends if peer >= 0 else ()), number][view.rank] = call
+    for (name, *_), calls in sorted(seen.items(), key=lambda item: item[0][-1]):  # type: ignore[arg-type, return-value]
+        kinds = defaultdict(list)
+        for rank, (op, peer, _, size) in calls.items():
+            kinds["message" if peer >= 0 else op, size].append(rank)
+        if len(kinds) > 1:
+            what = "sizes differ" if len({op for op, _ in kinds}) == 1 else "the order differs"
+            texts = [f"{ranks(who)} {named(calls[who[0]])} of {size:,} bytes" for (_, size), who in kinds.items()]
+            fewest = min(kinds.values(), key=len)
+            return f"on {name} {what}: {'; '.join(texts)}: the program must be the same on all ranks", fewest
+    return None

@@ -1,0 +1,245 @@
+"""The watchdog: a thread per rank that notices when nothing goes on, and says which rank it is and why.
+
+Ranks ask and answer each other through the store by which they met, over a connection of their own, since the main
+thread may sit in a collective for ever. A round:
+
+    asked       by the first whose step takes too long, or who is about to run into its group's time-out
+    answered    by every rank that lives: where it is, what it has begun (diagnosis.py); stacks go to RUN/hang/
+    said        by the lowest rank that answers, once: who does not answer, who is behind, and the likely cause
+
+A step is late by the usual length of steps, which the first ones have not; whatever a rank does, a collective that has
+used up most of its time is told. Telling ends nothing: that is the group's time-out, and its outcome is `hang`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, distributed_c10d
+
+import megalite
+from megalite.parallel.calls import OrderError
+from megalite.parallel.mesh import Mesh
+from megalite.train.run_dir import Exit, complain
+from megalite.train.timers import Timers
+from megalite.train.watch.diagnosis import View, diagnose, ranks
+from megalite.train.watch.events import Events
+
+FACTOR, LEAST_FACTOR = 10, 3  # of the usual length of a step: late, and never called late before
+FLOOR_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length
+POLL_S, ANSWER_S, STORE_S = 0.5, 3.0, 5.0
+ROOT = str(Path(megalite.__file__).parent) + os.sep
+HANGS = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout")  # gloo's words, and nccl's
+LOST = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)|remote process exited|ncclRemoteError|"
+    r"NCCL communicator was aborted|unhandled system error|failed to recv, got 0 bytes"
+)
+STATES = dict(T="stopped by a signal", t="stopped by a debugger", D="waits for a disk or the network", Z="has ended")
+
+
+class Watchdog:
+    """Of one rank. `timeout_s`: of the groups. `folder`: the run directory."""
+
+    def __init__(self, mesh: Mesh, folder: Path, timers: Timers, timeout_s: float):
+        self.mesh, self.rank, self.timeout_s = mesh, mesh.world.rank, timeout_s
+        self.folder, self.timers, self.events = folder / "hang", timers, Events(folder, mesh.world.rank)
+        self.reason, self.late = "", list[int]()  # of the last round
+        self._at, self._took = ("start", 0, time.monotonic()), deque[float](maxlen=50)
+        self._told: object = None  # where this rank was in the last round
+        self._rounds, self._led = 0, False
+        self._closing, self._lock = threading.Event(), threading.Lock()
+        self._main = threading.get_ident()
+        self._store = _own_connection() if mesh.world.size > 1 else None
+        self._put(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._thread = threading.Thread(target=self._watch, name="megalite-watchdog", daemon=True)
+        self._thread.start()
+
+    def at(self, doing: str, step: int) -> None:
+        """The main thread begins something else."""
+        before, self._at = self._at, (doing, step, time.monotonic())
+        took = self._at[2] - before[2]
+        if before[0] == "step":
+            self._took.append(took)
+        if self._led and before is self._told:
+            complain(f"step {before[1]} goes on, after {took:.0f} s")
+
+    def explain(self, error: BaseException, where: str) -> tuple[Exit, str] | None:
+        """Of what ended this rank: outcome and reason, told, if others are the cause; None: it is the error itself."""
+        known: tuple[Exit, str] | None = None
+        if isinstance(error, OrderError):
+            self._round(again=True)
+            known = Exit.CRASH, f"{error}: {self.reason}"
+        elif isinstance(error, RuntimeError) and HANGS.search(str(error)):
+            self._round()
+            self._put("over", json.dumps([self.reason, self.late]))
+            known = Exit.HANG, self.reason
+        elif (isinstance(error, KeyboardInterrupt) or lost_another(error)) and self._has("over"):
+            self.reason, self.late = json.loads(self._get("over"))
+            known = Exit.HANG, self.reason
+        if known is not None:
+            complain(f"{where}: {known[0].outcome}: {known[1]}")
+        return known
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(POLL_S + ANSWER_S)
+
+    # ---- the thread
+
+    def _watch(self) -> None:
+        while not self._closing.wait(POLL_S):
+            if (asked := self._has(f"{self._rounds + 1}/asked")) or (self._told is not self._at and self._is_late()):
+                self._round(again=asked)
+
+    def _is_late(self) -> bool:
+        doing, _, since = self._at
+        now = time.monotonic()
+        waited = (w[1] for axis in self.mesh.axes if (w := axis.calls.waiting) is not None)
+        if now - min(waited, default=now) > 0.8 * self.timeout_s:
+            return True
+        return doing == "step" and len(self._took) >= ENOUGH and now - since > self.patience_s
+
+    @property
+    def patience_s(self) -> float:
+        """How long a step may take: beyond half the time-out only if steps are long."""
+        usual, half = statistics.median(self._took), self.timeout_s / 2
+        return max(min(FACTOR * usual, half), LEAST_FACTOR * usual, min(FLOOR_S, half))
+
+    def _round(self, again: bool = False) -> None:
+        """`again`: also if there was one while this rank did the same."""
+        with self._lock:
+            if again or self._told is not self._at:
+                self._ask()
+
+    def _ask(self) -> None:
+        self._rounds, self._told, self._led = self._rounds + 1, self._at, False
+        n, world = self._rounds, self.mesh.world.size
+        self._put(f"{n}/asked", "")
+        mine = self._view()
+        self._put(f"{n}/{self.rank}", json.dumps(asdict(mine)))
+        self._dump(mine)
+        others = [f"{n}/{r}" for r in range(world) if r != self.rank]
+        end = time.monotonic() + ANSWER_S
+        while self._store and time.monotonic() < end and not self._has(*(others if self.rank == 0 else [f"{n}/said"])):
+            time.sleep(0.1)
+        if any(self._has(f"{n}/{r}") for r in range(self.rank)):
+            while time.monotonic() < end + ANSWER_S and not self._has(f"{n}/said"):
+                time.sleep(0.1)
+        if self._has(f"{n}/said"):
+            self.reason, self.late = json.loads(self._get(f"{n}/said"))
+            return
+        views = {r: View(**json.loads(self._get(f"{n}/{r}"))) for r in range(world) if self._has(f"{n}/{r}")}
+        views[self.rank] = mine
+        silent = {r: self._state(r) for r in range(world) if r not in views} if self._store else {}
+        self.reason, self.late = diagnose(views, silent)
+        if self._store is None and world > 1:
+            self.reason = (
+                f"the store by which ranks met (MASTER_ADDR) does not answer; this {ranks([self.rank])}: {mine}"
+            )
+        self._put(f"{n}/said", json.dumps([self.reason, self.late]))
+        self._tell(views, silent)
+
+    def _tell(self, views: dict[int, View], silent: dict[int, str]) -> None:
+        self._led = True
+        doing, step, since = self._at
+        usual = f", usually {statistics.median(self._took):.1f} s" if doing == "step" and self._took else ""
+        lines = [f"NOTHING GOES ON for {time.monotonic() - since:.0f} s{usual}: {self.reason}"]
+        alike: dict[str, list[int]] = {}
+        for rank, view in views.items():
+            alike.setdefault(str(view), []).append(rank)
+        lines += [f"  {ranks(who)}: {text}" for text, who in alike.items()]
+        lines += [f"  {ranks([rank])}: no answer{f', {state}' if state else ''}" for rank, state in silent.items()]
+        complain("\n".join([*lines, f"  stacks and collectives of each rank: {self.folder}"]))
+        self.events.add("hang", step, reason=self.reason, late=self.late)
+
+    def _view(self) -> View:
+        doing, step, since = self._at
+        now, waits, axes = time.monotonic(), None, {}
+        for axis in self.mesh.axes:
+            if (waiting := axis.calls.waiting) is not None:
+                waits = axis.name, waiting[0].told, now - waiting[1]
+            axes[axis.name] = list(axis.ranks), [call.told for call in list(axis.calls.last)]
+        return View(self.rank, step, doing, self.timers.phase, now - since, list(self._places()), waits, axes)
+
+    def _places(self) -> Iterator[str]:
+        """Of the main thread, in megalite and not where it only passes something on."""
+        frame = sys._current_frames().get(self._main)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            file = path.removeprefix(ROOT)
+            if file != path and not file.startswith(("parallel/", "config/", "train/watch/")):
+                yield f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
+            frame = frame.f_back
+
+    def _dump(self, mine: View) -> None:
+        path = self.folder / f"rank-{self.rank:03d}.txt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"--- {time.strftime('%F %T')} {mine}\n")
+                for axis, (members, calls) in mine.axes.items():
+                    file.writelines(f"{axis} {members}: {op} {peer} {n}, {size} bytes\n" for op, peer, n, size in calls)
+                file.flush()
+                faulthandler.dump_traceback(file)
+            if recorder := getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None):
+                text = recorder()
+                path.with_suffix(".json").write_text(text if isinstance(text, str) else text.decode())
+        except (OSError, RuntimeError, ValueError) as error:
+            complain(f"WARNING: {path}: {error}; where this rank is is lost there")
+
+    def _state(self, rank: int) -> str:
+        """Of a process that does not answer: the kernel's word, if it is on this machine."""
+        host, _, pid = self._get(f"who/{rank}").partition(" ")
+        if host != socket.gethostname():
+            return f"process {pid} on {host}" if host else ""
+        try:
+            letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            letter = "Z" if sys.platform == "linux" else ""
+        return f"process {pid}: {STATES.get(letter, 'neither stopped nor ended')}"
+
+    # ---- the store; one that has failed once is not asked again
+
+    def _put(self, key: str, text: str) -> None:
+        self._try("set", key, text)
+
+    def _has(self, *keys: str) -> bool:
+        return bool(self._try("check", list(keys)))
+
+    def _get(self, key: str) -> str:
+        return (self._try("get", key) or b"").decode() if self._has(key) else ""
+
+    def _try(self, what: str, *args: Any) -> Any:
+        if self._store is None:
+            return None
+        try:
+            return getattr(self._store, what)(*args)
+        except RuntimeError:
+            self._store = None
+            return None
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether it is what gloo or NCCL says on the ranks that live on; a store's or a file's error is an OSError."""
+    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
+
+
+def _own_connection() -> Any:
+    store = PrefixStore("hang", distributed_c10d._get_default_store()).clone()
+    store.set_timeout(timedelta(seconds=STORE_S))
+    return store

@@ -1,0 +1,124 @@
+"""Ranks that look for each other: under which name they meet, and what they are told when they do not."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from megalite.parallel import meeting
+from megalite.parallel.meeting import MeetingError, interface_for_others, likely_cause, meet, name_meeting
+
+SHORT = datetime.timedelta(seconds=1)
+LONG = datetime.timedelta(seconds=30)
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def together(world: int, store: Any) -> list[str]:
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(lambda rank: name_meeting(store, rank, world, LONG), range(world)))
+
+
+def test_meetings_in_one_store_have_different_names() -> None:
+    """Whatever attempt of a torchrun each rank is in, and whatever died ranks have left there."""
+    store = HashStore()
+    store.set_timeout(LONG)
+    store.set("hello 1", "somebody who died")
+    names = [together(world, store) for world in (4, 2, 3)]
+    assert [len(set(name)) for name in names] == [1, 1, 1] and len({name[0] for name in names}) == 3
+
+
+def test_a_rank_of_the_last_attempt_is_not_taken_for_one_of_this() -> None:
+    store = HashStore()
+    store.set_timeout(LONG)
+    store.set("hello 1", "somebody who died")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(name_meeting, store, 0, 2, LONG)
+        store.wait(["answer somebody who died"])
+        assert not first.done()
+        assert name_meeting(store, 1, 2, LONG) == first.result(30)
+
+
+def test_who_is_missing_is_told() -> None:
+    store = HashStore()
+    store.set_timeout(LONG)
+    other = threading.Thread(target=name_meeting, args=(store, 2, 4, LONG))
+    other.start()
+    with pytest.raises(MeetingError) as error:
+        name_meeting(store, 0, 4, SHORT)
+    other.join(30)
+    assert f"only ranks 0, 2 of 4 came within 1 s, from {socket.gethostname()}; missing: 1, 3." in str(error.value)
+
+
+def why(rank: int, host: str, port: int, env: dict[str, str] | None = None, nodes: int = 1) -> str:
+    with pytest.raises(MeetingError) as error:
+        meet(rank, 2, f"tcp://{host}:{port}", env or {}, SHORT, nodes=nodes, gloo=False)
+    assert f"rank {rank} of 2 on {socket.gethostname()} could not meet the others at {host}:{port} within 1 s" in str(
+        error.value
+    )
+    return str(error.value)
+
+
+def test_a_port_that_is_taken_is_named(port: int) -> None:
+    with socket.create_server(("", port)):
+        assert f"port {port} is taken, by another job? Set MASTER_PORT" in why(0, "127.0.0.1", port)
+
+
+def test_a_first_rank_that_has_not_come_is_named(port: int) -> None:
+    assert "that machine answers, but nothing listens there: has rank 0 come" in why(1, "127.0.0.1", port)
+    assert "nothing listens there" in why(0, "127.0.0.1", port, AGENT)  # torchrun's own, which has ended
+
+
+def test_a_server_that_is_another_program_s_is_named(port: int) -> None:
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    assert "it answers, but rank 0 does not" in why(1, "127.0.0.1", port)
+    del server
+
+
+def test_an_address_that_means_this_machine_is_named(port: int) -> None:
+    assert "localhost is " in (said := why(1, "localhost", port, nodes=2)) and "this machine itself" in said
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What names mean here; others mean nothing."""
+    known: dict[str, str] = {}
+
+    def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[host], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    yield known
+
+
+def test_a_name_that_means_nothing_is_told(names: dict[str, str]) -> None:
+    assert likely_cause("gpu01", 1, False, 2, "") == "the name gpu01 means nothing here; is MASTER_ADDR right?"
+
+
+def test_the_interface_is_named_where_the_machine_s_name_means_itself(
+    names: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names["here"] = "10.0.0.3"
+    assert interface_for_others("there", 1) is None
+    names["here"] = "127.0.1.1"
+    monkeypatch.setattr(meeting, "_interfaces", lambda: {"eth0": "10.0.0.3"})
+    assert interface_for_others("there", 1) == "eth0"
+    monkeypatch.setattr(meeting, "_interfaces", lambda: {"eth0": "10.0.0.3", "ib0": "10.1.0.3"})
+    with pytest.raises(MeetingError, match="set GLOO_SOCKET_IFNAME .* to one of eth0, ib0"):
+        interface_for_others("there", 1)

@@ -1,0 +1,185 @@
+"""examples/launch as a cluster runs it: srun, scontrol and torchrun are stand-ins that note how they were called; what
+torchrun starts is the real program, on one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from train_cases import SMALL
+
+from megalite.config.cli import take_apart
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ROOT / "examples/launch"
+SRUN = """echo "srun $*" >>"$NOTES"; while [[ $1 == --* ]]; do shift; done; exec "$@" """
+SCONTROL = """echo "scontrol $*" >>"$NOTES"; [ "$1 $2" != "show hostnames" ] || printf 'node-a\\nnode-b\\n'"""
+TORCHRUN = """echo "torchrun $*" >>"$NOTES"; while [[ $1 == --* ]]; do shift; done
+if [ -n "${LEAVES:-}" ]; then mkdir -p "$3"; printf '%s' "$LEAVES" >"$3/status.json"; exit "${CODE:-1}"; fi
+python "$@" & child=$!
+trap 'kill -TERM $child' TERM; trap 'kill -USR1 $child' USR1
+while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
+[ $code = 0 ]"""  # as torchrun, which has no other code than 1
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job."""
+    for name, script in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_NUM_NODES": "2"}
+    return {**os.environ, **job, "PATH": path, "NOTES": str(tmp_path / "notes"), "SLURM_NTASKS_PER_NODE": "1"}
+
+
+@contextmanager
+def script(name: str, *words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    pipe, out = subprocess.PIPE, subprocess.STDOUT
+    command = ["bash", f"examples/launch/{name}", *words]
+    process = subprocess.Popen(command, stdout=pipe, stderr=out, text=True, cwd=ROOT, env=env, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def notes(env: dict[str, str], command: str) -> list[str]:
+    return [line for line in Path(env["NOTES"]).read_text().splitlines() if line.startswith(command)]
+
+
+def leaves(outcome: str) -> str:
+    return json.dumps(dict(outcome=outcome, step=4, reason='it said "outcome": "requeue"')) + "\n"
+
+
+@pytest.mark.parametrize(
+    "outcome,further,again",
+    [
+        ("requeue", False, True),
+        ("crash", True, True),
+        ("crash", False, False),
+        ("hang", True, True),
+        ("running", True, True),
+        ("running", False, False),
+        *((outcome, True, False) for outcome in ("done", "usage", "preflight", "bad-result", "interrupted")),
+    ],
+)
+def test_what_is_worth_another_start(tmp_path: Path, outcome: str, further: bool, again: bool) -> None:
+    ask = 'source examples/launch/outcome.sh; begin $1; printf \'%s\' "$2" >$1/status.json; [ -z "$3" ] || echo 5 >'
+    ask += "$1/latest_checkpointed_iteration.txt; worth_another $1"
+    words = ["bash", "-c", ask, "-", str(tmp_path), leaves(outcome), "yes" if further else ""]
+    (tmp_path / "status.json").write_text(leaves("requeue").replace("4", "3"))
+    assert (subprocess.run(words, cwd=ROOT, timeout=20).returncode == 0) is again
+
+
+def test_a_run_that_said_nothing_is_not_started_again(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(leaves("requeue"))  # of the attempt before
+    ask = "source examples/launch/outcome.sh; begin $1; worth_another $1"
+    assert subprocess.run(["bash", "-c", ask, "-", str(tmp_path)], cwd=ROOT, timeout=20).returncode == 1
+
+
+@pytest.mark.parametrize("count,again", [("0", True), ("49", True), ("50", False)])
+def test_requeues_are_bounded(tmp_path: Path, cluster: dict[str, str], count: str, again: bool) -> None:
+    env = {**cluster, "LEAVES": leaves("requeue"), "SLURM_RESTART_COUNT": count}
+    with script("slurm.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
+        out, _ = job.communicate(timeout=30)
+    assert notes(env, "scontrol requeue") == (["scontrol requeue 77"] if again else []), out
+    [line] = notes(env, "torchrun")
+    assert "--nnodes=2 " in line and "--rdzv-endpoint=node-a:29500 --rdzv-id=77 " in line
+    assert line.endswith(f"pretrain_gpt.py --save {tmp_path}/run --load {tmp_path}/run --lr 1")
+
+
+def test_a_task_per_card_needs_no_torchrun(tmp_path: Path, cluster: dict[str, str]) -> None:
+    env = {**cluster, "SLURM_NTASKS_PER_NODE": "8"}
+    with script("slurm.sh", str(tmp_path / "run"), "--help", env=env) as job:
+        out, _ = job.communicate(timeout=60)
+    [line] = notes(env, "srun")
+    assert (
+        line == f"srun --kill-on-bad-exit=1 python pretrain_gpt.py --save {tmp_path}/run --load {tmp_path}/run --help"
+    )
+    assert job.returncode == 0 and "usage: pretrain_gpt.py" in out and not notes(env, "torchrun")
+
+
+def started(folder: Path, step: int, job: subprocess.Popen[str]) -> int:
+    """The process that trains, once it is past a step."""
+    end = time.monotonic() + 90
+    while time.monotonic() < end and job.poll() is None:
+        with suppress(OSError, ValueError, IndexError):
+            row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+            if row["step"] >= step:
+                return json.loads((folder / "status.json").read_text())["pid"]
+        time.sleep(0.05)
+    raise AssertionError(job.communicate(timeout=5)[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["done", "signal", "killed", "no data"])
+def test_a_job_and_how_it_ends(tmp_path: Path, cluster: dict[str, str], case: str) -> None:
+    """The status is the program's own."""
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--device", "cpu", "--save-interval", "2", "--train-iters", "2" if case == "done" else "99999"]
+    if case == "no data":
+        flags = [flag for flag in flags if flag != "--mock-data"] + ["--data-path", str(tmp_path / "nothing")]
+        folder.mkdir()
+    with script("slurm.sh", str(folder), *flags, env=cluster) as job:
+        if case not in ("done", "no data"):
+            pid = started(folder, 4, job)
+            os.kill(job.pid, signal.SIGUSR1) if case == "signal" else os.kill(pid, signal.SIGKILL)
+        out, _ = job.communicate(timeout=60)
+    again = case in ("signal", "killed")
+    assert notes(cluster, "scontrol requeue") == (["scontrol requeue 77"] if again else []), out
+    want = {"done": "done", "signal": "requeue", "no data": "preflight"}.get(case, "running")
+    assert json.loads((folder / "status.json").read_text())["outcome"] == want, out
+    assert job.returncode == {"done": 0, "no data": 1}.get(case, 75), out
+
+
+@pytest.mark.parametrize("file", sorted(LAUNCH.glob("*.sh")), ids=lambda file: file.name)
+def test_the_scripts_are_scripts(file: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(file)], timeout=20).returncode == 0
+
+
+def test_kubernetes_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
+    job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    pod = worker["template"]["spec"]
+    [container] = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert not take_apart(container["args"]).problems
+    own = {one["name"]: one["value"] for one in container["env"]}
+    assert own["NPROC"] == job["spec"]["nprocPerNode"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert worker["restartPolicy"] == "ExitCode" and 128 <= int(own["AGAIN"]) <= 255
+    pets = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "megalite-worker-0:23456"}  # what the operator sets
+    for outcome, code in (("requeue", int(own["AGAIN"])), ("preflight", 1)):
+        env = {**cluster, **own, **pets, "LEAVES": leaves(outcome)}
+        command = [word.replace("/checkpoints", str(tmp_path)) for word in container["command"]]
+        done = subprocess.run([*command, *container["args"]], cwd=ROOT, env=env, timeout=30)
+        assert done.returncode == code
+    line = notes(cluster, "torchrun")[0]
+    assert "--nnodes=1:2 --nproc-per-node=8 " in line and "--rdzv-endpoint=megalite-worker-0:23456 " in line
+
+
+def test_skypilot_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    sky = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6\n", "SKYPILOT_NUM_NODES": str(task["num_nodes"])}
+    sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "t1"}
+    [mount] = task["file_mounts"]
+    command = task["run"].replace(mount, str(tmp_path))
+    env = {**cluster, **sky, "LEAVES": leaves("done"), "CODE": "0"}
+    assert subprocess.run(["bash", "-euc", command], cwd=ROOT, env=env, timeout=30).returncode == 0
+    [line] = notes(cluster, "torchrun")
+    assert "--nnodes=2 --nproc-per-node=8 " in line and "--rdzv-endpoint=10.0.0.5:29500 --rdzv-id=t1 " in line
+    words = shlex.split(line.partition("pretrain_gpt.py ")[2])
+    assert not take_apart(words).problems

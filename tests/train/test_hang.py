@@ -1,0 +1,251 @@
+"""A rank that hangs, or does something else than the others: who it is and why, from the run's own words."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from train_cases import SMALL, TP2_PP2
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.parallel import comm
+from megalite.parallel.calls import RECEIVE, SEND, OrderError
+from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.train.run_dir import Exit
+from megalite.train.setup import build_run
+from megalite.train.step import train_step
+from megalite.train.timers import Timers
+from megalite.train.watch import hang
+from megalite.train.watch.diagnosis import View, diagnose
+from megalite.train.watch.hang import Watchdog
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+# ---- the diagnosis alone
+
+GATHER, SUM = ("all-gather", -1, 12, 4096), ("all-reduce", -1, 7, 40)
+
+
+def view(rank: int, places: str = "", waits: Any = None, dp: Any = (GATHER,), phase: str = "", step: int = 5) -> View:
+    axes = {"dp": ([0, 1, 2], list(dp)), "world": ([0, 1, 2], [SUM])}
+    return View(rank, step, "step", phase, 3.0, places.split(), waits and ("dp", waits, 3.0), axes)
+
+
+WAITS = [view(0, "optim/a.py:1", GATHER), view(2, "optim/a.py:1", GATHER)]
+
+
+@pytest.mark.parametrize(
+    ("third", "late", "words"),
+    [
+        (view(1, "data/b.py:2"), [1], ["rank 1 in step 5", "data/b.py:2", "data stall", "rank 0 in", "all-gather 12"]),
+        (view(1, "train/step.py:2", phase="batch-generator"), [1], ["data stall"]),
+        (view(1, "train/x.py:2 checkpoint/y.py:3 train/loop.py:4"), [1], ["slow checkpoint"]),
+        (view(1, "nn/mlp.py:3"), [1], ["rank 1 in step 5, step, nn/mlp.py:3; rank 0 in"]),
+        (view(1, waits=GATHER, dp=[(*GATHER[:3], 2048)]), [1], ["on dp sizes differ", "rank 1 all-gather 12 of 2,048"]),
+        (view(1, waits=SUM, dp=[("all-reduce", -1, 12, 64)]), [1], ["order differs", "ranks 0, 2 all-gather 12"]),
+        (view(1, waits=GATHER, step=4), [1], ["every rank waits for another: rank 1 in step 4"]),
+    ],
+    ids=["data", "batch", "checkpoint", "elsewhere", "sizes", "order", "deadlock"],
+)
+def test_who_is_late_and_why(third: View, late: list[int], words: list[str]) -> None:
+    reason, found = diagnose({v.rank: v for v in [*WAITS, third]}, {})
+    assert found == late and all(word in reason for word in words), reason
+
+
+def test_a_rank_that_does_not_answer_comes_first_and_all_at_work_is_no_hang() -> None:
+    reason, late = diagnose({0: WAITS[0]}, {1: "process 7: stopped by a signal", 2: ""})
+    assert late == [1, 2] and reason.startswith("ranks 1-2 no longer answer (process 7: stopped by a signal); rank 0")
+    assert diagnose({r: view(r, "nn/mlp.py:3") for r in range(3)}, {})[1] == [0, 1, 2]
+
+
+def test_the_two_ends_of_a_message_are_compared() -> None:
+    to, of = ("send to", 1, 3, 512), ("receive from", 0, 3, 256)
+    ends = {0: replace(view(0), axes={"pp": ([0, 1], [to])}), 1: replace(view(1), axes={"pp": ([0, 1], [of])})}
+    reason, _ = diagnose(ends, {})
+    assert "on pp" in reason and "message 3 (send to rank 1) of 512 bytes" in reason and "256 bytes" in reason
+    ends[1] = replace(ends[1], axes={"pp": ([0, 1], [(*of[:3], 512)])})
+    assert "differ" not in diagnose(ends, {})[0]
+
+
+# ---- what is never wrong data
+
+
+def _groups() -> list[float]:
+    mesh = build_mesh(tp=2, pp=2, device=CPU, timeout=datetime.timedelta(seconds=7))
+    assert {axis.name for axis in mesh.axes} >= {"pp", "tp", "pp_back", "ends", "world"}
+    groups = {id(axis.group): axis.group for axis in mesh.axes}
+    first = [group._get_backend(CPU).options._timeout.total_seconds() for group in groups.values()]  # type: ignore[union-attr]
+    mesh.set_timeout(datetime.timedelta(seconds=9))
+    return first + [group._get_backend(CPU).options._timeout.total_seconds() for group in groups.values()]  # type: ignore[union-attr]
+
+
+def test_every_group_has_the_timeout_that_was_given() -> None:
+    for found in run_ranks(4, _groups):
+        half = len(found) // 2
+        assert found == [7.0] * half + [9.0] * half
+
+
+def _message(elements: int, dtype: torch.dtype) -> bool:
+    """Rank 1 expects another message than rank 0 sends, for which there is room."""
+    mesh = build_mesh(tp=1, pp=2, device=CPU, timeout=datetime.timedelta(seconds=1))
+    x = torch.ones(4) if mesh.pp.rank == 0 else torch.zeros(elements, dtype=dtype)
+    pending = comm.start_message(x, mesh.pp, 1 - mesh.pp.rank, (SEND, RECEIVE)[mesh.pp.rank])
+    if mesh.pp.rank == 0:
+        time.sleep(2)
+        return True
+    with pytest.raises(RuntimeError, match="Timed out waiting|closed by peer"):
+        pending.wait()
+    return not x.any() and mesh.pp.calls.waiting is not None
+
+
+@pytest.mark.parametrize(("elements", "dtype"), [(8, torch.float32), (8, torch.bfloat16), (4, torch.int32)])
+def test_a_message_of_another_size_or_dtype_is_not_taken(elements: int, dtype: torch.dtype) -> None:
+    assert run_ranks(2, _message, elements, dtype) == [True, True]
+
+
+def _one_too_many(folder: str) -> tuple[bool, str]:
+    """Rank 0 does one gather more than rank 1, of the size of the next one."""
+    config, _ = cli.read([*SMALL, "--train-iters", "3"], PRESETS)
+    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), CPU)
+    train_step(run)
+    run.buffer.wait_gather()
+    before, dp = run.buffer.storage.weights.clone(), run.mesh.dp
+    dog = Watchdog(run.mesh, Path(folder), Timers(), 600.0)
+    with pytest.raises(OrderError) as error:
+        if dp.rank == 0:
+            [size] = {call.bytes // 4 for call in dp.calls.last if call.number == 1}
+            comm.start_reduce_scatter(torch.zeros(size), dp).wait()
+        train_step(run)
+    assert torch.equal(before, run.buffer.storage.weights)
+    known = dog.explain(error.value, "here")
+    assert known is not None and known[0] is Exit.CRASH
+    dog.close()
+    run.data.close()
+    return "different collectives (number" in known[1], dog.reason
+
+
+def test_a_collective_too_many_is_an_error_on_all_ranks_that_says_which(tmp_path: Path) -> None:
+    (first, reason), (second, other) = run_ranks(2, _one_too_many, str(tmp_path))
+    assert first and second and reason == other
+    assert re.search(r"rank 1 in .* over dp.*; rank 0 in .* over dp|on dp ", reason), reason
+
+
+# ---- the watchdog
+
+
+def _dog(folder: Path, timeout_s: float = 1.0) -> Watchdog:
+    return Watchdog(Mesh.alone(), folder, Timers(), timeout_s)
+
+
+def test_the_first_steps_and_what_is_no_step_are_never_late(tmp_path: Path) -> None:
+    dog = _dog(tmp_path, 600.0)
+    try:
+        for step in range(hang.ENOUGH):
+            dog.at("step", step)
+            dog._at = ("step", step, time.monotonic() - 1000)
+            assert not dog._is_late()
+            dog._at = ("step", step, time.monotonic() - 20.0)  # what it took in the end
+        dog.at("save", 3)
+        dog._at = ("save", 3, time.monotonic() - 1000)
+        assert not dog._is_late() and dog.patience_s == pytest.approx(200, rel=0.01)
+        for seconds, late in ((190, False), (210, True)):
+            dog._at = ("step", 4, time.monotonic() - seconds)
+            dog._told = dog._at  # the thread is not to tell it
+            assert dog._is_late() == late
+        dog._took.clear()
+        dog._took.extend([0.1] * 3)
+        assert dog.patience_s == hang.FLOOR_S
+        dog._took.extend([250.0] * 9)
+        assert dog.patience_s == 750.0
+    finally:
+        dog.close()
+
+
+def _round(folder: str) -> tuple[str, list[int], float]:
+    """A rank whose main thread is elsewhere answers; the other one asks."""
+    mesh = build_mesh(tp=1, pp=1, device=CPU)
+    dog = Watchdog(mesh, Path(folder), Timers(), 600.0)
+    dog.at("step", 3)
+    dist.barrier()
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        mesh.dp.begin("all-reduce", torch.zeros(3)).__enter__()
+        dog._round()
+    while not dog.reason and time.monotonic() < begin + 20:
+        time.sleep(0.01)
+    took = time.monotonic() - begin
+    dist.barrier()
+    dog.close()
+    return dog.reason, dog.late, took
+
+
+def test_ranks_answer_each_other_through_the_store(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _round, str(tmp_path))
+    assert (
+        first[:2] == second[:2] and first[1] == [1] and first[0].startswith("rank 1 in step 3, step, outside megalite")
+    )
+    [row] = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]  # one rank told it
+    assert (row["event"], row["late"], row["reason"]) == ("hang", [1], first[0])
+    assert "rank 0 in step 3, step, outside megalite: waits 0 s for all-reduce 1 over dp" in first[0]
+    for rank in (0, 1):
+        text = (tmp_path / "hang" / f"rank-{rank:03d}.txt").read_text()
+        assert "in _round" in text and text.count("Thread 0x") >= 2
+
+
+# ---- whole runs
+
+
+def ended(folder: Path, *words: str, fault: str = "", start: tuple[str, ...] = ()) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, stderr and status of a run of up to 30 steps with a time-out of 3 s, as a user starts it."""
+    command = [sys.executable, *start, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "30", *words]
+    command += ["--run-dir", str(folder), "--distributed-timeout-seconds-after-init", "3", "--device", "cpu"]
+    env = {**os.environ, "MEGALITE_FAULT": fault, "TORCH_FR_BUFFER_SIZE": "100"}
+    made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
+    return made.returncode, made.stderr, json.loads((folder / "status.json").read_text())
+
+
+def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
+    code, err, status = ended(tmp_path, "--nproc", "2", fault="step.begin:0:6:stop")
+    assert (code, status["outcome"], status["step"]) == (70, "hang", 5), err
+    assert re.match(
+        r"rank 0 no longer answers \(process \d+: stopped by a signal\); rank 1 in step 6", status["reason"]
+    )
+    assert "waits" in status["reason"] and " over dp, " in status["reason"] and "optim/" in status["reason"]
+    assert err.count("NOTHING GOES ON") == 1 and "Traceback" not in err
+    assert "File" in (tmp_path / "hang" / "rank-001.txt").read_text()
+    entries = json.loads((tmp_path / "hang" / "rank-001.json").read_text())["entries"]
+    assert any("all_reduce" in entry["profiling_name"] for entry in entries)
+    rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(row["event"], row["step"], row["late"]) for row in rows if row["event"] == "hang"] == [("hang", 6, [0])]
+
+
+@pytest.mark.long
+def test_a_data_stall_on_one_of_four_ranks_is_named(tmp_path: Path) -> None:
+    code, err, status = ended(tmp_path, *TP2_PP2, fault="data.get:1:6:sleep")
+    assert (code, status["outcome"]) == (70, "hang"), err
+    assert re.match(r"rank 1 in step 6, batch-generator, .* \(a data stall", status["reason"]), status
+    assert "Traceback" not in err and err.count("NOTHING GOES ON") == 1
+    assert len(list((tmp_path / "hang").glob("rank-*.txt"))) == 4
+
+
+@pytest.mark.long
+def test_under_torchrun_the_status_says_hang(tmp_path: Path) -> None:
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "2")
+    code, err, status = ended(tmp_path, fault="step.begin:0:6:stop", start=start)
+    assert (code, status["outcome"]) == (1, "hang"), err
+    assert status["reason"].startswith("rank 0 no longer answers")
