@@ -49,10 +49,13 @@ BREAKAGES = [
     ),
     Breakage(
         "a group is made without the time-out",
-        "tests/parallel/test_comm.py::test_every_group_has_the_timeout_that_was_set[pp_back-None]",
+        "tests/train/test_hang.py::test_every_group_has_the_timeout_that_was_given",
         (
             ("dist.new_group(ranks, timeout=timeout, group_desc=name)", "dist.new_group(ranks, group_desc=name)"),
-            ("self.tp, self.pp_back, self.ends, self.world):", "self.tp, self.ends, self.world):"),
+(
+                "            set_group_timeout(timeout, axis.group)",
+                '            axis.name == "pp_back" or set_group_timeout(timeout, axis.group)',
+            ),
         ),
     ),
     Breakage(
@@ -100,9 +103,14 @@ BREAKAGES = [
         (("                with _held():  # the fork server inherits that, and whom it forks\n", "                with contextlib.nullcontext():\n"),),
     ),
     Breakage(
-        "restarted ranks read the addresses of the dead",
-        "tests/chaos/test_restarted_ranks.py",
-        (("""        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)\n""", ""),),
+        "two meetings in one store have the same name",
+        "tests/parallel/test_meeting.py::test_meetings_in_one_store_have_different_names",
+        (
+            (
+                'word = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"',
+                'word = f"{socket.gethostname()} {rank} {os.getpid()}"',
+            ),
+        ),
     ),
     Breakage(
         "two data-parallel ranks read the same samples",
@@ -127,18 +135,27 @@ BREAKAGES = [
 ]  # fmt: skip
 
 
-def plant(breakage: Breakage, folder: Path) -> None:
-    """Into a copy of the sources. Raises ValueError if what it replaces is not there, once."""
-    for name in COPIED:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, folder / name)
-    sources = {path: path.read_text("utf-8") for path in sorted((folder / "megalite").rglob("*.py"))}
+def planted(breakage: Breakage) -> dict[str, str]:
+    """The modules that it changes, by path. Raises ValueError if what it replaces is not there, once."""
+    sources = {
+        str(path.relative_to(ROOT)): path.read_text("utf-8") for path in sorted((ROOT / "megalite").rglob("*.py"))
+    }
+    changed: dict[str, str] = {}
     for old, new in breakage.lines:
         there = [path for path, text in sources.items() if old in text]
         if len(there) != 1 or sources[there[0]].count(old) != 1:
             raise ValueError(f"{breakage.name}: {old!r} is in {len(there)} modules: plant it anew")
-        sources[there[0]] = sources[there[0]].replace(old, new)
-        there[0].write_text(sources[there[0]], "utf-8")
+        changed[there[0]] = sources[there[0]] = sources[there[0]].replace(old, new)
+    return changed
+
+
+def plant(breakage: Breakage, folder: Path) -> None:
+    """Into a copy of the sources."""
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    for path, text in planted(breakage).items():
+        (folder / path).write_text(text, "utf-8")
 
 
 def _run(folder: Path, test: str, log: Path) -> None:

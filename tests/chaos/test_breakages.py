@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from breakages import BREAKAGES
+from breakages import BREAKAGES, Breakage, planted
 
 HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda b: b.name)
+def test_what_is_broken_is_still_there_to_be_broken(breakage: Breakage) -> None:
+    assert planted(breakage)
+    path, name = re.fullmatch(r"([\w/]+\.py)::(\w+).*", breakage.test).groups()  # type: ignore[union-attr]
+    assert f"\ndef {name}(" in (HERE.parents[1] / path).read_text("utf-8")
 
 
 @pytest.mark.long
