@@ -10,7 +10,7 @@ now and then, started again by the same command until it has all its steps, as a
     corrupt   kill -9, then one bit of the newest checkpoint is turned
     full      a rank's files end at 4 kB from a step on: its next save fails
     freeze    SIGSTOP of a rank: the others give up after the time-out
-    nan       a reduced gradient of one rank is NaN
+    nan       a reduced gradient of one rank is NaN, once
 
 Writes soak.md, a table with a row per fault, into the folder. Exit code 0 if all of it holds: the last checkpoint has the
 same hashes, every step is logged once with the same loss, at least 85 % of the steps that were trained were of use,
@@ -121,13 +121,13 @@ class Attempt:
             self._news.notify()
 
     def until(self, step: int | None) -> bool:
-        """Wait for the line of `step`, or (None) for the end; False: it has ended before."""
+        """Wait for the line of `step`, or (None) for the end; whether that line has come."""
         with self._news:
             while not self._ended and (step is None or not self.steps or self.steps[-1] < step):
                 known = len(self.steps)
                 if not self._news.wait(PATIENCE_S) and len(self.steps) == known:
                     raise TimeoutError(f"no line for {PATIENCE_S:.0f} s after step {self.steps[-1:]}")
-            return not self._ended
+            return bool(step is not None and self.steps and self.steps[-1] >= step)
 
     def ranks(self) -> list[int]:
         """Process ids, the oldest first: rank 0, 1, ... The resource tracker is a child of the launcher itself."""
@@ -204,11 +204,14 @@ def disturbed(words: list[str], faults: list[Fault], steps: int, out: Path, rng:
     last: Fault | None = None
     while True:
         with started(words, env, log) as attempt:
-            fault = left[0] if left else None
-            reached = attempt.until(fault.step if fault else None)
             struck = time.monotonic()
-            if reached and fault is not None:
+            fault = None
+            while left and fault is None and attempt.until(left[0].step):
+                fault, struck = left.pop(0), time.monotonic()
                 strike(fault, attempt, folder, rng)
+                if fault.kind == "nan" and attempt.until(fault.step + 3):  # the step was computed again
+                    fault.code, fault.outcome, fault.struck, fault.resumed = 0, "goes on", fault.step, fault.step + 1
+                    fault = None
             attempt.until(None)
             code, ended = attempt.end(), time.monotonic()
         if not attempt.steps:
@@ -216,11 +219,10 @@ def disturbed(words: list[str], faults: list[Fault], steps: int, out: Path, rng:
         trained += len(attempt.steps)
         if last is not None:
             last.resumed, last.back_s = attempt.steps[0], attempt.first_s or 0.0
-        if attempt.steps[-1] == steps and (fault is None or code == 75):
+        if attempt.steps[-1] == steps and code == 75:
             return trained, time.monotonic() - begin
         if fault is None:
-            raise RuntimeError(f"ended at step {attempt.steps[-1]} with exit code {code} and no fault left: see {log}")
-        left.remove(fault)
+            raise RuntimeError(f"ended at step {attempt.steps[-1]} with exit code {code} and no fault: see {log}")
         fault.code, fault.struck, fault.ended_s = code, attempt.steps[-1], ended - struck
         with suppress(OSError, ValueError):
             fault.outcome = json.loads((folder / "status.json").read_text())["outcome"]
