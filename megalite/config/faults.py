@@ -24,6 +24,7 @@ from typing import Any
 VARIABLE, ONCE = "MEGALITE_FAULT", "MEGALITE_FAULT_ONCE"
 POINTS = {
     "init": "the ranks have met, nothing is built; step 0",
+    "init.collectives": "collectives are checked for values: what this rank sends; step 0",
     "step.begin": "before a step, and before it is asked whether to stop",
     "data.get": "before the batch of a step is waited for",
     "pipeline.message": "before an activation or a gradient is sent: that",

@@ -59,7 +59,9 @@ def test_what_is_not_a_fault_is_refused(text: str) -> None:
 def test_what_cannot_strike_is_refused_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "step.middle:0:1:kill")
     [problem] = environment.problems()
-    assert problem.startswith("MEGALITE_FAULT='step.middle:0:1:kill' is at no point that there is: init, step.begin")
+    assert problem.startswith(
+        "MEGALITE_FAULT='step.middle:0:1:kill' is at no point that there is: init, init.collectives"
+    )
     with pytest.raises(ValueError, match="no tensor"):
         Faults({VARIABLE: "init:0:0:nan"})("init", 0, 0)
 
