@@ -110,7 +110,8 @@ def strike(kind: str, value: float, where: str, tensor: Any = None) -> None:
 def _first_of(tensor: Any) -> Any:
     if tensor is None:
         raise ValueError("there is no tensor at this point")
-    return (tensor() if callable(tensor) else tensor).view(-1)
+    found: Any = tensor() if callable(tensor) else tensor
+    return found.view(-1)
 
 
 def _faults() -> Faults:

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterable
@@ -110,7 +111,7 @@ def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
     first = {int(e): e.outcome for e in Exit}.get(code, Exit.CRASH.outcome)
     if outcome == "running":
         status |= dict(outcome=first, reason=cause or "ended without a word")
-    elif outcome == Exit.CRASH.outcome and cause and not cause.startswith("rank 0") and code != Exit.REQUEUE:
+    elif outcome == Exit.CRASH.outcome and re.search(r"\brank [1-9]", cause) and code != Exit.REQUEUE:
         status |= dict(outcome=first, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
     else:
         return

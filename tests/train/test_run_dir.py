@@ -57,6 +57,8 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
     assert settled("crash", "lost another rank", 17, said) == ("bad-result", f"{said}; rank 0: lost another rank")
     of_rank_0 = "rank 0 ended with exit code 1"
     assert settled("crash", "ValueError: x", 1, of_rank_0) == ("crash", "ValueError: x")  # which knew best
+    early = f"{of_rank_0}, after rank 1 had ended with exit code 0"  # and could not know
+    assert settled("crash", "lost another rank", 1, early) == ("crash", f"{early}; rank 0: lost another rank")
     assert settled("requeue", "SIGTERM", 75, "rank 1 ended with exit code 75") == ("requeue", "SIGTERM")
     assert settled("running", "", 137, killed, time.time() + 60) == ("running", "")  # of another run
     (tmp_path / "status.json").write_text("{")

@@ -1,0 +1,209 @@
+"""Breakages planted on purpose, one at a time, each with a test that must turn red: `python tests/chaos/breakages.py`.
+
+Each is planted into a copy of the sources, in which a fork of this process, which has torch imported, runs the test
+(an interpreter of its own for each would double the time). Prints one JSON object per breakage.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed  # noqa: F401 (imported once for all forks)
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("megalite", "tests", "tools", "pretrain_gpt.py", "pyproject.toml")
+LIMIT_S = 150.0
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """`lines`: what stands in the package, in one place each, and what replaces it. `test`: what must turn red."""
+
+    name: str
+    test: str
+    lines: tuple[tuple[str, str], ...]
+
+
+BREAKAGES = [
+    # ---- the eight of the plan
+    Breakage(
+        "the folder is not synced after the rename",
+        "tests/checkpoint/test_saver.py::test_order_of_events_survives_a_power_cut",
+        (("            os.replace(part, final)\n        left_branch.sync(final.parent)\n", "            os.replace(part, final)\n"),),
+    ),
+    Breakage(
+        "the maximum of the norms is taken, which drops a NaN",
+        "tests/chaos/test_one_bad_number.py::test_all_ranks_skip_the_step_that_one_has_a_bad_number_in[dp4]",
+        (("all_reduce_(mine, mesh.world).tolist()", "all_reduce_(mine, mesh.world, torch.distributed.ReduceOp.MAX).tolist()"),),
+    ),
+    Breakage(
+        "a group is made without the time-out",
+        "tests/train/test_hang.py::test_every_group_has_the_timeout_that_was_given",
+        (
+            ("dist.new_group(ranks, timeout=timeout, group_desc=name)", "dist.new_group(ranks, group_desc=name)"),
+(
+                "            set_group_timeout(timeout, axis.group)",
+                '            axis.name == "pp_back" or set_group_timeout(timeout, axis.group)',
+            ),
+        ),
+    ),
+    Breakage(
+        "ids beyond the vocabulary are let through",
+        "tests/data/test_batches.py::test_ids_beyond_the_vocabulary_name_file_and_document",
+        (("        self._check(ids, tokens)\n", ""),),
+    ),
+    Breakage(
+        "the rename comes before the manifest is on disk",
+        "tests/checkpoint/test_saver.py::test_order_of_events_survives_a_power_cut",
+        (
+            ('        for name in ("manifest.json", "COMPLETE"):\n            left_branch.sync(part / name)\n        left_branch.sync(part)\n', ""),
+            ("        left_branch.sync(final.parent)\n\n    def remove", '        for name in ("manifest.json", "COMPLETE"):\n            left_branch.sync(final / name)\n        left_branch.sync(final)\n        left_branch.sync(final.parent)\n\n    def remove'),
+        ),
+    ),
+    Breakage(
+        "every rank draws its dropout as rank 0 does",
+        "tests/test_layouts.py::test_layout_equals_one_process_in_fp32[gpt dropout tp2]",
+        (("where.sample_ids_B, self.tp.rank * x_sBD.shape[0])", "where.sample_ids_B, 0)"),),
+    ),
+    Breakage(
+        "directories that are no whole checkpoint count as kept ones",
+        "tests/checkpoint/test_saver.py::test_keep_last_and_retain_touch_only_complete_ones",
+        ((" and step not in damaged and is_complete(folder_of(directory, step)):", " and step not in damaged:"),),
+    ),
+    Breakage(
+        "a writer's error is printed and forgotten",
+        "tests/checkpoint/test_saver.py::test_a_disk_that_is_full_on_one_rank_is_an_error_on_all[at once]",
+        (("    except Exception as e:  # whatever it is, the other ranks must hear of it\n        error = e\n", "    except Exception as e:\n        print(e)\n"),),
+    ),
+    # ---- and others
+    Breakage(
+        "only rank 0 may ask for a stop",
+        "tests/train/test_step.py::test_all_ranks_decide_alike[]",
+        (("mine[3:4] = float(want_stop)", "mine[3:4] = float(want_stop and mesh.world.is_first)"),),
+    ),
+    Breakage(
+        "a rank judges by its own gradients whether a step is good",
+        "tests/chaos/test_one_bad_number.py::test_all_ranks_skip_the_step_that_one_has_a_bad_number_in[dp4]",
+        (("all_reduce_(mine, mesh.world).tolist()", "[mine[0].item(), *all_reduce_(mine.clone(), mesh.world).tolist()[1:]]"),),
+    ),
+    Breakage(
+        "the fork server dies of signals",
+        "tests/train/test_signals.py::test_a_run_that_saves_saves_and_stops[SIGTERM-two]",
+        (("                with _held():  # the fork server inherits that, and whom it forks\n", "                with contextlib.nullcontext():\n"),),
+    ),
+    Breakage(
+        "two meetings in one store have the same name",
+        "tests/parallel/test_meeting.py::test_meetings_in_one_store_have_different_names",
+        (
+            (
+                'word = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"',
+                'word = f"{socket.gethostname()} {rank} {os.getpid()}"',
+            ),
+        ),
+    ),
+    Breakage(
+        "two data-parallel ranks read the same samples",
+        "tests/data/test_batches.py::test_place_of_every_sample",
+        (("ids_MB = consumed + micro * per_micro + self._rank * self._micro + row", "ids_MB = consumed + micro * per_micro + row"),),
+    ),
+    Breakage(
+        "copies of weights are compared and nothing is said",
+        "tests/train/test_watch.py::test_a_turned_bit_is_found_and_named[one of two]",
+        (("            if rest and axis.is_first:", "            if len(rest) > 9 and axis.is_first:"),),
+    ),
+    Breakage(
+        "a save in the background is committed before all ranks have written",
+        "tests/checkpoint/test_saver.py::test_rank_0_commits_when_the_last_file_is_there",
+        (("                wait_for_lists(self.part, self.mesh.world.size, self.give_up, confirm=self.confirm)\n", ""),),
+    ),
+    Breakage(
+        "a resumed run begins its data again",
+        "tests/chaos/test_same_run.py::test_ten_steps_are_five_and_a_kill_and_five",
+        (("        setattr(run.state, name, value)\n", '        setattr(run.state, name, 0 if name == "consumed_samples" else value)\n'),),
+    ),
+]  # fmt: skip
+
+
+def planted(breakage: Breakage) -> dict[str, str]:
+    """The modules that it changes, by path. Raises ValueError if what it replaces is not there, once."""
+    sources = {
+        str(path.relative_to(ROOT)): path.read_text("utf-8") for path in sorted((ROOT / "megalite").rglob("*.py"))
+    }
+    changed: dict[str, str] = {}
+    for old, new in breakage.lines:
+        there = [path for path, text in sources.items() if old in text]
+        if len(there) != 1 or sources[there[0]].count(old) != 1:
+            raise ValueError(f"{breakage.name}: {old!r} is in {len(there)} modules: plant it anew")
+        changed[there[0]] = sources[there[0]] = sources[there[0]].replace(old, new)
+    return changed
+
+
+def plant(breakage: Breakage, folder: Path) -> None:
+    """Into a copy of the sources."""
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    for path, text in planted(breakage).items():
+        (folder / path).write_text(text, "utf-8")
+
+
+def _run(folder: Path, test: str, log: Path) -> None:
+    out = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.setsid()
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if not Path(entry or ".").is_relative_to(ROOT / "tests"))]
+    os._exit(pytest.main(["-x", "-q", "-p", "no:xdist", "--timeout", str(LIMIT_S - 10), f"--rootdir={folder}", test]))
+
+
+def verdict(breakage: Breakage) -> str:
+    """red, or what else came of it: green, not collected, ..."""
+    with tempfile.TemporaryDirectory(prefix="megalite-breakage-") as name:
+        folder = Path(name) / "copy"
+        folder.mkdir()
+        try:
+            plant(breakage, folder)
+        except ValueError as error:
+            return str(error)
+        process = multiprocessing.get_context("fork").Process(
+            target=_run, args=(folder, breakage.test, Path(name, "log"))
+        )
+        process.start()
+        process.join(LIMIT_S)
+        hangs = process.is_alive()
+        assert process.pid is not None
+        with suppress(ProcessLookupError):  # and whom it started: nobody is to outlive this
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        if hangs:
+            return "it hangs"
+        said = Path(name, "log").read_text("utf-8", "replace")
+        if process.exitcode == pytest.ExitCode.TESTS_FAILED and "ImportError" not in said and "SyntaxError" not in said:
+            return "red"
+        return "green" if process.exitcode == 0 else f"exit code {process.exitcode}: {said[-2000:]}"
+
+
+def main(wanted: list[str]) -> int:
+    """Of all breakages, or of those with one of these words in their name."""
+    for breakage in BREAKAGES:
+        if not wanted or any(word in breakage.name for word in wanted):
+            print(json.dumps({"breakage": breakage.name, "verdict": verdict(breakage)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    assert not any(name.startswith("megalite") for name in sys.modules) and torch.__version__
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,30 @@
+"""The tests that guard a run are red when what they guard is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from breakages import BREAKAGES, Breakage, planted
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda b: b.name)
+def test_what_is_broken_is_still_there_to_be_broken(breakage: Breakage) -> None:
+    assert planted(breakage)
+    path, name = re.fullmatch(r"([\w/]+\.py)::(\w+).*", breakage.test).groups()  # type: ignore[union-attr]
+    assert f"\ndef {name}(" in (HERE.parents[1] / path).read_text("utf-8")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_every_breakage_turns_its_test_red() -> None:
+    words = [sys.executable, str(HERE / "breakages.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=880)
+    found = {row["breakage"]: row["verdict"] for row in map(json.loads, done.stdout.splitlines())}
+    assert found == {breakage.name: "red" for breakage in BREAKAGES}, done.stderr

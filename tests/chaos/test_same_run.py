@@ -1,0 +1,111 @@
+"""C12 and I7: killed and started again, a run is the same run; on other numbers of ranks it still reads every sample
+once, in the same order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drill import drill
+
+from megalite.data.files.indexed_writer import IndexedWriter
+
+SAMPLES, BATCH = 240, 8  # of an epoch
+READ = "--split 1,0,0 --eval-iters 0 --save-interval 2 --global-batch-size 8 --micro-batch-size 2".split()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """More than an epoch of SAMPLES samples of 16 tokens and a label."""
+    prefix, rng = tmp_path_factory.mktemp("data") / "a", np.random.default_rng(1)
+    writer, left = IndexedWriter(prefix, np.uint16), SAMPLES * 16 + 1
+    while left:
+        length = min(left, int(rng.integers(5, 40)))
+        writer.add(rng.integers(0, 93, length).tolist())
+        left -= length
+    writer.finish()
+    return str(prefix)
+
+
+def _note_what_is_read(base: Path, rank: int) -> None:
+    """Into a file per rank: step, sample ids and tokens of what each step trains on."""
+    from megalite.train import loop
+
+    file, train_step = open(base / f"read-{rank}.jsonl", "a", buffering=1), loop.train_step  # noqa: SIM115
+
+    def noted(run, *args, **options):  # type: ignore[no-untyped-def]
+        hosts, _ = run.data.get(run.state.consumed_samples, BATCH)
+        rows = [
+            (int(i), host.batch.tokens_SB[:, b].tolist())
+            for host in hosts
+            for b, i in enumerate(host.batch.sample_ids_B)
+        ]
+        result = train_step(run, *args, **options)
+        file.write(json.dumps([run.state.step, rows]) + "\n")
+        return result
+
+    loop.train_step = noted  # type: ignore[assignment]
+
+
+def read(base: Path) -> dict[int, list[tuple[int, list[int]]]]:
+    """By step: what the last attempt that took it has read on all ranks, in order of the ids."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for folder in sorted({path.parent for path in base.glob("*/read-*.jsonl")}):
+        of_folder: dict[int, dict[int, list[int]]] = {}
+        for path in folder.glob("read-*.jsonl"):
+            for line in path.read_text().splitlines():
+                step, rows = json.loads(line)
+                for i, tokens in rows:
+                    assert i not in of_folder.setdefault(step, {}), f"sample {i} twice in step {step}"
+                    of_folder[step][i] = tokens
+        found |= of_folder
+    return {step: sorted(rows.items()) for step, rows in sorted(found.items())}
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+@pytest.mark.long
+def test_every_sample_once_and_in_order_over_kills_and_other_numbers_of_ranks(data: str, tmp_path: Path) -> None:
+    """An epoch and two steps of the next one: dp 2 -> 4 -> 1 -> 2, with a kill -9 of a rank in each but the last."""
+    steps = SAMPLES // BATCH + 2
+    flags = [*READ, "--data-path", data, "--train-iters", str(steps), "--run-dir", str(tmp_path / "logs")]
+    straight = drill(tmp_path / "s/a", 2, [*flags, "--run-dir", str(tmp_path / "s")], before=_note_what_is_read)
+    assert straight.code == 0, straight.said
+    shared = [*flags, "--save", str(tmp_path / "k/run"), "--load", str(tmp_path / "k/run")]
+    for name, world, fault in (
+        ("a", 2, "step.after_update:1:9:kill"),
+        ("b", 4, "step.after_reduce:3:20:kill"),
+        ("c", 1, "data.get:0:28:kill"),
+        ("d", 2, ""),
+    ):
+        end = drill(tmp_path / "k" / name, world, shared, fault, before=_note_what_is_read)
+        assert end.code == (137 if fault else 0), end.said
+    want, got = read(tmp_path / "s"), read(tmp_path / "k")
+    assert got == want and list(want) == list(range(1, steps + 1))
+    assert [i for rows in want.values() for i, _ in rows] == list(range(steps * BATCH))
+    assert len({tuple(tokens) for rows in list(want.values())[: SAMPLES // BATCH] for _, tokens in rows}) == SAMPLES
+    a, b = losses(tmp_path / "s"), losses(tmp_path / "logs")
+    assert len(a) == steps and b == pytest.approx(a, rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world,layout", [(4, "--tensor-model-parallel-size 2 --async-save")], ids=["tp2 dp2"])
+def test_ten_steps_are_five_and_a_kill_and_five(world: int, layout: str, data: str, tmp_path: Path) -> None:
+    """Losses, norms, weights, moments, rates and the ledger, with dropout on; the save before it in the background."""
+    flags = [*READ, *layout.split(), "--data-path", data, "--train-iters", "10", "--save-interval", "5"]
+    flags += ["--num-layers", "2"]
+    straight = drill(tmp_path / "straight", world, flags)
+    assert straight.code == 0, straight.said
+    killed = drill(tmp_path / "killed", world, flags, "step.after_update:2:7:kill")
+    assert killed.code == 137 and killed.status["outcome"] == "crash"
+    again = drill(tmp_path / "killed", world, flags)
+    assert again.code == 0 and "resumed from" in again.said[0], again.said
+    one, two = (tmp_path / name / "run" for name in ("straight", "killed"))
+    a, b = (json.loads((folder / "iter_0000010/manifest.json").read_text()) for folder in (one, two))
+    a["state"].pop("config"), b["state"].pop("config")
+    assert a == b and losses(one) == losses(two) and len(losses(one)) == 10
