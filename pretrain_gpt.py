@@ -10,7 +10,6 @@ mpirun -n 4 python pretrain_gpt.py FLAGS            the same, under Open MPI, MP
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 
@@ -38,7 +37,6 @@ GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
 
 def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
-    faulthandler.enable()  # gloo aborts where sizes differ: the stack tells in which collective
     stop = stop_signal(config)
     stop.install()
     from megalite.train.run import pretrain  # imports torch

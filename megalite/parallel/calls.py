@@ -17,10 +17,6 @@ KEPT = 16  # of the last ones
 SEND, RECEIVE = "send to", "receive from"
 
 
-class OrderError(RuntimeError):
-    """Ranks of one group do different collectives."""
-
-
 @dataclass(eq=False)
 class Call:
     """One collective, or one message; `peer`: the global rank at its other end, -1: there is none. As a context: the

@@ -116,15 +116,15 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
         return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), None, call)
 
 
-def start_message(x: Tensor, axis: Axis, at: int, op: str) -> Pending:
+def start_message(x: Tensor, axis: Axis, at: int, op: str, mark: int = 0) -> Pending:
     """Send `x` to the position `at` of the axis, or receive it from there. It must not change, or be read, before
-    `wait`. `op`: SEND or RECEIVE."""
+    `wait`. `op`: SEND or RECEIVE. `mark`: equal at both ends."""
     peer = axis.ranks[at]
     with axis.begin(op, x, peer) as call:
         tag = 0
         if dist.get_backend(axis.group) == "gloo":
             # which takes a message for any buffer that it fits into, but pairs equal tags only
-            tag = zlib.crc32(f"{call.number} {call.bytes} {x.dtype}".encode()) & 0x7FFFFFFF
+            tag = zlib.crc32(f"{mark} {call.bytes} {x.dtype}".encode()) & 0x7FFFFFFF
         return Pending(x, (dist.isend if op == SEND else dist.irecv)(x, peer, group=axis.group, tag=tag), None, call)
 
 

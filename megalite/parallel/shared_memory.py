@@ -30,11 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.parallel.calls import OrderError
-
 SLOTS = 4
 SLOT_BYTES = 2 << 20
 FOLDER = Path("/dev/shm")
+
+
+class OrderError(RuntimeError):
+    """Ranks of one group do different collectives."""
 
 
 class SharedMemory:
@@ -44,7 +46,6 @@ class SharedMemory:
         """memory: uint8, alike for all ranks."""
         self.group, self.rank, self.size = group, rank, size
         self.slots = list(memory.view(size, slots, -1).unbind(1))  # each [size, bytes]
-        self._number = 0  # of transfers
         self._now = 0  # events of this rank's program: puts, reads and meetings
         self._passed = 0  # all ranks are past this event
         self._read_at: list[int | None] = [0] * slots  # when this rank read each slot; None: not yet
@@ -125,8 +126,7 @@ class SharedMemory:
     def _start(
         self, kind: int, x: Tensor, elements: int, piece: int, put: Callable[..., None], read: Callable[..., None]
     ) -> Transfer:
-        self._number += 1
-        facts = torch.tensor([self._number, kind, elements, x.element_size()], dtype=torch.int64)
+        facts = torch.tensor([kind, elements, x.element_size()], dtype=torch.int64)
         spans = [(begin, min(begin + piece, elements)) for begin in range(0, elements, piece)]
         transfer = Transfer(self, facts, spans, put, read)
         if spans:
@@ -156,7 +156,7 @@ class SharedMemory:
         """All ranks are here: past every read that this rank has made."""
         self._now += 1
         here = self._now
-        self.arrive(torch.zeros(4, dtype=torch.int64)).wait()
+        self.arrive(torch.zeros(3, dtype=torch.int64)).wait()
         self._passed = here
 
     def put_done(self) -> int:
@@ -187,7 +187,7 @@ class _Arrival:
         most, least = self._both.chunk(2)
         if not torch.equal(most, -least):
             raise OrderError(
-                "ranks do different collectives (number; 1: all-gather, 2: reduce-scatter; elements; bytes of each): "
+                "ranks do different collectives (1: all-gather, 2: reduce-scatter; elements; bytes of each): "
                 f"between {(-least).tolist()} and {most.tolist()}; the program must be the same on all ranks"
             )
 

@@ -117,11 +117,15 @@ class GraphedPipeline(Pipeline):
             made.append(self._forward(flight, (0, 0), 0, static, self._weight))
             self._backward(flight, (0, 0), self._weight)
 
+        clock = self.mesh.clock
+        timed, clock.timed = clock.timed, False  # a mark that is recorded tells no time
         try:
             graph.record(work)
         except RuntimeError as error:
             text = f"a micro-batch could not be recorded as a CUDA graph ({error}); drop --cuda-graph-impl"
             raise RuntimeError(text) from error
+        finally:
+            clock.timed = timed
         return _Recorded(static, made[0], graph)
 
 

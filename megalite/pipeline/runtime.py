@@ -178,7 +178,7 @@ class Pipeline:
         axis: Axis = self.mesh.pp if forward else self.mesh.pp_back
         step = 1 if action.op in (Op.SEND_F, Op.RECV_B) else -1
         with self.mesh.clock.span(MESSAGES, action):
-            return start_message(tensor, axis, (axis.rank + step) % axis.size, op)
+            return start_message(tensor, axis, (axis.rank + step) % axis.size, op, action.microbatch)
 
     def _now(self, begin: float) -> float:
         if self.timeline is not None:

@@ -202,7 +202,9 @@ def _failure(
     """The outcome and the reason of a run that an error ended; the rank that knows most tells it. Before training has
     `begun`, a checkpoint's error is one that the next start would find again."""
     where = f"{run.mesh.describe()}, step {run.state.step + 1}" if run else f"rank {ranks.rank} of {ranks.world}"
-    if dog is not None and (known := dog.explain(error, where)) is not None:
+    if dog is not None and (known := dog.explain(error)) is not None:
+        tell = complain if fails_first(ranks, *known) else complain_aside
+        tell(f"{where}: {known[0].outcome}: {known[1]}")
         return known
     match error:
         case KeyboardInterrupt():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from card import cuda, graphs, streams
 from card.state import Machine, Unlisted
 from card.trace import Alloc, Fact, Free, HostWait, Record, RecordStream, Wait
+from megalite.parallel.clock import Clock
 
 CLASSES = (streams.Stream, streams.Event, graphs.CUDAGraph, graphs.graph, cuda.StreamContext, cuda.device)
 OWN = {"Stream": {"number"}, "Event": {"number", "recorded", "enable_timing"}, "CUDAGraph": {"operations"}}
@@ -381,3 +383,21 @@ def test_the_memory_history_and_the_profilers_switch(card: Machine, tmp_path: Pa
     torch.cuda.cudart().cudaProfilerStart()
     torch.cuda.cudart().cudaProfilerStop()
     assert card.runtime_calls == ["cudaProfilerStart", "cudaProfilerStop"]
+
+
+def test_the_clock_asks_a_card_for_times_without_waiting_for_it() -> None:
+    trace: list[Any] = []
+    with cuda.installed(trace):
+        clock, card = Clock(), torch.device("cuda", 0)
+        for waits in (False, True):
+            clock.begin(card)
+            with clock.span("forward"):
+                time.sleep(0.01)
+            clock.end()
+            if waits:
+                torch.cuda.synchronize()
+            else:
+                assert clock.read() == {}  # it is not there yet: nobody waits
+        spent = clock.read()
+    assert set(spent) == {"other", "forward"} and spent["forward"] >= 0.01
+    assert sum(isinstance(fact, HostWait) for fact in trace) == 1

@@ -84,6 +84,7 @@ NO_RACE = {
     SAVED: "what is saved is owned, and a gather leaves it as it is",
     "train/loop.py Training.train: self.run.buffer.wait_gather()": "as above",
     "pipeline/runtime.py Pipeline._now: synchronize(self.mesh.device)": "for the time alone",
+    "train/phases.py Phases.over_ranks: synchronize(self._mesh.device)": "for the time alone",
     "train/timers.py Timers._now: synchronize(self.mesh.device)": "for the time alone",
     "parallel/streams.py synchronize: torch.cuda.synchronize(device)": "for the time alone",
 }
@@ -94,10 +95,11 @@ OF_THE_HOST = {
     "checkpoint/storage/object_store.py RemoteStorage.reading.renew: over.wait(RENEW_S)",
     "parallel/launch.py _watch: connection.wait([p.sentinel for p in alive], wait)",
     "train/loop.py Training.train: self.saver.wait()",
+    "train/watch/hang.py Watchdog._watch: self._closing.wait(POLL_S)",
     # between processes that share memory, on CPUs
     "parallel/comm.py _Narrowed.wait: super().wait()",
     "parallel/shared_memory.py SharedMemory.take: self._open[0].wait()",
-    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(4, dtype=torch.int64)).wait()",
+    "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(3, dtype=torch.int64)).wait()",
     "parallel/shared_memory.py _Arrival.wait: self._work.wait()",
     "parallel/shared_memory.py Transfer.wait: arrival.wait()",
 }

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import distributed_c10d
 
 import megalite
-from megalite.parallel.calls import OrderError
 from megalite.parallel.mesh import Mesh
+from megalite.parallel.shared_memory import OrderError
 from megalite.train.run_dir import Exit, complain
 from megalite.train.timers import Timers
 from megalite.train.watch.diagnosis import View, diagnose, ranks
@@ -44,7 +44,7 @@ FACTOR, LEAST_FACTOR = 10, 3  # of the usual length of a step: late, and never c
 FLOOR_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length
 POLL_S, ANSWER_S, STORE_S = 0.5, 3.0, 5.0
 ROOT = str(Path(megalite.__file__).parent) + os.sep
-HANGS = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout")  # gloo's words, and nccl's
+HANGS = re.compile(r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout")  # gloo, nccl
 LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)|remote process exited|ncclRemoteError|"
     r"NCCL communicator was aborted|unhandled system error|failed to recv, got 0 bytes"
@@ -78,22 +78,19 @@ class Watchdog:
         if self._led and before is self._told:
             complain(f"step {before[1]} goes on, after {took:.0f} s")
 
-    def explain(self, error: BaseException, where: str) -> tuple[Exit, str] | None:
-        """Of what ended this rank: outcome and reason, told, if others are the cause; None: it is the error itself."""
-        known: tuple[Exit, str] | None = None
+    def explain(self, error: BaseException) -> tuple[Exit, str] | None:
+        """Outcome and reason of a rank that others made end; None: the error is its own."""
         if isinstance(error, OrderError):
             self._round(again=True)
-            known = Exit.CRASH, f"{error}: {self.reason}"
-        elif isinstance(error, RuntimeError) and HANGS.search(str(error)):
+            return Exit.CRASH, f"{error}: {self.reason}"
+        if isinstance(error, RuntimeError) and HANGS.search(str(error)):
             self._round()
             self._put("over", json.dumps([self.reason, self.late]))
-            known = Exit.HANG, self.reason
-        elif (isinstance(error, KeyboardInterrupt) or lost_another(error)) and self._has("over"):
+            return Exit.HANG, self.reason
+        if (isinstance(error, KeyboardInterrupt) or lost_another(error)) and self._has("over"):
             self.reason, self.late = json.loads(self._get("over"))
-            known = Exit.HANG, self.reason
-        if known is not None:
-            complain(f"{where}: {known[0].outcome}: {known[1]}")
-        return known
+            return Exit.HANG, self.reason
+        return None
 
     def close(self) -> None:
         self._closing.set()
@@ -196,9 +193,8 @@ class Watchdog:
                     file.writelines(f"{axis} {members}: {op} {peer} {n}, {size} bytes\n" for op, peer, n, size in calls)
                 file.flush()
                 faulthandler.dump_traceback(file)
-            if recorder := getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None):
-                text = recorder()
-                path.with_suffix(".json").write_text(text if isinstance(text, str) else text.decode())
+            if recorder := getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None):
+                path.with_suffix(".json").write_bytes(recorder())
         except (OSError, RuntimeError, ValueError) as error:
             complain(f"WARNING: {path}: {error}; where this rank is is lost there")
 
@@ -240,6 +236,7 @@ def lost_another(error: BaseException) -> bool:
 
 
 def _own_connection() -> Any:
-    store = PrefixStore("hang", distributed_c10d._get_default_store()).clone()
+    store: Any = distributed_c10d.PrefixStore("hang", distributed_c10d._get_default_store())
+    store = store.clone()
     store.set_timeout(timedelta(seconds=STORE_S))
     return store
