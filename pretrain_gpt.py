@@ -10,6 +10,7 @@ mpirun -n 4 python pretrain_gpt.py FLAGS            the same, under Open MPI, MP
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -27,7 +28,7 @@ from megalite.parallel.launch import (
     torchrun_restarts,
 )
 from megalite.parallel.local_ranks import INTERRUPTED, cores, start_local
-from megalite.train.restarts import Restarts, lock_run
+from megalite.train.restarts import Restarts, locked_run
 from megalite.train.run_dir import Exit, complain, run_folder
 from megalite.train.stop import hold, stop_signal
 
@@ -69,18 +70,18 @@ def main(argv: list[str]) -> int:
     config, nproc = found.config, local_processes(found.config.parallel)
     if config.parallel.device != "cpu":
         prepare_cuda(config.parallel.tensor_model_parallel_size, run_folder(config), config.train.deterministic_mode)
-    if not config.train.dry_run and (ranks is None or ranks.rank == 0):
-        try:
-            _held = lock_run(config)
-        except CheckpointError as error:
-            complain(f"pretrain_gpt.py: {error}")
-            return Exit.PREFLIGHT
-    if ranks is None and (nproc > 1 or config.operations.max_restarts) and not config.train.dry_run:
-        return start_local(nproc, run, (config, found.warnings), holds_signals=True, ended=Restarts(config))
-    alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
     if ranks is not None and config.operations.max_restarts:
-        found.warnings.append("max_restarts is for ranks that --nproc starts: torchrun has --max-restarts of its own")
-    return run(ranks or alone, config, [*found.warnings, *lacks])  # type: ignore[func-returns-value]
+        lacks.append("max_restarts is for ranks that --nproc starts: torchrun has --max-restarts of its own")
+    told, first = [*found.warnings, *environment.warnings(), *lacks], ranks is None or ranks.rank == 0
+    try:
+        with locked_run(config) if first and not config.train.dry_run else contextlib.nullcontext():
+            if ranks is None and (nproc > 1 or config.operations.max_restarts) and not config.train.dry_run:
+                return start_local(nproc, run, (config, told), holds_signals=True, ended=Restarts(config))
+            alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
+            return run(ranks or alone, config, told)  # type: ignore[func-returns-value]
+    except CheckpointError as error:  # another run has the directory
+        complain(f"pretrain_gpt.py: {error}")
+        return Exit.PREFLIGHT
 
 
 if __name__ == "__main__":

@@ -202,6 +202,7 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
     found |= {
         f"--{word}" for word in "build-arg rm gpus shm-size ulimit user network ipc entrypoint".split()
     }  # of docker
+    found |= {"--ntasks-per-node"}  # of sbatch
     for path in sorted((ROOT / "tools").rglob("*.py")):
         if "ArgumentParser(" in path.read_text():
             with documents.stopped(patch, read=False) as here:

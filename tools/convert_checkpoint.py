@@ -294,7 +294,7 @@ def main(argv: list[str]) -> int:
             good = from_megatron(args.from_megatron, args.save, args.vocab_size, args.check or args.check_bits)
         else:
             good = to_hf(args) if args.to_hf is not None else to_megatron(args)
-    except (CheckpointError, ConfigError, DataError) as error:
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
         print(f"convert_checkpoint.py: {error}", file=sys.stderr)
         return 3
     return 0 if good else 1

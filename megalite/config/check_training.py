@@ -21,6 +21,9 @@ def training_problems(config: Config, say: Say) -> Iterator[Problem]:
     yield from _batches(config.train, config.model.seq_length, say)
     yield from _recomputation(config.train, say)
     yield from _graph(config, say)
+    c = config.checkpoint
+    if config.train.spike_action == "rollback" and (c.save is None or c.no_save_optim):
+        yield say("{=spike_action} needs checkpoints of all of the run; add {--save}, without {--no-save-optim}")
 
 
 def _length(t: TrainConfig, say: Say) -> Iterator[Problem]:

@@ -40,6 +40,8 @@ def _of_training(config: Config, say: Say) -> Iterator[Problem]:
             "{step_batch_size_schedule} with {train_iters}: an iteration of warm-up and decay counts {micro_batch_size}"
             " x data parallel samples, as in Megatron-LM; {--train-samples} and --lr-*-samples say what you mean"
         )
+    if t.spike_action != "log" and not (t.check_for_spiky_loss or t.check_for_large_grads):
+        yield say("{=spike_action} has no effect without {--check-for-spiky-loss} or {--check-for-large-grads}")
     if t.recompute_modules != ("core_attn",) and t.recompute_granularity != "selective":
         text = "{=recompute_modules} has no effect without {--recompute-granularity} selective"
         yield say(text, recompute_modules=" ".join(t.recompute_modules))

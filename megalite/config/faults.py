@@ -38,7 +38,8 @@ POINTS = {
 }
 KINDS = ("kill", "stop", "term", "raise", "exit0", "sleep", "nan", "inf", "bitflip", "eio", "full")
 FORM = re.compile(
-    rf"(?P<point>[a-z_.]+):(?P<rank>\d+|\*):(?P<step>\d+|\*):(?P<kind>{'|'.join(KINDS)})(=(?P<value>[\d.]+))?"
+    rf"(?P<point>[a-z_.]+):(?P<rank>\d+|\*):(?P<step>\d+|\*):(?P<kind>{'|'.join(KINDS)})"
+    r"((?<=sleep)=(?P<value>\d+(\.\d+)?))?"
 )
 
 
@@ -53,6 +54,8 @@ class Faults:
         self._of: dict[str, list[re.Match[str]]] = {}
         self._struck: set[str] = set()
         self._once = env.get(ONCE)
+        if self._once is not None and not os.path.isdir(self._once):
+            raise ValueError(f"{ONCE}={self._once!r} is no directory; make it, or unset {ONCE}")
         for text in filter(None, env.get(VARIABLE, "").split(",")):
             if (match := FORM.fullmatch(text)) is None:
                 raise ValueError(f"{VARIABLE}={text!r} is not POINT:RANK:STEP:KIND with a KIND of {', '.join(KINDS)}")

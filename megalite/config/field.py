@@ -22,6 +22,8 @@ from typing import Any
 FREE, HOW, TRAINING, MODEL = "free", "how", "training", "model"
 PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 LONGEST = 200  # characters of a value in an error
+PATHS = re.compile(r"\w+_(path|dir|file)|tokenizer_model|save|save_local|load|pretrained_checkpoint|export_hf")
+LONGEST_PATH, LONGEST_NAME = 4000, 240  # bytes; Linux takes 4095 and 255, with the suffixes that are put behind
 
 
 @dataclass(frozen=True)
@@ -93,15 +95,25 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def unusable(text: str, path: bool) -> str | None:
+    """Why a text can be no value: no file of the run could hold it, or no file system such a path."""
+    if PASSWORD.search(text):
+        return "has a password in its URL, which the run's files would show; set FSSPEC_<PROTOCOL>_PASSWORD instead"
+    raw = text.encode(errors="surrogateescape")
+    if "\0" in text or raw.decode(errors="replace") != text:
+        return f"is not UTF-8 text ({raw[:LONGEST]!r}); rename it"
+    if path and (len(raw) > LONGEST_PATH or ("://" not in text and max(map(len, raw.split(b"/"))) > LONGEST_NAME)):
+        return f"is longer than a path may be ({LONGEST_PATH} bytes, {LONGEST_NAME} between two /); shorten it"
+    return None
+
+
 def convert(f: Field[Any], value: Any) -> Any:
     """`value`, of a TOML file or preset, as the field's type. No text becomes a number. Raises ValueError."""
     kind, facts = base_type(f), facts_of(f)
     words = value if isinstance(value, (list, tuple)) else [value]
-    if any(isinstance(word, str) and PASSWORD.search(word) for word in words):
-        text = (
-            "has a password in its URL, which the files of the run would show; set FSSPEC_<PROTOCOL>_PASSWORD instead"
-        )
-        raise ValueError(f"{f.name} {text}")
+    is_path = PATHS.fullmatch(f.name) is not None
+    for reason in filter(None, (unusable(word, is_path) for word in words if isinstance(word, str))):
+        raise ValueError(f"{f.name} {reason}")
     shown = repr(value) if len(repr(value)) <= LONGEST else repr(value)[:LONGEST] + "..."
     bad = ValueError(f"{f.name}={shown} is not {'an' if kind[0] == 'i' else 'a'} {kind}; write it as one")
     if kind in ("ints", "strs"):

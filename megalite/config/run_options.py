@@ -87,7 +87,20 @@ class TrainConfig:
     recompute_method: str | None = how(None, "full: every group of layers, or the first", choices=("uniform", "block"))
     recompute_num_layers: int | None = how(None, "uniform: layers per group; block: layers per stage")
     z_loss_coeff: float = training(0.0, "z-loss: this times log^2 of the softmax's sum, added to the loss; PaLM: 1e-4")
-    check_for_nan_in_loss_and_grad: bool = free(True, "stop at a loss or gradient that is not finite")
+    check_for_nan_in_loss_and_grad: bool = free(True, "stop at a loss or gradient that is not finite; off: skip it")
+    max_skipped_steps: int = free(100, "stop after so many steps in a row that updated nothing", above=0)
+    rerun_mode: str = free(
+        "validate_results",
+        "compute a doubtful step twice, to tell data from hardware; report_stats: every step",
+        choices=("disabled", "validate_results", "report_stats"),
+    )
+    check_for_spiky_loss: bool = training(False, "doubt a loss out of line with the steps before it")
+    check_for_large_grads: bool = training(False, "doubt a gradient norm out of line with the steps before it")
+    spike_action: str = training(
+        "log", "skip: no update; rollback: to the last checkpoint", choices=("log", "skip", "rollback")
+    )
+    spike_threshold: float = training(10.0, "deviations above the median (by MAD) that are a spike", above=0)
+    spike_window: int = training(100, "steps that the median is of", above=0)
     deterministic_mode: bool = how(False, "refuse operations that may give other bits in another run")
     compile: bool = how(False, "torch.compile between a block's matmuls; not with --kernels triton")
     cuda_graph_impl: str = how(
@@ -315,3 +328,6 @@ class OperationsConfig:
     memory_snapshot_path: str = free("snapshot.pickle", "file of --record-memory-history; _RANK is added")
     max_restarts: int = free(0, "times in an hour that the launcher of --nproc starts ranks again when one has died")
     check_weight_hash_across_dp_replicas_interval: int | None = free(None, "steps between checks that weights agree")
+    check_replicas_action: str = free(
+        "stop", "heal: from main weights, or what most have", choices=("warn", "stop", "heal")
+    )

@@ -33,12 +33,23 @@ ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "
 
 @dataclass(frozen=True)
 class Foreign:
-    """`read()` gives a tensor of recipe.shape and `dtype`; `place` is for people: a file, and a name in it."""
+    """`load()` gives a tensor of recipe.shape and `dtype`; `place` is for people: a file, and a name in it."""
 
     recipe: Recipe
     dtype: torch.dtype
     place: str
-    read: Callable[[], Tensor]
+    load: Callable[[], Tensor]
+
+    def read(self) -> Tensor:
+        """Its values, all finite. Raises CheckpointError."""
+        values = self.load()
+        if bad := values.numel() - int(values.isfinite().sum()):
+            first = values[~values.isfinite()][0]
+            raise CheckpointError(
+                f"{self.place}: {bad:,} of {values.numel():,} values are not finite, the first is {first:g}; "
+                "training cannot begin with them: give another checkpoint"
+            )
+        return values
 
 
 def usual_dtype(foreign: Sequence[Foreign]) -> torch.dtype:
@@ -54,11 +65,17 @@ def refuse(problems: Sequence[str], what: str) -> None:
 
 
 def model_of(options: dict[str, Any], where: str) -> ModelConfig:
-    """The model of options that came from a foreign file. Raises CheckpointError for wrong types."""
+    """The model of options that came from a file. Raises CheckpointError for values that no model has."""
     try:
-        return build({name: value for name, value in options.items() if name != "vocab_size"}).model
+        model = build({name: value for name, value in options.items() if name != "vocab_size"}).model
     except ConfigError as error:
         raise CheckpointError(f"{where}: {'; '.join(error.problems)}; it is damaged") from None
+    values = {f.name: getattr(model, f.name) for f in fields(model)}
+    large = [f"{name}={value}" for name, value in values.items() if isinstance(value, int) and value >= 1 << 31]
+    problems = [f"{', '.join(large)} is out of range"] if large else check(replace(build(ANY_RUN), model=model))
+    if problems:
+        raise CheckpointError(f"{where}: {'; '.join(problems)}; it is damaged")
+    return model
 
 
 def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
@@ -101,15 +118,9 @@ def saved_model(source: Checkpoint) -> ModelConfig:
     """The model that a checkpoint's configuration describes. Raises CheckpointError."""
     where = f"{source.folder}: its configuration"
     try:
-        model = build(parse_toml(str(source.manifest.state["config"]), str(source.folder))).model
+        return model_of(parse_toml(str(source.manifest.state["config"]), str(source.folder)), where)
     except (KeyError, ConfigError) as error:
         raise CheckpointError(f"{where} cannot be read ({error}); use another checkpoint") from None
-    values = {f.name: getattr(model, f.name) for f in fields(model)}
-    large = [f"{name}={value}" for name, value in values.items() if isinstance(value, int) and value >= 1 << 31]
-    problems = large or check(replace(build(ANY_RUN), model=model))
-    if problems:
-        raise CheckpointError(f"{where} is damaged ({'; '.join(problems)}); use another checkpoint")
-    return model
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -49,11 +50,16 @@ class Call:
 
 @dataclass(eq=False)
 class Calls:
-    """Of one rank on one axis. waiting: what the rank is blocked in, and since when (time.monotonic)."""
+    """Of one rank on one axis.
+
+    waiting         what the rank is blocked in, and since when (time.monotonic)
+    message_limit   how long it waits for a message; None: as its group says, which gloo asks when it makes the group
+    """
 
     last: deque[Call] = field(default_factory=lambda: deque(maxlen=KEPT))
     waiting: tuple[Call, float] | None = None
     numbers: dict[tuple[str, int], int] = field(default_factory=dict)
+    message_limit: timedelta | None = None
 
     def begin(self, axis: Any, op: str, x: Tensor, peer: int) -> Call:
         stream = (op if peer >= 0 else "", peer)

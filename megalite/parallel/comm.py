@@ -49,8 +49,9 @@ class Pending:
     def wait(self) -> Tensor:
         if self._work is not None:
             assert self._call is not None
+            limit = self._call.axis.calls.message_limit if self._call.peer >= 0 else None
             with self._call:
-                self._work.wait()
+                self._work.wait() if limit is None else self._work.wait(limit)
             self._work = self._keep = None
         return self._result
 

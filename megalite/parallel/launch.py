@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,15 @@ from megalite.parallel.meeting import MeetingError, meet, torchrun_lacks
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
 FIRST_FAILURE = "first-failure.json"  # in `Ranks.shared`: of the rank that failed first there (train/rank_log.py)
+
+
+def read_first_failure(shared: Path) -> tuple[int, str] | None:
+    """Exit code and cause, as that rank has left them."""
+    try:
+        first = json.loads((shared / FIRST_FAILURE).read_text("utf-8"))
+        return int(first["code"]), f"rank {first['rank']}: {first['reason']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 class LaunchError(Exception):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import multiprocessing
 import os
 import re
@@ -29,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.run_options import EXIT_SIGNALS
-from megalite.parallel.launch import FIRST_FAILURE, Ranks, die_with_parent
+from megalite.parallel.launch import FIRST_FAILURE, Ranks, die_with_parent, read_first_failure
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
 ORDERLY = (16, 75)  # exit codes of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
+NO_SERVER = 255  # what multiprocessing says of a process whose end its fork server cannot tell any more
 ORDERLY_S = 600.0
 # what the fork server imports for all ranks: the third, with sympy, is needed by the first backward (1 s of each rank)
 PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.run"]
@@ -122,6 +122,7 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder
             if code and not failed:
                 failed = code if code > 0 else 128 - code
                 died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                died = "with the fork server, which was killed" if code == NO_SERVER else died
                 failed, cause = _first_failure(folder, failed, f"{process.name} ended {died}{early}")
                 if code not in (2, 3, *ORDERLY, INTERRUPTED):  # these have said what they had to say
                     with contextlib.suppress(OSError, ValueError):  # its disk may be full, and why they died
@@ -136,11 +137,7 @@ def _first_failure(folder: Path, code: int, cause: str) -> tuple[int, str]:
     killed is the first; an abort may be NCCL's, of another's death."""
     if code > 128 and code != 128 + signal.SIGABRT:
         return code, cause
-    try:
-        first = json.loads((folder / FIRST_FAILURE).read_text("utf-8"))
-        return int(first["code"]), f"rank {first['rank']}: {first['reason']}"
-    except (OSError, ValueError, LookupError):
-        return code, cause
+    return read_first_failure(folder) or (code, cause)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def meet(
 ) -> Any:
     """The store in which these ranks, and no others, tell each other their addresses; collective. `url`: where.
     `nodes`: machines. Sets in `env` what `gloo` needs to be found by other machines. Raises MeetingError."""
-    from torch.distributed import DistError, PrefixStore, TCPStore
+    from torch.distributed import DistError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 
     if url.startswith("file:"):  # made for these ranks alone

@@ -121,6 +121,8 @@ class Mesh:
         """How long a collective of any group may take; torch makes groups with other defaults than the first one's."""
         for axis in self.axes:
             set_group_timeout(timeout, axis.group)
+            if dist.get_backend(axis.group) == "gloo":  # nccl would have the host wait
+                axis.calls.message_limit = timeout
 
     def describe(self) -> str:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,14 +23,16 @@ from megalite.train.figures import Interval
 from megalite.train.memory import memory_bytes_of, memory_gib, memory_line, reserved_gib
 from megalite.train.metrics import Reporter
 from megalite.train.phases import Phases
-from megalite.train.profiling import Collector, Profiler
+from megalite.train.profiling import Collector, Profiler, write_timeline
 from megalite.train.replicas import check_replicas
-from megalite.train.run_dir import Exit, complain, leave_status, write_atomically
+from megalite.train.run_dir import Exit, leave_status
 from megalite.train.start.resume import save
 from megalite.train.state import EvaluationSet, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
+from megalite.train.watch.doubts import Doubts
+from megalite.train.watch.events import Events
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.pulse import Pulse
 
@@ -58,6 +59,8 @@ class Plan:
     memory_first: bool = False  # also with the first two lines, the second of which knows the optimizer's
     device_memory: bool = False
     check_weights: int | None = None
+    replicas_action: str = "stop"
+    max_skipped: int = 100  # steps in a row that updated nothing
     empty_level: int = 0
     save_ill: bool = False  # when something is wrong with a rank
     leave_ill: bool = False
@@ -81,6 +84,7 @@ class Watch:
     dog: Watchdog | None = None
     pulse: Pulse | None = None
     begin: float = field(default_factory=time.monotonic)
+    restore: Callable[[int], object] = lambda step: None  # loads this run's checkpoint of a step
 
     def at(self, doing: str, step: int) -> None:
         """What the watchdog is told."""
@@ -129,6 +133,9 @@ class Training:
         self._ill: str | None = None  # what the last line has found
         self._next_beat = 0.0
         self._stop_file = self.folder / STOP_FILE
+        say = None if self.report is None else self.report.say
+        events = Events(self.folder, self.run.mesh.world.rank)
+        self._doubts = Doubts(self.run, events, say, self.plan.max_skipped)
         every = self.plan.save_every_s
         self._clock = None if every is None else SaveClock(every, self.run.mesh, self.run.state.step)
 
@@ -161,12 +168,12 @@ class Training:
         run, plan, profiler = self.run, self.plan, self.watch.profiler
         while run.state.step < run.last_step:
             if plan.skip and run.state.step + 1 in plan.skip:
-                size = run.batch_sizes.at(run.state.consumed_samples)
-                run.state.advance(size, tokens=size * run.seq_length, skipped=True)
+                run.pass_over()
                 continue
             result = self._step()
+            unreliable = self._doubts.after(result)
             step = run.state.step
-            stopping = result.stop or bool(plan.exit_interval and step % plan.exit_interval == 0)
+            stopping = result.stop or bool(unreliable) or bool(plan.exit_interval and step % plan.exit_interval == 0)
             due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
             self._log(result, due)
             self._beat()
@@ -174,18 +181,20 @@ class Training:
                 with self.watch.phases("profiler"):
                     profiler.after(step, due)
             if plan.check_weights and step % plan.check_weights == 0:
-                check_replicas(run.buffer, step)
-                if self.report is not None:
-                    self.report.say(f">>> Weight hashes match after {step} iterations...")
+                self._check_replicas(step)
             self.watch.collector.after(step)
             if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
                 self._evaluate(run.valid, "")
+            if result.skipped and result.doubt is not None and result.doubt.finite and run.spikes.action == "rollback":
+                self._roll_back()
             by_clock = self._clock is not None and self._clock.due(step)
             if by_clock or (plan.save_interval and step % plan.save_interval == 0) or (self._ill and plan.save_ill):
                 self._save()
             self._tell_saves()
             if self._ill and plan.leave_ill:
                 return Exit.RERUN, self._ill
+            if unreliable:
+                return Exit.RERUN, unreliable
             if result.stop:
                 return Exit.REQUEUE, self._asks or self._why() or "asked by another rank"
             if stopping and step < run.last_step:
@@ -196,12 +205,26 @@ class Training:
         """Why this rank asks the run to stop. Only one rank reads the file, and removes it as it does."""
         if self.stop.seen:
             return self.stop.seen[0]
-        if self.run.mesh.world.is_first and self._stop_file.exists():
+        if self.run.mesh.world.is_first and self._stop_file.is_file():
             self._stop_file.unlink(missing_ok=True)
             return str(self._stop_file)
         if self.plan.exit_after_s is not None and time.monotonic() - self._begin > self.plan.exit_after_s:
             return "exit_duration_in_mins"
         return "a save failed" if self.saver is not None and self.saver.failed else None
+
+    def _check_replicas(self, step: int) -> None:
+        found = check_replicas(self.run, step, self.plan.replicas_action)
+        if self.report is None:
+            return
+        self.report.say(f"WARNING: {found}" if found else f">>> Weight hashes match after {step} iterations...")
+        if found:
+            self._doubts.events.add("replicas", step, text=found)
+
+    def _roll_back(self) -> None:
+        if self.saver is not None:
+            self.saver.wait()  # for the checkpoint that is returned to
+        if self._doubts.roll_back(self.saved, self.watch.restore):
+            self._save()  # a restart would train on what was passed over
 
     def _step(self) -> StepResult:
         """One training step, with what looks on."""
@@ -229,7 +252,7 @@ class Training:
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
         if drawn:
-            _write_timeline(run, self.folder)
+            write_timeline(run.pipeline, self.folder)
         run.pipeline.timeline = None
         return result
 
@@ -338,29 +361,3 @@ def summarise(run: Run, since: list[StepResult], params_norm: float | None = Non
         params_norm=params_norm,
         zeros=last.zeros,
     )
-
-
-def _write_timeline(run: Run, folder: Path) -> None:
-    """timeline.json: what each pipeline rank did when; collective, through files beside it (no object travels)."""
-    spans, mesh = run.pipeline.timeline or [], run.mesh
-    write = mesh.dp.is_first and mesh.tp.is_first
-    part: Callable[[int], Path] = lambda rank: folder / f".timeline-{rank}.json"  # noqa: E731
-    try:
-        if write:
-            rows = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in spans]
-            write_atomically(part(mesh.pp.rank), json.dumps(rows))
-    except OSError as error:
-        complain(f"WARNING: {part(mesh.pp.rank)}: {error.strerror}; training continues without timeline.json")
-    all_reduce_(torch.zeros((), device=mesh.device), mesh.world)  # every part is there
-    if not mesh.world.is_first:
-        return
-    try:
-        ranks = []
-        for rank in range(mesh.pp.size):
-            ranks.append({"pp_rank": rank, "spans": json.loads(part(rank).read_text(encoding="utf-8"))})
-            part(rank).unlink()
-        head = {"schedule": run.pipeline.schedule, "pp": mesh.pp.size, "vpp": len(run.pipeline.stages)}
-        microbatches = sum(s["action"].startswith("F") for s in ranks[0]["spans"]) // len(run.pipeline.stages)
-        write_atomically(folder / "timeline.json", json.dumps({**head, "microbatches": microbatches, "ranks": ranks}))
-    except OSError as error:
-        complain(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training continues without it")

@@ -22,7 +22,7 @@ from megalite.data.samples.validation_sets import bits_per_byte
 from megalite.train import figures as lines
 from megalite.train.figures import Interval, Speed, perplexity
 from megalite.train.progress_file import ProgressLog
-from megalite.train.run_dir import complain
+from megalite.train.run_dir import at_once, complain
 from megalite.train.state import State, StepResult
 
 
@@ -47,7 +47,7 @@ class AppendedFile:
         """Raises OSError, or ValueError where the file was closed."""
         if self.file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed in close)
+            self.file = open(self.path, "ab", buffering=0, opener=at_once)  # noqa: SIM115 (closed in close)
         data = b"\n" * self._torn + text.encode(errors="backslashreplace") + b"\n"
         written = self.file.write(data)
         self._torn = written < len(data)

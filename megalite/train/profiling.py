@@ -1,18 +1,21 @@
-"""Steps under a profiler, and the garbage collector under control: what a run does around its steps when asked."""
+"""Steps under a profiler, drawn, and the garbage collector under control: what a run does around steps when asked."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.config.options import OperationsConfig
+from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
-from megalite.train.run_dir import complain
+from megalite.pipeline.runtime import Pipeline
+from megalite.train.run_dir import complain, write_atomically
 
 
 class Profiler:
@@ -117,3 +120,29 @@ class Collector:
         yield
         if collects:
             gc.collect(0)  # what the evaluation has made
+
+
+def write_timeline(pipeline: Pipeline, folder: Path) -> None:
+    """timeline.json: what each pipeline rank did when; collective, through files beside it (no object travels)."""
+    spans, mesh = pipeline.timeline or [], pipeline.mesh
+    write = mesh.dp.is_first and mesh.tp.is_first
+    part: Callable[[int], Path] = lambda rank: folder / f".timeline-{rank}.json"  # noqa: E731
+    try:
+        if write:
+            rows = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in spans]
+            write_atomically(part(mesh.pp.rank), json.dumps(rows))
+    except OSError as error:
+        complain(f"WARNING: {part(mesh.pp.rank)}: {error.strerror}; training continues without timeline.json")
+    all_reduce_(torch.zeros((), device=mesh.device), mesh.world)  # every part is there
+    if not mesh.world.is_first:
+        return
+    try:
+        ranks = []
+        for rank in range(mesh.pp.size):
+            ranks.append({"pp_rank": rank, "spans": json.loads(part(rank).read_text(encoding="utf-8"))})
+            part(rank).unlink()
+        head = {"schedule": pipeline.schedule, "pp": mesh.pp.size, "vpp": len(pipeline.stages)}
+        microbatches = sum(s["action"].startswith("F") for s in ranks[0]["spans"]) // len(pipeline.stages)
+        write_atomically(folder / "timeline.json", json.dumps({**head, "microbatches": microbatches, "ranks": ranks}))
+    except OSError as error:
+        complain(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training continues without it")

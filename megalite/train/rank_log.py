@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from megalite.parallel.launch import FIRST_FAILURE, Ranks
+from megalite.parallel.launch import FIRST_FAILURE, Ranks, read_first_failure
 from megalite.train.run_dir import complain
 
 FOLDER = "ranks"
@@ -101,8 +101,5 @@ def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
 
 def told_first(ranks: Ranks) -> str | None:
     """What the rank that failed first on this machine has left."""
-    try:
-        first = json.loads((Path(ranks.shared or "") / FIRST_FAILURE).read_text("utf-8"))
-        return f"rank {first['rank']}: {first['reason']}"
-    except (OSError, ValueError, LookupError):
-        return None
+    first = read_first_failure(Path(ranks.shared)) if ranks.shared else None
+    return first and first[1]

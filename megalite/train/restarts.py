@@ -6,7 +6,11 @@ hour. A run that dies again and again without a new checkpoint would do so for e
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.checkpoint.storage.file_system import Lock
@@ -18,22 +22,33 @@ from megalite.train.rank_log import FOLDER
 from megalite.train.run_dir import Exit, complain, run_folder, settle_status
 from megalite.train.watch.events import Events
 
-WINDOW_S = 3600.0
+LOCK, WINDOW_S = ".run.lock", 3600.0
 FRUITLESS = 3  # ends in a row without a new checkpoint
+REFUSED = (Exit.USAGE.outcome, Exit.PREFLIGHT.outcome)
 # the same command would end the same way, or was meant to end; RERUN is for another machine
 FINAL = (Exit.DONE, Exit.USAGE, Exit.PREFLIGHT, Exit.RERUN, Exit.BAD_RESULT, Exit.REQUEUE, Exit.INTERRUPTED)
 
 
-def lock_run(config: Config) -> Lock | None:
-    """The run directory, until this process ends; None where it cannot be locked: that ends no training. Raises
-    CheckpointError where another run has it."""
-    folder = run_folder(config)
+@contextlib.contextmanager
+def locked_run(config: Config) -> Iterator[bool]:
+    """Hold the run directory; False where it cannot be locked: that ends no training. A directory that was made for it
+    goes again where the run was refused. Raises CheckpointError where another run has it."""
+    folder, lock = run_folder(config), None
+    fresh = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return Lock(folder, ".run.lock", "run_dir", "give another --run-dir")
+        lock = Lock(folder, LOCK, "run_dir", "give another --run-dir")
     except OSError as error:
         complain(f"WARNING: {folder}: {error.strerror}; nothing keeps a second run from writing there")
-        return None
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            lock.close()
+            if fresh and {path.name for path in folder.iterdir()} <= {LOCK, "status.json", FOLDER}:
+                with contextlib.suppress(OSError, ValueError, KeyError):  # a status that could not be written
+                    if json.loads((folder / "status.json").read_text("utf-8"))["outcome"] in REFUSED:
+                        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Restarts:
@@ -54,9 +69,9 @@ class Restarts:
                 place, step = parse(root), max(steps_in(root), default=None)
                 found[root] = step
                 if isinstance(place, Path) and step is not None:
-                    found[root] = step, (folder_of(place, step) / "COMPLETE").stat().st_mtime_ns
-            except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted
-                found[root] = None
+                    found[root] = step, Path(str(folder_of(place, step)), "COMPLETE").stat().st_mtime_ns
+            except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted:
+                found[root] = object()  # equal to nothing, so that the ranks will look
         return found
 
     def __call__(self, end: End) -> bool | None:

@@ -48,9 +48,8 @@ from megalite.train.setup import SetupError, build_run
 from megalite.train.sources import Sources
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.origin import already_saved, begin_branch, continue_run, start_run
-from megalite.train.start.resume import loaded_line, open_saver
-from megalite.train.state import Run
-from megalite.train.step import NonFiniteError
+from megalite.train.start.resume import going_back, loaded_line, open_saver
+from megalite.train.state import BadResult, Run
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
 from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
@@ -214,9 +213,8 @@ def _failure(
             for number in STOPPING:
                 signal.signal(number, leave)
             return Exit.INTERRUPTED, str(error) or "SIGINT"
-        case ReplicaError() | NonFiniteError() | ScaleExhausted():
+        case ReplicaError() | BadResult() | ScaleExhausted():
             outcome, knows = Exit.BAD_RESULT, ranks.rank == 0
-            knows |= isinstance(error, ReplicaError) and "another rank" not in str(error)
         case CheckpointError():
             outcome, knows = Exit.CRASH if begun else Exit.PREFLIGHT, not isinstance(error, ElsewhereError)
         case DataError():  # the ranks of a dp position read the same samples
@@ -229,7 +227,7 @@ def _failure(
         case _:
             reason = f"{type(error).__name__}: {error}"
             tell = complain if fails_first(ranks, Exit.CRASH, reason) else complain_aside
-            tell(f"{where}:\n{''.join(traceback.format_exception(error))}")
+            tell(f"{where}:\n{''.join(traceback.format_exception(error)).rstrip()}")
             return Exit.CRASH, reason
     if knows:
         tell = complain if fails_first(ranks, outcome, str(error)) else complain_aside
@@ -316,6 +314,8 @@ def plan_of(config: Config, steps: int) -> Plan:
         memory_interval=log.log_memory_interval,
         memory_first=resolved_style(config) == "megatron",
         device_memory=log.log_device_memory_used,
+        replicas_action=o.check_replicas_action,
+        max_skipped=t.max_skipped_steps,
         check_weights=o.check_weight_hash_across_dp_replicas_interval,
         empty_level=o.empty_unused_memory_level,
         save_ill=o.health_action == "checkpoint",
@@ -336,7 +336,8 @@ def watch_of(config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequ
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
         phases,
         Watchdog(run.mesh, folder, timers, limit_s),
-        Pulse(run.mesh, phases, hosts, Events(folder, run.mesh.world.rank), o),
+        pulse=Pulse(run.mesh, phases, hosts, Events(folder, run.mesh.world.rank), o),
+        restore=going_back(run, config),
     )
 
 

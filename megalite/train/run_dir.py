@@ -57,6 +57,11 @@ def complain(text: str) -> None:
         sys.stderr.flush()
 
 
+def at_once(path: str | Path, flags: int) -> int:
+    """An opener that never waits, as that of a pipe would for one who reads it: it raises OSError."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
 def run_folder(config: Config) -> Path:
     """Where a run's files go. They are appended to, which a URL cannot take: of a run that saves to one, here."""
     save = config.checkpoint.save
@@ -95,16 +100,18 @@ def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
     """What rank 0 could not write, or did not know: the launcher's word, once all ranks have ended. `code`: the first
     failing exit code. `cause`: of whom. `since`: when they were started; an older status is another run's."""
     file = folder / "status.json"
+    if not file.is_file():
+        return
     try:
         status = json.loads(file.read_text("utf-8")) if file.stat().st_mtime >= since else {}
     except (OSError, ValueError):
         return
-    outcome, reason = status.get("outcome"), status.get("reason")
+    outcome, reason = status.get("outcome"), str(status.get("reason"))
+    first = {int(e): e.outcome for e in Exit}.get(code, Exit.CRASH.outcome)
     if outcome == "running":
-        known = {int(e): e.outcome for e in Exit}
-        status |= dict(outcome=known.get(code, Exit.CRASH.outcome), reason=cause or "ended without a word")
-    elif outcome == Exit.CRASH.outcome and cause and "rank 0 " not in cause:
-        status["reason"] = f"{cause}; rank 0: {reason}"
+        status |= dict(outcome=first, reason=cause or "ended without a word")
+    elif outcome == Exit.CRASH.outcome and cause and not cause.startswith("rank 0") and code != Exit.REQUEUE:
+        status |= dict(outcome=first, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
     else:
         return
     try:

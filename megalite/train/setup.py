@@ -34,6 +34,7 @@ from megalite.train.arrangement import Arrangement, arrange, build_stages
 from megalite.train.batch import HostBatch, host_batch
 from megalite.train.sources import NamedSet, Sources, open_sources
 from megalite.train.state import EvaluationSet, Run
+from megalite.train.watch.spikes import Spikes
 
 
 class SetupError(Exception):
@@ -107,9 +108,8 @@ def build_run(
 ) -> Run:
     """All parts of a run on this rank; collective. Raises SetupError before any memory is taken.
 
-    `dtype`: of the weights, instead of what the configuration says (tests use fp64). `sources`: data that is open
-    already. `arrangement`: of a configuration that was checked. `compile_backend`: of torch.compile, with --compile.
-    `graphs`: instead of CUDA's, with --cuda-graph-impl.
+    `dtype`: of the weights, instead of the configuration's (tests use fp64). `sources`: open already. `arrangement`: of
+    a configuration that was checked. `compile_backend`: with --compile. `graphs`: of --cuda-graph-impl, not CUDA's.
     """
     m, p, t = config.model, config.parallel, config.train
     if arrangement is None and (problems := check(config, ranks.world)):
@@ -152,6 +152,8 @@ def build_run(
         max_norm=config.optim.clip_grad,
         check_finite=t.check_for_nan_in_loss_and_grad,
         vocab_size=sources.vocab_size,
+        rerun=t.rerun_mode,
+        spikes=Spikes.of(t),
     )
 
 

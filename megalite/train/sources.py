@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megalite.config.field import unusable
 from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
 from megalite.data.samples.blend import Blend, Reading, build_blend, parse_data_path
@@ -159,13 +160,22 @@ def read_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[str, tup
     """(what --data-path would be, begin and end in parts of 1) for each split; None where there is nothing."""
     whole: dict[str, tuple[float, float] | None] = dict.fromkeys(SPLITS, (0.0, 1.0))
     if data.per_split_data_args_path is not None:
-        return _read_json(data.per_split_data_args_path), whole
+        found = _read_json(data.per_split_data_args_path)
+        _check_paths(data.per_split_data_args_path, [path for paths in found.values() for path in paths or ()])
+        return found, whole
     if data.train_data_path is not None:
         return dict(zip(SPLITS, (data.train_data_path, data.valid_data_path, data.test_data_path), strict=True)), whole
     paths: Paths = data.data_path or ()
     if data.data_args_path is not None:
         paths = _read_text(data.data_args_path).split()
+        _check_paths(data.data_args_path, paths)
     return dict.fromkeys(SPLITS, paths), dict(zip(SPLITS, split_parts(data.split or DEFAULT_SPLIT), strict=True))
+
+
+def _check_paths(file: str, paths: Paths) -> None:
+    """As those of the command line are."""
+    for reason in filter(None, (unusable(path, path=True) for path in paths)):
+        raise DataError(f"{file}: a path in it {reason}")
 
 
 def _read_text(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -16,6 +17,11 @@ from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
 from megalite.train.batch import HostBatch
 from megalite.train.batch_size import BatchSizes
+from megalite.train.watch.spikes import Spikes
+
+
+class BadResult(RuntimeError):
+    """The training has come to numbers that going on does not mend; raised on all ranks."""
 
 
 @dataclass
@@ -41,6 +47,52 @@ class State:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """What all ranks know of a step. `unscale`: what makes of a gradient the mean over tokens."""
+
+    norm_sq: float
+    loss_sum: float
+    tokens: float
+    stop: float
+    z_sum: float
+    unscale: float
+    zeros: float | None
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.norm_sq) and math.isfinite(self.loss_sum)
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.tokens if self.tokens else 0.0
+
+    @property
+    def grad_norm(self) -> float:
+        return self.norm_sq**0.5 * self.unscale
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Why a step is not trusted: the same on all ranks.
+
+    reason    what is wrong with its numbers
+    finding   what was found about it, in words; "" for nothing
+    passed    computed again it was right; that is what was used
+    differs   ranks that got other bits the second time
+    finite    its numbers are, so what is wrong is their size
+    """
+
+    reason: str
+    finding: str = ""
+    passed: bool = False
+    differs: tuple[int, ...] = ()
+    finite: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.finding}" if self.finding else self.reason
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one step tells; the same on every rank but for the times. Seconds; loss in nats per token. `lr`: of the
     next update."""
@@ -55,6 +107,7 @@ class StepResult:
     step_s: float
     z_loss: float = 0.0  # what was added to the loss
     zeros: int | None = None  # elements of the gradient that are 0, where they were counted
+    doubt: Doubt | None = None
 
 
 @dataclass(frozen=True)
@@ -84,12 +137,19 @@ class Run:
     max_norm: float
     check_finite: bool
     vocab_size: int
+    rerun: str = "disabled"  # --rerun-mode
+    spikes: Spikes = field(default_factory=Spikes)
     state: State = field(default_factory=State)
     valid: list[EvaluationSet] = field(default_factory=list)
     test: list[EvaluationSet] = field(default_factory=list)
     ledger: Ledger | None = None  # of what was read; None: generated data
     tokenizer: Tokenizer | None = None  # what the ids mean; None: nobody said
     before_update: Callable[[], None] = lambda: None  # a save may still be copying what an update changes
+
+    def pass_over(self) -> None:
+        """The next step's samples are not trained on."""
+        size = self.batch_sizes.at(self.state.consumed_samples)
+        self.state.advance(size, tokens=size * self.seq_length, skipped=True)
 
     def close(self) -> None:
         """Stop the threads that read."""

@@ -15,11 +15,12 @@ import torch
 from megalite.config.faults import fault
 from megalite.parallel.comm import all_reduce_
 from megalite.train.batch import HostBatch, on_device
-from megalite.train.state import Run, StepResult
+from megalite.train.state import BadResult, Doubt, Numbers, Run, StepResult
 from megalite.train.timers import Timers
+from megalite.train.watch.suspect import look_again, reason_to_doubt, samples_in_words
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(BadResult):
     """The loss or a gradient is NaN or infinite; nothing was updated on any rank."""
 
 
@@ -54,42 +55,58 @@ def train_step(
     if empty_level >= 1 and mesh.device.type == "cuda":
         torch.cuda.empty_cache()
 
-    norm_sq, loss_sum, tokens, stop, z_sum, *zeros = _agree(run, losses, hosts, want_stop, count_zeros)
-    unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
-    grad_norm = norm_sq**0.5 * unscale
-    finite = bool(torch.isfinite(torch.tensor([norm_sq, loss_sum])).all())
-    if finite:
-        _update(run, grad_norm, unscale, timers)
+    agree = lambda losses: _agree(run, losses, hosts, want_stop, count_zeros, nominal)  # noqa: E731
+    numbers, doubt = agree(losses), None
+    if reason_to_doubt(run, numbers) or run.rerun == "report_stats":
+        numbers, doubt = look_again(run, batches, losses, numbers, agree)
+    if not numbers.finite and run.check_finite and not run.loss_scaler.dynamic:
+        raise _stopped(run, doubt, size)
+    stays = doubt is not None and not doubt.passed
+    skipped = not numbers.finite or (stays and run.spikes.action != "log")
+    if not skipped:
+        _update(run, numbers.grad_norm, numbers.unscale, timers)
         if empty_level >= 2 and mesh.device.type == "cuda":
             torch.cuda.empty_cache()
-    elif run.check_finite and not run.loss_scaler.dynamic:
-        ids = f"{state.consumed_samples}..{state.consumed_samples + size - 1}"
-        raise NonFiniteError(
-            f"step {step}: loss {loss_sum / max(tokens, 1):.4g}, grad norm {grad_norm:.4g} at samples {ids}; "
-            "nothing was updated: look at these samples, lower --lr (and give --override-opt-param-scheduler), "
-            "or skip such steps with --no-check-for-nan-in-loss-and-grad"
-        )
-    run.loss_scaler.update(overflow=not finite)
-    state.advance(size, tokens=size * run.seq_length, skipped=not finite)
+    run.loss_scaler.update(overflow=not numbers.finite)
+    run.spikes.after(numbers.loss, numbers.grad_norm, skipped)
+    state.advance(size, tokens=size * run.seq_length, skipped=skipped)
     return StepResult(
-        loss=loss_sum / tokens if tokens else 0.0,
-        grad_norm=grad_norm,
+        loss=numbers.loss,
+        grad_norm=numbers.grad_norm,
         lr=run.rates.lr.at(state.consumed_samples - state.skipped_samples),  # of the next update, as Megatron-LM logs
         batch_size=size,
-        skipped=not finite,
-        stop=stop > 0,
+        skipped=skipped,
+        stop=numbers.stop > 0,
         data_s=data_s,
         step_s=time.perf_counter() - begin,
-        z_loss=z_sum / tokens if tokens else 0.0,
-        zeros=round(zeros[0]) if zeros else None,
+        z_loss=numbers.z_sum / numbers.tokens if numbers.tokens else 0.0,
+        zeros=None if numbers.zeros is None else round(numbers.zeros),
+        doubt=doubt,
+    )
+
+
+def _stopped(run: Run, doubt: Doubt | None, size: int) -> NonFiniteError:
+    assert doubt is not None  # there is a reason
+    state = run.state
+    where = samples_in_words(run, range(state.consumed_samples, state.consumed_samples + size))
+    return NonFiniteError(
+        f"step {state.step + 1}: {doubt.reason} at {where}; nothing was updated; {doubt.finding}. "
+        "Look at these samples, lower --lr (and give --override-opt-param-scheduler), or skip such steps with "
+        "--no-check-for-nan-in-loss-and-grad"
     )
 
 
 def _agree(
-    run: Run, losses: torch.Tensor, hosts: Sequence[HostBatch], want_stop: bool, count_zeros: bool
-) -> list[float]:
+    run: Run,
+    losses: torch.Tensor,
+    hosts: Sequence[HostBatch],
+    want_stop: bool,
+    count_zeros: bool,
+    nominal: int,
+) -> Numbers:
     """Of the whole world, in float64: squared norm of the gradient, loss, tokens that counted, ranks that want to stop,
-    z-loss, and where asked for elements of the gradient that are 0. The step's one sync with the device."""
+    z-loss, and where asked for elements of the gradient that are 0. The step's one sync with the device. They are
+    summed: NaN and inf stay what they are, where a maximum may drop a NaN."""
     mesh = run.mesh
     fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_gradient)
     mine = torch.zeros(5 + count_zeros, dtype=torch.float64, device=mesh.device)
@@ -101,7 +118,9 @@ def _agree(
     mine[3:4] = float(want_stop)
     if count_zeros:
         mine[5] = run.optimizer.local_zeros()
-    return all_reduce_(mine, mesh.world).tolist()
+    norm_sq, loss_sum, tokens, stop, z_sum, *zeros = all_reduce_(mine, mesh.world).tolist()
+    unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
+    return Numbers(norm_sq, loss_sum, tokens, stop, z_sum, unscale, zeros[0] if zeros else None)
 
 
 def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:

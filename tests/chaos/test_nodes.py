@@ -79,7 +79,7 @@ def check_losses(folder: Path, steps: int) -> None:
     assert done.returncode == 0, done.stderr
     (one, same), (two, disturbed) = (losses(alone), losses(folder))
     assert one == two == list(range(1, steps + 1))
-    assert disturbed == pytest.approx(same, rel=1e-4)
+    assert disturbed == pytest.approx(same, rel=1e-3)  # rounding, of as many steps as fit in; other samples: 1e-2
 
 
 def losses(folder: Path) -> tuple[list[int], list[float]]:

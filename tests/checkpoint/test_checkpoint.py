@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megalite.checkpoint.format import blocks, reader, tensor_file, writer
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.pieces import inside, overlapping, rectangles
+from megalite.checkpoint.format.pieces import cover, inside, rectangles
 from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh
@@ -41,6 +41,19 @@ def test_rectangles_are_the_span_in_order(shape: list[int], data: st.DataObject)
     assert [i for _, span in parts for i in span] == list(range(stop - start))
     got = [whole[inside(part, zero)].reshape(-1) for part, _ in parts]
     np.testing.assert_array_equal(np.concatenate(got) if got else [], flat[start:stop])
+
+
+@given(st.lists(st.integers(1, 3), max_size=3), st.data())
+def test_boxes_cover_a_tensor_where_each_element_is_held_once(shape: list[int], data: st.DataObject) -> None:
+    held, boxes = np.zeros(shape, int), []
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+        stop = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True))
+        boxes.append(Box(start, stop))
+        held[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] += 1
+    rest = [Box(tuple(i), tuple(n + 1 for n in i)) for i in np.argwhere(held == 0).tolist()]
+    assert cover(tuple(shape), boxes) == bool((held == 1).all())
+    assert cover(tuple(shape), boxes + rest) == bool((held <= 1).all())
 
 
 def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[list[Piece]]:
@@ -88,7 +101,7 @@ def test_saved_under_one_layout_loads_under_another(shape, tp, dp, tp2, dp2, dat
         patch.setattr(blocks, "_DIRECT", data.draw(st.sampled_from([1, 24, 1 << 16])))
         final = save_all(folder, cut(values, "w", dim, tp, dp), 7)
         loaded = manifests.load(final)
-        assert not overlapping([p.box for p in loaded.tensors["w"].parts])
+        assert cover(loaded.tensors["w"].shape, [p.box for p in loaded.tensors["w"].parts])
         reader.verify(final, loaded)
         dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
         for rank in cut(values.to(dtype), "w", dim, tp2, dp2):

@@ -213,8 +213,8 @@ def test_a_feature_is_named_once_and_what_only_matters_beside_it_is_not_refused(
     assert not beside.notes
     assert not answer([("--expert-model-parallel-size", ["1"]), ("--main-grads-dtype", ["fp32"])]).problems
     assert (
-        answer([("--rerun-mode", ["validate_results"])]).warnings
-        and not answer([("--rerun-mode", ["disabled"])]).warnings
+        answer([("--error-injection-rate", ["3"])]).warnings
+        and not answer([("--error-injection-rate", ["0"])]).warnings
     )
 
 

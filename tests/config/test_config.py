@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from megatron_lines import LINES
 
 from megalite.config import cli
 from megalite.config.check import check
+from megalite.config.field import PATHS, base_type, facts_of
 from megalite.config.megatron_flags import OPTION, known_flags
 from megalite.config.options import ConfigError, build, options, padded_vocab_size
 from megalite.config.toml import parse_toml, to_toml
@@ -354,6 +357,10 @@ def test_layers_of_precedence(tmp_path: Path) -> None:
         (f"num_layers = '{'x' * 99_999}'", f"num_layers='{'x' * 199}... is not an int"),
         ('save = "sftp://me:secret@host/x"', "save has a password in its URL"),
         ('data_path = ["1", "ftp://me:secret@host/x"]', "data_path has a password in its URL"),
+        ('save = "a\\u0000b"', "save is not UTF-8 text (b'a\\x00b')"),
+        (f'data_path = ["1", "/tmp/{"x" * 5000}"]', "data_path is longer than a path may be"),
+        (f'load = "{"x" * 241}/y"', "load is longer than a path may be"),
+        (f'tokenizer_model = "{"x/" * 2001}"', "tokenizer_model is longer than a path may be"),
     ],
 )
 def test_a_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> None:
@@ -362,6 +369,26 @@ def test_a_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> No
     with pytest.raises(ConfigError) as error:
         cli.read([*[w for w in GOOD.split()], "--config", str(path)], PRESETS)
     assert message in str(error.value) and "secret" not in str(error.value)
+
+
+def test_paths_are_told_from_other_texts_and_must_be_utf_8() -> None:
+    """By their names: whatever is described as a file, a directory or a prefix."""
+    said = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|the same for)\b")
+    texts = [f for _, f in options() if base_type(f) in ("str", "strs") and not facts_of(f).choices]
+    described = {f.name for f in texts if said.search(facts_of(f).help)} | {"pretrained_checkpoint"}
+    assert {f.name for f in texts if PATHS.fullmatch(f.name)} == described
+    with pytest.raises(ConfigError, match=r"run_dir is not UTF-8 text \(b'runs/\\xff'\); rename it"):
+        cli.read([*GOOD.split(), "--run-dir", os.fsdecode(b"runs/\xff")], PRESETS)
+    long_layout = "E|" + "t|" * 200 + "L"
+    assert not [
+        p for p in problems_of([*GOOD.split(), "--pipeline-model-parallel-layout", long_layout]) if "longer" in p
+    ]
+
+
+def problems_of(words: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        cli.read(words, PRESETS)
+    return error.value.problems
 
 
 def test_a_flag_has_one_meaning() -> None:

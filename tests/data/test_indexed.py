@@ -429,6 +429,16 @@ def test_bin_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
         IndexedDataset(prefix)
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, suffix: str) -> None:
+    prefix = write(tmp_path / "x")
+    Path(f"{prefix}{suffix}").unlink()
+    os.mkfifo(f"{prefix}{suffix}")
+    for mapped in (True, False):
+        with pytest.raises(DataError, match=rf"x\{suffix}: is no plain file"):
+            IndexedDataset(prefix, mmap_bin_files=mapped)
+
+
 def test_a_wrong_prefix_names_the_pairs_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("data/mine_text_document", "data/mine_title_document", "other_text_document", "many/a", "many/half"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalite.data.errors import DataError
+from megalite.data.preprocess.tokenize_files import preprocess
+from megalite.data.preprocess.workers import Job
 from megalite.data.tokenizers.fast_tokenizer import NASTY
 from megalite.data.tokenizers.tiktoken_files import ENCODINGS, PATTERNS
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -277,6 +280,59 @@ def test_what_cannot_be_used_is_one_clear_error(
     Path("tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=reason):
         build_tokenizer(*arguments)
+
+
+HOSTILE: dict[str, dict[str, object]] = {  # what becomes of a tokenizer.json: the first panics when read, others when used
+    "a table that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAgAAAAAA="}},
+    "a special token that is none": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+    "a pattern that explodes": {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    },
+    "no unknown token": {"model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                                   "max_input_chars_per_word": 100, "vocab": {"<|endoftext|>": 0}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_library_that_panics_is_one_clear_error(directory: Path, tmp_path: Path, name: str, capfd) -> None:
+    """Its Rust side raises a BaseException that no `except Exception` sees: here, and in a worker process."""
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads((directory / "hf" / "tokenizer.json").read_text()) | HOSTILE[name]))
+    with pytest.raises(DataError, match=r"tokenizer.json"):
+        build_tokenizer("HuggingFaceTokenizer", str(file)).encode("a" * 40 + "!")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "a" * 40 + "!"}) + "\n")
+    job = Job({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file)})
+    with pytest.raises(DataError, match=r"tokenizer.json"):
+        preprocess([str(texts)], str(tmp_path / "out"), job, workers=1 if name == "a table that is none" else 2)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_sentencepiece_model_of_odd_bytes_is_one_clear_error(directory: Path, tmp_path: Path) -> None:
+    """The library quotes them in its message, which then is no text."""
+    good, raised = (directory / "spm.model").read_bytes(), 0
+    for byte in range(128, 256):
+        (tmp_path / "spm.model").write_bytes(good[: 20 + byte % 8] + bytes([byte]) + good[21 + byte % 8 :])
+        try:
+            build_tokenizer("SentencePieceTokenizer", str(tmp_path / "spm.model"))
+        except DataError as error:
+            raised += 1
+            assert "is not a SentencePiece model" in str(error)
+    assert raised
+
+
+def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer"):
+        with pytest.raises(DataError, match="is no plain file"):
+            build_tokenizer(kind, str(tmp_path / "tokenizer.json"))
 
 
 def test_missing_tiktoken_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

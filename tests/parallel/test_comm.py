@@ -11,6 +11,7 @@ import torch
 from ranks import run_ranks
 
 from megalite.parallel import comm
+from megalite.parallel.calls import RECEIVE
 from megalite.parallel.mesh import PLANNED, Axis, Mesh, build_mesh, rank_grid
 from megalite.parallel.rng import initialize_
 from megalite.parallel.spec import Normal, ParamSpec
@@ -152,3 +153,19 @@ def test_initial_weights_do_not_depend_on_the_layout(shape: tuple[int, ...], dim
         parts.append(initialize_(torch.empty(spec.local_shape({"tp": 2})), spec, mesh, seed=7))
     assert torch.equal(torch.cat(parts, dim), whole)
     assert not torch.equal(whole, initialize_(torch.empty(shape), spec, Mesh.alone(), seed=8))
+
+
+def late_message() -> str:
+    mesh = build_mesh(tp=1, pp=2, device=torch.device("cpu"), timeout=datetime.timedelta(minutes=1))
+    mesh.set_timeout(datetime.timedelta(seconds=1))
+    if mesh.pp.rank == 1:
+        time.sleep(5)  # and is gone: who still waits then loses a connection
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        comm.start_message(torch.zeros(4), mesh.pp, 1, RECEIVE).wait()
+    return str(error.value)
+
+
+def test_a_message_takes_no_longer_than_a_collective_may() -> None:
+    """gloo asks how long messages may take when it makes the group, and never again."""
+    assert "Timed out waiting 1000ms" in run_ranks(2, late_message)[0]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hugging_face_cases import S, V, collection, with_tokenizer
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -150,6 +150,22 @@ MODEL += "--ffn-hidden-size 48 --normalization RMSNorm --norm-epsilon 1e-6 --dis
 MODEL += (
     "--use-rotary-position-embeddings --rotary-base 500000 --use-rope-scaling --untie-embeddings-and-output-weights"
 )
+
+
+def test_numbers_that_are_none_are_refused_when_they_are_loaded(models, tmp_path: Path) -> None:
+    """By name and number, before a weight of the run counts as loaded."""
+    folder = copy_of(models("llama")[1], tmp_path / "a")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][5] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"model.norm.weight in .*: 1 of 32 values are not finite, the first is nan"
+    ):
+        first_step(str(folder), "")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": float("nan")}))
+    with pytest.raises(SetupError, match="norm_epsilon=nan is not finite"):
+        taken(folder)
 
 
 def test_options_that_contradict_are_named_together(models) -> None:

@@ -23,7 +23,7 @@ from megalite.config.options import Config
 from megalite.parallel.launch import Ranks
 from megalite.parallel.local_ranks import End, start_local
 from megalite.train import restarts
-from megalite.train.restarts import Restarts, lock_run
+from megalite.train.restarts import Restarts, locked_run
 from megalite.train.run_dir import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +68,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["train/loss"]) for row in rows(folder / "metrics.jsonl") if "train/loss" in row]
 
 
+@pytest.mark.timeout(500)
 def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [
@@ -114,30 +115,32 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_r
 
 
 @pytest.mark.long
+@pytest.mark.timeout(500)
 def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> None:
     """It begins with another run's weights; rank 1, rank 0 and the fork server die. Then nothing is left to restart."""
     with started("--train-iters", "3", "--save", tmp_path / "other") as process:
-        process.communicate(timeout=60)
-    begin = ["--load", tmp_path / "other", "--finetune", "--nproc", "2", "--train-iters", "40", "--save-interval", "5"]
+        process.communicate(timeout=150)
+    begin = ["--load", tmp_path / "other", "--finetune", "--nproc", "2", "--train-iters", "24", "--save-interval", "5"]
     with started(*begin, "--save", tmp_path / "straight") as process:
-        process.communicate(timeout=100)
+        process.communicate(timeout=150)
         assert process.returncode == 0
     killed = tmp_path / "killed"
     with started(*begin, "--save", killed, "--max-restarts", "3") as process:
-        for which, step in enumerate((8, 18, 28)):
-            until(process, f"step    {step:2d}/40")
+        for which, step in enumerate((6, 12, 18)):
+            until(process, f"step    {step:2d}/24")
             os.kill(rank_pids(killed)[2 - which], signal.SIGKILL)
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
-    assert losses(killed) == losses(tmp_path / "straight") and len(losses(killed)) == 40
+    assert losses(killed) == losses(tmp_path / "straight") and len(losses(killed)) == 24
     assert [row["count"] for row in rows(killed / "events.jsonl") if row["event"] == "restart"] == [1, 2, 3]
 
 
 @pytest.mark.long
+@pytest.mark.timeout(500)
 def test_a_stop_signal_and_a_death_before_the_first_save(tmp_path: Path) -> None:
     """A run without --load begins again as it did where nothing was saved, though another run's checkpoint is there."""
     with started("--train-iters", "3", "--save", tmp_path) as process:
-        process.communicate(timeout=60)
+        process.communicate(timeout=150)
     flags = ["--nproc", "2", "--save", tmp_path, "--save-interval", "50000", "--train-iters", "100000"]
     with started(*flags, "--max-restarts", "5") as process:
         until(process, "step     2/")
@@ -145,7 +148,7 @@ def test_a_stop_signal_and_a_death_before_the_first_save(tmp_path: Path) -> None
         until(process, "step     1/")
         until(process, "step     2/")
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=150)
     assert process.returncode == Exit.REQUEUE and err.count("all ranks are started again") == 1, err
 
 
@@ -167,7 +170,7 @@ def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) ->
         assert status["outcome"] == "preflight" and "no checkpoint in it is valid" in status["reason"]
     said = [line for file in (tmp_path / "ranks").iterdir() for line in file.read_text().splitlines()]
     assert sum("no checkpoint in it is valid" in line for line in said) == 2 and "Traceback" not in "".join(said)
-    assert not (tmp_path / "events.jsonl").exists()
+    assert not {"restart", "gave-up"} & {row["event"] for row in rows(tmp_path / "events.jsonl")}
 
 
 def policy(folder: Path, most: int) -> Restarts:
@@ -205,6 +208,18 @@ def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.Monkey
     assert policy(tmp_path, 0)(KILLED) is None
 
 
+def test_a_store_that_does_not_answer_is_no_reason_to_begin_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = policy(tmp_path, 2)
+
+    def broken(root: str) -> list[int]:
+        raise OSError("no answer")
+
+    monkeypatch.setattr(restarts, "steps_in", broken)
+    assert ask(KILLED) is True
+
+
 def test_a_run_that_brings_nothing_is_given_up(tmp_path: Path) -> None:
     ask = policy(tmp_path, 100)
     assert [ask(KILLED), ask(KILLED)] == [False, False]
@@ -217,18 +232,34 @@ def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
     config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")], {})[0]
     (tmp_path / "r").mkdir()
     (tmp_path / "r/.run.lock").write_text("process 1 on elsewhere since long ago\n")
-    held = lock_run(config)
-    assert held is not None
-    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* since 20"):
-        lock_run(config)
-    held.close()
-    again = lock_run(config)
-    assert again is not None
-    again.close()
+    with locked_run(config) as held:
+        assert held
+        with (
+            pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* since 20"),
+            locked_run(config),
+        ):
+            raise AssertionError
+    with locked_run(config) as again:
+        assert again
+    assert (tmp_path / "r").is_dir()
+
+
+@pytest.mark.parametrize(
+    "outcome,more,gone", [("usage", "ranks", True), ("crash", "ranks", False), ("usage", "x", False)]
+)
+def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(
+    tmp_path: Path, outcome: str, more: str, gone: bool
+) -> None:
+    config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "r")], {})[0]
+    with locked_run(config):
+        (tmp_path / "r" / more).mkdir()
+        (tmp_path / "r/status.json").write_text(json.dumps({"outcome": outcome}))
+    assert (tmp_path / "r").exists() != gone
 
 
 def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     config = cli.read([*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "file/r")], {})[0]
-    assert lock_run(config) is None
+    with locked_run(config) as held:
+        assert not held
     assert "file/r: Not a directory; nothing keeps a second run from writing there" in capsys.readouterr().err

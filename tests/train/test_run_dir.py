@@ -52,6 +52,9 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
     assert settled("running", "", 137, killed) == ("crash", killed)
     assert settled("running", "", 130, "rank 0 ended with exit code 130")[0] == "interrupted"
     assert settled("crash", "lost another rank", 137, killed) == ("crash", f"{killed}; rank 0: lost another rank")
+    said = "rank 2: DataError: x"  # which rank 0 may know already
+    assert settled("crash", said, 3, said) == ("preflight", said)
+    assert settled("crash", "lost another rank", 17, said) == ("bad-result", f"{said}; rank 0: lost another rank")
     of_rank_0 = "rank 0 ended with exit code 1"
     assert settled("crash", "ValueError: x", 1, of_rank_0) == ("crash", "ValueError: x")  # which knew best
     assert settled("requeue", "SIGTERM", 75, "rank 1 ended with exit code 75") == ("requeue", "SIGTERM")

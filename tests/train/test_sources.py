@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from megalite.data.preprocess.workers import Job
 from megalite.models.families import PRESETS
 from megalite.train.sources import Sources, open_sources
 
+SECRET = "ftp://me:hunter2@host/x"
 GPT = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
  --micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1.5e-4 --eval-iters 1""".split()
 
@@ -104,3 +106,17 @@ def test_rows_below_the_vocabulary_are_refused(folder: Path) -> None:
         read(folder, "--padded-vocab-size", "299")
     with pytest.raises(DataError, match="vocab_size=200 is below the 300 of .*vocab.json; leave it out"):
         read(folder, "--vocab-size", "200")
+
+
+@pytest.mark.parametrize(
+    "path, says", [(SECRET, "has a password"), ("x" * 5000, "is longer than"), ("a\0b", "is not UTF-8")]
+)
+def test_paths_in_a_file_are_held_to_what_those_of_flags_are(tmp_path: Path, path: str, says: str) -> None:
+    plain, per_split = tmp_path / "paths.txt", tmp_path / "paths.json"
+    plain.write_text(f"1 {path}")
+    per_split.write_text(json.dumps({"train": ["0.5", path], "valid": None, "test": None}))
+    for flag, file in (("--data-args-path", plain), ("--per-split-data-args-path", per_split)):
+        config = cli.parse([*GPT, flag, str(file), "--vocab-size", "300"], PRESETS)
+        with pytest.raises(DataError, match=rf"{file.name}: a path in it {says}") as error:
+            open_sources(config.data, 16, 1, 1)
+        assert "hunter2" not in str(error.value)

@@ -102,6 +102,20 @@ def test_sigterm_to_torchrun_saves_and_says_requeue(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGALITE_FAULT", "step.after_forward_backward:1:3:raise")
+    with torchrun(tmp_path) as process:
+        out = process.communicate(timeout=200)[0]
+    assert process.returncode == 1 and out.count("megalite.config.faults.InjectedFault: asked for") == 1, out
+    _, _, table = out.partition("Root Cause")
+    assert "rank      : 1" in table and "traceback : InjectedFault: asked for by MEGALITE_FAULT" in table
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["outcome"] == "crash" and status["reason"].startswith("rank 1: InjectedFault: asked for")
+    assert "lost another rank" in (tmp_path / "ranks/rank-00000.log").read_text()
+
+
+@pytest.mark.long
 def test_a_group_that_gets_usr1_twice_saves_once_where_torchrun_was_told(tmp_path: Path) -> None:
     """As SLURM sends it to all processes of a step: torchrun too, and its ranks a second time through it."""
     handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -154,7 +168,5 @@ def test_a_grace_that_is_shorter_than_the_save_costs_only_what_was_not_saved(
             process.send_signal(signal.SIGTERM)
             out, _ = process.communicate(timeout=60)
     assert "saving checkpoint at step " in out and process.returncode == 1
-    with torchrun(tmp_path, steps=8) as process:
-        out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0 and f"resumed from {tmp_path}/iter_0000005 at step 5" in out, out
-    assert len(losses(tmp_path)) == 8
+    with torchrun(tmp_path, steps=100_000) as process:
+        shown(process, f"resumed from {tmp_path}/iter_0000005 at step 5")

@@ -99,14 +99,14 @@ def test_what_has_no_effect_is_a_note() -> None:
 
 
 def test_every_protection_that_is_not_done_is_named() -> None:
-    asked = {"--rerun-mode": ["validate_results"], "--gpu-sniff-test-interval": ["5"]}
-    names = "check-for-spiky-loss check-for-large-grads inprocess-restart enable-ft-package log-energy"
+    asked = {"--error-injection-rate": ["7"], "--gpu-sniff-test-interval": ["5"]}
+    names = "inprocess-restart enable-ft-package log-energy"
     names += " run-workload-inspector-server otel-enabled"
     for flag, values in {**asked, **{f"--{name}": [] for name in names.split()}}.items():
         found = cli.read_all([*SMALL, "--train-iters", "6", flag, *values], PRESETS)
         [line] = found.warnings
         assert line.startswith(f"{flag}: ") and not any(flag in note for note in found.notes)
-    assert cli.read_all([*SMALL, "--train-iters", "6", "--rerun-mode", "disabled"], PRESETS).warnings == []
+    assert cli.read_all([*SMALL, "--train-iters", "6", "--error-injection-rate", "0"], PRESETS).warnings == []
 
 
 # ---- norms and counts
@@ -235,52 +235,71 @@ def test_timers_add_up_and_begin_anew() -> None:
 # ---- copies of weights
 
 
-def flipped(flags: str, where: int, name: str) -> str:
+def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
     """One bit of a parameter of one rank is turned after the first step; what the check says on this rank."""
     run = build(flags)
     train_step(run)
-    check_replicas(run.buffer, 1)
-    run.buffer.wait_gather()
-    if dist.get_rank() == where:
+    assert check_replicas(run, 1, action) is None
+    good = run.buffer.weights.clone()
+    if name == "state":
+        run.optimizer.updates += dist.get_rank() == where
+    elif dist.get_rank() == where:
         [p] = [p for s in run.pipeline.stages for p in s.parameters() if p.spec.name == name]  # type: ignore[attr-defined]
-        p.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        p.data.view(-1)[:1].view(torch.uint8)[:1].bitwise_xor_(1)
     try:
-        check_replicas(run.buffer, 2)
+        told = check_replicas(run, 2, action) or ""
+        assert action == "warn" or (torch.equal(run.buffer.weights, good) and check_replicas(run, 2) is None)
+        return told
     except ReplicaError as error:
-        return str(error)
+        return f"stopped: {error}"
     finally:
         run.close()
-    return ""
 
 
+BF16 = "--bf16 --tensor-model-parallel-size 2"
+THREE = "--global-batch-size 6"
 FLIPS = {
-    "one of two": (2, "", "layers.1.mlp.up", "layers.1.mlp.up differs over dp on ranks [0, 1]"),
-    "the odd one of three": (
-        3,
-        "--global-batch-size 6",
-        "layers.0.mlp.down",
-        "layers.0.mlp.down differs over dp on rank [1]",
-    ),
+    "one of two": (2, "", "layers.1.mlp.up", "stop", "layers.1.mlp.up differs over dp on ranks [0, 1]"),
+    "the odd one of three": (3, THREE, "layers.0.mlp.down", "stop", "layers.0.mlp.down differs over dp on rank [1]"),
     "replicated over tp": (
         2,
         "--tensor-model-parallel-size 2",
         "final_norm.weight",
+        "stop",
         "final_norm.weight differs over tp",
     ),
-    "tied": (2, "--pipeline-model-parallel-size 2", "embedding.word", "embedding.word differs over ends"),
+    "tied": (2, "--pipeline-model-parallel-size 2", "embedding.word", "warn", "embedding.word differs over ends"),
+    "of no copy but its main weight": (
+        2,
+        BF16,
+        "layers.1.mlp.up",
+        "stop",
+        "layers.1.mlp.up is not its main weight on rank 1 (tp 1)",
+    ),
+    "healed from main weights": (2, BF16, "final_norm.weight", "heal", "; healed from the main weights"),
+    "healed by the majority": (
+        3,
+        THREE,
+        "layers.0.mlp.down",
+        "heal",
+        "on rank [1]; healed from what most replicas have",
+    ),
+    "of two nobody can say": (2, "", "layers.1.mlp.up", "heal", "still after healing from what most replicas have"),
+    "another place": (2, "", "state", "heal", "rank 1 (dp 1) is at [{"),
 }
 
 
 @pytest.mark.parametrize("name", FLIPS)
 def test_a_turned_bit_is_found_and_named(name: str) -> None:
-    world, flags, parameter, words = FLIPS[name]
-    told = run_ranks(world, flipped, flags, 1, parameter)
-    assert words in told[0] and told[0].startswith("step 2: copies of weights differ: ")
-    assert all(text == told[0] or "another rank says which" in text for text in told)  # all ranks stop
+    world, flags, parameter, action, words = FLIPS[name]
+    told = run_ranks(world, flipped, flags, 1, parameter, action)
+    assert len(set(told)) == 1 and words in told[0]  # all ranks know, and do the same
+    stopped = action == "stop" or "still" in words or parameter == "state"
+    assert told[0].startswith(f"{'stopped: ' * stopped}step 2: copies of weights differ: ")
 
 
 def test_a_split_weight_is_not_compared_with_its_other_half() -> None:
-    assert run_ranks(2, flipped, "--tensor-model-parallel-size 2", 1, "layers.1.mlp.up") == ["", ""]
+    assert run_ranks(2, flipped, "--tensor-model-parallel-size 2", 1, "layers.1.mlp.up", "warn") == ["", ""]
 
 
 # ---- the collector and profilers

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.checkpoint.format.hashing import Stamp
-from megalite.checkpoint.format.pieces import overlapping
+from megalite.checkpoint.format.pieces import cover
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.location import ElsewhereError as ElsewhereError
 from megalite.checkpoint.storage.protocol import storage_of
@@ -25,6 +25,7 @@ _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _LARGEST = 1 << 30  # bytes of JSON
 _DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
 _MOST = 1 << 56  # steps, samples, tokens
+_MOST_DIMS = 6  # of a tensor; a box has 2 to the power of it corners
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def _stamp(entry: Any) -> Stamp:
 
 def _whole(name: str, entry: dict[str, Any], files: dict[str, Stamp]) -> Whole:
     shape = tuple(int(n) for n in entry["shape"])
+    if len(shape) > _MOST_DIMS:
+        raise ValueError(f"{name} has {len(shape)} dims")
     parts, covered = [], 0
     for file, key, start, stop in entry["parts"]:
         box = Box(tuple(int(n) for n in start), tuple(int(n) for n in stop))
@@ -117,7 +120,7 @@ def _whole(name: str, entry: dict[str, Any], files: dict[str, Stamp]) -> Whole:
         parts.append(Stored(str(file), str(key), box))
     if covered != math.prod(shape):
         raise ValueError(f"{name}: its boxes hold {covered} of {math.prod(shape)} elements")
-    if overlapping([part.box for part in parts]):
+    if len(parts) > 1 and not cover(shape, [part.box for part in parts]):
         raise ValueError(f"{name}: two of its boxes hold the same elements")
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{name} has the unknown dtype {str(entry['dtype'])[:40]!r}")

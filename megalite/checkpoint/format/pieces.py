@@ -13,6 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megalite.parallel.spec import Box
 
 
@@ -69,13 +72,27 @@ def offset_in(box: Box, corner: tuple[int, ...]) -> int:
     return offset
 
 
-def overlapping(boxes: Sequence[Box]) -> bool:
-    """Whether two boxes share elements. A sweep along the first dim: a box is compared only with those whose rows it
-    meets, which are few, since shards over dp are ranges of rows."""
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.start):
-        active = [a for a in active if not a.start or a.stop[0] > box.start[0]]
-        if any(intersect(a, box) for a in active):
-            return True
-        active.append(box)
-    return False
+def cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes hold every element of a tensor exactly once, in n log n however they lie.
+
+    A box is told by its corners, half of them positive, by the parity of the upper coordinates: the differences along
+    every dim of what is 1 inside, which can be summed up again. So boxes add up to the whole where their corners do.
+    Raises OverflowError for a tensor of 2^63 elements.
+    """
+    strides = [math.prod(n + 1 for n in shape[d + 1 :]) for d in range(len(shape))]
+    if math.prod(n + 1 for n in shape) >= 1 << 63:
+        raise OverflowError(f"a tensor of {shape}")
+    plus, minus = _corners(boxes, strides)
+    whole_plus, whole_minus = _corners([Box((0,) * len(shape), shape)], strides)
+    both = (np.sort(np.append(plus, whole_minus)), np.sort(np.append(minus, whole_plus)))
+    return np.array_equal(*both)
+
+
+def _corners(boxes: Sequence[Box], strides: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Offsets of the positive and of the negative corners, [2^(n - 1), boxes] each."""
+    sides = [box.start for box in boxes], [box.stop for box in boxes]
+    plus, minus = np.zeros((1, len(boxes)), np.int64), np.zeros((0, len(boxes)), np.int64)
+    for d, stride in enumerate(strides):
+        low, high = (stride * np.array([ends[d] for ends in side], np.int64) for side in sides)
+        plus, minus = np.concatenate([plus + low, minus + high]), np.concatenate([minus + low, plus + high])
+    return plus, minus

@@ -152,7 +152,7 @@ class LocalStorage:
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
         """Best effort: a file system without locks gives none."""
-        number = os.open(folder / "COMPLETE", os.O_RDONLY)
+        number = os.open(folder / "COMPLETE", os.O_RDONLY | os.O_NONBLOCK)  # which may have become a pipe
         try:
             with contextlib.suppress(OSError):
                 fcntl.flock(number, fcntl.LOCK_SH)
@@ -163,7 +163,7 @@ class LocalStorage:
     def in_use(self, folder: Path) -> bool:
         """flock of a read-only descriptor: on NFS this answers False."""
         try:
-            number = os.open(folder / "COMPLETE", os.O_RDONLY)
+            number = os.open(folder / "COMPLETE", os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             return False
         try:
@@ -180,7 +180,7 @@ class LocalFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         self.size = os.fstat(self._number).st_size
 
     def pread(self, target: memoryview, begin: int) -> None:
@@ -193,12 +193,6 @@ class LocalFile:
 
     def close(self) -> None:
         os.close(self._number)
-
-
-def holder_of_a_lock() -> str:
-    """This process, for people who wonder who has it."""
-    since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    return f"process {os.getpid()} on {socket.gethostname()} since {since}"
 
 
 class Lock:
@@ -219,7 +213,8 @@ class Lock:
                 f"{option}={str(directory)!r} is in use by {holder}: stop that run, or {remedy}"
             ) from None
         os.ftruncate(self._number, 0)
-        os.pwrite(self._number, f"{holder_of_a_lock()}\n".encode(), 0)
+        since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
 
     def confirm(self) -> None:
         """Nothing to do: the kernel lets nobody else have it."""

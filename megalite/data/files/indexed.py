@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import stat
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,7 +43,11 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 def _open(path: Path | str) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe does not make it wait
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            return file
+        os.close(file)
+        raise DataError(f"{path}: is no plain file; write the pair again")
     except FileNotFoundError as error:
         raise DataError(missing(str(path)[:-4])) from error
     except OSError as error:

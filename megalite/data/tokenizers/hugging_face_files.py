@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.data.errors import DataError
+from megalite.data.errors import DataError, library
 from megalite.data.tokenizers.tokenizer import Tokenizer, read
 
 GPT2_EOD = "<|endoftext|>"
@@ -27,7 +27,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._identify(name, kind, *contents)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._model.encode_batch_fast(list(texts))]
+        with library(f"{self.name} cannot encode {texts[0][:40]!r}" if len(texts) == 1 else f"{self.name} fails"):
+            return [encoding.ids for encoding in self._model.encode_batch_fast(list(texts))]
 
     def token_id(self, token: str) -> int | None:
         return self._model.token_to_id(token)
@@ -82,14 +83,14 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
         )
     content = read(file)
     try:
-        model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        text = content.decode("utf-8")
     except UnicodeDecodeError:
         raise DataError(
             f"tokenizer_model={file} is not a tokenizer.json: it is not UTF-8 text; "
             "if it is a SentencePiece model, give --tokenizer-type SentencePieceTokenizer"
         ) from None
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"tokenizer_model={file} is not a tokenizer.json: {error}") from error
+    with library(f"tokenizer_model={file} is not a tokenizer.json"):
+        model = tokenizers.Tokenizer.from_str(text)
     named = _eos_token(file.parent)
     candidates = (named,) if named else USUAL_EOD
     found = [i for i in (model.token_to_id(token) for token in candidates) if i is not None]
@@ -125,10 +126,8 @@ def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
     from tokenizers import decoders, models, pre_tokenizers
 
     contents = [read(vocab), read(merges)]
-    try:
+    with library(f"{vocab}, {merges}: not a GPT-2 vocabulary and merges"):
         model = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{vocab}, {merges}: not a GPT-2 vocabulary and merges: {error}") from error
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     model.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     eod = model.token_to_id(GPT2_EOD)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.errors import DataError
+from megalite.data.errors import DataError, library
 
 EOD_BYTE = 256
 
@@ -119,16 +119,14 @@ class SentencePieceTokenizer(Tokenizer):
         import sentencepiece
 
         self.content = content = read(path)
-        try:
+        other = "; it may be a HuggingFaceTokenizer" if content.lstrip().startswith(b"{") else ""
+        with library(f"tokenizer_model={path} is not a SentencePiece model{other}"):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except (RuntimeError, OSError) as error:
-            other = "; it may be a HuggingFaceTokenizer" if content.lstrip().startswith(b"{") else ""
-            raise DataError(f"tokenizer_model={path} is not a SentencePiece model{other}: {error}") from error
+            special = [i for i in range(len(self._model)) if self._model.is_control(i) or self._model.is_unknown(i)]
+            self.literal = tuple(self._model.id_to_piece(i) for i in special)
         self.vocab_size, self.eod = int(self._model.get_piece_size()), int(self._model.eos_id())
         if self.eod < 0:
             raise DataError(f"tokenizer_model={path} has no end-of-sentence piece; train it with an eos_id")
-        special = [i for i in range(self.vocab_size) if self._model.is_control(i) or self._model.is_unknown(i)]
-        self.literal = tuple(self._model.id_to_piece(i) for i in special)
         self._identify(str(path), "sentencepiece", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -159,6 +157,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 def read(path: Path) -> bytes:
     """The whole file; DataError when it cannot be read."""
+    if path.exists() and not path.is_file():  # a pipe would block for ever
+        raise DataError(f"{path}: is no plain file; give the tokenizer's file")
     try:
         return path.read_bytes()
     except OSError as error:

@@ -50,6 +50,8 @@ _MOST_LAYERS = 10_000  # more is a damaged file, and would take long to refuse
 def read_json(path: Path) -> Json:
     """A JSON object. Raises CheckpointError."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would block for ever
+            raise CheckpointError(f"{path}: is no plain file; give the directory of a model")
         if path.stat().st_size > _LARGEST_JSON:
             raise CheckpointError(f"{path}: larger than any JSON file of a model; it is damaged: fetch the model again")
         data = json.loads(path.read_text(encoding="utf-8"))

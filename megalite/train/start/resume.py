@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,11 +27,12 @@ from megalite.parallel.spec import Piece
 from megalite.train.setup import SetupError
 from megalite.train.start.fit import MAIN, across_precisions, kinds_of, misfit
 from megalite.train.state import Run
+from megalite.train.watch.spikes import Spikes
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
 
 
-Numbers = tuple[dict[str, int], int, LossScaler, Rates]  # progress, updates, loss scaler, rates
+Numbers = tuple[dict[str, int], int, LossScaler, Rates, Spikes]  # progress, updates, loss scaler, rates, spikes
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def save(run: Run, saver: Saver, config_toml: str, *, optimizer: bool = True, la
         "updates": run.optimizer.updates,
         "rates": run.rates.to_json(),
         "loss_scaler": run.loss_scaler.to_json(),
+        "spikes": run.spikes.to_json(),
         "config": config_toml,
         "vocab_size": run.vocab_size,
         "tokenizer": _identity(run.tokenizer),
@@ -113,12 +115,13 @@ def resume(
     if found is None:
         return None
     folder, manifest = found
-    (progress, updates, scaler, rates), notes = seen[0]
+    (progress, updates, scaler, rates, spikes), notes = seen[0]
     run.optimizer.after_load(main_loaded=start.optimizer)
     if start.afresh:
         return folder, [*notes, "only the weights are loaded: step, optimizer and data begin afresh"]
     for name, value in progress.items():
         setattr(run.state, name, value)
+    run.spikes = spikes
     if not start.optimizer:
         notes.append("the optimizer's state is not loaded: its moments begin at zero")
     else:
@@ -137,6 +140,12 @@ def resume(
         except (ArithmeticError, TypeError, ValueError, LookupError) as error:
             raise CheckpointError(f"{folder}: its ledger of data is damaged ({error!r}); use another one") from None
     return folder, notes
+
+
+def going_back(run: Run, config: Config) -> Callable[[int], object]:
+    """Loads the run's own checkpoint of a step; collective, as `resume`."""
+    c = config.checkpoint
+    return lambda step: resume(run, c.save or "", config, Start(step), c.save_local)
 
 
 def _wanted(
@@ -198,17 +207,19 @@ def loaded_line(run: Run, config: Config, folder: Location) -> str:
 
 def _numbers(run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig) -> Numbers:
     """Those of the checkpoint. Raises CheckpointError, before anything changes."""
-    scaler, state = replace(run.loss_scaler), manifest.state
+    scaler, spikes, state = replace(run.loss_scaler), replace(run.spikes), manifest.state
     try:
         _check_scaler(state["loss_scaler"])
         progress = {name: int(state["progress"][name]) for name in run.state.to_json()}
         scaler.from_json(state["loss_scaler"])
+        if "spikes" in state:
+            spikes.from_json(state["spikes"])
         updates, rates = int(state["updates"]), Rates.from_json(state["rates"]) if "rates" in state else run.rates
-    except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
     if c.override_opt_param_scheduler and rates.facts() != run.rates.facts():
         progress["skipped_samples"] = 0  # as Megatron-LM does: other rates count all that was consumed
-    return progress, updates, scaler, rates
+    return progress, updates, scaler, rates, spikes
 
 
 def rates_that_differ(here: Rates, there: Rates) -> list[str]:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megalite.train.run_dir import complain, now
+from megalite.train.run_dir import at_once, complain, now
 
 
 class Events:
@@ -26,7 +26,7 @@ class Events:
         row = {"time": now(), "event": event, "rank": self.rank, "step": step, **facts}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            file = at_once(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 os.write(file, (json.dumps(row, default=str) + "\n").encode(errors="backslashreplace"))
             finally:

@@ -1,0 +1,77 @@
+"""Whether a loss or a gradient norm is out of line with the steps before it.
+
+    z = (x - median) / max(1.4826 * MAD, 1 % of the median)     over the last `window` steps whose update was done
+
+MAD is the median distance to the median; 1.4826 makes of it the deviation of a normal distribution. Mean and deviation
+would follow the very spike that they are to find. Only what is too large counts, and only once a quarter of the window
+is full. The numbers are those that all ranks share after the step's all-reduce, so all decide alike; they are kept in
+checkpoints, so that a resumed run decides as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megalite.config.options import TrainConfig
+
+LEAST_DEVIATION = 0.01  # of the median: a flat curve would make a spike of every ripple
+
+
+@dataclass
+class Spikes:
+    """`watched`: "loss", "grad norm". `action`: log, skip or rollback. `threshold`: the largest z that is none.
+    `rollbacks`: since there were `window` steps in a row that were updated."""
+
+    watched: tuple[str, ...] = ()
+    action: str = "log"
+    threshold: float = 10.0
+    window: int = 100
+    rollbacks: int = 0
+    quiet: int = 0  # steps in a row that were updated
+    seen: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, t: TrainConfig) -> Spikes:
+        asked = (("loss", t.check_for_spiky_loss), ("grad norm", t.check_for_large_grads))
+        watched = tuple(name for name, yes in asked if yes)
+        return cls(watched, t.spike_action, t.spike_threshold, t.spike_window)
+
+    def find(self, loss: float, grad_norm: float) -> str | None:
+        """What is out of line in a step, in words."""
+        for name, value, before in self._values(loss, grad_norm):
+            if 4 * len(before) < self.window:
+                continue
+            median = statistics.median(before)
+            deviation = 1.4826 * statistics.median(abs(x - median) for x in before)
+            z = (value - median) / max(deviation, LEAST_DEVIATION * abs(median), 1e-12)
+            if z > self.threshold:
+                return f"{name} {value:.4g} is {z:.1f} deviations above {median:.4g}, the median of {len(before)} steps"
+        return None
+
+    def after(self, loss: float, grad_norm: float, skipped: bool) -> None:
+        """A step is over."""
+        self.quiet = 0 if skipped else self.quiet + 1
+        if self.quiet >= self.window:
+            self.rollbacks = 0
+        for _, value, before in self._values(loss, grad_norm) if not skipped else ():
+            before.append(value)
+            del before[: -self.window]
+
+    def _values(self, loss: float, grad_norm: float) -> Iterator[tuple[str, float, list[float]]]:
+        for name, value in (("loss", loss), ("grad norm", grad_norm)):
+            if name in self.watched:
+                yield name, value, self.seen.setdefault(name, [])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rollbacks": self.rollbacks, "quiet": self.quiet, "seen": self.seen}
+
+    def from_json(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's. Raises KeyError, TypeError, ValueError, AttributeError for what is none."""
+        self.rollbacks, self.quiet = int(saved["rollbacks"]), int(saved["quiet"])
+        self.seen = {str(name): [float(x) for x in of][-self.window :] for name, of in saved["seen"].items()}
+        if not all(math.isfinite(x) for of in self.seen.values() for x in of):
+            raise ValueError("a loss or norm among the steps before is not finite")

@@ -1,0 +1,321 @@
+"""Numbers that cannot be trusted: NaN named and skipped alike on all ranks, spikes, a second computation, rollback."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_run import losses, pretrain
+from test_step import BATCH, build, kept, same
+from train_cases import SMALL
+
+from megalite.config import cli
+from megalite.config.faults import Faults
+from megalite.config.options import ConfigError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.indexed_writer import IndexedWriter
+from megalite.data.samples.gpt_dataset import GptDataset
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks
+from megalite.train import run as program
+from megalite.train import step as step_module
+from megalite.train.run_dir import Exit
+from megalite.train.step import NonFiniteError, train_step
+from megalite.train.watch.spikes import Spikes
+
+SKIP = "--no-check-for-nan-in-loss-and-grad"
+
+
+def strike(*faults: str) -> None:
+    """Of this process."""
+    step_module.fault = Faults({"MEGALITE_FAULT": ",".join(faults)})  # type: ignore[attr-defined]
+
+
+# ---- a number that is not finite
+
+
+def _one_rank_after_another(flags: str) -> list[Any]:
+    """In step r + 1 one element of the gradient on rank r is NaN, at last one infinite: what this rank did."""
+    run, world = build(flags), dist.get_world_size()
+    strike(*(f"step.after_reduce:{i % world}:{i + 1}:{'nan' if i < world else 'inf'}" for i in range(world + 1)))
+    told = []
+    for _ in range(world + 1):
+        before = kept(run)
+        result = train_step(run)
+        run.buffer.wait_gather()
+        told.append((result.skipped, str(result.doubt), same(kept(run), before)))
+    last = train_step(run)
+    told.append((last.skipped, last.doubt, math.isfinite(last.loss) and math.isfinite(last.grad_norm)))
+    run.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --bf16",
+    ],
+)
+def test_a_nan_on_any_one_rank_changes_nothing_on_all(flags: str) -> None:
+    ranks = run_ranks(4, _one_rank_after_another, f"{flags} {SKIP} --rerun-mode disabled")
+    assert all(told == ranks[0] for told in ranks)
+    assert ranks[0].pop() == (False, None, True)  # nothing of it is left
+    for i, (skipped, doubt, unchanged) in enumerate(ranks[0]):
+        assert skipped and unchanged
+        what = "nan" if i < 4 else "inf"
+        assert f"grad norm {what}; first seen in the gradient of " in doubt and f" ({what}) on rank {i % 4} (" in doubt
+
+
+def _named(flags: str, where: str, bad_rank: int) -> str:
+    """Something on one rank makes a NaN each time: what the error says here."""
+    run = build(flags)
+    train_step(run)
+    run.buffer.wait_gather()
+    if dist.get_rank() == bad_rank and where == "forward":
+        run.pipeline.stages[-1].blocks[-1].mlp.up.data.view(-1)[5] = math.nan  # type: ignore[union-attr, index]
+    elif dist.get_rank() == bad_rank:
+        block = run.pipeline.stages[0].blocks[1]  # type: ignore[index]
+        block.register_full_backward_hook(lambda module, given, grad: (given[0] * math.nan, *given[1:]))
+    before = kept(run)
+    with pytest.raises(NonFiniteError) as error:
+        train_step(run)
+    assert run.state.step == 1 and all(
+        torch.equal(a, b) or a.isnan().any() for a, b in zip(kept(run).values(), before.values(), strict=True)
+    )
+    run.close()
+    return str(error.value)
+
+
+NAMED = {
+    "forward, last stage": (
+        2,
+        "--pipeline-model-parallel-size 2",
+        ("forward", 1),
+        "the output of layers.1.mlp (nan) on rank 1 (pp 1), samples 4..5",
+    ),
+    "forward, half of a layer": (
+        2,
+        "--tensor-model-parallel-size 2",
+        ("forward", 1),
+        "the output of layers.1.mlp (nan) on rank 0 (tp 0), samples 4..5, and on ranks [1]",
+    ),
+    "forward, one replica": (2, "", ("forward", 1), "the output of layers.1.mlp (nan) on rank 1 (dp 1), samples 6..7"),
+    "backward, one replica": (2, "", ("backward", 1), "the gradient of layers.0.mlp.down_bias (nan) on rank 1 (dp 1);"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_where_a_nan_came_up_is_named(name: str) -> None:
+    world, flags, (where, rank), words = NAMED[name]
+    told = run_ranks(world, _named, flags, where, rank)
+    assert len(set(told)) == 1
+    assert told[0].startswith("step 2: loss ") and f"first seen in {words}" in told[0]
+    assert f" at samples {BATCH}..{2 * BATCH - 1}; nothing was updated" in told[0]
+    assert "computed again it is the same: the data or the numbers, not the machine" in told[0]
+
+
+# ---- computed again
+
+
+def _struck(flags: str, *faults: str) -> list[Any]:
+    run = build(flags)
+    strike(*faults)
+    results = [train_step(run) for _ in range(3)]
+    run.close()
+    weights = torch.cat([main.double() for main in run.optimizer.main])
+    return [[r.loss for r in results], [r.doubt for r in results], weights]
+
+
+def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing() -> None:
+    good, clean, weights = zip(*run_ranks(2, _struck, ""), strict=True)
+    assert not any(any(doubts) for doubts in clean)
+    faults = ("step.after_reduce:1:2:nan", "step.after_reduce:0:3:inf")
+    for rank, (got, doubts, moved) in enumerate(run_ranks(2, _struck, "", *faults)):
+        assert got == good[rank] and torch.equal(moved, weights[rank])
+        assert doubts[0] is None and [(d.passed, d.differs) for d in doubts[1:]] == [(True, (1,)), (True, (0,))]
+        assert "computed again it is right" in str(doubts[1]) and "of ranks [1]" in str(doubts[1])
+
+
+def test_report_stats_computes_every_step_twice_and_tells_which_differ() -> None:
+    good, _, weights = _struck("")
+    got, doubts, moved = _struck("--rerun-mode report_stats", "step.after_reduce:0:2:bitflip")
+    assert got == good and torch.equal(moved, weights)
+    assert doubts[0] is None and doubts[2] is None and doubts[1].reason == "computed twice, with other results"
+
+
+# ---- spikes
+
+
+def judged(values: list[float], window: int = 40) -> list[int]:
+    """At which of these losses a spike is seen, when those are skipped."""
+    spikes, found = Spikes(("loss",), "skip", 10.0, window), []
+    for i, value in enumerate(values):
+        out = spikes.find(value, math.inf)  # the norm is not watched
+        spikes.after(value, math.inf, skipped=out is not None)
+        found += [i] if out else []
+        spikes.from_json(json.loads(json.dumps(spikes.to_json())))  # as over a restart
+    return found
+
+
+def test_a_spike_is_what_is_far_above_the_steps_before() -> None:
+    noise = random.Random(3)
+    falling = [2 + 8 * 0.97**i + noise.gauss(0, 0.05) for i in range(300)]
+    assert judged(falling) == []
+    assert judged([*falling[:200], 5.0, *falling[200:], 9.0]) == [200, 301]
+    assert judged([2.0] * 50 + [2.1] * 5) == []  # a flat curve: 5 % are no spike
+    assert judged([2.0] * 9 + [50.0]) == [] and judged([2.0] * 10 + [50.0]) == [10]  # a quarter of the window
+    assert judged([*falling, -5.0, 0.0]) == []
+    assert judged([2.0] * 20 + [50.0] * 30) == list(range(20, 50))  # it does not become what is usual
+
+
+def test_numbers_of_damaged_checkpoints_are_refused() -> None:
+    for bad in (
+        {},
+        {"rollbacks": 0, "quiet": 0, "seen": {"loss": [math.nan]}},
+        {"rollbacks": 0, "quiet": 0, "seen": []},
+    ):
+        with pytest.raises((KeyError, ValueError, AttributeError)):
+            Spikes().from_json(bad)
+
+
+# ---- whole runs, on text with one batch of noise
+
+
+STEPS, POISONED = 13, 10  # the samples of this step
+WATCHED = "--check-for-spiky-loss --check-for-large-grads --spike-window 16".split()
+
+
+def write_text(prefix: Path, noisy: set[int]) -> None:
+    """Documents of one sample each, all alike but for those that are noise."""
+    writer, noise = IndexedWriter(prefix, np.uint16), np.random.default_rng(0)
+    for document in range(8 * (STEPS + 2)):
+        writer.add(noise.integers(10, 93, 16).tolist() if document in noisy else [5] * 16)
+    writer.finish()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Flags of a run whose data is noise in one step, or from there on."""
+    folder, found = tmp_path_factory.mktemp("data"), {}
+    write_text(folder / "clean", set())
+    order = GptDataset(IndexedDataset(folder / "clean"), range(8 * (STEPS + 2)), 16, seed=5)
+    for name, end in (("once", POISONED), ("on", STEPS + 1)):
+        places = [order.where(i, 0) for i in range(8 * (POISONED - 1), 8 * end)]
+        write_text(folder / name, {int(place.split()[2].rstrip(",")) for place in places})
+        flags = [word for word in SMALL if word != "--mock-data"]
+        more = f"--split 1,0,0 --eval-iters 0 --seed 5 --lr-decay-style constant --lr 0.02 --train-iters {STEPS}"
+        found[name] = [*flags, "--data-path", str(folder / name), *more.split()]
+    return found
+
+
+def train(*flags: str) -> int:
+    """A run of one rank in this process."""
+    return program.pretrain(cli.read(list(flags), PRESETS)[0], Ranks())
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """Those of steps in doubt."""
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] in ("spike", "rollback", "wrong-once", "not-finite")]
+
+
+def manifest(folder: Path, step: int) -> dict[str, Any]:
+    return json.loads((folder / f"iter_{step:07d}/manifest.json").read_text())
+
+
+def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path, texts: dict[str, list[str]]) -> None:
+    """The same as stopping by hand and starting again from the checkpoint with --iterations-to-skip."""
+    flags = [*texts["once"], "--save-interval", "8"]
+    one, hand = tmp_path / "one", tmp_path / "hand"
+    assert train(*flags, *WATCHED, "--spike-action", "rollback", "--save", str(one)) == Exit.DONE
+    spike, back = events(one)
+    assert (spike["event"], back["event"], spike["step"], back["step"]) == ("spike", "rollback", 10, 10)
+    assert spike["samples"] == [72, 79] and back["samples"] == [64, 79] and back["checkpoint"] == 8
+    assert len(spike["documents"]) == 8 and len(back["documents"]) == 16
+    assert set(spike["documents"]) < set(back["documents"]) and "computed again it is the same" in spike["text"]
+    state = manifest(one, 10)["state"]  # what is passed over is kept, for whatever comes after
+    assert state["progress"] == dict(
+        step=10, consumed_samples=80, consumed_tokens=1280, skipped_steps=2, skipped_samples=16
+    )
+    assert state["spikes"]["rollbacks"] == 1 and len(state["spikes"]["seen"]["loss"]) == 8
+    assert train(*flags, "--save", str(hand), "--exit-interval", "8") == Exit.REQUEUE
+    skip = ["--iterations-to-skip", "9", "10"]
+    assert train(*flags, "--save", str(hand), "--load", str(hand), *skip) == Exit.DONE
+    got, wanted = losses(one), losses(hand)
+    assert [got[step] for step in (11, 12, 13)] == [wanted[step] for step in (11, 12, 13)]
+    assert manifest(one, 13)["files"] == manifest(hand, 13)["files"]  # sha256 of weights and optimizer
+
+
+@pytest.mark.long
+def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]]) -> None:
+    flags = "--nproc 2 --tensor-model-parallel-size 2 --save-interval 8 --spike-action rollback".split()
+    run = pretrain(*texts["once"], *WATCHED, *flags, "--save", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert [event["samples"] for event in events(tmp_path)] == [[72, 79], [64, 79]]
+
+
+def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:
+    folders = [tmp_path / name for name in ("skip", "hand", "log")]
+    ways = [
+        [*WATCHED, "--spike-action", "skip"],
+        ["--iterations-to-skip", "10"],
+        [*WATCHED, "--rerun-mode", "disabled"],
+    ]
+    for folder, flags in zip(folders, ways, strict=True):
+        assert train(*texts["once"], "--train-iters", "11", *flags, "--save", str(folder)) == Exit.DONE
+    [skipped], [logged] = events(folders[0]), events(folders[2])
+    assert (skipped["done"], logged["done"]) == ("skipped", "updated")
+    assert "deviations above" in logged["text"] and "computed again" not in logged["text"]
+    one, hand, log = (manifest(folder, 11) for folder in folders)
+    assert one["files"] == hand["files"] != log["files"]
+    assert losses(folders[2])[10] > 3 and losses(folders[0])[10] is None
+
+
+def test_a_run_that_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]) -> None:
+    flags = [*texts["on"], *WATCHED, "--save", str(tmp_path), "--save-interval", "8", "--rerun-mode", "disabled"]
+    flags += ["--spike-threshold", "3"]
+    assert train(*flags, "--spike-action", "rollback") == Exit.BAD_RESULT
+    assert [e["event"] for e in events(tmp_path)] == ["spike", "rollback"] * 3 + ["spike"]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["outcome"], status["step"]) == ("bad-result", 13)
+    assert status["reason"] == "step 13: a spike again, after 3 rollbacks in a row"
+
+
+def test_skipped_steps_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Faults({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (1, 2, 4, 5, 6))})
+    monkeypatch.setattr(step_module, "fault", fault)
+    flags = f"--train-iters 9 {SKIP} --max-skipped-steps 3 --rerun-mode disabled --run-dir {tmp_path}".split()
+    assert train(*SMALL, *flags) == Exit.BAD_RESULT  # two in a row were not too many
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["outcome"], status["step"]) == ("bad-result", 6)
+    assert status["reason"].startswith("max_skipped_steps=3 in a row: nothing is learnt; step 6: loss ")
+
+
+def test_a_machine_that_computes_wrongly_again_and_again_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Faults({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (2, 3, 5))})
+    monkeypatch.setattr(step_module, "fault", fault)
+    assert train(*SMALL, "--train-iters", "9", "--save", str(tmp_path)) == Exit.RERUN
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["outcome"], status["step"]) == ("rerun", 5)
+    assert status["reason"] == "3 steps were right only when computed again, the last on ranks [0]"
+    assert [e["event"] for e in events(tmp_path)] == ["wrong-once"] * 3
+    assert manifest(tmp_path, 5)["state"]["progress"]["skipped_steps"] == 0
+
+
+def test_a_rollback_needs_what_it_returns_to() -> None:
+    flags = [*SMALL, "--train-iters", "3", "--spike-action", "rollback"]
+    with pytest.raises(ConfigError, match="spike_action=rollback needs checkpoints of all of the run; add --save"):
+        cli.read(flags, PRESETS)
+    _, notes = cli.read([*flags, "--save", "x"], PRESETS)
+    assert any("spike_action=rollback has no effect without --check-for-spiky-loss" in note for note in notes)

@@ -1,0 +1,91 @@
+"""Whatever cannot be written of what a run tells, the run goes on: whole runs, everything broken at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from train_cases import SMALL
+
+from megalite.train.run_dir import settle_status
+from megalite.train.watch.events import Events
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = f'File "{ROOT}/megalite'  # in a traceback; TensorBoard's writer has a thread that prints its own
+
+
+def run(folder: Path, *flags: str, **how: object) -> tuple[int, str]:
+    """Exit code and stderr of a run that tells all it can into `folder`, and has no stdout."""
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "3", "--run-dir", str(folder)]
+    words += ["--tensorboard-dir", str(folder / "board"), *flags]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *words], stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, **how
+    )  # type: ignore[call-overload]
+    return done.returncode, done.stderr
+
+
+def test_a_run_whose_every_file_is_something_else(tmp_path: Path) -> None:
+    """A pipe that nobody reads, a full disk, a directory, a file where a directory belongs; and stdout is closed."""
+    os.mkfifo(tmp_path / "log.txt")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    for name in ("status.json", "run_config.toml"):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    (tmp_path / "board").touch()
+    code, said = run(tmp_path)
+    assert code == 0 and OURS not in said, said
+    for name in ("log.txt", "metrics.jsonl", "status.json", "run_config.toml"):
+        assert str(tmp_path / name) in said, name
+    assert "WARNING: TensorBoard: " in said
+    assert not list(tmp_path.glob(".*"))  # nothing half-written
+
+
+SECRETS = {
+    "FSSPEC_FTP_PASSWORD": "hunter2-of-a-store",
+    "AWS_SECRET_ACCESS_KEY": "hunter2-of-a-bucket",
+    "WANDB_API_KEY": "hunter2-of-a-log",
+    "HF_TOKEN": "hunter2-of-a-hub",
+}
+
+
+def test_no_file_of_a_run_shows_what_the_environment_keeps(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path), "--log-style", "megatron", "--log-progress"]
+    code, said = run(tmp_path, *save, env={**os.environ, **SECRETS})
+    assert code == 0 and "hunter2" not in said, said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    wanted = {"log.txt", "metrics.jsonl", "run_config.toml", "status.json", "manifest.json", "progress.txt"}
+    assert wanted <= {path.name for path in files}
+    assert [path.name for path in files if b"hunter2" in path.read_bytes()] == []
+
+
+@pytest.mark.parametrize("where", ["full", "unwritable"])
+def test_a_run_whose_disk_is_full_or_cannot_be_written(where: str, tmp_path: Path) -> None:
+    """Every file of the process ends at 400 bytes; or the run directory cannot be made, not even by root."""
+    folder = tmp_path / "run" if where == "full" else Path("/proc/run")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))  # noqa: E731
+    code, said = run(folder, **({"preexec_fn": limit} if where == "full" else {}))
+    assert code == 0 and OURS not in said, said
+    assert f"WARNING: {folder / 'log.txt'}: " in said
+    assert "could not be written" in said
+    if where == "full":
+        assert json.loads((folder / "status.json").read_text())["outcome"] == "done"  # that is small enough
+
+
+def test_events_and_the_launchers_word_never_wait_nor_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    os.mkfifo(tmp_path / "status.json")
+    events = Events(tmp_path)
+    for _ in range(3):
+        events.add("something")
+    settle_status(tmp_path, 1, "rank 1 died", 0.0)
+    assert capsys.readouterr().err.count(f"WARNING: {tmp_path / 'events.jsonl'}: ") == 1
+    (tmp_path / "events.jsonl").unlink()
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    Events(tmp_path).add("something")
+    assert "No space left on device; events are lost there" in capsys.readouterr().err
+    Events(Path("/proc/run")).add("something")
+    assert "/proc/run/events.jsonl" in capsys.readouterr().err
