@@ -336,7 +336,7 @@ def watch_of(config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequ
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
         phases,
         Watchdog(run.mesh, folder, timers, limit_s),
-        Pulse(run.mesh, phases, hosts, Events(folder, run.mesh.world.rank), o),
+        pulse=Pulse(run.mesh, phases, hosts, Events(folder, run.mesh.world.rank), o),
         restore=going_back(run, config),
     )
 
