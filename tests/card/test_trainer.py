@@ -45,7 +45,7 @@ def steps_of(run: Run) -> list[tuple[float, ...]]:
             result = loop.train_step(run)
             found.append((result.loss, result.grad_norm))
         run.buffer.wait_gather()
-        loop.check_replicas(run.buffer, STEPS)
+        loop.check_replicas(run, STEPS)
         return [*found, (loop.evaluate(run, run.valid[0].data, 1), parameter_norm(run))]
     finally:
         run.close()
