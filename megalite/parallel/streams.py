@@ -43,11 +43,10 @@ def mark(device: torch.device) -> Mark:
 
 def seconds_between(begin: Mark, end: Mark) -> float | None:
     """Of two marks of one device; None while the card is not there yet."""
-    if isinstance(begin, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        return begin.elapsed_time(end) / 1000 if end.query() else None
-    assert not isinstance(end, torch.cuda.Event)
-    return end - begin
+    if isinstance(begin, float) and isinstance(end, float):
+        return end - begin
+    assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    return begin.elapsed_time(end) / 1000 if end.query() else None
 
 
 def wait_for(event: Event | None) -> None:

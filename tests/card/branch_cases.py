@@ -270,8 +270,21 @@ def quickstart(card: Card, folder: Path) -> Found:
     return found
 
 
+def cluster(card: Card, folder: Path) -> Found:
+    """What tools/check_cluster.py measures between two."""
+    from tools import check_cluster
+
+    args = check_cluster.parse(["--sizes", "4096", "--times", "1", "--slow", "0", "--json", str(folder / "found.json")])
+    with mock.patch.object(check_cluster, "process_group", lambda *a, **k: contextlib.nullcontext(card.device)):
+        code = check_cluster.check(Ranks(dist.get_rank(), 2, dist.get_rank(), 2), args)
+    return {
+        "code": code,
+        "rows": json.loads((folder / "found.json").read_text())["rows"] if dist.get_rank() == 0 else [],
+    }
+
+
 RUNS = (everything_on, graphs, eager, no_memory_for_a_copy, two_ranks)
-OTHERS = (who_computes, refused, clock_and_probe, kernels_tool, benchmark, timeline, peer, quickstart)
+OTHERS = (who_computes, refused, clock_and_probe, kernels_tool, benchmark, timeline, peer, quickstart, cluster)
 CASES = {case.__name__: case for case in RUNS + OTHERS}
 
 

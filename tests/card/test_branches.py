@@ -26,7 +26,7 @@ from megalite.models.families import PRESETS
 ROOT = Path(__file__).resolve().parents[2]
 # the parts of the report on a card: processes of their own, which its rehearsal starts (test_gpu_report_rehearsal.py)
 REHEARSED = ("tools/bench/gpu_report_",)
-WORLD = {"two_ranks": 2, "timeline": 2}
+WORLD = {"two_ranks": 2, "timeline": 2, "cluster": 2}
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def test_who_computes_is_chosen_by_the_card() -> None:
 def test_what_is_missing_at_the_start_is_told() -> None:
     made = found("refused")
     assert made["auto"] == ["cuda", "cpu"]
-    assert made["local rank 1"].startswith("rank 1 of 4 could not meet the others at file://")
+    assert made["local rank 1"].startswith("rank 1 of 4 cannot exchange data with all others")
     assert made["local rank 2"].startswith("local rank 2 has no card, 2 visible: use --nproc 2 or less")
     assert [line.partition(";")[0] for line in made["no card"]] == [
         "device=cuda but torch sees no card",
@@ -128,6 +128,18 @@ def test_the_quickstart_has_a_layout_for_every_number_of_cards(cards: int) -> No
     world = int(flags[1]) if flags else 1
     config, _ = cli.read(["--config", str(ROOT / file), *flags], PRESETS)
     assert world == {1: 1, 2: 2, 3: 2}.get(cards, 4) <= cards and not check(config, world)
+
+
+def test_links_of_cards_are_measured() -> None:
+    made = found("cluster")
+    assert made["code"] == 0
+    assert {row["kind"] for row in made["rows"]} == {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "broadcast",
+        "message",
+    }
 
 
 @pytest.mark.parametrize(("cards", "ranks"), [(0, 4), (1, 1), (2, 2), (4, 4)])
