@@ -41,7 +41,7 @@ def test_a_run_whose_every_file_is_something_else(tmp_path: Path) -> None:
     for name in ("log.txt", "metrics.jsonl", "status.json", "run_config.toml"):
         assert str(tmp_path / name) in said, name
     assert "WARNING: TensorBoard: " in said
-    assert not list(tmp_path.glob(".*"))  # nothing half-written
+    assert [path.name for path in tmp_path.glob(".*")] == [".run.lock"]  # nothing half-written
 
 
 SECRETS = {

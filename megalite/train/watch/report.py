@@ -30,6 +30,8 @@ IN_ORDER = (Exit.DONE.outcome, Exit.REQUEUE.outcome, Exit.INTERRUPTED.outcome)
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     """What can be read of a JSON-lines file; a crash may have torn a line."""
+    if not path.is_file():  # a pipe has nobody who writes, /dev/full no end
+        return
     try:
         with open(path, encoding="utf-8", errors="replace") as lines:
             for line in lines:
