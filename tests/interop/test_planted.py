@@ -153,7 +153,7 @@ def test_in_what_lies_beside_the_checkpoints(tmp_path: Path, monkeypatch: pytest
     for name in ("iter_0000002/manifest.json", "iter_0000004/rank-00000.safetensors"):
         (folder / name).write_bytes(evil)
     code, said = program(6)
-    assert code == 1 and "no checkpoint in it is valid" in said and "Traceback" not in said, said
+    assert code == 3 and "no checkpoint in it is valid" in said and "Traceback" not in said, said
     assert not (folder / "iter_0000006").exists() and not (tmp_path / "canary").exists()
     where[1] = str(folder / "metrics.jsonl")  # a file: found at the start, not by the first save
     code, said = program(6)
