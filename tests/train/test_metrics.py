@@ -221,6 +221,7 @@ def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "perf/tflops_per_gpu": pytest.approx(412.7),
         "perf/mfu": pytest.approx(412.7 / 989.4),
         "perf/step_s": 5.1324,
+        "perf/steps": 1,
         "perf/data_s": 0.0154,
         "mem/max_allocated_gib": 31.42,
     }
