@@ -84,8 +84,21 @@ def main(argv: list[str]) -> int:
         return Exit.PREFLIGHT
 
 
+def let_go_of_console() -> None:
+    """What cannot be written there any more is no failure of the run: Python would end with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):  # it was closed before
+            continue
+
+
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         os._exit(INTERRUPTED)
+    finally:
+        let_go_of_console()
