@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from megalite.checkpoint.format.hashing import fastest, maker
 from megalite.optim.layout import Slot
-from megalite.parallel.comm import all_reduce_, broadcast_
+from megalite.parallel.comm import all_reduce_, broadcast_, gather_texts
 from megalite.train.state import Run
-from megalite.train.watch.words import of_all_ranks
 
 Majority = list[tuple[Slot, int]]  # what differs over dp, and the dp rank that has what most have
 
@@ -86,7 +85,7 @@ def _differences(run: Run) -> tuple[str, Majority]:
         found.append(f"{mesh.describe()} is at {place[:200]}")
     if not most and high == -low:
         return "", []
-    words = [word for rank in of_all_ranks(found[:5], mesh) for word in (["more than fits"] if rank is None else rank)]
+    words = [word for text in gather_texts("\n".join(found[:5]), mesh.world, mesh.device) for word in text.splitlines()]
     return "; ".join(words[:5]) + (f"; and {len(words) - 5} more" if len(words) > 5 else ""), majority
 
 

@@ -7,6 +7,7 @@ import math
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from megalite.train import run as program
 from megalite.train import step as step_module
 from megalite.train.run_dir import Exit
 from megalite.train.step import NonFiniteError, train_step
+from megalite.train.watch import suspect
 from megalite.train.watch.spikes import Spikes
 
 SKIP = "--no-check-for-nan-in-loss-and-grad"
@@ -121,6 +123,16 @@ def test_where_a_nan_came_up_is_named(name: str) -> None:
     assert told[0].startswith("step 2: loss ") and f"first seen in {words}" in told[0]
     assert f" at samples {BATCH}..{2 * BATCH - 1}; nothing was updated" in told[0]
     assert "computed again it is the same: the data or the numbers, not the machine" in told[0]
+
+
+def _named_behind_long_paths() -> str:
+    with mock.patch.object(suspect, "samples_in_words", lambda run, ids: "sample 4 (" + "/päth" * 2000 + ")"):
+        return _named("", "forward", 1)
+
+
+def test_where_is_named_however_long_the_paths_of_the_data_are() -> None:
+    told = run_ranks(2, _named_behind_long_paths)
+    assert len(set(told)) == 1 and "first seen in the output of layers.1.mlp (nan) on rank 1" in told[0]
 
 
 # ---- computed again

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from train_cases import SMALL
 
 from megalite.config.options import OperationsConfig
@@ -22,7 +24,16 @@ from megalite.train.phases import Phases
 from megalite.train.run_dir import Exit
 from megalite.train.watch.cards import Card, read
 from megalite.train.watch.events import Events
-from megalite.train.watch.pulse import HEALTH, LINES, OWN, Pulse, queued_s, slow_ranks, straggler_line
+from megalite.train.watch.pulse import (
+    HEALTH,
+    LINES,
+    OWN,
+    Pulse,
+    _median_of_others,
+    queued_s,
+    slow_ranks,
+    straggler_line,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +79,21 @@ def pulse_of(tmp_path: Path, ranks: int = 2, **options: Any) -> Pulse:
 
 def told(pulse: Pulse, *lines: list[dict[str, float]]) -> list[list[tuple[str, int]]]:
     return [[(event, rank) for event, rank, _ in pulse.findings(rows)] for rows in lines]
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=2, max_size=9), st.data())
+def test_the_median_of_the_others_is_that(values: list[float], data: st.DataObject) -> None:
+    i = data.draw(st.integers(0, len(values) - 1))
+    assert _median_of_others(sorted(values), values[i]) == pytest.approx(
+        statistics.median(values[:i] + values[i + 1 :])
+    )
+
+
+def test_thousands_of_ranks_are_compared_in_one_go() -> None:
+    rows = [row(forward=0.1 + rank * 1e-9) for rank in range(16_384)]  # each with each would be 268 million
+    rows[77] = row(forward=0.4)
+    rows[78] = row(**dict.fromkeys(OWN, math.nan))
+    assert list(slow_ranks(rows)) == [77]
 
 
 def test_one_slow_line_is_none_and_a_slow_rank_is_named_once(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ follows is a function of the table, so all ranks find the same.
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -127,12 +128,16 @@ def columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
 
 def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
     """Rank -> how slow, and in which phase."""
+    places: dict[float, list[float]] = defaultdict(list)
+    for row in rows:
+        if math.isfinite(own_s(row)):
+            bisect.insort(places[row["pp"]], own_s(row))
     found = {}
     for rank, row in enumerate(rows):
-        peers = [other for r, other in enumerate(rows) if r != rank and other["pp"] == row["pp"]]
-        usual = statistics.median(own_s(peer) for peer in peers) if peers else math.inf
+        usual = _median_of_others(places[row["pp"]], own_s(row))
         beyond = own_s(row) - row["queued_s"] - usual
         if beyond > MARGIN * usual and beyond > MATERIAL * row["step_s"]:
+            peers = [other for r, other in enumerate(rows) if r != rank and other["pp"] == row["pp"]]
             more = {phase: row[phase] - statistics.median(peer[phase] for peer in peers) for phase in OWN}
             phase = max(more, key=lambda name: more[name])
             found[rank] = (
@@ -140,6 +145,15 @@ def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
                 f"+{1000 * more[phase]:.1f} ms in {phase}"
             )
     return found
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """Of all but one `own`, which is among them; inf where there are no others. There may be thousands."""
+    n, at = len(ordered) - 1, bisect.bisect_left(ordered, own)
+    if n < 1:
+        return math.inf
+    low, high = (ordered[i + (i >= at)] for i in ((n - 1) // 2, n // 2))
+    return (low + high) / 2
 
 
 def queued_s() -> float:

@@ -12,6 +12,7 @@ The same micro-batches on the same ranks give the same bits: weights have not ch
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from megalite.models.gpt import Batch
 from megalite.optim.buffer import ParamBuffer
+from megalite.parallel.comm import gather_texts
 from megalite.train.state import Doubt, Numbers, Run
-from megalite.train.watch.words import of_all_ranks
 
 FORWARD, BACKWARD, REDUCED = range(3)
+LONGEST = 1000  # characters of a finding's words: data may lie behind long paths
 Finding = list[Any]  # [one of these, number in its order, words]; the smallest is the origin
 
 
@@ -81,7 +83,8 @@ def _compute(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding | None
 
 def _conclude(run: Run, mine: Finding | None, differs: bool) -> tuple[str, tuple[int, ...]]:
     """(the origin, in words, ranks whose bits differ), from what all ranks have found; collective."""
-    told = of_all_ranks([mine, differs], run.mesh)
+    text = json.dumps([None if mine is None else [*mine[:2], mine[2][:LONGEST]], differs])
+    told = [json.loads(text) for text in gather_texts(text, run.mesh.world, run.mesh.device)]
     other = tuple(rank for rank, (_, yes) in enumerate(told) if yes)
     found = sorted((finding, rank) for rank, (finding, _) in enumerate(told) if finding is not None)
     if not found:
