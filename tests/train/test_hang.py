@@ -181,6 +181,18 @@ def test_the_first_steps_and_what_is_no_step_are_never_late(tmp_path: Path) -> N
         dog.close()
 
 
+@pytest.mark.parametrize("size", [1, 2, 1024, 16_384])
+def test_a_store_is_not_asked_more_often_than_it_can_answer(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang, "_own_connection", lambda: None)
+    alone = Mesh.alone()
+    dog = Watchdog(replace(alone, world=replace(alone.world, size=size)), tmp_path, Timers(), 600.0)
+    dog._closing.set()
+    assert size / (dog.pace * hang.POLL_S) <= 2048 and (size > 1024 or dog.pace == 1)
+    assert 0.8 * 600 + 2 * dog.pace * (hang.POLL_S + hang.ANSWER_S) < 600  # told before the group's time-out
+
+
 def _round(folder: str) -> tuple[str, list[int], float]:
     """A rank whose main thread is elsewhere answers; the other one asks."""
     mesh = build_mesh(tp=1, pp=1, device=CPU)

@@ -43,6 +43,7 @@ from megalite.train.watch.events import Events
 FACTOR, LEAST_FACTOR = 10, 3  # of the usual length of a step: late, and never called late before
 FLOOR_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length
 POLL_S, ANSWER_S, STORE_S = 0.5, 3.0, 5.0
+RANKS = 1024  # that one store has time for at this pace; more ask, and wait, more slowly
 ROOT = str(Path(megalite.__file__).parent) + os.sep
 HANGS = re.compile(r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout")  # gloo, nccl
 LOST = re.compile(
@@ -63,7 +64,7 @@ class Watchdog:
         self._told: object = None  # where this rank was in the last round
         self._rounds, self._led = 0, False
         self._closing, self._lock = threading.Event(), threading.Lock()
-        self._main = threading.get_ident()
+        self._main, self.pace = threading.get_ident(), max(1.0, mesh.world.size / RANKS)
         self._store = _own_connection() if mesh.world.size > 1 else None
         self._put(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         self._thread = threading.Thread(target=self._watch, name="megalite-watchdog", daemon=True)
@@ -94,12 +95,12 @@ class Watchdog:
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.join(POLL_S + ANSWER_S)
+        self._thread.join(self.pace * (POLL_S + ANSWER_S))
 
     # ---- the thread
 
     def _watch(self) -> None:
-        while not self._closing.wait(POLL_S):
+        while not self._closing.wait(self.pace * POLL_S):
             if (asked := self._has(f"{self._rounds + 1}/asked")) or (self._told is not self._at and self._is_late()):
                 self._round(again=asked)
 
@@ -131,12 +132,12 @@ class Watchdog:
         self._put(f"{n}/{self.rank}", json.dumps(asdict(mine)))
         self._dump(mine)
         others = [f"{n}/{r}" for r in range(world) if r != self.rank]
-        end = time.monotonic() + ANSWER_S
+        end = time.monotonic() + self.pace * ANSWER_S
         while self._store and time.monotonic() < end and not self._has(*(others if self.rank == 0 else [f"{n}/said"])):
-            time.sleep(0.1)
+            time.sleep(0.1 * self.pace)
         if any(self._has(f"{n}/{r}") for r in range(self.rank)):
-            while time.monotonic() < end + ANSWER_S and not self._has(f"{n}/said"):
-                time.sleep(0.1)
+            while time.monotonic() < end + self.pace * ANSWER_S and not self._has(f"{n}/said"):
+                time.sleep(0.1 * self.pace)
         if self._has(f"{n}/said"):
             self.reason, self.late = json.loads(self._get(f"{n}/said"))
             return
