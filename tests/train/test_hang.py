@@ -24,7 +24,7 @@ from megalite.models.families import PRESETS
 from megalite.parallel import comm
 from megalite.parallel.calls import RECEIVE, SEND
 from megalite.parallel.launch import Ranks
-from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.mesh import PLANNED, Mesh, build_mesh
 from megalite.parallel.shared_memory import OrderError
 from megalite.train.run_dir import Exit
 from megalite.train.setup import build_run
@@ -187,7 +187,8 @@ def test_a_store_is_not_asked_more_often_than_it_can_answer(
 ) -> None:
     monkeypatch.setattr(hang, "_own_connection", lambda: None)
     alone = Mesh.alone()
-    dog = Watchdog(replace(alone, world=replace(alone.world, size=size)), tmp_path, Timers(), 600.0)
+    world = replace(alone.world, size=size, group=PLANNED)
+    dog = Watchdog(replace(alone, world=world), tmp_path, Timers(), 600.0)
     dog._closing.set()
     assert size / (dog.pace * hang.POLL_S) <= 2048 and (size > 1024 or dog.pace == 1)
     assert 0.8 * 600 + 2 * dog.pace * (hang.POLL_S + hang.ANSWER_S) < 600  # told before the group's time-out
