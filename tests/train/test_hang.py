@@ -187,7 +187,7 @@ def test_a_store_is_not_asked_more_often_than_it_can_answer(
 ) -> None:
     monkeypatch.setattr(hang, "_own_connection", lambda: None)
     alone = Mesh.alone()
-    world = replace(alone.world, size=size, group=PLANNED)
+    world = replace(alone.world, size=size, transport=PLANNED)
     dog = Watchdog(replace(alone, world=world), tmp_path, Timers(), 600.0)
     dog._closing.set()
     assert size / (dog.pace * hang.POLL_S) <= 2048 and (size > 1024 or dog.pace == 1)
