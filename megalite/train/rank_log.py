@@ -11,6 +11,7 @@ import datetime
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -21,7 +22,7 @@ from typing import Any, TextIO
 from megalite.parallel.launch import FIRST_FAILURE, Ranks, read_first_failure
 from megalite.train.run_dir import complain
 
-FOLDER = "ranks"
+FOLDER, MOST_LINES = "ranks", 30
 
 
 class RankStderr:
@@ -70,6 +71,17 @@ def rank_log(folder: Path, ranks: Ranks) -> Iterator[None]:
                 path.unlink()
                 path.parent.rmdir()  # the last one does
         os.close(stderr.number)
+
+
+def stack_of(folder: Path, cause: str, since: float) -> str:
+    """Where C code ended the rank that `cause` begins with, as its file has it; "" where it has not. `since`: its
+    start."""
+    found = re.match(r"rank (\d+) ended by signal", cause)
+    with contextlib.suppress(OSError):
+        if found and (path := folder / FOLDER / f"rank-{int(found[1]):05d}.log").stat().st_mtime >= since:
+            _, begin, rest = path.read_text("utf-8", "replace").rpartition("Fatal Python error")
+            return "\n".join((begin + rest).splitlines()[:MOST_LINES]) if begin else ""
+    return ""
 
 
 def complain_aside(text: str) -> None:

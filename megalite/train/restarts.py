@@ -18,7 +18,7 @@ from megalite.checkpoint.storage.location import CheckpointError, parse
 from megalite.checkpoint.storage.protocol import folder_of, steps_in
 from megalite.config.options import Config
 from megalite.parallel.local_ranks import End
-from megalite.train.rank_log import FOLDER
+from megalite.train.rank_log import FOLDER, stack_of
 from megalite.train.run_dir import Exit, complain, run_folder, settle_status
 from megalite.train.watch.events import Events
 
@@ -77,6 +77,8 @@ class Restarts:
     def __call__(self, end: End) -> bool | None:
         """None: no more; else whether the run has saved something to continue from."""
         settle_status(self._folder, end.code, end.cause, self._began)
+        if stack := stack_of(self._folder, end.cause, self._began):
+            complain(stack)
         if end.code in FINAL or end.asked or not self._most:
             return None
         saved, now = self._saved(), time.time()

@@ -137,7 +137,9 @@ def test_the_local_rank_picks_the_card(tmp_path: Path) -> None:
             assert here == torch.device("cuda", 3) and torch.cuda.current_device() == 3 == machine.home
         alone = Ranks(1, 2, 1, 2, f"file://{tmp_path}/rendezvous")
         with (
-            pytest.raises(LaunchError, match="rank 1 of 2 could not meet"),  # no NCCL here, or nobody else
+            pytest.raises(
+                LaunchError, match="rank 1 of 2 cannot exchange data with all others"
+            ),  # no NCCL here, or nobody else
             process_group(alone, device="cuda", startup_timeout=SOON),
         ):
             pass

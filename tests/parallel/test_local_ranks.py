@@ -14,7 +14,7 @@ import pytest
 
 from megalite.parallel.launch import FIRST_FAILURE, Ranks
 from megalite.parallel.local_ranks import End, start_local
-from megalite.train.rank_log import complain_aside, fails_first, rank_log, told_first
+from megalite.train.rank_log import complain_aside, fails_first, rank_log, stack_of, told_first
 from megalite.train.run_dir import complain
 
 
@@ -72,6 +72,14 @@ def test_a_rank_that_c_code_ends_has_left_where_it_was(tmp_path: Path) -> None:
     assert f"rank 1 of 2 on {os.uname().nodename}, process " in said[0] and said[0].startswith("20")
     assert any("Fatal Python error: Segmentation fault" in line for line in said)
     assert any("test_local_ranks.py" in line for line in said)
+    told = stack_of(tmp_path, ends[0].cause, 0.0).splitlines()  # what the launcher shows of it
+    assert told[0] == "Fatal Python error: Segmentation fault" and any("test_local_ranks.py" in line for line in told)
+    for cause, since in (
+        (ends[0].cause, time.time() + 9),
+        ("rank 0 ended by signal SIGSEGV", 0.0),
+        ("rank 1 raised", 0.0),
+    ):
+        assert stack_of(tmp_path, cause, since) == ""
 
 
 def test_the_console_hears_less_and_a_rank_without_complaints_leaves_no_file(
