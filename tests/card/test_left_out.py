@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ OF_THE_HOST = {
     "parallel/local_ranks.py _watch: connection.wait([p.sentinel for p in alive], wait)",
     "train/loop.py Training._roll_back: self.saver.wait()",
     "train/loop.py Training.train: self.saver.wait()",
-    "train/watch/hang.py Watchdog._watch: self._closing.wait(POLL_S)",
+    "train/watch/hang.py Watchdog._watch: self._closing.wait(self.pace * POLL_S)",
     "parallel/comm.py Pending.wait: self._work.wait(limit)",  # over gloo
     # between processes that share memory, on CPUs
     "parallel/comm.py _Narrowed.wait: super().wait()",
@@ -152,11 +153,16 @@ def _train(flags: str, keys: list[str], folder: Path) -> tuple[list[str], dict[s
         clean = [str(race) for race in races(card.trace)]
         left: dict[str, Left] = {}
         for key in keys:
-            with without(sites()[key]) as left[key]:
+            with without(sites()[key]) as left[key], _nothing_doubted():
                 _visit(run, key, folder)
         found = races(card.trace)
         run.close()
         return clean, {key: [str(race) for race in found if _of(race, one)] for key, one in left.items()}
+
+
+def _nothing_doubted() -> contextlib.AbstractContextManager[object]:
+    """A step whose numbers went wrong is not looked at again: words between ranks would be read too early as well."""
+    return mock.patch("megalite.train.step.reason_to_doubt", return_value=None)
 
 
 def _visit(run: Run, key: str, folder: Path) -> None:
