@@ -130,6 +130,15 @@ def test_pipeline_parallel(vpp: int) -> None:
         assert {k[1] for k in calls} == {"pp", "pp_back", "ends", "world"}
 
 
+@pytest.mark.parametrize("flags", ["", "--pipeline-schedule gpipe"])
+def test_a_split_backward_moves_as_much(flags: str) -> None:
+    """The gather of a matmul's input runs before its weight gradient, not before its input's; nothing is added."""
+    flags += f" --global-batch-size {M * B * 2} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+    whole, split = (run_ranks(8, _counted, f"{flags} {more}") for more in ("", "--split-backward"))
+    assert [calls for calls, _ in whole] == [calls for calls, _ in split]
+    assert all(calls["all_gather", "tp"][0] > 2 * M * L for calls, _ in split)
+
+
 GPT = "--hidden-dropout 0.1"
 NEOX = "--parallel-residual --position-embedding-type rope --rotary-percent 0.5 --group-query-attention --num-query-groups 1"
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear

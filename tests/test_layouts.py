@@ -83,6 +83,7 @@ ENDS = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers
 BARE = "--pipeline-model-parallel-layout E|ttttL"
 GROUPS = "--microbatch-group-size-per-virtual-pipeline-stage 3"
 FULL = "--recompute-granularity full --recompute-method"
+SPLIT = "--split-backward"
 PARTS = "--recompute-granularity selective --recompute-modules "
 ROWS = [
     row("gpt tp2", 2, GPT, tp=2),
@@ -139,6 +140,15 @@ ROWS = [
     row("llama documents tp2 pp2", 4, LLAMA + BORDERS, tp=2, pp=2),
     row("llama window documents tp2 pp2", 4, LLAMA + BORDERS + WINDOW, tp=2, pp=2),
     row("llama documents pp4 recompute", 4, LLAMA + BORDERS, pp=4, extra=f"{FULL} uniform --recompute-num-layers 1"),
+    row("gpt split pp2 tied", 2, GPT, pp=2, extra=SPLIT),
+    row("gpt split pp4 gpipe", 4, GPT, pp=4, extra=f"{SPLIT} --pipeline-schedule gpipe"),
+    row("llama pp2 vpp2 breadth-first", 2, LLAMA, pp=2, vpp=2, extra="--pipeline-schedule breadth-first"),
+    row("gpt split pp2 vpp2 tied", 2, GPT, pp=2, vpp=2, extra=SPLIT),
+    row("llama split pp3 dp2 uneven, tiny buckets", 6, LLAMA, pp=3, extra=f"{SPLIT} --ddp-bucket-size 500"),
+    row("gpt split dropout tp2 pp2 dp2 vpp2", 8, DROP, tp=2, pp=2, vpp=2, extra=SPLIT),
+    row("qwen split tp2 pp2 one group", 4, QWEN, tp=2, pp=2, extra=f"{SPLIT} --zero-bubble-max-pending-backward 8"),
+    row("llama split tp2 pp2 recompute full", 4, LLAMA, tp=2, pp=2, extra=f"{SPLIT} {FULL} uniform"),
+    row("neox split pp2 dp2 ddp, all parts recompute", 4, NEOX, pp=2, extra=f"{SPLIT} {NOZERO} {PARTS}layernorm mlp"),
 ]
 
 
@@ -270,6 +280,12 @@ def test_moments_in_bf16_are_rounded_alike_under_every_layout() -> None:
     model = LLAMA + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     _compare(row("llama bf16 moments", 8, model, tp=2, pp=2), "float64", 1e-10, 1e-9)
     assert alone(model + " ", "float64").losses[-1] != alone(LLAMA + " ", "float64").losses[-1]
+
+
+def test_a_scaled_loss_has_its_backward_split() -> None:
+    """In fp64 only: weights that are fp16 differ by their rounding."""
+    item = row("gpt split pp2, scaled loss", 2, GPT, pp=2, extra=f"{SPLIT} --fp16 --initial-loss-scale 1024")
+    _compare(item, "float64", 1e-10, 1e-9)
 
 
 FEW = " --num-layers 2 --micro-batch-size 1 --global-batch-size 2 --seq-length 6"  # a program is a Python call there

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Pictures: a pipeline schedule, the measured timeline of a run beside its plan, loss curves.
 
-python tools/plot.py schedule --pp 4 --vpp 2 --microbatches 8 --text
+python tools/plot.py schedule --pp 4 --vpp 2 --microbatches 8 --split --text
 python tools/plot.py schedule --pp 4 --microbatches 8 --out schedule.png
 python tools/plot.py pipeline RUN_DIR --out pipeline.png       RUN_DIR/timeline.json, from --profile-pipeline STEP
 python tools/plot.py loss RUN_DIR [RUN_DIR ...] --out loss.png
@@ -17,10 +17,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.pipeline.schedule import SCHEDULES, plan  # noqa: E402
-from megalite.pipeline.simulate import draw, in_flight, simulate  # noqa: E402
+from megalite.pipeline.schedule import SCHEDULES, Cost, Split, in_flight, plan  # noqa: E402
+from megalite.pipeline.simulate import draw, simulate  # noqa: E402
 
-FORWARD, BACKWARD = ("#4c8ed9", "#2f6bb3", "#1f4f8a", "#143861"), ("#f2a65a", "#d9822b", "#b3661a", "#8a4c10")
+COLOURS = {
+    "F": ("#4c8ed9", "#2f6bb3", "#1f4f8a", "#143861"),
+    "B": ("#f2a65a", "#d9822b", "#b3661a", "#8a4c10"),
+    "W": ("#6fbf73", "#4a9c4f", "#347a39", "#205424"),
+}
+LEGEND = "blue: forward, orange: backward, green: weights' gradients; darker: later chunk; number: micro-batch"
 
 
 def axes(rows: int, height: float) -> tuple[Any, Any]:
@@ -37,11 +42,11 @@ def axes(rows: int, height: float) -> tuple[Any, Any]:
 
 
 def bars(axis: Any, spans: list[tuple[int, str, float, float]], pp: int, title: str) -> None:
-    """spans: (pipeline rank, "F0.3" or "B0.3", start, end)."""
+    """spans: (pipeline rank, "F0.3", "B0.3" or "W0.3", start, end)."""
     end = max(s[3] for s in spans)
     for rank, name, start, stop in spans:
         stage, microbatch = (int(x) for x in name[1:].split("."))
-        colours = FORWARD if name[0] == "F" else BACKWARD
+        colours = COLOURS[name[0]]
         colour = colours[min(stage // pp, len(colours) - 1)]
         axis.barh(rank, stop - start, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
         if (stop - start) / end > 0.009:
@@ -54,23 +59,20 @@ def bars(axis: Any, spans: list[tuple[int, str, float, float]], pp: int, title: 
         axis.spines[side].set_visible(False)
 
 
-def planned(name: str, pp: int, vpp: int, microbatches: int, forward: float = 1.0, backward: float = 2.0) -> Any:
-    return simulate(plan(name, pp, microbatches, vpp), forward, backward)
-
-
 def schedule(args: argparse.Namespace) -> None:
-    rows = plan(args.schedule, args.pp, args.microbatches, args.vpp)
+    rows = plan(args.schedule, args.pp, args.microbatches, args.vpp, split=Split() if args.split else None)
     result = simulate(rows)
-    held = ", ".join(str(in_flight(row)) for row in rows)
+    held = ", ".join(f"{in_flight(row):.0f}" for row in rows)
     summary = f"bubble {100 * result.bubble:.1f} %, activations held per rank: {held}"
     if args.text:
         print(draw(rows))
         print(summary)
         return
     figure, (axis,) = axes(1, 0.5 + 0.35 * args.pp)
-    title = f"{args.schedule}, pp {args.pp}, vpp {args.vpp}, {args.microbatches} micro-batches: {summary}"
+    name = f"{args.schedule}{', split backward' * args.split}"
+    title = f"{name}, pp {args.pp}, vpp {args.vpp}, {args.microbatches} micro-batches: {summary}"
     bars(axis, [(s.rank, str(s.action), s.start, s.end) for s in result.spans], args.pp, title)
-    axis.set_xlabel("time in forwards (blue: forward, orange: backward; darker: later chunk; number: micro-batch)")
+    axis.set_xlabel(f"time in forwards ({LEGEND})")
     figure.savefig(args.out, dpi=110)
 
 
@@ -83,7 +85,7 @@ def pipeline(args: argparse.Namespace) -> None:
             (r["pp_rank"], s["action"], s["start_s"], s["end_s"])
             for r in data["ranks"]
             for s in r["spans"]
-            if s["action"][0] in "FB"
+            if s["action"][0] in COLOURS
         ]
         end = max(s[3] for s in spans)
     except OSError as error:
@@ -91,24 +93,27 @@ def pipeline(args: argparse.Namespace) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"plot.py: {path}: damaged ({error}); train with --profile-pipeline STEP again") from None
     # a span includes the wait for its input, which is bubble too: work is what the shortest such action took
-    cost = {
-        kind: sorted(s[3] - s[2] for s in spans if s[1][0] == kind)[len([s for s in spans if s[1][0] == kind]) // 4]
-        for kind in "FB"
-    }
+    cost = dict.fromkeys(COLOURS, 0.0)
+    for kind in {s[1][0] for s in spans}:
+        took = sorted(s[3] - s[2] for s in spans if s[1][0] == kind)
+        cost[kind] = took[len(took) // 4]
     work = sum(min(s[3] - s[2], cost[s[1][0]]) for s in spans)
     figure, (above, below) = axes(2, 0.7 + 0.4 * pp)
-    ideal = planned(data["schedule"], pp, vpp, data["microbatches"], cost["F"], cost["B"])
+    each: Cost = (cost["F"], cost["B"], cost["W"])
+    split = Split((each,) * (pp * vpp)) if cost["W"] else None
+    name = f"{data['schedule']}{', split backward' * (split is not None)}"
+    ideal = simulate(plan(data["schedule"], pp, data["microbatches"], vpp, split=split), (each,) * (pp * vpp))
     bars(
         above,
         [(s.rank, str(s.action), s.start, s.end) for s in ideal.spans],
         pp,
-        f"planned: {data['schedule']}, pp {pp}, vpp {vpp}, {data['microbatches']} micro-batches, "
+        f"planned: {name}, pp {pp}, vpp {vpp}, {data['microbatches']} micro-batches, "
         f"bubble {100 * ideal.bubble:.1f} % (action times as measured, no other cost)",
     )
     bars(below, spans, pp, f"measured: {end * 1000:.0f} ms, bubble and waits {100 * (1 - work / (pp * end)):.1f} %")
     for axis in (above, below):
         axis.set_xlim(0, max(end, ideal.end) * 1.005)
-    below.set_xlabel("seconds (blue: forward, orange: backward; darker: later chunk; number: micro-batch)")
+    below.set_xlabel(f"seconds ({LEGEND})")
     figure.savefig(args.out, dpi=110)
 
 
@@ -154,8 +159,11 @@ def main() -> None:
     one.add_argument("--pp", type=positive, default=4, help="pipeline ranks")
     one.add_argument("--vpp", type=positive, default=1, help="chunks per rank")
     one.add_argument("--microbatches", type=positive, default=8)
+    one.add_argument("--split", action="store_true", help="weight gradients apart from backward")
     one.add_argument(
-        "--text", action="store_true", help="print it: digits are micro-batches, ' a later chunk, [] backward"
+        "--text",
+        action="store_true",
+        help="print it: digits are micro-batches, ' a later chunk, [] backward, () weights' gradients",
     )
     one.add_argument("--out", default="schedule.png")
     one.set_defaults(run=schedule)

@@ -30,10 +30,14 @@ def _of_model(m: ModelConfig, say: Say) -> Iterator[Problem]:
 
 
 def _of_training(config: Config, say: Say) -> Iterator[Problem]:
-    o, t = config.optim, config.train
+    o, p, t = config.optim, config.parallel, config.train
+    if p.split_backward and p.pipeline_model_parallel_size == 1:
+        yield say("{split_backward} has no effect with {=pipeline_model_parallel_size}: there is no bubble to fill")
+    if p.zero_bubble_max_pending_backward is not None and not p.split_backward:
+        yield say("{=zero_bubble_max_pending_backward} has no effect without {--split-backward}")
     if o.decoupled_min_lr is not None and o.decoupled_lr is None:
         yield say("{=decoupled_min_lr} has no effect without {--decoupled-lr}")
-    if config.parallel.grad_reduce_in_bf16 and not config.precision.bf16:
+    if p.grad_reduce_in_bf16 and not config.precision.bf16:
         yield say("{grad_reduce_in_bf16} has no effect without {--bf16}")
     if t.step_batch_size_schedule is not None and t.train_iters is not None:
         yield say(

@@ -9,6 +9,7 @@ from megalite.config.field import free, how, training
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")  # those that the launcher passes on to its ranks
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
+SCHEDULES = ("1f1b", "gpipe", "breadth-first")
 ONLY_ONE = (1, "is not supported yet; use 1")
 LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
 NO_SHARE, TO_TWO = (1, "is no share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
@@ -35,7 +36,15 @@ class ParallelConfig:
         None, "micro-batches that run through a chunk before the next chunk; default pp, the remainder spread over them"
     )
     use_tp_pp_dp_mapping: bool = how(False, "number the ranks in the order tp, pp, dp; default: tp, dp, pp")
-    pipeline_schedule: str = how("1f1b", "order of micro-batches in the pipeline", choices=("1f1b", "gpipe"))
+    pipeline_schedule: str = how("1f1b", "order of micro-batches in the pipeline", choices=SCHEDULES)
+    split_backward: bool = how(
+        False,
+        "weight gradients apart from backward, where the pipeline would idle (zero bubble)",
+        flags=("--enable-zero-bubble=true", "--enable-zbh1-pipeline=true", "--delay-wgrad-compute=true"),
+    )
+    zero_bubble_max_pending_backward: int | None = how(
+        None, "forwards that may wait for their weight gradients; default: the memory of the schedule that is not split"
+    )
     use_distributed_optimizer: bool = how(True, "shard optimizer state over dp (ZeRO-1)")
     overlap_grad_reduce: bool = how(True, "reduce gradients during the last backward")
     grad_reduce_in_bf16: bool = how(False, "round gradients to bf16 for their sum over dp; each rank adds up in fp32")

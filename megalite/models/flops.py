@@ -9,9 +9,15 @@ FLOPs per token, forward, a multiply-add counted as 2 (recompute never counts):
 So a model with a window has fewer FLOPs, and its MFU is not raised by scores that nobody needs. Backward is twice the
 forward. Borders of documents are not counted.
 
+Of a backward the input's gradient takes as long as the forward, and once more the scores, which have no weights; the
+weights' gradients take as long as the forward's matmuls. The head has all of it in its forward (nn/loss.py).
+
 What a layer saves, in elements per token: x, norm(x), h, norm(h) of D (without h where the residual is parallel); q
 and o; k and v, once more k where it is normed or rotated, since v is a view of what the matmul gave; of normed q both;
 the MLP's u. No scores, no dropout masks. x and its norms are split over tp along the sequence, all else by channels.
+What then waits for the weights' gradients, of each matmul the input and the gradient of the output: norm(x), dq, dk,
+dv; o, dy; norm(h), du; a of F, dy. Both dy of D are whole, since backward has gathered them; keys and values that tp
+ranks share do not wait, nor does q then.
 """
 
 from __future__ import annotations
@@ -56,6 +62,14 @@ def stage_saved(
     return again * edge + (layers - again) * layer + head, layer if again else 0.0
 
 
+def layer_waiting(model: ModelConfig, size: int, tp: int = 1) -> float:
+    """Bytes of one layer that wait from the gradient of its input for those of its weights, per token and tp rank."""
+    m = model
+    D, q, F = m.hidden_size, m.num_attention_heads * m.head_size / tp, m.ffn_size / tp
+    qkv = D / tp + q + 2 * m.groups * m.head_size / tp if tp <= m.groups else 0.0
+    return size * (qkv + q + D + D / tp + F * (2 if m.activation == "swiglu" else 1) + F + D)
+
+
 def mean_keys(model: ModelConfig, seq_length: int) -> float:
     """How many keys a token sees, on average over positions and layers."""
 
@@ -67,15 +81,35 @@ def mean_keys(model: ModelConfig, seq_length: int) -> float:
 
 def layer_flops(model: ModelConfig, seq_length: int) -> float:
     """Forward FLOPs per token of one layer; where only some have a window, of the mean of them."""
+    return sum(_layer_parts(model, seq_length))
+
+
+def _layer_parts(model: ModelConfig, seq_length: int) -> tuple[float, float, float]:
+    """Of a layer's forward FLOPs: projections of attention, feed-forward block, scores."""
     m = model
     D, F = m.hidden_size, m.ffn_size
     q, kv = m.num_attention_heads * m.head_size, m.groups * m.head_size
     return (
-        2.0 * D * (q + 2 * kv)
-        + 2.0 * q * D
-        + 2.0 * D * F * (3 if m.activation == "swiglu" else 2)
-        + 4.0 * q * mean_keys(model, seq_length)
+        2.0 * D * (q + 2 * kv) + 2.0 * q * D,
+        2.0 * D * F * (3 if m.activation == "swiglu" else 2),
+        4.0 * q * mean_keys(m, seq_length),
     )
+
+
+def stage_flops(
+    model: ModelConfig, layers: int, padded_vocab_size: int | None, recompute: How, seq_length: int
+) -> tuple[float, float, float]:
+    """FLOPs per token of a stage of `layers` layers: forward; backward to its input, with what is computed again; the
+    gradients of its weights. `padded_vocab_size`: of the last stage, which has the head; else None."""
+    granularity, method, n, modules = recompute
+    projections, mlp, scores = _layer_parts(model, seq_length)
+    layer, again = projections + mlp + scores, 0.0
+    if granularity == "full":
+        again = layer * (min(n, layers) if method == "block" else layers)
+    elif granularity == "selective":
+        again = layers * (scores * ("core_attn" in modules) + mlp * ("mlp" in modules))
+    head = 0.0 if padded_vocab_size is None else 3 * head_flops(model, padded_vocab_size)
+    return layers * layer + head, layers * (layer + scores) + again, layers * (projections + mlp)
 
 
 def head_flops(model: ModelConfig, padded_vocab_size: int) -> float:

@@ -24,6 +24,7 @@ from megalite.kernels.dropout import dropout_add, fold
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
 from megalite.nn.attention import Attention, AttentionShape, Coordinates
 from megalite.nn.embedding import SITE_HIDDEN_1, SITE_HIDDEN_2, Embedding, vocabulary_spec
+from megalite.nn.later import Later
 from megalite.nn.linear import gather_linear
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.mlp import MLP
@@ -40,6 +41,7 @@ class Batch:
     sample_ids_B and step are the coordinates of dropout: global sample numbers and the training step.
     positions_SB: of each token for the position embedding; None: 0 .. S - 1. documents: kernels/attention.py.
     loss_weight: what the loss's gradient will be in backward, where the loss may count on it (nn/loss.py).
+    later: where weight gradients wait (nn/later.py).
     """
 
     tokens_SB: Tensor
@@ -50,6 +52,7 @@ class Batch:
     positions_SB: Tensor | None = None
     documents: Documents | None = None
     loss_weight: float | Tensor | None = None
+    later: Later | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Block(nn.Module):
             n_sBD = self.mlp_norm(x_sBD if self.parallel else h_sBD)
         else:
             h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)
-        return self._add(self.mlp(n_sBD), h_sBD, SITE_HIDDEN_2, where)
+        return self._add(self.mlp(n_sBD, where.later), h_sBD, SITE_HIDDEN_2, where)
 
     def _forward_again(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         """The same, where norms or the feed-forward block leave nothing behind but their inputs."""
@@ -141,11 +144,11 @@ class Block(nn.Module):
         h_sBD = self._add(a_sBD, x_sBD, SITE_HIDDEN_1, where)
         m_sBD = x_sBD if self.parallel else h_sBD
         if self.mlp_again and self.norms_again:
-            y_sBD = recompute(lambda m_sBD: self.mlp(self.mlp_norm(m_sBD)), m_sBD)
+            y_sBD = recompute(lambda m_sBD: self.mlp(self.mlp_norm(m_sBD), where.later), m_sBD)
         elif self.mlp_again:
-            y_sBD = recompute(self.mlp, self.mlp_norm(m_sBD))
+            y_sBD = recompute(self.mlp, self.mlp_norm(m_sBD), where.later)
         else:
-            y_sBD = without_keeping(lambda: self.mlp_norm(m_sBD), self.mlp)
+            y_sBD = without_keeping(lambda: self.mlp_norm(m_sBD), lambda n_sBD: self.mlp(n_sBD, where.later))
         return self._add(y_sBD, h_sBD, SITE_HIDDEN_2, where)
 
     def _drops(self) -> bool:
@@ -264,7 +267,7 @@ class Stage(nn.Module):
         if self.rope is not None:
             chosen = slice(batch.tokens_SB.shape[0]) if batch.positions_SB is None else batch.positions_SB
             rope = (self.rope[0][chosen], self.rope[1][chosen])
-        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents)
+        return Coordinates(rope, batch.sample_ids_B, batch.step, batch.documents, batch.later)
 
     def _groups(self) -> list[tuple[list[nn.Module], bool]]:
         """Consecutive blocks, and whether their activations are recomputed as one."""

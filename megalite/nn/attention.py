@@ -21,6 +21,7 @@ from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dropout import fold
 from megalite.kernels.rope import apply_rope, pairs_to_halves
 from megalite.nn.embedding import SITE_ATTENTION
+from megalite.nn.later import Later
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import Maker
@@ -35,12 +36,14 @@ class Coordinates:
     rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
     sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
     documents     what may attend to what (kernels/attention.py); None: each sample is one document
+    later         where weight gradients wait (nn/later.py)
     """
 
     rope: tuple[Tensor, Tensor] | None
     sample_ids_B: Tensor
     step: int
     documents: Documents | None = None
+    later: Later | None = None
 
 
 def rotate(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +113,7 @@ class Attention(nn.Module):
             mine = slice(self.group * K, (self.group + 1) * K)
             kv = kv[:, mine]
             kv_bias = None if kv_bias is None else kv_bias[:, mine]
-        q, kv_out = gather_linear(x_sBD, [self.q, kv], self.tp)
+        q, kv_out = gather_linear(x_sBD, [self.q, kv], self.tp, where.later)
         q_SBhK = add_bias(q, self.q_bias).unflatten(-1, (-1, K))
         k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
         if self.q_norm is not None and self.k_norm is not None:
@@ -128,4 +131,5 @@ class Attention(nn.Module):
         core = partial(self.attend, scale=scale, drop=drop, documents=where.documents, window=window)
         again = self.again and self.training
         o_SBhK = recompute(core, q_SBhK, k_SBgK, v_SBgK) if again else core(q_SBhK, k_SBgK, v_SBgK)
-        return add_bias(linear_scatter(o_SBhK.flatten(-2), self.out, self.tp), self.out_bias)
+        y_sBD = linear_scatter(o_SBhK.flatten(-2), self.out, self.tp, later=where.later)
+        return add_bias(y_sBD, self.out_bias)

@@ -10,7 +10,8 @@ hides behind the matmul for dx, and the reduce-scatter of dx behind the matmuls 
     after    | gather x ............  |  scatter dx ..............  |
              | dx = dy W              |  dW += dy^T x               |
 
-dW is added to the weight's sum in the flat gradient buffer, if it has one, and autograd never sees it.
+dW is added to the weight's sum in the flat gradient buffer, if it has one, and autograd never sees it. With a `later`
+it is computed when the pipeline says so (nn/later.py), and the gather for it runs then.
 The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored; where a
 kernel adds the bias too, u + bias is not stored either.
 Rejected: a differentiable gather before the matmul, which saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
@@ -26,7 +27,7 @@ from torch.autograd import Function
 
 from megalite.kernels.activation import Activation
 from megalite.kernels.dispatch import use_triton
-from megalite.kernels.weight_grad import accumulate_outer_
+from megalite.nn.later import Later, add_weight_grad
 from megalite.nn.parameter import GradientSink, sink_of
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
@@ -40,15 +41,14 @@ def _weight_grad(weight: Tensor, sink: GradientSink | None, dy: Tensor, x_ND: Te
     """dW = dy^T x: added to the sink, or given to autograd where there is none."""
     if sink is None:
         return (_rows(dy).T @ x_ND).view_as(weight)
-    grad, begin = sink.open()
-    accumulate_outer_(grad.view(-1, grad.shape[-1]), _rows(dy), x_ND, begin=begin)
+    add_weight_grad(sink, dy, x_ND)
     return None
 
 
 class _GatherLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x_sBD: Tensor, tp: Axis, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.tp = tp
+    def forward(ctx: Any, x_sBD: Tensor, tp: Axis, later: Later | None, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.tp, ctx.later = tp, later
         ctx.sinks = [sink_of(w) for w in weights]  # now: recompute saves other tensors than the parameters
         ctx.save_for_backward(x_sBD, *weights)
         x_SBD = start_all_gather(x_sBD, tp).wait()
@@ -57,22 +57,32 @@ class _GatherLinear(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_sBD, *weights = ctx.saved_tensors
-        gathering = start_all_gather(x_sBD, ctx.tp)
+        waits = ctx.later is not None and None not in ctx.sinks
+        gathering = None if waits else start_all_gather(x_sBD, ctx.tp)
         dx_ND = _rows(dys[0]) @ _rows(weights[0])
         for dy, w in zip(dys[1:], weights[1:], strict=True):
             dx_ND.addmm_(_rows(dy), _rows(w))
         scattering = start_reduce_scatter(dx_ND.view(*dys[0].shape[:-1], -1), ctx.tp)
+        if gathering is None:
+            ctx.later.leave(x_sBD, ctx.tp, zip(ctx.sinks, dys, strict=True))
+            return scattering.wait(), None, None, *(None for _ in weights)
         x_ND = _rows(gathering.wait())
         dws = [_weight_grad(w, sink, dy, x_ND) for w, sink, dy in zip(weights, ctx.sinks, dys, strict=True)]
-        return scattering.wait(), None, *dws
+        return scattering.wait(), None, None, *dws
 
 
 class _LinearScatter(Function):
     @staticmethod
     def forward(
-        ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: Activation | None, bias: Tensor | None
+        ctx: Any,
+        u_SBf: Tensor,
+        weight: Tensor,
+        tp: Axis,
+        activation: Activation | None,
+        bias: Tensor | None,
+        later: Later | None,
     ) -> Tensor:
-        ctx.tp, ctx.activation, ctx.sink = tp, activation, sink_of(weight)
+        ctx.tp, ctx.activation, ctx.later, ctx.sink = tp, activation, later, sink_of(weight)
         added = () if bias is None else (bias,)
         ctx.save_for_backward(u_SBf, weight, *added)
         a_SBf = u_SBf if activation is None else activation.forward(u_SBf, *added)
@@ -85,22 +95,31 @@ class _LinearScatter(Function):
         a_SBf, du_SBf, dbias = u_SBf, dy_SBD @ weight, []
         if ctx.activation is not None:
             a_SBf, du_SBf, *dbias = ctx.activation.backward(u_SBf, du_SBf, *added)
-        dweight = _weight_grad(weight, ctx.sink, dy_SBD, _rows(a_SBf))
-        return du_SBf, dweight, None, None, dbias[0] if dbias else None
+        dweight = None
+        if ctx.later is not None and ctx.sink is not None:
+            ctx.later.leave(a_SBf, None, [(ctx.sink, dy_SBD)])
+        else:
+            dweight = _weight_grad(weight, ctx.sink, dy_SBD, _rows(a_SBf))
+        return du_SBf, dweight, None, None, dbias[0] if dbias else None, None
 
 
-def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis) -> tuple[Tensor, ...]:
+def gather_linear(x_sBD: Tensor, weights: list[Tensor], tp: Axis, later: Later | None = None) -> tuple[Tensor, ...]:
     """One gather, one matmul per weight [..., D] (leading dims are flattened): the outputs [S, B, rows]."""
-    return _GatherLinear.apply(x_sBD, tp, *weights)  # type: ignore[return-value]
+    return _GatherLinear.apply(x_sBD, tp, later, *weights)  # type: ignore[return-value]
 
 
 def linear_scatter(
-    u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: Activation | None = None, bias: Tensor | None = None
+    u_SBf: Tensor,
+    weight_Df: Tensor,
+    tp: Axis,
+    activation: Activation | None = None,
+    bias: Tensor | None = None,
+    later: Later | None = None,
 ) -> Tensor:
     """Add `bias` [f], apply `activation`, multiply, sum over tp, keep this rank's positions."""
     if bias is not None and not (activation is not None and activation.takes_bias and use_triton(u_SBf)):
         u_SBf, bias = add_bias(u_SBf, bias), None
-    return _LinearScatter.apply(u_SBf, weight_Df, tp, activation, bias)  # type: ignore[return-value]
+    return _LinearScatter.apply(u_SBf, weight_Df, tp, activation, bias, later)  # type: ignore[return-value]
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:

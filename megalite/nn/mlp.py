@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalite.kernels.activation import ACTIVATIONS
+from megalite.nn.later import Later
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
 from megalite.nn.parameter import Maker
 from megalite.parallel.spec import Constant, Normal, ParamSpec
@@ -45,7 +46,7 @@ class MLP(nn.Module):
         if bias:
             self.down_bias = make(ParamSpec(f"{name}.down_bias", (D,), grad="partial", init=zero, decay=False))
 
-    def forward(self, x_sBD: Tensor) -> Tensor:
-        (u_SBf,) = gather_linear(x_sBD, [self.up], self.tp)
-        y_sBD = linear_scatter(u_SBf, self.down, self.tp, self.activation, self.up_bias)
+    def forward(self, x_sBD: Tensor, later: Later | None = None) -> Tensor:
+        (u_SBf,) = gather_linear(x_sBD, [self.up], self.tp, later)
+        y_sBD = linear_scatter(u_SBf, self.down, self.tp, self.activation, self.up_bias, later)
         return add_bias(y_sBD, self.down_bias)

@@ -49,6 +49,10 @@ class GradientSink(Protocol):
         it must be written over. Raises RuntimeError if it was reduced already."""
         ...
 
+    def landed(self) -> None:
+        """Told by whoever adds apart from backward (nn/later.py): what it had to add is there."""
+        ...
+
 
 def sink_of(parameter: Tensor) -> GradientSink | None:
     """Where its gradients go, or None: to autograd. A function that adds to it in backward returns None for the

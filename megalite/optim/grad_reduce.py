@@ -14,12 +14,13 @@ Rejected: hooks that count backward passes to find the last one; they break when
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megalite.nn.parameter import GradientSink
 from megalite.optim.flat_storage import FlatStorage
 from megalite.optim.layout import Bucket
 from megalite.parallel.comm import all_reduce_, start_all_reduce, start_reduce_scatter_into
@@ -29,12 +30,14 @@ from megalite.parallel.mesh import Mesh
 class Sink:
     """The view of one parameter's gradient, [its shape] (nn/parameter.py, GradientSink)."""
 
-    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reducing: dict[int, Any], begun: set[int]):
-        """`slot`: its bucket and its entry. `reducing`, `begun`: GradReduce's own, of all buckets and entries."""
-        self._name, self._grad, self._slot, self._reducing, self._begun = name, grad, slot, reducing, begun
+    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reduce: GradReduce):
+        """`slot`: its bucket and its entry. `reduce` is kept weakly: Python does not see through the parameter's node,
+        to free a cycle of them."""
+        self._name, self._grad, self.slot, self._reduce = name, grad, slot, weakref.ref(reduce)
+        self._reducing, self._begun = reduce.reducing, reduce.begun
 
     def open(self) -> tuple[Tensor, bool]:
-        bucket, entry = self._slot
+        bucket, entry = self.slot
         if bucket in self._reducing:
             text = "a gradient came after its bucket was reduced; arm only the last backward"
             raise RuntimeError(f"{self._name}: {text}")
@@ -42,17 +45,20 @@ class Sink:
         self._begun.add(entry)
         return self._grad, begin
 
+    def landed(self) -> None:
+        if (reduce := self._reduce()) is not None:
+            reduce.landed(*self.slot)
 
-def _lander(owner: weakref.ref[GradReduce], p: nn.Parameter, b: int, entry: int) -> Callable[..., None]:
-    """The hook on a parameter's node. `owner` is weak: Python does not see through a node, to free a cycle of them."""
+
+def _lander(p: nn.Parameter, sink: Sink) -> Callable[..., None]:
+    """The hook on a parameter's node."""
 
     def land(*_: Any) -> None:
         if p.grad is not None:
-            grad, begin = p.sink.open()  # type: ignore[attr-defined]
+            grad, begin = sink.open()
             grad.copy_(p.grad) if begin else grad.add_(p.grad)
             p.grad = None
-        if (reduce := owner()) is not None:
-            reduce._landed(b, entry)
+        sink.landed()
 
     return land
 
@@ -68,23 +74,23 @@ class GradReduce:
         self.storage, self.mesh, self.overlap, self.in_bf16 = storage, mesh, overlap, in_bf16
         self.buckets = storage.layout.buckets
         self._waiting: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
-        self._reducing: dict[int, Any] = {}
+        self.reducing: dict[int, Any] = {}
         self._rounded: dict[int, Tensor] = {}  # what is owned of buckets on their way in bf16
-        self._begun: set[int] = set()  # entries whose gradient is of this step; all else is left from the last
+        self.begun: set[int] = set()  # entries whose gradient is of this step; all else is left from the last
         self.sinks: dict[str, Sink] = {}
         self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
         for b, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 p, name = storage.parameters[slot.entry], storage.layout.entries[slot.entry].spec.name
                 grad = storage.view(storage.grads, slot)
-                p.sink = self.sinks[name] = Sink(name, grad, (b, slot.entry), self._reducing, self._begun)  # type: ignore[attr-defined]
+                p.sink = self.sinks[name] = sink = Sink(name, grad, (b, slot.entry), self)  # type: ignore[attr-defined]
                 node = get_gradient_edge(p).node
-                node.register_hook(_lander(weakref.ref(self), p, b, slot.entry))
+                node.register_hook(_lander(p, sink))
                 self._nodes.append(node)
 
     def zero(self) -> None:
         """Begin a step. `grads` holds zeros for what gets no gradient once it is reduced, not before."""
-        self._begun.clear()
+        self.begun.clear()
 
     def begin_all(self) -> None:
         """Zero what got no gradient in this step so far: all that come are added."""
@@ -92,21 +98,24 @@ class GradReduce:
             self._begin_rest(bucket)
 
     def _begin_rest(self, bucket: Bucket) -> None:
-        rest = [slot for slot in bucket.slots if slot.entry not in self._begun]
+        rest = [slot for slot in bucket.slots if slot.entry not in self.begun]
         spans = [(bucket.start, bucket.stop)] if len(rest) == len(bucket.slots) else [(s.start, s.stop) for s in rest]
         for start, stop in spans:
             self.storage.grads[start:stop] = 0
-        self._begun.update(slot.entry for slot in rest)
+        self.begun.update(slot.entry for slot in rest)
 
-    def on_last_backward(self, chunk: int) -> None:
-        """The next backward of `chunk` is its last in this step: reduce each bucket when its last gradient lands."""
+    def on_last_backward(self, chunk: int, sinks: Iterable[GradientSink] | None = None) -> None:
+        """The next backward of `chunk` is its last in this step: reduce each bucket when its last gradient lands.
+        `sinks`: where the weight gradients that come next are the last, those; all other gradients are there."""
         if not self.overlap:
             return
+        coming = None if sinks is None else {sink.slot[1] for sink in sinks if isinstance(sink, Sink)}
         for b, bucket in enumerate(self.buckets):
             if bucket.chunk == chunk:
-                self._waiting[b] = {slot.entry for slot in bucket.slots}
+                self._waiting[b] = {s.entry for s in bucket.slots if coming is None or s.entry in coming}
+        self._start_full()
 
-    def _landed(self, b: int, entry: int) -> None:
+    def landed(self, b: int, entry: int) -> None:
         if b in self._waiting:
             self._waiting[b].discard(entry)
             self._start_full()
@@ -123,7 +132,7 @@ class GradReduce:
     def _start(self, b: int) -> None:
         bucket, dp, storage = self.buckets[b], self.mesh.dp, self.storage
         self._begin_rest(bucket)
-        self._reducing[b] = None
+        self.reducing[b] = None
         if dp.group is None:
             return
         whole, owned = storage.grads[bucket.start : bucket.stop], storage.owned_grad(bucket)
@@ -131,17 +140,17 @@ class GradReduce:
             mine, whole = storage.owned_range(bucket), whole.bfloat16()
             owned = self._rounded[b] = whole[mine.start - bucket.start : mine.stop - bucket.start]
         if storage.sharded:
-            self._reducing[b] = start_reduce_scatter_into(owned, whole, dp)
+            self.reducing[b] = start_reduce_scatter_into(owned, whole, dp)
         else:
-            self._reducing[b] = start_all_reduce(whole, dp)
+            self.reducing[b] = start_all_reduce(whole, dp)
 
     def finish(self) -> None:
         """After the last backward: every gradient this rank owns is complete (summed over dp, tp and ends)."""
         for b in [*self._waiting, *range(len(self.buckets))]:
-            if b not in self._reducing:  # behind a parameter that got no gradient here, or never armed
+            if b not in self.reducing:  # behind a parameter that got no gradient here, or never armed
                 self._start(b)
         self._waiting.clear()
-        for work in self._reducing.values():
+        for work in self.reducing.values():
             if work is not None:
                 work.wait()
         for b, rounded in self._rounded.items():
@@ -153,4 +162,4 @@ class GradReduce:
         for bucket in self.buckets:
             if bucket.kind.tied:
                 all_reduce_(self.storage.owned_grad(bucket), self.mesh.ends)
-        self._reducing.clear()
+        self.reducing.clear()

@@ -65,7 +65,7 @@ class GraphedPipeline(Pipeline):
         **options: Any,
     ):
         super().__init__(*args, **options)
-        assert self.num_stages == 1
+        assert self.last == 0 and self.split is None
         self.graphs, self.begin_all, self.apart, self.stream = graphs, begin_all, apart, stream
         self.replays = True  # False, or a timeline that is wanted: steps are eager
         self._weight = torch.zeros((), dtype=torch.float64, device=self.mesh.device)

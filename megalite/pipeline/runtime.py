@@ -3,33 +3,46 @@
     F  s,m   y = stage(x)             x received or embedded; only the graph's edge of y is kept, so y's memory
                                       goes as soon as it is sent
     B  s,m   backward from y's edge   with the received gradient, or the loss weight on the last stage
+    W  s,m   the weights' gradients   where backward is split: B has left them in the forward's `later` (nn/later.py)
     SEND/RECV post an isend or irecv and go on; the wait is where the value is used
 
 Activations travel on mesh.pp, gradients on mesh.pp_back: two groups, so that neither queues behind the other (with two
-pipeline ranks and several chunks, activations of both directions share theirs). The last backward of a chunk arms its
-gradient buckets (optim/buffer.py).
+pipeline ranks and several chunks, activations of both directions share theirs). The last backward of a chunk, or its
+last W, arms its gradient buckets (optim/buffer.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.config.faults import fault
+from megalite.nn.later import Later
+from megalite.nn.parameter import GradientSink
 from megalite.parallel.calls import RECEIVE, SEND
 from megalite.parallel.comm import Pending, start_message
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.streams import synchronize
-from megalite.pipeline.schedule import Action, Op, plan
+from megalite.pipeline.schedule import Action, Op, Placement, Split, plan
 
 Key = tuple[int, int]  # stage, micro-batch
 MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
+
+
+class OnLast(Protocol):
+    """Told of a chunk before its last backward, or, where that is split, before its last W, of these sinks."""
+
+    def __call__(self, chunk: int, sinks: Iterable[GradientSink] | None = None) -> None: ...
+
+
+def nobody(chunk: int, sinks: Iterable[GradientSink] | None = None) -> None:
+    """Has nothing to reduce."""
 
 
 @dataclass
@@ -47,17 +60,18 @@ class Flight:
 
     inputs: dict[Key, Tensor] = field(default_factory=dict)  # x of F, kept until B for its gradient
     edges: dict[Key, Any] = field(default_factory=dict)
+    later: dict[Key, Later] = field(default_factory=dict)  # of B, until W
     ready: dict[Key, Tensor] = field(default_factory=dict)  # computed, not yet sent
     coming: dict[tuple[Op, int, int], Pending] = field(default_factory=dict)
     sent: list[Pending] = field(default_factory=list)
 
 
 class Pipeline:
-    """The chunks of one pipeline rank; chunk c is stage c * pp + pp_rank.
+    """The chunks of one pipeline rank.
 
+    split        how backward is split, if it is
     group_size   micro-batches that run through a chunk before the next one (schedule.group_sizes)
     width        hidden size D of the activations that travel, [S / tp, B, D] in `dtype`
-    on_last_backward(chunk) is called before the last backward of each chunk
     """
 
     def __init__(
@@ -69,12 +83,14 @@ class Pipeline:
         width: int,
         dtype: torch.dtype,
         group_size: int | None = None,
-        on_last_backward: Callable[[int], None] = lambda chunk: None,
+        split: Split | None = None,
+        on_last_backward: OnLast = nobody,
     ):
-        self.group_size = group_size
+        self.group_size, self.split = group_size, split
         self.stages, self.mesh, self.schedule = list(stages), mesh, schedule
         self.width, self.dtype, self.on_last_backward = width, dtype, on_last_backward
-        self.num_stages = mesh.pp.size * len(self.stages)
+        self.place = Placement(mesh.pp.size, len(self.stages))
+        self.last = self.place.num_stages - 1
         self.timeline: list[Timed] | None = None  # set to [] to record the next step
 
     def step(self, batches: Sequence[Any], loss_weight: float, more: bool = False) -> Tensor:
@@ -84,7 +100,7 @@ class Pipeline:
         The gradient is that of loss_weight * sum of all. `more`: another call of the same training step follows, so
         none of these backwards is a chunk's last.
         """
-        rows = plan(self.schedule, self.mesh.pp.size, len(batches), len(self.stages), self.group_size)
+        rows = plan(self.schedule, self.mesh.pp.size, len(batches), len(self.stages), self.group_size, self.split)
         return self._run(rows, batches, loss_weight, more)
 
     @torch.no_grad()
@@ -104,22 +120,30 @@ class Pipeline:
     ) -> Tensor:
         mesh, flight = self.mesh, Flight()
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        left = [len(batches) + more] * len(self.stages)  # backwards to go, per chunk
+        left = [len(batches) + more] * len(self.stages)  # backwards to go, or W, per chunk
         begin = time.perf_counter()
         for action in rows[mesh.pp.rank]:
             start = self._now(begin)
-            key, chunk = (action.stage, action.microbatch), action.stage // mesh.pp.size
+            key, chunk = (action.stage, action.microbatch), self.place.chunk(action.stage)
             if action.op is Op.F:
                 with mesh.clock.span("forward", action):
                     losses = self._forward(flight, key, chunk, batches[action.microbatch], weight)
                 total[: len(losses)] += losses
             elif action.op is Op.B:
                 assert weight is not None
-                if left[chunk] == 1:
-                    self.on_last_backward(chunk)
-                left[chunk] -= 1
+                if not self.split:
+                    if left[chunk] == 1:
+                        self.on_last_backward(chunk)
+                    left[chunk] -= 1
                 with mesh.clock.span("backward", action):
                     self._backward(flight, key, weight)
+            elif action.op is Op.W:
+                later = flight.later.pop(key)
+                if left[chunk] == 1:
+                    self.on_last_backward(chunk, later.sinks)
+                left[chunk] -= 1
+                with mesh.clock.span("backward", action):
+                    later.run()
             elif action.op in (Op.SEND_F, Op.SEND_B):
                 tensor = flight.ready.pop(key).contiguous()
                 fault("pipeline.message", mesh.world.rank, batches[action.microbatch].step, tensor)
@@ -149,10 +173,13 @@ class Pipeline:
             if keep:
                 flight.inputs[key] = x.requires_grad_()
         # the loss is told its gradient now: it computes its own gradients in forward (nn/loss.py)
-        y = self.stages[chunk](x, replace(batch, loss_weight=weight))
+        given: dict[str, Any] = {"loss_weight": weight}
+        if keep and self.split:
+            given["later"] = flight.later[key] = Later()
+        y = self.stages[chunk](x, replace(batch, **given))
         if keep:
-            flight.edges[key] = y if stage == self.num_stages - 1 else get_gradient_edge(y)
-        if stage == self.num_stages - 1:
+            flight.edges[key] = y if stage == self.last else get_gradient_edge(y)
+        if stage == self.last:
             return y.detach().double().reshape(-1)
         flight.ready[key] = y.detach()
         return y.new_empty(0, dtype=torch.float64)
@@ -160,7 +187,7 @@ class Pipeline:
     def _backward(self, flight: Flight, key: Key, weight: float | Tensor) -> None:
         stage, _ = key
         edge = flight.edges.pop(key)
-        if stage == self.num_stages - 1:
+        if stage == self.last:
             # made on the device: a copy would wait for it
             given = weight.to(edge.dtype) if isinstance(weight, Tensor) else edge.new_full((), weight)
             torch.autograd.backward(edge, given.expand_as(edge))
@@ -178,7 +205,7 @@ class Pipeline:
         axis: Axis = self.mesh.pp if forward else self.mesh.pp_back
         step = 1 if action.op in (Op.SEND_F, Op.RECV_B) else -1
         with self.mesh.clock.span(MESSAGES, action):
-            return start_message(tensor, axis, (axis.rank + step) % axis.size, op, action.microbatch)
+            return start_message(tensor, axis, self.place.rank(action.stage + step), op, action.microbatch)
 
     def _now(self, begin: float) -> float:
         if self.timeline is not None:

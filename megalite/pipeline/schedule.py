@@ -6,9 +6,9 @@
     1 | F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
     2 | F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3
 
-Stage s of pp * vpp lives on rank s % pp as its chunk s // pp. With vpp > 1 micro-batches pass through the chunks group
-by group (`group_sizes`). Any number of them works, also fewer than pp and not a multiple of it. A new schedule is one
-more generator of compute lists.
+With vpp > 1 micro-batches pass through a rank's chunks group by group (`group_sizes`). Any number of them works, also
+fewer than pp and not a multiple of it. A new schedule is one more generator of compute lists; its twin with a split
+backward needs nothing, since any order of F and B is filled (`Split`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,12 +24,61 @@ from types import MappingProxyType
 
 
 class Op(StrEnum):
+    """B is the whole backward, or, in a row that has W, the part that gives the gradient of the input: W is the rest,
+    the gradients of the weights, for which nobody waits."""
+
     F = "F"
     B = "B"
+    W = "W"
     SEND_F = "SF"
     RECV_F = "RF"
     SEND_B = "SB"
     RECV_B = "RB"
+
+
+Cost = tuple[float, float, float]  # of F, B and W of one stage; a backward that is not split takes B + W
+Held = tuple[float, float]  # of one forward: from F to B, and, where backward is split, from B to W
+EQUAL: Cost = (1, 1, 1)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank of pp holds which stage: a loop, stage s on rank s % pp as its chunk s // pp of `vpp`. The only place
+    that knows it."""
+
+    pp: int
+    vpp: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.vpp
+
+    def rank(self, stage: int) -> int:
+        return stage % self.pp
+
+    def chunk(self, stage: int) -> int:
+        return stage // self.pp
+
+    def stages(self, rank: int) -> range:
+        """Of a rank, by chunk."""
+        return range(rank, self.num_stages, self.pp)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Backward in two halves. A rank keeps its order of F and B; whenever the next of them cannot run yet, and when it
+    would make the rank hold more than it may, its oldest W runs (arXiv:2401.10241 writes such a schedule by hand:
+    1F1B, filled, is its ZB-H1).
+
+    costs  of every stage; None: F, B and W take equally long, everywhere
+    held   memory of a forward on every stage; None: 1 until its W has run
+    most   what a rank may hold; None: as much as the fullest rank holds without the split. Where nothing waits that
+           could make room, the order goes on
+    """
+
+    costs: tuple[Cost, ...] | None = None
+    held: tuple[Held, ...] | None = None
+    most: float | None = None
 
 
 @dataclass(frozen=True, order=True)
@@ -61,107 +111,166 @@ def group_sizes(num_microbatches: int, pp: int, size: int | None = None) -> list
     return [each + (i < more) for i in range(max(1, full))]
 
 
-def _order(rank: int, pp: int, groups: Sequence[int], vpp: int, op: Op) -> list[Action]:
+def _order(rank: int, place: Placement, groups: Sequence[int], op: Op) -> list[Action]:
     """All F (or B) of one rank: a group of micro-batches runs through all chunks before the next group."""
-    chunks = range(vpp) if op is Op.F else range(vpp - 1, -1, -1)
+    stages = place.stages(rank) if op is Op.F else place.stages(rank)[::-1]
     stops = list(itertools.accumulate(groups))
     return [
-        Action(op, chunk * pp + rank, i)
+        Action(op, stage, i)
         for stop, size in zip(stops, groups, strict=True)
-        for chunk in chunks
+        for stage in stages
         for i in range(stop - size, stop)
     ]
 
 
-def gpipe(rank: int, pp: int, groups: Sequence[int], vpp: int = 1) -> list[Action]:
+def gpipe(rank: int, place: Placement, groups: Sequence[int]) -> list[Action]:
     """All forwards, then all backwards (arXiv:1811.06965)."""
-    return [*_order(rank, pp, groups, vpp, Op.F), *_order(rank, pp, groups, vpp, Op.B)]
+    return [*_order(rank, place, groups, Op.F), *_order(rank, place, groups, Op.B)]
 
 
-def one_f_one_b(rank: int, pp: int, groups: Sequence[int], vpp: int = 1) -> list[Action]:
+def breadth_first(rank: int, place: Placement, groups: Sequence[int]) -> list[Action]:
+    """GPipe in which all micro-batches run through a chunk before the next one (arXiv:2211.05953): a chunk's gradients
+    are complete, and can be reduced, while other chunks have all their backwards to go."""
+    return gpipe(rank, place, [sum(groups)])
+
+
+def one_f_one_b(rank: int, place: Placement, groups: Sequence[int]) -> list[Action]:
     """1F1B (arXiv:2006.09503, PipeDream-flush), interleaved over chunks when vpp > 1 (arXiv:2104.04473, sec. 2.2)."""
-    forwards = _order(rank, pp, groups, vpp, Op.F)
-    backwards = _order(rank, pp, groups, vpp, Op.B)
-    warm_up = pp - rank - 1 if vpp == 1 else (pp - rank - 1) * 2 + (vpp - 1) * groups[0]
+    forwards = _order(rank, place, groups, Op.F)
+    backwards = _order(rank, place, groups, Op.B)
+    behind = place.pp - rank - 1
+    warm_up = behind if place.vpp == 1 else behind * 2 + (place.vpp - 1) * groups[0]
     actions = forwards[:warm_up]
     for pair in zip(forwards[warm_up:], backwards, strict=False):
         actions += pair
     return actions + backwards[max(0, len(forwards) - warm_up) :]
 
 
-def forward_only(rank: int, pp: int, groups: Sequence[int], vpp: int = 1) -> list[Action]:
+def forward_only(rank: int, place: Placement, groups: Sequence[int]) -> list[Action]:
     """Evaluation."""
-    return _order(rank, pp, groups, vpp, Op.F)
+    return _order(rank, place, groups, Op.F)
 
 
-SCHEDULES: Mapping[str, Callable[[int, int, Sequence[int], int], list[Action]]] = MappingProxyType(
-    {"1f1b": one_f_one_b, "gpipe": gpipe, "forward": forward_only}
+SCHEDULES: Mapping[str, Callable[[int, Placement, Sequence[int]], list[Action]]] = MappingProxyType(
+    {"1f1b": one_f_one_b, "gpipe": gpipe, "breadth-first": breadth_first, "forward": forward_only}
 )
 
 
-def with_messages(compute: list[list[Action]]) -> list[list[Action]]:
-    """Insert each send and its receive into the rows of compute actions of all ranks.
+def in_flight(row: Sequence[Action], held: Sequence[Held] | None = None) -> float:
+    """The most that one rank holds at once of forwards whose backward, or the W of it, has not run; by default each
+    counts 1."""
+    split = any(a.op is Op.W for a in row)
+    return max(itertools.accumulate(_more(a.op, held[a.stage] if held else (1, 1), split) for a in row))
 
-    The rows are run once in simulated time (a backward lasts two forwards); when an action finishes, its send goes to
-    the end of the producer's row and the receive to the end of the consumer's row as they are at that moment. So the
-    result is a projection of one sequential execution in which each message is one event for both ends. Whatever the
-    real speeds, the oldest event of that execution which has not happened has all its predecessors behind it on both
-    ranks, so it can happen: no deadlock, even when a send blocks until its receive is posted.
+
+def _more(op: Op, held: Held, split: bool) -> float:
+    """What a rank holds after an action, less what it held before."""
+    saved, waits = held
+    return {Op.F: saved, Op.B: (waits if split else 0) - saved, Op.W: -waits}.get(op, 0)
+
+
+class _Execution:
+    """Compute lists run once in simulated time; `rows` grow to what with_messages returns."""
+
+    def __init__(self, compute: Sequence[Sequence[Action]], place: Placement, split: Split | None):
+        self.place, self.split = place, split
+        self.costs = split.costs if split and split.costs else (EQUAL,) * place.num_stages
+        self.rows: list[list[Action]] = [[] for _ in compute]
+        self.ahead = [deque(row) for row in compute]
+        self.held = split.held if split and split.held else ((1, 1),) * place.num_stages
+        most = split.most if split else None
+        self.most = max(in_flight(row, self.held) for row in compute) if most is None else most
+        self.alive = [0.0] * len(compute)
+        self.undone: list[deque[Action]] = [deque() for _ in compute]  # W that may run, oldest first
+        self.idle = [True] * len(compute)
+        self.have: set[tuple[Op, int, int]] = set()  # inputs that have come
+        self.done: set[Action] = set()
+        self.events: list[tuple[float, int, Action]] = []
+
+    def run(self) -> None:
+        now = 0.0
+        while True:
+            for rank in range(len(self.rows)):
+                self._start(rank, now)
+            if not self.events:
+                return
+            now = self.events[0][0]
+            while self.events and self.events[0][0] == now:  # all messages of this moment, so that receives come early
+                _, rank, action = heapq.heappop(self.events)
+                self._finish(rank, action)
+
+    def _start(self, rank: int, now: float) -> None:
+        """Let an idle rank begin what is next, or a W."""
+        if not self.idle[rank]:
+            return
+        if self.ahead[rank] and self._can_run(rank, self.ahead[rank][0]):
+            action = self.ahead[rank].popleft()
+        elif self.undone[rank]:
+            action = self.undone[rank].popleft()
+        else:
+            return
+        f, b, w = self.costs[action.stage]
+        cost = {Op.F: f, Op.B: b if self.split else b + w, Op.W: w}[action.op]
+        self.alive[rank] += self._more(action)
+        self.rows[rank].append(action)
+        self.idle[rank] = False
+        heapq.heappush(self.events, (now + cost, rank, action))
+
+    def _can_run(self, rank: int, action: Action) -> bool:
+        op, stage, m = action.op, action.stage, action.microbatch
+        if self.undone[rank] and self.alive[rank] + self._more(action) > self.most:
+            return False
+        edge = stage == (0 if op is Op.F else self.place.num_stages - 1)
+        return (op is Op.F or Action(Op.F, stage, m) in self.done) and (edge or (op, stage, m) in self.have)
+
+    def _more(self, action: Action) -> float:
+        return _more(action.op, self.held[action.stage], self.split is not None)
+
+    def _finish(self, rank: int, action: Action) -> None:
+        op, stage, m = action.op, action.stage, action.microbatch
+        self.idle[rank] = True
+        self.done.add(action)
+        if op is Op.B and self.split:
+            self.undone[rank].append(Action(Op.W, stage, m))
+        target = stage + (1 if op is Op.F else -1)
+        if op is Op.W or not 0 <= target < self.place.num_stages:
+            return
+        self.have.add((op, target, m))
+        if (peer := self.place.rank(target)) != rank:
+            self.rows[rank].append(Action(Op.SEND_F if op is Op.F else Op.SEND_B, stage, m))
+            self.rows[peer].append(Action(Op.RECV_F if op is Op.F else Op.RECV_B, target, m))
+
+
+def with_messages(
+    compute: Sequence[Sequence[Action]], place: Placement, split: Split | None = None
+) -> list[list[Action]]:
+    """Insert each send and its receive into the rows of compute actions of all ranks, and with a `split` each W.
+
+    The rows are run once in simulated time; when an action finishes, its send goes to the end of the producer's row
+    and the receive to the end of the consumer's row as they are at that moment. So the result is a projection of one
+    sequential execution in which each message is one event for both ends. Whatever the real speeds, the oldest event of
+    that execution which has not happened has all its predecessors behind it on both ranks, so it can happen: no
+    deadlock, even when a send blocks until its receive is posted.
     """
-    pp = len(compute)
-    last = max(a.stage for row in compute for a in row)
-    rows: list[list[Action]] = [[] for _ in compute]
-    position, idle = [0] * pp, [True] * pp
-    have: set[tuple[Op, int, int]] = set()
-    done: set[Action] = set()
-    events: list[tuple[int, int, Action]] = []
-
-    def start(rank: int, now: int) -> None:
-        if not idle[rank] or position[rank] == len(compute[rank]):
-            return
-        action = compute[rank][position[rank]]
-        edge = action.stage == (0 if action.op is Op.F else last)
-        ran = action.op is Op.F or Action(Op.F, action.stage, action.microbatch) in done
-        if ran and (edge or (action.op, action.stage, action.microbatch) in have):
-            rows[rank].append(action)
-            position[rank] += 1
-            idle[rank] = False
-            heapq.heappush(events, (now + (1 if action.op is Op.F else 2), rank, action))
-
-    def finish(rank: int, action: Action) -> None:
-        idle[rank] = True
-        done.add(action)
-        forward = action.op is Op.F
-        target = action.stage + (1 if forward else -1)
-        if not 0 <= target <= last:
-            return
-        have.add((action.op, target, action.microbatch))
-        if target % pp != rank:
-            rows[rank].append(Action(Op.SEND_F if forward else Op.SEND_B, action.stage, action.microbatch))
-            rows[target % pp].append(Action(Op.RECV_F if forward else Op.RECV_B, target, action.microbatch))
-
-    for rank in range(pp):
-        start(rank, 0)
-    while events:
-        now = events[0][0]
-        while events and events[0][0] == now:  # all messages of this moment first, so that receives come early
-            _, rank, action = heapq.heappop(events)
-            finish(rank, action)
-        for rank in range(pp):
-            start(rank, now)
-    if any(position[r] < len(compute[r]) for r in range(pp)):
-        stuck = [str(compute[r][position[r]]) for r in range(pp) if position[r] < len(compute[r])]
+    execution = _Execution(compute, place, split)
+    execution.run()
+    if stuck := [str(ahead[0]) for ahead in execution.ahead if ahead]:
         raise ValueError(f"these actions wait for each other: {', '.join(stuck)}")
-    return rows
+    return execution.rows
 
 
 @functools.lru_cache(maxsize=16)  # a second at pp 16, 256 micro-batches, 6 chunks: not to be spent on every step
 def plan(
-    name: str, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
+    name: str,
+    pp: int,
+    num_microbatches: int,
+    vpp: int = 1,
+    group_size: int | None = None,
+    split: Split | None = None,
 ) -> tuple[tuple[Action, ...], ...]:
     """The rows of all ranks, messages included, of the schedule called `name` (a key of SCHEDULES)."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} is not positive; a step needs at least 1")
-    groups = group_sizes(num_microbatches, pp, group_size)
-    rows = with_messages([SCHEDULES[name](rank, pp, groups, vpp) for rank in range(pp)])
+    groups, place = group_sizes(num_microbatches, pp, group_size), Placement(pp, vpp)
+    rows = with_messages([SCHEDULES[name](rank, place, groups) for rank in range(pp)], place, split)
     return tuple(tuple(row) for row in rows)

@@ -1,20 +1,21 @@
 """Run a plan in simulated time: when each action happens, how much idles, how much is alive. Pure.
 
-    bubble       idle share of the ranks' time; 1F1B with equal stages: (pp - 1) / (vpp m + pp - 1)
-    in flight    forwards whose backward has not run yet: activations held; 1F1B: min(m, pp - rank)
+Its bubble is the idle share of the ranks' time. 1F1B with equal stages: (pp - 1) / (vpp m + pp - 1), and, with its
+backward split and m >= pp, (pp - 1) / (3 m + pp - 1) at vpp 1, which is ZB-H1's (arXiv:2401.10241, table 1).
 
->>> from megalite.pipeline.schedule import plan
->>> result = simulate(plan("1f1b", 4, 8))
->>> result.bubble == 3 / (8 + 3), [in_flight(row) for row in plan("1f1b", 4, 8)]
-(True, [4, 3, 2, 1])
+>>> from megalite.pipeline.schedule import Split, plan
+>>> [simulate(plan("1f1b", 4, 8, split=split)).bubble for split in (None, Split())] == [3 / (8 + 3), 3 / (3 * 8 + 3)]
+True
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.pipeline.schedule import Action, Op
+from megalite.pipeline.schedule import EQUAL, Action, Cost, Op, Placement
+
+WORK = (Op.F, Op.B, Op.W)
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,9 @@ class Simulation:
         return 1.0 - busy / (self.ranks * self.end)
 
 
-def simulate(
-    rows: Sequence[Sequence[Action]], forward: float = 1.0, backward: float = 2.0, costs: Sequence[float] | None = None
-) -> Simulation:
-    """Each action as soon as its rank is free and its input has arrived; messages take no time. `costs`: how much
-    dearer each stage is than 1.
+def simulate(rows: Sequence[Sequence[Action]], costs: Sequence[Cost] | None = None) -> Simulation:
+    """Each action as soon as its rank is free and its input has arrived; messages take no time. `costs` of every
+    stage, as in schedule.Split.
 
     Raises ValueError when a message or an input never comes.
     """
@@ -55,19 +54,21 @@ def simulate(
     done: dict[Action, float] = {}
     spans: list[Span] = []
     last = max(a.stage for row in rows for a in row)
+    place = Placement(len(rows), -(-(last + 1) // len(rows)))
+    split = any(a.op is Op.W for row in rows for a in row)
 
     def ready(action: Action) -> float | None:
         """When `action` may start; None: not yet known."""
         op, stage, m = action.op, action.stage, action.microbatch
-        if op in (Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B):
+        if op not in WORK:
             return 0.0  # posted, not waited for
-        if op is Op.B and Action(Op.F, stage, m) not in done:
+        if op is not Op.F and Action(Op.F if op is Op.B else Op.B, stage, m) not in done:
             return None
         before = stage - 1 if op is Op.F else stage + 1
-        if not 0 <= before <= last:
+        if op is Op.W or not 0 <= before <= last:
             return 0.0
-        if Action(op, before, m) in done and before % len(rows) == stage % len(rows):
-            return done[Action(op, before, m)]
+        if place.rank(before) == place.rank(stage):
+            return done.get(Action(op, before, m))
         return sent.get(Action(Op.SEND_F if op is Op.F else Op.SEND_B, before, m))
 
     moved = True
@@ -76,12 +77,10 @@ def simulate(
         for rank, row in enumerate(rows):
             while position[rank] < len(row) and (at := ready(row[position[rank]])) is not None:
                 action = row[position[rank]]
-                if action.op in (Op.F, Op.B):
+                if action.op in WORK:
                     start = max(clock[rank], at)
-                    took = (forward if action.op is Op.F else backward) * (
-                        1.0 if costs is None else costs[action.stage]
-                    )
-                    clock[rank] = done[action] = start + took
+                    f, b, w = costs[action.stage] if costs else EQUAL
+                    clock[rank] = done[action] = start + {Op.F: f, Op.B: b if split else b + w, Op.W: w}[action.op]
                     spans.append(Span(rank, action, start, clock[rank]))
                 elif action.op in (Op.SEND_F, Op.SEND_B):
                     sent[action] = clock[rank]
@@ -93,19 +92,10 @@ def simulate(
     return Simulation(tuple(spans), len(rows))
 
 
-def in_flight(row: Sequence[Action], sizes: Mapping[int, int] | None = None) -> int:
-    """The most forwards of one rank that wait for their backward at once; each counts `sizes` of its stage, or 1."""
-    alive = most = 0
-    for action in row:
-        alive += ((action.op is Op.F) - (action.op is Op.B)) * (1 if sizes is None else sizes[action.stage])
-        most = max(most, alive)
-    return most
-
-
 def draw(rows: Sequence[Sequence[Action]]) -> str:
-    """The compute actions on a time grid: one column per forward, two per backward; digits are micro-batches.
+    """The compute actions on a time grid, F, B and W equally long; digits are micro-batches.
 
-    Forwards of chunk 0, 1, .. are  3 , 3', 3'' ; backwards are in brackets.
+    Forwards of chunk 0, 1, .. are  3 , 3', 3'' ; [3] a backward, whole or of the input alone; (3) of the weights alone.
     """
     pp = len(rows)
     simulation = simulate(rows)
@@ -124,5 +114,5 @@ def draw(rows: Sequence[Sequence[Action]]) -> str:
 
 
 def _label(action: Action, pp: int) -> str:
-    text = f"{action.microbatch}{chr(39) * (action.stage // pp)}"
-    return text if action.op is Op.F else f"[{text}]"
+    before, after = {Op.B: "[]", Op.W: "()"}.get(action.op, ("", ""))
+    return f"{before}{action.microbatch}{chr(39) * (action.stage // pp)}{after}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,15 +23,15 @@ from torch import nn
 from megalite.config.options import Config, padded_vocab_size
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.stage_layers import given_stages
-from megalite.models.flops import How, head_flops, layer_flops, stage_saved
+from megalite.models.flops import How, layer_waiting, stage_flops, stage_saved
 from megalite.models.gpt import Recompute, Stage
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks
 from megalite.optim.flat_storage import main_dtype
 from megalite.parallel.mesh import PLANNED, Axis, Mesh, rank_grid
 from megalite.pipeline.partition import partition
-from megalite.pipeline.schedule import Action, group_sizes, plan
-from megalite.pipeline.simulate import in_flight, simulate
+from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
+from megalite.pipeline.simulate import simulate
 from megalite.train.batch_size import BatchSizes
 
 LONG = 3  # groups of micro-batches that are simulated; of more the rest is like the last
@@ -157,17 +157,38 @@ class Arrangement:
         return self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
 
     @property
+    def placement(self) -> Placement:
+        return Placement(self.pp, self.chunks)
+
+    @property
     def _head_cost(self) -> float:
-        """In layers."""
+        """In layers, of stages that have equally many."""
+        layers = -(-self.config.model.num_layers // self.placement.num_stages)
+        plain = sum(self._cost(layers, last=False))
+        return layers * (sum(self._cost(layers, last=True)) - plain) / plain
+
+    def _cost(self, layers: int, last: bool) -> Cost:
+        """FLOPs per token, whole: times that are equal shall be so to the bit."""
         m = self.config.model
-        return head_flops(m, self.padded_vocab) / layer_flops(m, m.seq_length)
+        f, b, w = stage_flops(m, layers, self.padded_vocab if last else None, self.recompute, m.seq_length)
+        return round(f), round(b), round(w)
 
     @cached_property
-    def costs(self) -> list[float]:
-        """Of every stage, in layers."""
-        costs = [float(len(layers)) for layers in self.stages]
-        costs[-1] += self._head_cost
-        return costs
+    def costs(self) -> tuple[Cost, ...]:
+        """Of every stage."""
+        last = len(self.stages) - 1
+        return tuple(self._cost(len(layers), s == last) for s, layers in enumerate(self.stages))
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        """Bytes that a forward keeps of every stage, from F to B, and, if backward is split, from B to W."""
+        m, last, size = self.config.model, len(self.stages) - 1, self.dtype.itemsize
+        tokens = m.seq_length * self.config.train.micro_batch_size
+        saved = [stage_saved(m, len(n), s == last, self.recompute, size, self.tp)[0] for s, n in enumerate(self.stages)]
+        waits = layer_waiting(m, size, self.tp)
+        return tuple(
+            (round(of * tokens), round(len(n) * waits * tokens)) for of, n in zip(saved, self.stages, strict=True)
+        )
 
     @cached_property
     def holdings(self) -> list[Holding]:
@@ -184,30 +205,42 @@ class Arrangement:
         """Of the whole model, each once, without padding."""
         return sum({name: n for held in self.holdings for name, n in held.parameters.items()}.values())
 
+    @property
+    def split(self) -> Split | None:
+        """How backward is split, if it is."""
+        p = self.config.parallel
+        if not p.split_backward or self.pp == 1:
+            return None
+        most = p.zero_bubble_max_pending_backward
+        return Split(self.costs, self.held) if most is None else Split(self.costs, most=most)
+
     @cached_property
     def in_flight(self) -> list[int]:
         """Of every pipeline rank: forwards of a chunk that wait for their backward, at most."""
-        return [round(most) for most in self._most_alive(None)]
+        return [round(most) for most in self._most_alive(None, self.split)]
 
     @cached_property
     def activations(self) -> list[int]:
         """Bytes of every pipeline rank, at most: of what is in flight, and of what a backward recomputes."""
-        m, stages = self.config.model, self.stages
-        tokens, last = m.seq_length * self.config.train.micro_batch_size, len(stages) - 1
+        m, last = self.config.model, len(self.stages) - 1
         args = (self.recompute, self.dtype.itemsize, self.tp)
-        saved = [stage_saved(m, len(layers), s == last, *args) for s, layers in enumerate(stages)]
-        alive = self._most_alive({s: round(kept * tokens) for s, (kept, _) in enumerate(saved)})
-        again = [max(more for _, more in saved[rank :: self.pp]) for rank in range(self.pp)]
-        return [round(kept) + round(more * tokens) for kept, more in zip(alive, again, strict=True)]
+        again = [stage_saved(m, len(layers), s == last, *args)[1] for s, layers in enumerate(self.stages)]
+        tokens = m.seq_length * self.config.train.micro_batch_size
+        alive = self._most_alive(self.held, self.split)
+        return [
+            round(kept) + round(max(again[s] for s in self.placement.stages(rank)) * tokens)
+            for rank, kept in enumerate(alive)
+        ]
 
     @cached_property
     def bubble(self) -> float:
-        """Share of the time that ranks idle, equal layers taken as equally fast."""
-        run, rows = self._rows()
-        end = simulate(rows, costs=self.costs).end
+        """Share of the time that ranks idle, by FLOPs."""
+        run, rows = self._rows(self.split)
+        times, m = [sum(cost) for cost in self.costs], self.microbatches
         # what one more group adds is what all the others add
-        end += (self.microbatches - run) * 3.0 * max(sum(self.costs[rank :: self.pp]) for rank in range(self.pp))
-        return max(0.0, 1.0 - self.microbatches * 3.0 * sum(self.costs) / (self.pp * end))  # rounding: not -0.0%
+        more = max(sum(times[s] for s in self.placement.stages(rank)) for rank in range(self.pp))
+        end = simulate(rows, self.costs).end + (m - run) * more
+        return max(0.0, 1.0 - m * sum(times) / (self.pp * end))  # rounding: not -0.0%
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -264,26 +297,26 @@ class Arrangement:
         saved, _ = stage_saved(m, 1, False, self.recompute, self.dtype.itemsize, self.tp)
         kept = saved * m.seq_length * self.config.train.micro_batch_size
         held = [of(first.embedding), *[0.0] * (self.pp - 2), of(last.head)]
-        return {"layer": [of(first.blocks) + kept * n for n in self.in_flight], "held": held}
+        return {"layer": [of(first.blocks) + kept * n for n in self._most_alive(None, None)], "held": held}
 
-    def _rows(self, groups: int = LONG) -> tuple[int, Sequence[Sequence[Action]]]:
+    def _rows(self, split: Split | None, groups: int = LONG) -> tuple[int, Sequence[Sequence[Action]]]:
         """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""
         p, m = self.config.parallel, self.microbatches
         size = p.microbatch_group_size_per_virtual_pipeline_stage
         group = group_sizes(m, self.pp, size)[0]
         if m > LONG * group:
             m, size = groups * group, group
-        return m, plan(p.pipeline_schedule, self.pp, m, self.chunks, size)
+        return m, plan(p.pipeline_schedule, self.pp, m, self.chunks, size, split)
 
-    def _most_alive(self, sizes: Mapping[int, int] | None) -> list[float]:
-        """Of every pipeline rank: forwards in flight at once, each counted `sizes` of its stage, or 1."""
-        run, rows = self._rows()
-        now = [in_flight(row, sizes) for row in rows]
+    def _most_alive(self, held: Sequence[Held] | None, split: Split | None) -> list[float]:
+        """Of every pipeline rank: forwards in flight at once, each counted `held` of its stage, or 1."""
+        run, rows = self._rows(split)
+        now = [in_flight(row, held) for row in rows]
         if run == self.microbatches:
-            return [float(most) for most in now]
-        fewer, rows = self._rows(LONG - 1)  # what one more group adds is what all the others add
+            return now
+        fewer, rows = self._rows(split, LONG - 1)  # what one more group adds is what all the others add
         more = (self.microbatches - run) / (run - fewer)
-        return [most + (most - in_flight(row, sizes)) * more for most, row in zip(now, rows, strict=True)]
+        return [most + (most - in_flight(row, held)) * more for most, row in zip(now, rows, strict=True)]
 
 
 def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
@@ -296,7 +329,7 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
 def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
     """This rank's chunks of the model; `meta`: without memory."""
     make = Maker(mesh, dtype, made.config.train.seed, meta)
-    return [_build_stage(made, make, made.stages, s) for s in range(mesh.pp.rank, len(made.stages), mesh.pp.size)]
+    return [_build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
 
 
 def _build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:

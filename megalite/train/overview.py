@@ -29,7 +29,8 @@ def describe(
         **groups_of(plan, local_world),
         "parameters": f"{plan.parameters:,} (vocabulary {plan.vocab_size:,}, padded to {plan.padded_vocab:,})",
         "layers per stage": runs(map(len, plan.stages)),
-        "schedule": f"{config.parallel.pipeline_schedule}, {chunks} chunk{'s' * (chunks > 1)} per rank, "
+        "schedule": f"{config.parallel.pipeline_schedule}{', split backward' * (plan.split is not None)}, "
+        f"{chunks} chunk{'s' * (chunks > 1)} per rank, "
         f"{plan.microbatches:,} micro-batch{'es' * (plan.microbatches > 1)}; bubble {plan.bubble:.1%}",
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
         "steps": f"{plan.steps:,} of {batch} x {m.seq_length} tokens: {plan.samples * m.seq_length:,} tokens",

@@ -129,7 +129,7 @@ def build_run(
     stages = build_stages(made, mesh, dtype or made.dtype)
     if t.compile:
         compile_blocks(stages, compile_backend)
-    buffer, pipeline = _build_pipeline(config, stages, mesh, dtype or made.dtype, graphs)
+    buffer, pipeline = _build_pipeline(made, stages, mesh, dtype or made.dtype, graphs)
     data, valid, test = _open_loaders(made, sources, mesh)
     if p.distributed_timeout_seconds_after_init is not None:
         mesh.set_timeout(datetime.timedelta(seconds=p.distributed_timeout_seconds_after_init))
@@ -158,9 +158,9 @@ def build_run(
 
 
 def _build_pipeline(
-    config: Config, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, graphs: Callable[[], Graph] | None
+    made: Arrangement, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, graphs: Callable[[], Graph] | None
 ) -> tuple[ParamBuffer, Pipeline]:
-    p, stream = config.parallel, None
+    config, p, stream = made.config, made.config.parallel, None
     if config.train.cuda_graph_impl != "none" and graphs is None:
         stream, graphs = new_stream(mesh.device), cuda_graphs()
     with on_stream(stream):
@@ -176,6 +176,7 @@ def _build_pipeline(
         )
     options: dict[str, Any] = dict(
         schedule=p.pipeline_schedule,
+        split=made.split,
         group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
         width=config.model.hidden_size,
         dtype=dtype,

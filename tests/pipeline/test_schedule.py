@@ -12,19 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.pipeline.partition import partition
-from megalite.pipeline.schedule import SCHEDULES, Action, Op, plan, with_messages
-from megalite.pipeline.simulate import draw, in_flight, simulate
+from megalite.pipeline.schedule import SCHEDULES, Action, Op, Placement, Split, in_flight, plan, with_messages
+from megalite.pipeline.simulate import draw, simulate
 
 SHAPES = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 5) if pp > 1 or vpp == 1]
 PAIR = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 
 
+@pytest.mark.parametrize("split", (None, Split()))
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("pp,vpp", SHAPES)
-def test_every_schedule_is_complete_and_runs_with_rendezvous(name: str, pp: int, vpp: int) -> None:
+def test_every_schedule_is_complete_and_runs_with_rendezvous(name: str, pp: int, vpp: int, split: Split | None) -> None:
     for m in range(1, 21):
-        rows = plan(name, pp, m, vpp)
-        ops = (Op.F,) if name == "forward" else (Op.F, Op.B)
+        rows = plan(name, pp, m, vpp, split=split)
+        ops = (Op.F,) if name == "forward" else (Op.F, Op.B) if split is None else (Op.F, Op.B, Op.W)
         work = [a for row in rows for a in row if a.op in ops]
         assert sorted(work) == sorted(Action(op, s, i) for op in ops for s in range(pp * vpp) for i in range(m))
         assert all(a.stage % pp == rank for rank, row in enumerate(rows) for a in row)
@@ -59,7 +60,9 @@ def rendezvous(rows: list[list[Action]]) -> None:
                     break  # its sender moves both
                 else:
                     before = s - 1 if op is Op.F else s + 1
-                    if 0 <= before <= last:
+                    if op is Op.W:
+                        assert Action(Op.B, s, m) in done
+                    elif 0 <= before <= last:
                         assert (op, s, m) in have or (before % pp == rank and Action(op, before, m) in done)
                     if op is Op.B:
                         assert Action(Op.F, s, m) in done
@@ -84,7 +87,73 @@ def test_bubble_and_activations_are_as_the_papers_say(pp: int) -> None:
                 first = -(-m // max(1, m // pp))  # micro-batches in the first and largest group
                 most = [2 * (pp - rank - 1) + (vpp - 1) * first + 1 for rank in range(pp)]
                 assert [in_flight(row) for row in rows] == [min(m * vpp, n) for n in most]
-            assert [in_flight(row) for row in plan("gpipe", pp, m, vpp)] == [m * vpp] * pp
+            for name in ("gpipe", "breadth-first"):
+                assert [in_flight(row) for row in plan(name, pp, m, vpp)] == [m * vpp] * pp
+
+
+@pytest.mark.parametrize("pp,vpp", SHAPES)
+def test_a_split_backward_fills_the_bubble_and_holds_no_more(pp: int, vpp: int) -> None:
+    for name, m in itertools.product(("1f1b", "gpipe", "breadth-first"), range(1, 21)):
+        whole, halves = plan(name, pp, m, vpp), plan(name, pp, m, vpp, split=Split())
+        assert [[a for a in row if a.op in (Op.F, Op.B)] for row in halves] == [
+            [a for a in row if a.op in (Op.F, Op.B)] for row in whole
+        ], "the order of F and B is the schedule's own"
+        assert max(map(in_flight, halves)) <= max(map(in_flight, whole))
+        before, after = simulate(whole).bubble, simulate(halves).bubble
+        assert after <= before
+        if name == "1f1b" and vpp == 1:  # ZB-H1; of fewer micro-batches than ranks, what the way there and back takes
+            assert after == pytest.approx(1 - 3 * m / max(3 * m + pp - 1, 2 * m + 2 * pp - 1))
+        elif name == "1f1b" and m >= 2 * pp:
+            assert after <= 0.4 * before
+        elif name != "1f1b" and m >= pp:  # the way back is of input gradients alone
+            assert after == pytest.approx(1 - 3 * m * vpp / (3 * m * vpp + 2 * pp - 2))
+
+
+def test_a_rank_holds_what_it_is_told_or_what_its_order_needs() -> None:
+    for most, held in ((1, [4, 3, 2, 1]), (3, [4, 3, 3, 3]), (None, [4] * 4), (6, [6] * 4)):
+        rows = plan("1f1b", 4, 12, split=Split(most=most))
+        rendezvous(rows)
+        assert [in_flight(row) for row in rows] == held, most
+    bubbles = [simulate(plan("1f1b", 4, 12, split=Split(most=most))).bubble for most in (1, 2, 3, 4)]
+    assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > bubbles[-1]
+
+
+def test_bytes_in_flight_are_those_of_either_half() -> None:
+    (row,) = plan("gpipe", 1, 3, split=Split())
+    assert [str(a) for a in row] == ["F0.0", "F0.1", "F0.2", "B0.0", "B0.1", "B0.2", "W0.0", "W0.1", "W0.2"]
+    assert [in_flight(row, [(10, waits)]) for waits in (0, 4, 11)] == [30, 30, 33]
+
+
+@pytest.mark.parametrize("pp,vpp", [(2, 1), (4, 1), (4, 2), (5, 3)])
+def test_what_waits_for_its_weight_gradient_is_held_within_the_limit_too(pp: int, vpp: int) -> None:
+    for m, waits in itertools.product((pp, 3 * pp, 3 * pp + 1), (0, 6, 10, 14, 100)):
+        held = ((10, waits),) * (pp * vpp)
+        rows = plan("1f1b", pp, m, vpp, split=Split(held=held))
+        rendezvous(rows)
+        limit = max(in_flight(row, held) for row in plan("1f1b", pp, m, vpp))
+        # a B whose leavings exceed what it frees has to run where nothing else can
+        assert max(in_flight(row, held) for row in rows) <= limit + max(0, waits - 10)
+
+
+@given(st.data())
+def test_any_costs_give_a_plan_that_runs_and_is_timed_as_it_was_made(data: st.DataObject) -> None:
+    pp, vpp, m = (data.draw(st.integers(1, most)) for most in (5, 3, 9))
+    vpp = vpp if pp > 1 else 1
+    cost = st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+    costs = tuple(data.draw(st.lists(cost, min_size=pp * vpp, max_size=pp * vpp)))
+    name = data.draw(st.sampled_from(["1f1b", "gpipe", "breadth-first"]))
+    rows = plan(name, pp, m, vpp, split=Split(costs, most=data.draw(st.none() | st.integers(1, 20))))
+    rendezvous(rows)
+    whole = m * sum(map(sum, costs))
+    result = simulate(rows, costs)
+    assert sum(s.end - s.start for s in result.spans) == whole
+    assert result.bubble == pytest.approx(1 - whole / (pp * result.end))
+
+
+def test_where_a_stage_lies_is_said_in_one_place() -> None:
+    place = Placement(3, 2)
+    assert [list(place.stages(rank)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert all(place.stages(place.rank(s))[place.chunk(s)] == s for s in range(place.num_stages))
 
 
 def torchs(pp: int, vpp: int, m: int) -> list[list[Action]] | None:
@@ -104,7 +173,8 @@ def torchs(pp: int, vpp: int, m: int) -> list[list[Action]] | None:
 def padded(pp: int, vpp: int, m: int) -> list[list[Action]]:
     """Made for the next multiple of pp; the phantom micro-batches dropped."""
     groups = [pp] * -(-m // pp)
-    return [[a for a in SCHEDULES["1f1b"](rank, pp, groups, vpp) if a.microbatch < m] for rank in range(pp)]
+    place = Placement(pp, vpp)
+    return [[a for a in SCHEDULES["1f1b"](rank, place, groups) if a.microbatch < m] for rank in range(pp)]
 
 
 @pytest.mark.parametrize("pp,vpp", [(pp, vpp) for pp in range(2, 7) for vpp in range(2, 5)])
@@ -115,7 +185,7 @@ def test_no_number_of_microbatches_idles_more_than_in_torchs_order(pp: int, vpp:
         for other in (torchs(pp, vpp, m), padded(pp, vpp, m)):
             if other is not None:
                 compared += 1
-                assert ours <= simulate(with_messages(other)).bubble + 1e-9, m
+                assert ours <= simulate(with_messages(other, Placement(pp, vpp))).bubble + 1e-9, m
     assert compared > 5 * pp
 
 
@@ -140,11 +210,20 @@ def test_the_picture_is_what_the_program_prints() -> None:
     ]
 
 
+def test_a_split_backward_has_its_picture() -> None:
+    assert draw(plan("1f1b", 3, 4, split=Split())).splitlines() == [
+        "0 | 0   1   2          [0] (0)  3  [1] (1) [2] (2) [3] (3)",
+        "1 |     0   1      [0]  2  [1] (0)  3  [2] (1) [3] (2) (3)",
+        "2 |         0  [0]  1  [1]  2  [2] (0)  3  [3] (1) (2) (3)",
+    ]
+
+
 def test_a_cycle_is_named() -> None:
     with pytest.raises(ValueError, match="wait for each other: B0.0, F1.0"):
-        with_messages([[Action(Op.B, 0, 0), Action(Op.F, 0, 0)], [Action(Op.F, 1, 0), Action(Op.B, 1, 0)]])
+        rows = [[Action(Op.B, 0, 0), Action(Op.F, 0, 0)], [Action(Op.F, 1, 0), Action(Op.B, 1, 0)]]
+        with_messages(rows, Placement(2))
     with pytest.raises(ValueError, match="wait for each other: B0.0"):
-        with_messages([[Action(Op.B, 0, 0), Action(Op.F, 0, 0)]])
+        with_messages([[Action(Op.B, 0, 0), Action(Op.F, 0, 0)]], Placement(1))
     with pytest.raises(ValueError, match="never runs: B0.0"):
         simulate([[Action(Op.B, 0, 0), Action(Op.F, 0, 0)]])
     with pytest.raises(ValueError, match="num_microbatches=0"):

@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,9 +20,12 @@ from megalite.config import cli
 from megalite.config.options import Config
 from megalite.models.families import PRESETS
 from megalite.models.flops import head_flops, layer_flops
+from megalite.nn.later import Later
+from megalite.nn.parameter import GradientSink
 from megalite.parallel.launch import LaunchError, Ranks
-from megalite.pipeline.schedule import plan
-from megalite.pipeline.simulate import in_flight, simulate
+from megalite.parallel.mesh import Axis
+from megalite.pipeline.schedule import in_flight, plan
+from megalite.pipeline.simulate import simulate
 from megalite.train.arrangement import arrange
 from megalite.train.run import check_machine
 from megalite.train.setup import build_run
@@ -32,6 +37,8 @@ TP, PP, VPP = (
     "--num-virtual-stages-per-pipeline-rank",
 )
 GROUPS = "--group-query-attention --num-query-groups 1 --swiglu --untie-embeddings-and-output-weights"
+SPLIT = "--split-backward"
+Part = tuple[GradientSink, torch.Tensor]
 
 
 def config_of(flags: str) -> Config:
@@ -96,7 +103,7 @@ def test_the_first_rank_holds_the_embedding_and_decides() -> None:
 
 
 def _peak(flags: str) -> tuple[int, int]:
-    """Of this rank in one step: its pipeline rank, and the most bytes that waited for their backward."""
+    """Of this rank in one step: its pipeline rank, and the most bytes that waited for their backward, or for W."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     run = build_run(config_of(flags), ranks, torch.device("cpu"))
     held = {p.untyped_storage().data_ptr() for stage in run.pipeline.stages for p in stage.parameters()}
@@ -119,8 +126,20 @@ def _peak(flags: str) -> tuple[int, int]:
             if not entry[0]:
                 now -= alive.pop(self.key)[1]
 
+    leave, work, kept = Later.leave, Later.run, dict[int, list[Kept]]()
+
+    def counted(later: Later, x: torch.Tensor, over: Axis | None, parts: Iterable[Part]) -> None:
+        leave(later, x, over, parts := list(parts))
+        kept.setdefault(id(later), []).extend(Kept(t.detach()) for t in (x, *(dy for _, dy in parts)))
+
+    def ran(later: Later) -> None:
+        work(later)
+        del kept[id(later)]
+
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.t):
-        train_step(run)
+        with patch.object(Later, "leave", counted), patch.object(Later, "run", ran):
+            train_step(run)
+    assert not kept
     run.close()
     return run.mesh.pp.rank, most
 
@@ -131,6 +150,9 @@ def _peak(flags: str) -> tuple[int, int]:
         f"{PP} 2 --global-batch-size 8",
         f"{PP} 2 {VPP} 2 --global-batch-size 12",
         f"{PP} 2 --pipeline-schedule gpipe --global-batch-size 8",
+        f"{PP} 2 {SPLIT} --global-batch-size 8",
+        f"{PP} 2 {VPP} 2 {SPLIT} --global-batch-size 12 --swiglu",
+        f"{PP} 2 {SPLIT} --global-batch-size 8 --zero-bubble-max-pending-backward 4",
         f"{TP} 2 --global-batch-size 4",
         f"{TP} 2 --global-batch-size 4 {GROUPS} --position-embedding-type rope",
     ],
@@ -174,14 +196,17 @@ def test_tensor_parallel_ranks_on_two_nodes_are_warned_of(nproc: int) -> None:
 
 def test_long_steps_are_extrapolated() -> None:
     """A plan of many micro-batches takes no longer, and is what the schedule simulated in full gives."""
-    for schedule, m, vpp in (("1f1b", 50, 2), ("gpipe", 50, 2), ("1f1b", 43, 1)):
+    for schedule, m, vpp in (("1f1b", 50, 2), ("gpipe", 50, 2), ("1f1b", 43, 1), ("breadth-first", 50, 2)):
         flags = f"{PP} 4 {VPP} {vpp} --num-layers 8 --pipeline-schedule {schedule} --global-batch-size {2 * m}"
-        found = arrange(config := config_of(flags), 4, 93)
-        rows = plan(schedule, 4, m, vpp)
-        assert found.in_flight == [in_flight(row) for row in rows]
-        costs = [float(len(s)) for s in found.stages]
-        costs[-1] += head_flops(config.model, found.padded_vocab) / layer_flops(config.model, config.model.seq_length)
-        assert found.bubble == pytest.approx(simulate(rows, costs=costs).bubble, abs=0.01)
+        for option in ("", f" {SPLIT}", f" {SPLIT} --zero-bubble-max-pending-backward 3"):
+            found = arrange(config := config_of(flags + option), 4, 93)
+            assert (found.split is not None) == bool(option)
+            rows = plan(schedule, 4, m, vpp, split=found.split)
+            assert found.in_flight == [in_flight(row) for row in rows]
+            assert found.bubble == pytest.approx(simulate(rows, found.costs).bubble, abs=0.01)
+            layer = layer_flops(config.model, config.model.seq_length)
+            whole = 3 * (8 * layer + head_flops(config.model, found.padded_vocab))
+            assert sum(map(sum, found.costs)) == pytest.approx(whole, rel=1e-6)
     begin = time.process_time()
     arrange(config_of(f"{PP} 4 --num-layers 8 --global-batch-size 100000"), 4, 93)
     assert time.process_time() - begin < 5

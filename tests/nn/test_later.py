@@ -1,0 +1,138 @@
+"""Weight gradients that wait: the same sums, as many collectives, the bytes of the formula, and each bucket reduced
+behind the last of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.models.flops import layer_waiting
+from megalite.models.gpt import Batch, Stage
+from megalite.nn.later import Later
+from megalite.nn.linear import gather_linear
+from megalite.nn.parameter import Maker
+from megalite.optim.buffer import ParamBuffer
+from megalite.parallel.mesh import Mesh, build_mesh
+
+SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --lr 1
+ --micro-batch-size 2 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 94 --hidden-dropout 0
+ --attention-dropout 0"""
+LLAMA = """ --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --group-query-attention --ffn-hidden-size 48 --num-query-groups"""
+S, B, V = 16, 2, 96
+
+
+def built(flags: str, mesh: Mesh, dtype: torch.dtype = torch.float64) -> tuple[Stage, ParamBuffer]:
+    model = cli.parse(f"{SMALL} {flags}".split(), PRESETS).model
+    stage = Stage(Maker(mesh, dtype, seed=3), model, [range(2)], 0, vocab_size=94, padded_vocab_size=V)
+    return stage, ParamBuffer([stage], mesh)
+
+
+def backward(stage: Stage, seed: int, later: Later | None) -> None:
+    ids = torch.randint(0, 94, (S, B), generator=torch.Generator().manual_seed(seed))
+    batch = Batch(ids, ids.flip(0), None, torch.arange(B), step=seed, loss_weight=1.0, later=later)
+    stage(None, batch).backward()
+
+
+@pytest.mark.parametrize(
+    "flags", ["", LLAMA + " 2", LLAMA + " 2 --recompute-granularity full --recompute-method uniform"]
+)
+def test_the_sums_are_the_same_to_the_bit_where_their_order_is(flags: str) -> None:
+    (stage, buffer), (other, split) = built(flags, Mesh.alone()), built(flags, Mesh.alone())
+    for seed in (1, 2):
+        backward(stage, seed, None)
+        later = Later()
+        backward(other, seed, later)
+        names = {sink._name for sink in later.sinks}  # type: ignore[attr-defined]
+        matrices = {
+            n for n, s in split.sinks.items() if n.startswith("layers.") and s._grad.dim() > 1 and "bias" not in n
+        }
+        assert names == matrices
+        later.run()
+        assert not list(later.sinks)
+    for b in (buffer, split):
+        b.begin_all()
+    assert torch.equal(buffer.grads, split.grads) and buffer.grads.any()
+
+
+def _waiting(flags: str) -> tuple[float, float]:
+    """Bytes per token that the backward of a layer leaves, and those of the formula, on two tp ranks."""
+    mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"))
+    stage, _ = built(flags, mesh)
+    later, sizes = Later(), dict[int, int]()
+    backward(stage, 1, later)
+    for left in later._left:
+        for t in (left.x, *(dy for _, dy in left.parts)):
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    model = cli.parse(f"{SMALL} {flags}".split(), PRESETS).model
+    return sum(sizes.values()) / (S * B) / 2, layer_waiting(model, 8, 2)
+
+
+@pytest.mark.parametrize("flags", ["", "--swiglu", LLAMA + " 2", LLAMA + " 1", LLAMA + " 4 --qk-layernorm"])
+def test_what_waits_is_as_large_as_the_formula_says(flags: str) -> None:
+    for waits, formula in run_ranks(2, _waiting, flags):
+        assert waits == formula
+
+
+def _order() -> list[str]:
+    """Reductions and landings of the last backward, on two dp ranks with a bucket per matrix."""
+    mesh = build_mesh(tp=1, pp=1, device=torch.device("cpu"))
+    model = cli.parse(f"{SMALL} {LLAMA} 4".split(), PRESETS).model
+    stage = Stage(Maker(mesh, torch.float64, seed=3), model, [range(2)], 0, vocab_size=94, padded_vocab_size=V)
+    buffer, events = ParamBuffer([stage], mesh, bucket_size=1), list[str]()
+    reduce = buffer.grad_reduce
+    start, landed = reduce._start, reduce.landed
+    entries = buffer.layout.entries
+
+    def starts(b: int) -> None:
+        events.append("reduce " + entries[buffer.layout.buckets[b].slots[0].entry].spec.name)
+        start(b)
+
+    def lands(b: int, entry: int) -> None:
+        events.append(entries[entry].spec.name)
+        landed(b, entry)
+
+    reduce._start, reduce.landed = starts, lands  # type: ignore[method-assign]
+    first, last = Later(), Later()
+    backward(stage, 1, first)
+    backward(stage, 2, last)
+    first.run()
+    assert not any(event.startswith("reduce") for event in events)
+    events.clear()
+    buffer.on_last_backward(0, last.sinks)
+    last.run()
+    buffer.finish()
+    return events
+
+
+def test_a_bucket_is_reduced_behind_its_last_weight_gradient() -> None:
+    one, other = run_ranks(2, _order)
+    assert one == other
+    waited = [e for e in one if e.startswith("layers.") and "norm" not in e]
+    assert len(waited) == 2 * 5 and waited[0] == "layers.1.mlp.down" and waited[-1] == "layers.0.attention.kv"
+    for name in waited:
+        assert one.index(f"reduce {name}") > one.index(name)
+    begins = [i for i, event in enumerate(one) if event.startswith("reduce")]
+    assert sum(i < one.index(waited[-1]) for i in begins) > 8, "most are on their way before the last has landed"
+    assert one[0].startswith("reduce"), "of what was there already: the head's came in forward"
+
+
+def test_a_weight_gradient_after_the_last_is_refused() -> None:
+    stage, buffer = built("", Mesh.alone())
+    first, last = Later(), Later()
+    backward(stage, 1, first)
+    backward(stage, 2, last)
+    buffer.on_last_backward(0, last.sinks)
+    last.run()
+    with pytest.raises(RuntimeError, match=r"layers.1.mlp.down: a gradient came after its bucket was reduced"):
+        first.run()
+
+
+def test_what_has_no_sink_goes_to_autograd_at_once() -> None:
+    x = torch.randn(S, B, 8, requires_grad=True)
+    weight, later = torch.randn(6, 8, requires_grad=True), Later()
+    gather_linear(x, [weight], Mesh.alone().tp, later)[0].sum().backward()
+    assert weight.grad is not None and not list(later.sinks)
