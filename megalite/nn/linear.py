@@ -57,17 +57,18 @@ class _GatherLinear(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_sBD, *weights = ctx.saved_tensors
-        waits = ctx.later is not None and None not in ctx.sinks
-        gathering = None if waits else start_all_gather(x_sBD, ctx.tp)
+        later: Later | None = None if None in ctx.sinks else ctx.later
+        gathering = start_all_gather(x_sBD, ctx.tp) if later is None else None
         dx_ND = _rows(dys[0]) @ _rows(weights[0])
         for dy, w in zip(dys[1:], weights[1:], strict=True):
             dx_ND.addmm_(_rows(dy), _rows(w))
         scattering = start_reduce_scatter(dx_ND.view(*dys[0].shape[:-1], -1), ctx.tp)
-        if gathering is None:
-            ctx.later.leave(x_sBD, ctx.tp, zip(ctx.sinks, dys, strict=True))
-            return scattering.wait(), None, None, *(None for _ in weights)
-        x_ND = _rows(gathering.wait())
-        dws = [_weight_grad(w, sink, dy, x_ND) for w, sink, dy in zip(weights, ctx.sinks, dys, strict=True)]
+        dws: list[Tensor | None] = [None] * len(weights)
+        if gathering is not None:
+            x_ND = _rows(gathering.wait())
+            dws = [_weight_grad(w, sink, dy, x_ND) for w, sink, dy in zip(weights, ctx.sinks, dys, strict=True)]
+        elif later is not None:
+            later.leave(x_sBD, ctx.tp, zip(ctx.sinks, dys, strict=True))
         return scattering.wait(), None, None, *dws
 
 

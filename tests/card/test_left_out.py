@@ -46,9 +46,10 @@ COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --ffn-hidden-size 48"""
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+SPLIT = f"{TP} {PP} --split-backward"
 GRAPHS = "--cuda-graph-impl local"
 
-# where a wait stands -> the flags of two ranks that race without it
+# where a wait stands -> the flags of two ranks, or four, that race without it
 BETWEEN_RANKS = {
     "optim/param_gather.py ParamGather._finish: pending.wait()": "",
     "optim/grad_reduce.py GradReduce.finish: work.wait()": "",
@@ -57,6 +58,7 @@ BETWEEN_RANKS = {
     "nn/linear.py _GatherLinear.backward: scattering.wait()": TP,
     "nn/linear.py _LinearScatter.forward: start_reduce_scatter(a_SBf @ weight.T, tp).wait()": TP,
     "nn/linear.py _LinearScatter.backward: start_all_gather(dy_sBD, ctx.tp).wait()": TP,
+    "nn/later.py Later.run: x.wait()": SPLIT,
     "nn/loss.py _chunk_stats_: start_all_gather(stats_1_2n, tp).wait()": TP,
     "nn/loss.py _LinearCrossEntropy.forward: start_all_gather(x_sBD, tp).wait()": TP,
     "nn/loss.py _LinearCrossEntropy.forward: scattering.wait()": TP,
@@ -200,9 +202,10 @@ LAYOUTS = {
     "tp2": (TP, "--num-layers 1 --global-batch-size 4"),
     "tp2 llama": (TP, LLAMA),
     "pp2": (PP, ""),
+    "tp2 pp2 split": (SPLIT, ""),
     "pp2 vpp2": (PP, "--num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
 }
-QUICK = {"dp2", "tp2", "pp2"}
+QUICK = {"dp2", "tp2", "pp2", "tp2 pp2 split"}
 
 
 @pytest.mark.timeout(400)  # of a machine that is busy
@@ -211,7 +214,8 @@ def test_ranks_do_not_race_and_without_any_wait_they_do(name: str, tmp_path: Pat
     layout, more = LAYOUTS[name]
     keys = [key for key, flags in BETWEEN_RANKS.items() if flags == layout] if name in QUICK else []
     needless = [SAVED] if name == "dp2" else []
-    results = run_ranks(2, _train, f"{layout} {more}", [*needless, *keys], tmp_path, backend=nccl.join, timeout=300)
+    world = 4 if layout == SPLIT else 2
+    results = run_ranks(world, _train, f"{layout} {more}", [*needless, *keys], tmp_path, backend=nccl.join, timeout=300)
     for rank, (clean, _) in enumerate(results):
         assert clean == [], f"rank {rank}"
     for key in (*needless, *keys):
