@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
     done = subprocess.run(words, stdout=pipe, stderr=pipe, text=True, timeout=90, cwd=ROOT, preexec_fn=limit)
     assert done.returncode == 0, done.stderr
     assert "iteration        6/       6" in done.stdout
-    assert done.stderr.count("Traceback") <= 1  # of TensorBoard's own thread
+    assert "Traceback" not in done.stderr  # nor one of TensorBoard's own thread
     for what in (tmp_path / "log.txt", tmp_path / "metrics.jsonl"):
         assert done.stderr.count(f"WARNING: {what}: ") == 2, done.stderr  # the first time, and the count
         assert what.stat().st_size == 500
