@@ -294,6 +294,15 @@ def test_a_data_stall_on_one_of_four_ranks_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_rank_that_is_frozen_in_an_evaluation_is_named(tmp_path: Path) -> None:
+    code, err, status = ended(tmp_path, "--nproc", "2", "--eval-interval", "6", fault="eval.begin:1:6:stop")
+    assert (code, status["outcome"], status["step"]) == (70, "hang", 6), err
+    assert re.match(
+        r"rank 1 no longer answers \(process \d+: stopped by a signal\); rank 0 in step 6, evaluate", status["reason"]
+    )
+
+
+@pytest.mark.long
 def test_under_torchrun_the_status_says_hang(tmp_path: Path) -> None:
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "2")
     code, err, status = ended(tmp_path, fault="step.begin:0:6:stop", start=start)
