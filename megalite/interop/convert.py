@@ -1,4 +1,4 @@
-"""Foreign weights to a checkpoint of megalite and back, one tensor in memory at a time, and the check of both sides.
+"""Foreign weights to a checkpoint of megalite and back, one tensor in memory at a time.
 
 A foreign checkpoint is a list of `Foreign`: which tensor, in which dtype, and how to read it. The rest is the same for
 all of them: cut it into rectangles of ours and leave the padding of their vocabulary out; ours is not stored.
@@ -7,7 +7,7 @@ all of them: cut it into rectangles of ours and leave the padding of their vocab
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.tensor_file import cut
-from megalite.checkpoint.offline import Checkpoint, Difference, Item, difference, write_checkpoint
+from megalite.checkpoint.offline import Checkpoint, Item, write_checkpoint
 from megalite.checkpoint.storage.location import Location, folder_of
 from megalite.checkpoint.storage.protocol import steps_in
 from megalite.config.check import check
 from megalite.config.options import ConfigError, ModelConfig, build
-from megalite.config.toml import parse_toml
 from megalite.interop.rules import Recipe, Specs, join, split, unpadded
 from megalite.parallel.spec import Box, ParamSpec
 
@@ -86,11 +85,11 @@ def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
         parts = [(name, box) for name, box in boxes if box is not None]
         if parts:
             keyed = [(f"model/{name}", box) for name, box in parts]
-            items.append(Item(one.dtype, keyed, lambda one=one: (values for _, _, values in _kept(one, specs))))
+            items.append(Item(one.dtype, keyed, lambda one=one: (values for _, _, values in kept(one, specs))))
     return items
 
 
-def _kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
+def kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
     """Our rectangles and their values in a foreign tensor, without rows that `specs` do not store."""
     for spec, box, values in split(one.recipe, one.read()):
         kept = unpadded(box, specs[spec.name])
@@ -112,15 +111,6 @@ def write_import(
     folder = folder_of(directory, 0)
     write_checkpoint(folder, files, {f"model/{name}": spec.stored_shape for name, spec in specs.items()}, state)
     return folder
-
-
-def saved_model(source: Checkpoint) -> ModelConfig:
-    """The model that a checkpoint's configuration describes. Raises CheckpointError."""
-    where = f"{source.folder}: its configuration"
-    try:
-        return model_of(parse_toml(str(source.manifest.state["config"]), str(source.folder)), where)
-    except (KeyError, ConfigError) as error:
-        raise CheckpointError(f"{where} cannot be read ({error}); use another checkpoint") from None
 
 
 @dataclass(frozen=True)
@@ -156,38 +146,3 @@ class Ours:
 
     def join(self, recipe: Recipe) -> Tensor:
         return join(recipe, lambda spec, box: self.read(spec.name, box))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """`differing`: rectangles of ours, by the name of theirs and ours."""
-
-    tensors: int
-    elements: int
-    differing: list[Difference]
-
-    def __str__(self) -> str:
-        if not self.differing:
-            return f"check: {self.tensors} tensors, {self.elements:,} elements, all bits equal"
-        largest = max(self.differing, key=lambda d: d.largest)
-        lines = [f"check: {len(self.differing)} parts of {self.tensors} tensors differ"]
-        return "\n".join([*lines, f"first: {_told(self.differing[0])}", f"largest: {_told(largest)}"])
-
-
-def _told(d: Difference) -> str:
-    more = f"{d.count:,} elements of it differ, by at most {d.largest:g}"
-    return f"{d.name}{list(d.index or ())}: {d.there!r} there, {d.here!r} here; {d.note and d.note + ', '}{more}"
-
-
-def compare(foreign: Iterable[Foreign], ours: Ours, specs: Specs) -> Verdict:
-    """Every foreign tensor against ours, bit by bit; `specs` tell which rows pad the vocabulary and do not count."""
-    tensors, elements, differing = 0, 0, []
-    for one in foreign:
-        tensors += 1
-        for spec, kept, theirs in _kept(one, specs):
-            elements += theirs.numel()
-            found = difference(f"{one.place}, {spec.name}", ours.read(spec.name, kept), theirs)
-            if found is not None:
-                at = zip(found.index or (), kept.start, strict=False)  # no index where only dtypes differ
-                differing.append(replace(found, index=tuple(i + start for i, start in at)))
-    return Verdict(tensors, elements, differing)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.parallel.calls import SEND, Call
-from megalite.parallel.mesh import Axis
+from megalite.parallel.mesh import Axis, Mesh
 
 # torch 2.13 renamed them; both names do the same
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -154,6 +154,16 @@ def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
         with axis.begin("broadcast", x):
             dist.broadcast(x, src=axis.ranks[source], group=axis.group)
     return x
+
+
+def reduce_number(number: int, mesh: Mesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> int:
+    """What the whole numbers of all ranks of the run come to; on all."""
+    return int(all_reduce_(torch.tensor(number, dtype=torch.int64, device=mesh.device), mesh.world, op))
+
+
+def first_says(number: int, mesh: Mesh) -> int:
+    """The whole number of the run's first rank; on all."""
+    return int(broadcast_(torch.tensor(number, dtype=torch.int64, device=mesh.device), mesh.world))
 
 
 def gather_texts(text: str, axis: Axis, device: torch.device, room: int = 1 << 14) -> list[str]:

@@ -72,8 +72,8 @@ def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> No
         "d": torch.tensor([True, False, True]),
         "e": torch.tensor(2.5, dtype=torch.float64),
     }
-    header, rows, ordered = tensor_file.plan([whole(v, name) for name, v in values.items()])
-    stamp = tensor_file.write(tmp_path / "x.safetensors", header, (p.data for p in ordered), block)
+    rows, ordered = tensor_file.plan([whole(v, name) for name, v in values.items()])
+    stamp = tensor_file.write(tmp_path / "x.safetensors", rows, (p.data for p in ordered), block)
     got = load_file(tmp_path / "x.safetensors")
     assert {row.name: row.key for row in rows}.keys() == values.keys()
     for row in rows:
@@ -83,7 +83,7 @@ def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> No
     again.update(memoryview((tmp_path / "x.safetensors").read_bytes()))
     assert again.stamp() == stamp
     with pytest.raises(FileExistsError):  # a file that is there is never overwritten
-        tensor_file.write(tmp_path / "x.safetensors", header, (p.data for p in ordered))
+        tensor_file.write(tmp_path / "x.safetensors", rows, (p.data for p in ordered))
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,8 +101,8 @@ def test_any_rectangle_is_read_from_any_other(tmp_path_factory, shape, data) -> 
     cut = lambda box: everything[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]  # noqa: E731
     folder = tmp_path_factory.mktemp("file")
     piece = Piece("w", tuple(shape), stored, range(stored.numel), cut(stored).reshape(-1).clone())
-    header, rows, _ = tensor_file.plan([piece])
-    stamp = tensor_file.write(folder / "x", header, [piece.data])
+    rows, _ = tensor_file.plan([piece])
+    stamp = tensor_file.write(folder / "x", rows, [piece.data])
     parts = manifests.Stored("x", rows[0].key, stored)
     made = manifests.Manifest({"w": manifests.Whole(tuple(shape), "float32", (parts,))}, {"x": stamp}, {})
     target = torch.zeros(wanted.shape, dtype=data.draw(st.sampled_from([torch.float32, torch.float64])))

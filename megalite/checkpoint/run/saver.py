@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.run import foreground
 from megalite.checkpoint.run.agreement import agree, check_shared, together
@@ -33,7 +31,7 @@ from megalite.checkpoint.run.retention import prune
 from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
 from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
-from megalite.parallel.comm import all_reduce_
+from megalite.parallel.comm import reduce_number
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
@@ -84,16 +82,15 @@ class Saver:
         saver.upload_to = None if upload_to is None else parse(upload_to)
         try:
             together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
-            total = int(all_reduce_(torch.tensor(nbytes, dtype=torch.int64, device=mesh.device), mesh.world))
-            saver._bytes = total
-            together(mesh, lambda: saver._prepare(total), f"preparing {folder}")
+            saver._bytes = reduce_number(nbytes, mesh)
+            together(mesh, saver._prepare, f"preparing {folder}")
             check_shared(folder, mesh)
         except CheckpointError:
             saver.close(wait=False)
             raise
         return saver
 
-    def _prepare(self, total: int) -> None:
+    def _prepare(self) -> None:
         """Rank 0's part of `open`."""
         if not self.mesh.world.is_first:
             return
@@ -103,7 +100,7 @@ class Saver:
         left = self.storage.sweep(self.directory)
         if left:
             self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
-        self.storage.check_space(self.directory, total)
+        self.storage.check_space(self.directory, self._bytes)
 
     def begins_at(self, step: int, damaged: bool = False) -> str | None:
         """The step that the run begins at, once that is known: what is of later steps makes way for its first save
@@ -223,8 +220,7 @@ class Saver:
             return
         if not self.mesh.world.is_first:
             flight.join()  # now, so that it is known whether it failed; rank 0 waits for it anyway, and it for nobody
-        failed = torch.tensor(self.failed, dtype=torch.int32, device=self.mesh.device)
-        if int(all_reduce_(failed, self.mesh.world)):
+        if reduce_number(self.failed, self.mesh):
             flight.give_up.set()
         flight.join()
         self._flight = None
