@@ -194,7 +194,7 @@ def _is_packed(dataset: Dataset) -> bool:
     return isinstance(dataset, PackedDataset) or any(_is_packed(part) for part in getattr(dataset, "datasets", ()))
 
 
-class FimDataset:
+class FimDataset(Dataset):
     """`dataset` with its documents rearranged, sample by sample. codec: needed unless tokens alone are cut."""
 
     def __init__(self, dataset: Dataset, fim: Fim, seed: int, codec: Codec | None = None, name: str = "train"):
@@ -215,9 +215,6 @@ class FimDataset:
         for row, i in enumerate(np.asarray(index).tolist()):
             out[row] = self._transform(out[row], i)[0]
         return out
-
-    def layout(self, index: NDArray[np.int64]) -> None:
-        return None
 
     def where(self, i: int, position: int) -> str:
         source = int(self._transform(self.dataset.samples(np.array([i]))[0], i)[1][position])
