@@ -27,11 +27,11 @@ import torch  # noqa: E402
 from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.offline import Checkpoint, open_checkpoint  # noqa: E402
 from megalite.config.options import Config, ConfigError, ModelConfig, build  # noqa: E402
-from megalite.config.toml import to_toml  # noqa: E402
+from megalite.config.toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
-from megalite.interop.convert import Ours, write_import  # noqa: E402
+from megalite.interop.convert import Ours, model_of, write_import  # noqa: E402
 from megalite.interop.hugging_face import model_files as hugging_face  # noqa: E402
 from megalite.interop.hugging_face.config_json import choose_family  # noqa: E402
 from megalite.interop.hugging_face.write import write_model  # noqa: E402
@@ -157,7 +157,12 @@ def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str
 
 
 def saved_model(source: Checkpoint) -> ModelConfig:
-    return saved_config(source.manifest, source.folder).model
+    """The model that a checkpoint's configuration describes. Raises CheckpointError."""
+    where = f"{source.folder}: its configuration"
+    try:
+        return model_of(parse_toml(str(source.manifest.state["config"]), str(source.folder)), where)
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"{where} cannot be read ({error}); use another checkpoint") from None
 
 
 def from_hf(args: argparse.Namespace) -> bool:

@@ -1,4 +1,4 @@
-"""Foreign weights to a checkpoint of megalite and back, one tensor in memory at a time.
+"""Foreign weights to a checkpoint of megalite and back, or straight into a rank's pieces, tensor by tensor.
 
 A foreign checkpoint is a list of `Foreign`: which tensor, in which dtype, and how to read it. The rest is the same for
 all of them: cut it into rectangles of ours and leave the padding of their vocabulary out; ours is not stored.
@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.format.pieces import inside, intersect, views
 from megalite.checkpoint.format.tensor_file import cut
 from megalite.checkpoint.offline import Checkpoint, Item, write_checkpoint
+from megalite.checkpoint.progress import ProgressLines
 from megalite.checkpoint.storage.location import Location, folder_of
 from megalite.checkpoint.storage.protocol import steps_in
 from megalite.config.check import check
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.interop.rules import Recipe, Specs, join, split, unpadded
-from megalite.parallel.spec import Box, ParamSpec
+from megalite.parallel.spec import Box, ParamSpec, Piece
 
 FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 # what a run needs beside a model, so that what `check` finds is the model's
@@ -95,6 +97,44 @@ def kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
         kept = unpadded(box, specs[spec.name])
         if kept is not None:
             yield spec, kept, values[: kept.shape[0]]
+
+
+def misshapen(pieces: Sequence[Piece], specs: Specs) -> list[str]:
+    """What keeps `pieces`, named KIND/NAME, from being filled with tensors of `specs`, one line each."""
+    lines = []
+    for name, piece in {_bare(piece): piece for piece in pieces}.items():
+        there = specs[name].shape if name in specs else None
+        if piece.shape != there:
+            lines.append(f"{name}: shape {piece.shape} here, {'nothing' if there is None else there} there")
+    return lines
+
+
+def fill_from(
+    foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool = False
+) -> None:
+    """Write the values of `foreign`, a model of `specs`, into the pieces' data, in the pieces' dtype, under any layout.
+    Every rank reads those tensors that it holds a part of. `tell`: show how far it is, where it takes long.
+
+    Raises CheckpointError: before anything changes where shapes differ, later where a file cannot be read.
+    """
+    refuse(misshapen(pieces, specs), f"{where} does not fit this model")
+    wanted: dict[str, list[tuple[Box, Tensor]]] = {}
+    for piece in pieces:
+        wanted.setdefault(_bare(piece), []).extend(views(piece))
+    progress = ProgressLines(f"loading {where}", len(foreign), "tensors") if tell else None
+    for one in foreign:
+        if progress is not None:
+            progress.add(1)
+        if all(intersect(held, box) is None for spec, box in one.recipe.parts for held, _ in wanted.get(spec.name, ())):
+            continue
+        for spec, box, values in split(one.recipe, one.read()):
+            for held, target in wanted.get(spec.name, ()):
+                if (both := intersect(held, box)) is not None:
+                    target[inside(both, held)] = values[inside(both, box)].to(target)
+
+
+def _bare(piece: Piece) -> str:
+    return piece.name.partition("/")[2]
 
 
 def write_import(

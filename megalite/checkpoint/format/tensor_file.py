@@ -161,6 +161,8 @@ def places(path: Location) -> dict[str, Place]:
     file = storage_of(path).open(path)
     try:
         return _places(path, file)
+    except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(repr(error)) from None
     finally:
         file.close()
 

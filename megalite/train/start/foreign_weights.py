@@ -24,9 +24,8 @@ from megalite.config.options import Config, DataConfig, ModelConfig
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer
-from megalite.interop.convert import Foreign
+from megalite.interop.convert import Foreign, fill_from
 from megalite.interop.hugging_face.model_files import open_model
-from megalite.interop.load import fill_from
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron.rank_files import true_vocab_size
 from megalite.interop.megatron.torch_dist import open_checkpoint
