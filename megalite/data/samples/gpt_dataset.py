@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples.epoch_cache import load_or_build
-from megalite.data.samples.epochs import Epoch, build_epoch
+from megalite.data.samples.epochs import Epoch, build_epoch, load_or_build
 from megalite.data.samples.permutation import fold
 from megalite.data.samples.source import Source, digest_of, lengths_digest
 from megalite.data.samples.token_line import Line
@@ -139,7 +138,7 @@ class GptDataset(Source):
         return begins + skip, sizes, places[owner] + starts + skip - offsets[owner]
 
     def _misfit(self, number: int) -> DataError:
-        """Damage between the places that epoch_cache.py looks at when it loads an order."""
+        """Damage between the places that epochs.py looks at when it loads an order."""
         return DataError(
             f"{self._data.prefix}: the order of epoch {number} does not fit the documents' lengths; remove its files "
             f"from data_cache_path={self._cache_path}"
