@@ -183,7 +183,7 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
         raise CheckpointError(f"{path}: no checkpoint; give a --save directory")
     lock = storage.storage_of(path).lock(path)
     try:
-        gone = retention.prune(path, keep, retain, set(), dry=dry)
+        gone = retention.Retention(path, keep, retain).prune(dry=dry)
     finally:
         lock.close()
     for step in gone:

@@ -27,7 +27,7 @@ from megalite.checkpoint.run.agreement import agree, check_shared, together
 from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
 from megalite.checkpoint.run.branch import Branch
 from megalite.checkpoint.run.log_lines import LogLines
-from megalite.checkpoint.run.retention import prune
+from megalite.checkpoint.run.retention import Retention
 from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
 from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
@@ -45,7 +45,7 @@ class Saver:
         self.directory, self.mesh, self.background = directory, mesh, background
         self.storage: Storage = storage_of(directory)
         self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
-        self.retain_interval = retain_interval
+        self._kept = Retention(directory, self.keep_last, retain_interval)  # where they are kept in the end
         self.waited_s = 0.0  # by training, for the last save
         self._before_s = 0.0  # ... of them for the one before it
         self._lock: RunLock | None = None
@@ -53,7 +53,6 @@ class Saver:
         self._host = HostCopy(mesh.device)
         self._news = LogLines()
         self._branch = Branch()  # that leaves nothing, until `begins_at`
-        self._sound: set[int] = set()
         self._uploader: Uploader | None = None
         self.upload_to: Location | None = None
         self.megatron = False  # whether the log is in its style
@@ -79,7 +78,8 @@ class Saver:
         """
         folder = parse(directory)
         saver = cls(folder, mesh, keep_last, retain_interval, background)
-        saver.upload_to = None if upload_to is None else parse(upload_to)
+        if upload_to is not None:
+            saver.upload_to = saver._kept.directory = parse(upload_to)
         try:
             together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
             saver._bytes = reduce_number(nbytes, mesh)
@@ -96,7 +96,7 @@ class Saver:
             return
         self._lock = self.storage.lock(self.directory)
         if self.upload_to is not None:
-            self._uploader = Uploader(self.directory, self.upload_to, self.keep_last, self.retain_interval)
+            self._uploader = Uploader(self.directory, self._kept)
         left = self.storage.sweep(self.directory)
         if left:
             self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
@@ -110,8 +110,8 @@ class Saver:
             if self.mesh.world.is_first:
                 places = [self.directory] if self.upload_to is None else [self.directory, self.upload_to]
                 self._branch = Branch(places, step, damaged)
+                self._kept.damaged = self._branch.damaged
                 if self._uploader is not None:
-                    self._uploader.damaged = self._branch.damaged
                     self._uploader.paused = self._branch.pending
                     self._uploader.offer()  # what a run before may have left
             return self._branch.note
@@ -257,14 +257,13 @@ class Saver:
         return [folder_of(self.directory, step), folder_of(self.upload_to or self.directory, step)]
 
     def _prune(self, step: int) -> None:
-        self._sound.add(step)
         if self._branch.unsettled:
             return
         if self._uploader is not None:
             self._uploader.offer()
-        elif self.keep_last is not None:
+        else:
+            self._kept.known.add(step)
             try:
-                known, damaged = self._sound, self._branch.damaged
-                prune(self.directory, self.keep_last, self.retain_interval, known, saved=step, damaged=damaged)
+                self._kept.prune(step)
             except OSError as error:
                 self._news.append(f"could not delete an old checkpoint: {error}")
