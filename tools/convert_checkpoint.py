@@ -274,7 +274,7 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
 def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab_size: int) -> bool:
     """The check that shares nothing with what converts: each layer computes the same."""
     model, stored = saved_model(ours.source), ours.source.dtype("model/embedding.word")
-    written = ours.dtype_of_name("embedding.word")
+    written = ours.dtype_of("embedding.word")
     rounded = written != stored or (model.apply_layernorm_1p and ours.used)
     rounding = torch.finfo(written).eps if rounded else 0.0
     whole = ours.dtype == torch.float32

@@ -71,7 +71,7 @@ def open_locked(path: Path) -> BinaryIO:
         file.close()  # its last owner renamed or removed it between opening and locking
 
 
-def sync(file: BinaryIO) -> None:
+def sync(file: BinaryIO | TextIO) -> None:
     """What was written is on disk."""
     file.flush()
     os.fsync(file.fileno())

@@ -169,11 +169,8 @@ class Ours:
         main = f"optimizer.main/{name}"
         return main if self.dtype == torch.float32 and main in self.source.manifest.tensors else f"model/{name}"
 
-    def dtype_of_name(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> torch.dtype:
         return self.dtype or self.source.dtype(self._key(name))
-
-    def dtype_of(self, recipe: Recipe) -> torch.dtype:
-        return self.dtype_of_name(recipe.parts[0][0].name)
 
     def offset(self, name: str) -> float:
         return 0.0 if self.used is None else self.used[name].offset

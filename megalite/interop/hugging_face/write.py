@@ -63,7 +63,7 @@ def write_model(
 
 def _write_shards(part: Path, ours: Ours, wanted: Sequence[Recipe], shard_bytes: int) -> torch.dtype:
     """The files and their index; the widest dtype among them."""
-    planned = [(r, tensor_file.Planned(r.theirs, ours.dtype_of(r), r.shape)) for r in wanted]
+    planned = [(r, tensor_file.Planned(r.theirs, ours.dtype_of(r.parts[0][0].name), r.shape)) for r in wanted]
     planned.sort(key=lambda pair: -pair[1].dtype.itemsize)
     files = tensor_file.cut([plan.bytes for _, plan in planned], shard_bytes)
     weight_map: dict[str, str] = {}
