@@ -79,7 +79,7 @@ BREAKAGES = [
     Breakage(
         "directories that are no whole checkpoint count as kept ones",
         "tests/checkpoint/test_saver.py::test_keep_last_and_retain_touch_only_complete_ones",
-        ((" and step not in damaged and is_complete(folder_of(directory, step)):", " and step not in damaged:"),),
+        ((" and step not in self.damaged and is_complete(folder_of(self.directory, step)):", " and step not in self.damaged:"),),
     ),
     Breakage(
         "a writer's error is printed and forgotten",
