@@ -227,6 +227,14 @@ NO_EFFECT = {
         "yarn_beta_fast=8.0 has no effect without --position-embedding-type yarn",
         "mscale=0.7 has no effect without --position-embedding-type yarn",
     ],
+    "--delay-wgrad-compute": [
+        "split_backward has no effect with pipeline_model_parallel_size=1: there is no bubble to fill"
+    ],
+    "--pp 2 --zero-bubble-max-pending-backward 3": [
+        "zero_bubble_max_pending_backward=3 has no effect without --split-backward"
+    ],
+    "--pp 2 --enable-zero-bubble --zero-bubble-max-pending-backward 3": [],
+    "--pp 2 --enable-zbh1-pipeline": [],
     "--recompute-modules mlp": ["recompute_modules=mlp has no effect without --recompute-granularity selective"],
     "--recompute-activations --recompute-modules moe shared_experts mlp": [],  # of experts that a dense model has not
     # values that mean nothing out of the ordinary
