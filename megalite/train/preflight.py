@@ -73,7 +73,7 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
     if device == "cpu":
         there, what = memory_there(torch.device("cpu")) / ranks.local_world, "the memory"
     else:
-        there, what = memory_there(torch.device("cuda", card_of(ranks))), "the card's memory"
+        there, what = memory_there(card_of(ranks)), "the card's memory"
     if needs > there:
         where = f" on pipeline rank {plan.worst}" if plan.pp > 1 else ""
         raise LaunchError(
