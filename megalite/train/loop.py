@@ -43,9 +43,11 @@ STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a 
 
 
 class Watch:
-    """What looks on while a run trains. `hosts`: of all ranks."""
+    """What looks on while a run trains. `hosts`: of all ranks. `shared`: of `Ranks`."""
 
-    def __init__(self, config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str]):
+    def __init__(
+        self, config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], shared: str | None = None
+    ):
         p, log, o = config.parallel, config.log, config.operations
         timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
         limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
@@ -53,7 +55,7 @@ class Watch:
         self.profiler = Profiler(o, run.mesh, folder / "trace")
         self.collector = Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval)
         self.phases, self.events = phases, Events(folder, run.mesh.world.rank)
-        self.dog = Watchdog(run.mesh, folder, self.timers, limit_s)
+        self.dog = Watchdog(run.mesh, folder, self.timers, limit_s, shared)
         self.pulse = Pulse(run.mesh, phases, hosts, self.events, o)
         self.begin = time.monotonic()
 

@@ -122,7 +122,7 @@ def _pretrain(
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
-    watch = Watch(config, run, folder, phases, hosts)
+    watch = Watch(config, run, folder, phases, hosts, ranks.shared)
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
