@@ -15,7 +15,6 @@ from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.checkpoint.run import foreground
-from megalite.checkpoint.run.agreement import as_first_says
 from megalite.checkpoint.storage import protocol as storage
 from megalite.config.options import Config, DataConfig
 from megalite.data.errors import DataError
@@ -26,6 +25,7 @@ from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import choose_family
 from megalite.interop.hugging_face.write import write_model
 from megalite.models.specs import specs_of
+from megalite.parallel.comm import first_says
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import named_by
@@ -116,7 +116,7 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     folder = None if c.save is None else storage.folder_of(c.save, run.state.step)
     saved = folder is not None and "COMPLETE" in storage.storage_of(folder).entries(folder)
     temporary = target.with_name(f".{target.name}.weights")
-    if not as_first_says(mesh, saved) or folder is None:
+    if folder is None or not first_says(saved, mesh):
         folder = foreground.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
     if not mesh.world.is_first:
         return None

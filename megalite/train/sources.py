@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 from megalite.config.field import unusable
 from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
-from megalite.data.samples.blend import Blend, Reading, build_blend, parse_data_path
-from megalite.data.samples.epochs import split_parts
+from megalite.data.samples.blend import Blend, Reading, build_blend, parse_data_path, split_parts
 from megalite.data.samples.fim import Fim, FimDataset
 from megalite.data.samples.ledger import Ledger
 from megalite.data.samples.mock import MockDataset

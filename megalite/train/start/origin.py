@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.run.agreement import as_first_says, together
+from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
 from megalite.config.options import Config, training_of
 from megalite.interop.megatron import rank_files as megatron
+from megalite.parallel.comm import first_says
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
@@ -27,7 +28,7 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     c = config.checkpoint
     if c.load is not None:
         # symbolic links may differ between machines
-        here = c.save is not None and as_first_says(run.mesh, _same(c.load, c.save))
+        here = c.save is not None and first_says(_same(c.load, c.save), run.mesh)
         local = c.save_local if here else None  # it may hold newer ones that are not uploaded yet
         start = Start(c.ckpt_step, c.no_load_optim or config.train.skip_train, c.finetune)
         again = here and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, c.load, local)
@@ -104,7 +105,7 @@ def started_again(mesh: Mesh, config: Config, root: str, local: str | None, aske
                 return _training(saved_config(manifests.load(folder), folder)) == _training(config)
         return False
 
-    return as_first_says(mesh, together(mesh, look, f"looking for checkpoints in {c.load}"))
+    return bool(first_says(together(mesh, look, f"looking for checkpoints in {c.load}"), mesh))
 
 
 def _training(config: Config) -> dict[str, Any]:
