@@ -300,7 +300,7 @@ def test_prepare_cache_builds_all_that_the_run_reads_and_only_once(tmp_path: Pat
     sources = open_sources(data, 16, 1234, 8)
     sources.train.samples(np.arange(400))
     for one in (*sources.valid, *sources.test):
-        one.dataset.samples(np.arange(8))
+        one.data.samples(np.arange(8))
     assert {path.name: path.read_bytes() for path in cache.glob("*.npy")} == built
 
 

@@ -181,9 +181,7 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
 
     def read() -> tuple[Path, Weights]:
         if folder is None:
-            raise CheckpointError(
-                "it does not exist here, although rank 0 sees it: share the directory, or copy it to all nodes"
-            )
+            raise CheckpointError("it does not exist here, but rank 0 sees it: share it, or copy it to all nodes")
         theirs = _opened(config, folder)
         pieces = [entry.piece for entry in run.optimizer.pieces()]
         main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # in half precision: more exact
