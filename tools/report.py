@@ -25,11 +25,10 @@ def main() -> None:
     try:
         made = json.loads(path.read_text("utf-8")) if path.exists() else None
         rows = {} if made is None else {"written": made["time"], **summary(made)}
-        past = read_past(folder, metrics.stat().st_mtime)
-    except (OSError, ValueError, KeyError) as error:
+        if (past := read_past(folder, metrics.stat().st_mtime)) is not None:
+            rows["run so far"] = f"goodput {past}"
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:  # as rows may be
         raise SystemExit(f"report.py: {folder}: {error!r}; give a run directory") from None
-    if past is not None:
-        rows["run so far"] = f"goodput {past}"
     print(table(rows))
 
 

@@ -26,12 +26,13 @@ from megalite.parallel.meeting import MeetingError, meet, torchrun_lacks
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
 FIRST_FAILURE = "first-failure.json"  # in `Ranks.shared`: of the rank that failed first there (train/rank_log.py)
+HANG = "hang.json"  # there, too: of one that was told and has not passed, for an abort before anybody fails by it
 
 
-def read_first_failure(shared: Path) -> tuple[int, str] | None:
+def read_first_failure(shared: Path, name: str = FIRST_FAILURE) -> tuple[int, str] | None:
     """Exit code and cause, as that rank has left them."""
     try:
-        first = json.loads((shared / FIRST_FAILURE).read_text("utf-8"))
+        first = json.loads((shared / name).read_text("utf-8"))
         return int(first["code"]), f"rank {first['rank']}: {first['reason']}"
     except (OSError, ValueError, LookupError, TypeError):
         return None

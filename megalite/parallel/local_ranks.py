@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.run_options import EXIT_SIGNALS
-from megalite.parallel.launch import FIRST_FAILURE, Ranks, die_with_parent, read_first_failure
+from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks, die_with_parent, read_first_failure
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
@@ -134,10 +134,11 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder
 
 def _first_failure(folder: Path, code: int, cause: str) -> tuple[int, str]:
     """What the rank has left that failed before the one that was the first to end, if there is such a rank. Who was
-    killed is the first; an abort may be NCCL's, of another's death."""
+    killed is the first; an abort may be NCCL's, of another's death or of a hang."""
     if code > 128 and code != 128 + signal.SIGABRT:
         return code, cause
-    return read_first_failure(folder) or (code, cause)
+    hang = read_first_failure(folder, HANG) if code > 128 else None
+    return read_first_failure(folder) or (hang and (hang[0], f"{hang[1]}; {cause}")) or (code, cause)
 
 
 @contextlib.contextmanager
@@ -166,7 +167,7 @@ def _sweep(folder: Path) -> None:
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for attempt in folder.glob("tmp????????"):
-            for name in ("rendezvous", FIRST_FAILURE):
+            for name in ("rendezvous", FIRST_FAILURE, HANG):
                 (attempt / name).unlink(missing_ok=True)
             attempt.rmdir()
         folder.rmdir()

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import json
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,6 +93,8 @@ class Reporter:
     def _open_board(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
+        usual = threading.excepthook  # its thread would print a traceback of what the next write here raises again
+        threading.excepthook = lambda e: None if type(e.thread).__name__ == "_AsyncWriterThread" else usual(e)
         return SummaryWriter(self.log.tensorboard_dir, max_queue=self.log.tensorboard_queue_size)
 
     def _open_wandb(self, config: dict[str, Any] | None) -> Any:

@@ -139,7 +139,7 @@ def _pretrain(
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
-    watch = watch_of(config, run, folder, phases, hosts)
+    watch = watch_of(config, run, folder, phases, hosts, ranks.shared)
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
@@ -324,7 +324,9 @@ def plan_of(config: Config, steps: int) -> Plan:
     )
 
 
-def watch_of(config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str]) -> Watch:
+def watch_of(
+    config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], shared: str | None = None
+) -> Watch:
     log, o = config.log, config.operations
     timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
     p = config.parallel
@@ -335,7 +337,7 @@ def watch_of(config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequ
         Profiler(o, run.mesh, folder / "trace"),
         Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
         phases,
-        Watchdog(run.mesh, folder, timers, limit_s),
+        Watchdog(run.mesh, folder, timers, limit_s, shared),
         pulse=Pulse(run.mesh, phases, hosts, Events(folder, run.mesh.world.rank), o),
         restore=going_back(run, config),
     )

@@ -53,11 +53,13 @@ def everything_on(card: Card, folder: Path) -> Found:
     flags += " --log-memory-interval 1 --log-device-memory-used --empty-unused-memory-level 2 --profile-pipeline 2"
     flags += f" --profile --profile-step-start 0 --profile-step-end 2 --tensorboard-dir {folder}/board"
     flags += f" --log-memory-to-tensorboard --record-memory-history --memory-snapshot-path {folder}/history.pickle"
-    with mock.patch("megalite.train.metrics.Reporter.step", autospec=True) as point:
+    empty = mock.patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache)
+    with mock.patch("megalite.train.metrics.Reporter.step", autospec=True) as point, empty as given_back:
         code, said = run(flags, folder)
     calls, history = cuda.machine().runtime_calls, (folder / f"history_{RANK}.pickle").read_bytes()
     memory = [call.args[-1] for call in point.call_args_list]
-    return {"code": code, "said": said, "calls": calls, "history": history, "memory": memory}
+    found = {"code": code, "said": said, "calls": calls, "history": history, "memory": memory}
+    return {**found, "given_back": given_back.call_count}
 
 
 def graphs(card: Card, folder: Path) -> Found:

@@ -53,6 +53,7 @@ def test_the_log_tells_the_memory_of_the_ranks_own_card() -> None:
         ["mem-allocated-bytes", "mem-allocated-count", "mem-max-allocated-bytes", "mem-reserved-bytes"]
     ] * 2
     assert all(value > 0 for point in made["memory"] for value in point.values())
+    assert made["given_back"] == 2 * 2  # before and after each update
 
 
 def test_profiler_history_timers_and_peak() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.parallel.launch import FIRST_FAILURE, Ranks
+from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks
 from megalite.parallel.local_ranks import End, start_local
 from megalite.train.rank_log import complain_aside, fails_first, rank_log, stack_of, told_first
 from megalite.train.run_dir import complain
@@ -118,7 +118,9 @@ def test_only_what_a_dead_launcher_left_is_swept(tmp_path: Path, monkeypatch: py
         os.utime(folder, (time.time() - age_s, time.time() - age_s))
         return folder
 
-    dead = scratch("megalite-ranks-00000000", "tmpabcdefgh/rendezvous", f"tmpabcdefgh/{FIRST_FAILURE}")
+    dead = scratch(
+        "megalite-ranks-00000000", "tmpabcdefgh/rendezvous", f"tmpabcdefgh/{FIRST_FAILURE}", f"tmpabcdefgh/{HANG}"
+    )
     kept = [
         scratch("megalite-ranks-11111111", age_s=0),  # may be about to be locked
         live := scratch("megalite-ranks-22222222"),

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -254,6 +255,35 @@ def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
     assert [(row["event"], row["step"], row["late"]) for row in rows if row["event"] == "hang"] == [("hang", 6, [0])]
 
 
+def aborted(folder: Path, fault: str, sign: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and status of a run whose rank 0 gets SIGABRT once the run has said `sign`, as NCCL's watchdog sends it
+    to who waits too long: Python does not hear of it."""
+    words = [*SMALL, "--train-iters", "100000", "--nproc", "2", "--device", "cpu", "--run-dir", str(folder)]
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--distributed-timeout-seconds-after-init", "10"]
+    env = {**os.environ, "MEGALITE_FAULT": fault}
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT, env=env)
+    try:
+        assert process.stderr is not None
+        assert any(sign in line for line in process.stderr)
+        time.sleep(0.5)  # until it is written down, too
+        os.kill(json.loads((folder / "status.json").read_text())["pid"], signal.SIGABRT)
+        process.communicate(timeout=60)
+        return process.returncode, json.loads((folder / "status.json").read_text())
+    finally:
+        process.kill()
+
+
+def test_an_abort_after_a_hang_was_told_is_that_hang(tmp_path: Path) -> None:
+    code, status = aborted(tmp_path, "step.begin:1:6:stop", "NOTHING GOES ON")
+    assert (code, status["outcome"]) == (70, "hang"), status
+    assert "rank 1 no longer answers" in status["reason"] and "rank 0 ended by signal SIGABRT" in status["reason"]
+
+
+def test_an_abort_after_the_step_went_on_is_a_crash(tmp_path: Path) -> None:
+    code, status = aborted(tmp_path, "step.begin:1:6:sleep=7", "step 6 goes on, after ")
+    assert (code, status["outcome"], status["reason"]) == (134, "crash", "rank 0 ended by signal SIGABRT"), status
+
+
 @pytest.mark.long
 def test_a_data_stall_on_one_of_four_ranks_is_named(tmp_path: Path) -> None:
     code, err, status = ended(tmp_path, *TP2_PP2, fault="data.get:1:6:sleep")
@@ -261,6 +291,15 @@ def test_a_data_stall_on_one_of_four_ranks_is_named(tmp_path: Path) -> None:
     assert re.match(r"rank 1 in step 6, batch-generator, .* \(a data stall", status["reason"]), status
     assert "Traceback" not in err and err.count("NOTHING GOES ON") == 1
     assert len(list((tmp_path / "hang").glob("rank-*.txt"))) == 4
+
+
+@pytest.mark.long
+def test_a_rank_that_is_frozen_in_an_evaluation_is_named(tmp_path: Path) -> None:
+    code, err, status = ended(tmp_path, "--nproc", "2", "--eval-interval", "6", fault="eval.begin:1:6:stop")
+    assert (code, status["outcome"], status["step"]) == (70, "hang", 6), err
+    assert re.match(
+        r"rank 1 no longer answers \(process \d+: stopped by a signal\); rank 0 in step 6, evaluate", status["reason"]
+    )
 
 
 @pytest.mark.long

@@ -190,6 +190,16 @@ def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Pa
     assert past is not None and past.wall_s == 100.0
 
 
+def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    tool = [sys.executable, "tools/report.py", str(tmp_path)]
+    rows(tmp_path / "events.jsonl", life(560, "ended", 50, outcome="requeue"))
+    assert read_past(tmp_path, 600.0) is None
+    rows(tmp_path / "events.jsonl", {"event": "started", "at": {}}, life(3, "ended", 1))
+    shown = subprocess.run(tool, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert shown.returncode == 1 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
+
+
 @pytest.mark.parametrize(
     ("percent", "bottleneck", "words"),
     [

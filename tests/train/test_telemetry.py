@@ -16,7 +16,6 @@ from megalite.train.run_dir import settle_status
 from megalite.train.watch.events import Events
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = f'File "{ROOT}/megalite'  # in a traceback; TensorBoard's writer has a thread that prints its own
 
 
 def run(folder: Path, *flags: str, **how: object) -> tuple[int, str]:
@@ -37,7 +36,7 @@ def test_a_run_whose_every_file_is_something_else(tmp_path: Path) -> None:
         (tmp_path / name / "inside").mkdir(parents=True)
     (tmp_path / "board").touch()
     code, said = run(tmp_path)
-    assert code == 0 and OURS not in said, said
+    assert code == 0 and "Traceback" not in said, said
     for name in ("log.txt", "metrics.jsonl", "status.json", "run_config.toml"):
         assert str(tmp_path / name) in said, name
     assert "WARNING: TensorBoard: " in said
@@ -68,7 +67,7 @@ def test_a_run_whose_disk_is_full_or_cannot_be_written(where: str, tmp_path: Pat
     folder = tmp_path / "run" if where == "full" else Path("/proc/run")
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))  # noqa: E731
     code, said = run(folder, **({"preexec_fn": limit} if where == "full" else {}))
-    assert code == 0 and OURS not in said, said
+    assert code == 0 and "Traceback" not in said, said
     assert f"WARNING: {folder / 'log.txt'}: " in said
     assert "could not be written" in said
     if where == "full":

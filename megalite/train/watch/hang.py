@@ -13,6 +13,7 @@ used up most of its time is told. Telling ends nothing: that is the group's time
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -33,6 +34,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 import megalite
+from megalite.parallel.launch import HANG
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.shared_memory import OrderError
 from megalite.train.run_dir import Exit, complain
@@ -54,12 +56,13 @@ STATES = dict(T="stopped by a signal", t="stopped by a debugger", D="waits for a
 
 
 class Watchdog:
-    """Of one rank. `timeout_s`: of the groups. `folder`: the run directory."""
+    """Of one rank. `timeout_s`: of the groups. `folder`: the run directory. `shared`: of `Ranks`."""
 
-    def __init__(self, mesh: Mesh, folder: Path, timers: Timers, timeout_s: float):
+    def __init__(self, mesh: Mesh, folder: Path, timers: Timers, timeout_s: float, shared: str | None = None):
         self.mesh, self.rank, self.timeout_s = mesh, mesh.world.rank, timeout_s
         self.folder, self.timers, self.events = folder / "hang", timers, Events(folder, mesh.world.rank)
         self.reason, self.late = "", list[int]()  # of the last round
+        self._word = None if shared is None else Path(shared, HANG)  # for the launcher
         self._at, self._took = ("start", 0, time.monotonic()), deque[float](maxlen=50)
         self._told: object = None  # where this rank was in the last round
         self._rounds, self._led = 0, False
@@ -77,6 +80,8 @@ class Watchdog:
         if before[0] == "step":
             self._took.append(took)
         if self._led and before is self._told:
+            if self._word is not None:
+                self._word.unlink(missing_ok=True)
             complain(f"step {before[1]} goes on, after {took:.0f} s")
 
     def explain(self, error: BaseException) -> tuple[Exit, str] | None:
@@ -163,6 +168,10 @@ class Watchdog:
         lines += [f"  {ranks(who)}: {text}" for text, who in alike.items()]
         lines += [f"  {ranks([rank])}: no answer{f', {state}' if state else ''}" for rank, state in silent.items()]
         complain("\n".join([*lines, f"  stacks and collectives of each rank: {self.folder}"]))
+        if self._word is not None:
+            with contextlib.suppress(OSError):
+                word = {"rank": self.rank, "code": int(Exit.HANG), "reason": self.reason}
+                self._word.write_text(json.dumps(word), "utf-8")
         self.events.add("hang", step, reason=self.reason, late=self.late)
 
     def _view(self) -> View:

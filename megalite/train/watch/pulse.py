@@ -66,8 +66,8 @@ class Pulse:
             for event, rank, text in found:
                 report.warn(f"step {step}: {text}")
                 self._events.add(event, step, of=rank, host=self.hosts[rank], text=text)
-            if self._shown:
-                report.say(straggler_line(rows, self._shown))
+            if self._shown and (line := straggler_line(rows, self._shown)):
+                report.say(line)
             if time.monotonic() > self._next_heartbeat:
                 self._next_heartbeat = time.monotonic() + max(HEARTBEAT_S, len(rows))
                 self._events.add("heartbeat", step, **columns(rows))
@@ -167,7 +167,8 @@ def queued_s() -> float:
 
 
 def straggler_line(rows: Sequence[Row], count: int) -> str:
-    """The `count` ranks with the least and the most of each figure; Megatron-LM's line has one of each."""
+    """The `count` ranks with the least and the most of each figure, "" where none is known yet; Megatron-LM's line has
+    one of each."""
     parts = []
     for name, unit in (("own", "ms"), ("data", "ms"), ("temperature_c", "C"), ("power_w", "W"), ("clock_mhz", "MHz")):
         scale = 1000 if unit == "ms" else 1
@@ -176,4 +177,4 @@ def straggler_line(rows: Sequence[Row], count: int) -> str:
         for end, chosen in (("Mn", known[:count]), ("Mx", known[::-1][:count])) if known else ():
             shown = " ".join(f"{figure:.1f}{unit}/{rank}" for figure, rank in chosen)
             parts.append(f"{end} {name.partition('_')[0]}/Rnk: {shown}")
-    return "stragglers | " + " | ".join(parts)
+    return " | ".join(["stragglers", *parts]) if parts else ""

@@ -87,11 +87,11 @@ def read_past(folder: Path, until: float) -> Past | None:
             lives = []
         if row.get("event") in (STARTED, ENDED) and "at" in row:
             lives.append(row)
-    if not lives:
+    starts = [row for row in lives if row["event"] == STARTED]
+    if not starts:  # or that line was lost
         return None
     ends = [*(row["at"] for row in lives[1:]), until if lives[-1]["event"] == STARTED else lives[-1]["at"]]
     wall = sum(end - row["at"] for row, end in zip(lives, ends, strict=True) if row.get("outcome") not in IN_ORDER)
-    starts = [row for row in lives if row["event"] == STARTED]
     return Past(wall, useful_seconds(folder / "metrics.jsonl"), len(starts), starts[0].get("tokens", 0))
 
 
