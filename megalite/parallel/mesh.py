@@ -280,7 +280,7 @@ def _lay(
     stage = grid.flatten(1)
     if stage.shape[1] % ((ep or 1) * etp):
         raise ValueError(f"ep {ep or 1} x etp {etp} does not divide the {stage.shape[1]} ranks of a stage")
-    axes = {name: groups.along(name, grid, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}
+    axes: dict[str, Any] = {name: groups.along(name, grid, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}
 
     def shared_out(of: Tensor, names: tuple[str, str, str], **planned: bool) -> None:
         parts = instances or of.shape[1]

@@ -109,6 +109,7 @@ TRITON = [
     (33, 20, 64, 7, None, 0.0, True),  # keys long before
     (20, 33, 7, 20, None, 0.3, False),  # some queries before all keys
     (5, 9, 0, 40, None, 0.0, False),  # all of them
+    (70, 20, 0, 40, None, 0.0, False),  # keys that the last blocks of queries alone see
     (70, 35, 20, 0, 25, 0.0, False),  # a window that ends within the keys
     (35, 70, 40, 3, 9, 0.3, True),
     (17, 6, 90, 10, 8, 0.0, False),  # one that begins behind them
