@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config import cli
-from megalite.config.check import check
-from megalite.config.effects import without_effect
+from megalite.config.check import check, without_effect
 from megalite.config.options import Config, ConfigError
 from megalite.config.pattern import read_batch_schedule
 from megalite.models.families import PRESETS

@@ -103,7 +103,7 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     from megalite.config.options import padded_vocab_size
     from megalite.models.flops import train_flops_per_token
     from megalite.parallel.launch import process_group
-    from megalite.train.allocator import keep_freed_memory
+    from megalite.train.memory import keep_freed_memory
     from megalite.train.peak_rates import find_peak
     from megalite.train.run import choose_device
     from megalite.train.setup import build_run

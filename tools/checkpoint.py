@@ -18,8 +18,9 @@ import argparse
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,7 +29,10 @@ from megalite.checkpoint.storage import protocol as storage  # noqa: E402
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse  # noqa: E402
 
 if TYPE_CHECKING:
-    from megalite.checkpoint.offline import Checkpoint
+    from torch import Tensor
+
+    from megalite.checkpoint.offline import Checkpoint, Item
+    from tools.checks.bits import Difference
 
 
 def inspect(path: Location, tensors: bool) -> int:
@@ -73,12 +77,26 @@ def verify(path: Location, every: bool) -> int:
     return 1 if bad else 0
 
 
-def diff(a: Location, b: Location) -> int:
-    from megalite.checkpoint import offline
+def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
+    """What differs between two checkpoints, tensor by tensor."""
+    from tools.checks.bits import Difference, difference
 
-    one, two = offline.open_checkpoint(a), offline.open_checkpoint(b)
+    mine, theirs = a.manifest.tensors, b.manifest.tensors
+    for name in sorted({*mine, *theirs}):
+        if name not in theirs or name not in mine:
+            yield Difference(name, f"only in the {'first' if name in mine else 'second'}")
+        elif mine[name].shape != theirs[name].shape:
+            yield Difference(name, f"shape {mine[name].shape} and {theirs[name].shape}")
+        elif (found := difference(name, a.read(name), b.read(name))) is not None:
+            yield found
+
+
+def diff(a: Location, b: Location) -> int:
+    from megalite.checkpoint.offline import open_checkpoint
+
+    one, two = open_checkpoint(a), open_checkpoint(b)
     found = 0
-    for d in offline.compare(one, two):
+    for d in differences(one, two):
         found += 1
         text = d.note
         if d.index is not None:
@@ -95,23 +113,66 @@ def named(source: Checkpoint, folder: Location) -> Location:
     return folder if folder.name.startswith("iter_") else folder / source.folder.name
 
 
-def reshard(source: Location, target: Location, files: int, weights: bool) -> int:
-    from megalite.checkpoint import offline
+def shares(items: Sequence[Item], files: int) -> list[list[Item]]:
+    """Consecutive items, cut where their bytes pass the next multiple of total / files."""
+    shares: list[list[Item]] = [[] for _ in range(files)]
+    total, done = max(1, sum(item.bytes for item in items)), 0
+    for item in items:
+        shares[min(files - 1, (done + item.bytes // 2) * files // total)].append(item)
+        done += item.bytes
+    return shares
 
-    found = offline.open_checkpoint(source)
+
+def write_whole(
+    folder: Location, like: Checkpoint, names: Sequence[str], make: Callable[[str], Tensor], state: Any, files: int
+) -> None:
+    """The tensors `names` of `like`, with the values that `make` gives."""
+    from megalite.checkpoint.offline import Item, whole, write_checkpoint
+
+    shapes = {name: like.shape(name) for name in names}
+    items = [Item(like.dtype(n), [(n, whole(shapes[n]))], lambda n=n: [make(n)]) for n in names]
+    write_checkpoint(folder, shares(items, files), shapes, state)
+
+
+def reshard(source: Location, target: Location, files: int, weights: bool) -> int:
+    from megalite.checkpoint.offline import open_checkpoint
+
+    found = open_checkpoint(source)
     folder = named(found, target)
-    offline.reshard(found, folder, files, ["model"] if weights else None)
+    names = [name for name in found.manifest.tensors if not weights or name.startswith("model/")]
+    write_whole(folder, found, names, found.read, found.manifest.state, files)
     print(f"wrote {folder}")
     return 0
 
 
-def average(target: Location, sources: list[Location], files: int) -> int:
-    from megalite.checkpoint import offline
+def average(target: Location, paths: list[Location], files: int) -> int:
+    """The mean of the weights of several checkpoints (arXiv:1803.05407), summed in fp64 from main weights where they
+    are stored. No optimizer state: the result is for --finetune, --no-load-optim, evaluation and conversion."""
+    import torch
 
-    found = [offline.open_checkpoint(source) for source in sources]
-    folder = named(found[-1], target)
-    offline.average(found, folder, files)
-    print(f"wrote {folder}, the mean of {', '.join(str(one.folder) for one in found)}")
+    from megalite.checkpoint.offline import open_checkpoint
+
+    sources = [open_checkpoint(path) for path in paths]
+    folder = named(sources[-1], target)
+    newest = max(sources, key=lambda s: int(s.manifest.state.get("progress", {}).get("step", 0)))
+    weights = {name: w.shape for name, w in newest.manifest.tensors.items() if name.startswith("model/")}
+    for source in sources:
+        here = {name: w.shape for name, w in source.manifest.tensors.items() if name.startswith("model/")}
+        wrong = sorted(n for n in {*here, *weights} if n not in weights or here.get(n) != weights[n])
+        if wrong:
+            both = f"{source.folder} and {newest.folder}"
+            raise CheckpointError(f"{both} are of different models: {', '.join(wrong[:5])}; average those of one")
+
+    def mean(name: str) -> Tensor:
+        main = name.replace("model/", "optimizer.main/", 1)
+        total = torch.zeros(weights[name], dtype=torch.float64)
+        for source in sources:
+            total += source.read(main if main in source.manifest.tensors else name)
+        return (total / len(sources)).to(newest.dtype(name))
+
+    state = {**newest.manifest.state, "averaged": [source.folder.name for source in sources]}
+    write_whole(folder, newest, list(weights), mean, state, files)
+    print(f"wrote {folder}, the mean of {', '.join(str(one.folder) for one in sources)}")
     return 0
 
 
@@ -122,7 +183,7 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
         raise CheckpointError(f"{path}: no checkpoint; give a --save directory")
     lock = storage.storage_of(path).lock(path)
     try:
-        gone = retention.prune(path, keep, retain, set(), dry=dry)
+        gone = retention.Retention(path, keep, retain).prune(dry=dry)
     finally:
         lock.close()
     for step in gone:

@@ -25,18 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
-from megalite.checkpoint.offline import open_checkpoint  # noqa: E402
+from megalite.checkpoint.offline import Checkpoint, open_checkpoint  # noqa: E402
 from megalite.config.options import Config, ConfigError, ModelConfig, build  # noqa: E402
-from megalite.config.toml import to_toml  # noqa: E402
+from megalite.config.toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
-from megalite.interop import second_reading  # noqa: E402
-from megalite.interop.convert import Ours, compare, saved_model, write_import  # noqa: E402
+from megalite.interop.convert import Ours, model_of, write_import  # noqa: E402
 from megalite.interop.hugging_face import model_files as hugging_face  # noqa: E402
 from megalite.interop.hugging_face.config_json import choose_family  # noqa: E402
 from megalite.interop.hugging_face.write import write_model  # noqa: E402
-from megalite.interop.logits import compare_logits  # noqa: E402
 from megalite.interop.megatron import rank_files as megatron  # noqa: E402
 from megalite.interop.megatron import torch_dist as megatron_dist  # noqa: E402
 from megalite.interop.megatron.release import write_megatron  # noqa: E402
@@ -48,6 +46,9 @@ from megalite.train.sources import open_tokenizer  # noqa: E402
 from megalite.train.start.foreign_weights import UNKNOWN_VOCABULARY, tokenizer_named_in  # noqa: E402
 from megalite.train.start.resume import TOKENIZER, saved_config  # noqa: E402
 from megalite.train.state import State  # noqa: E402
+from tools.checks import second_reading  # noqa: E402
+from tools.checks.bits import compare  # noqa: E402
+from tools.checks.logits import compare_logits  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -153,6 +154,15 @@ def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str
     config = build({**options, **tokenizer, **precision})
     state = {"progress": State().to_json(), "updates": 0, "loss_scaler": LossScaler().to_json()}
     return {**state, "config": to_toml(config), "vocab_size": options["vocab_size"]}
+
+
+def saved_model(source: Checkpoint) -> ModelConfig:
+    """The model that a checkpoint's configuration describes. Raises CheckpointError."""
+    where = f"{source.folder}: its configuration"
+    try:
+        return model_of(parse_toml(str(source.manifest.state["config"]), str(source.folder)), where)
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"{where} cannot be read ({error}); use another checkpoint") from None
 
 
 def from_hf(args: argparse.Namespace) -> bool:
@@ -264,7 +274,7 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
 def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab_size: int) -> bool:
     """The check that shares nothing with what converts: each layer computes the same."""
     model, stored = saved_model(ours.source), ours.source.dtype("model/embedding.word")
-    written = ours.dtype_of_name("embedding.word")
+    written = ours.dtype_of("embedding.word")
     rounded = written != stored or (model.apply_layernorm_1p and ours.used)
     rounding = torch.finfo(written).eps if rounded else 0.0
     whole = ours.dtype == torch.float32

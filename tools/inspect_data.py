@@ -23,10 +23,10 @@ from numpy.typing import NDArray  # noqa: E402
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.files.merge import document_blocks  # noqa: E402
 from megalite.data.files.sidecar import check_tokenizer, read_info  # noqa: E402
 from megalite.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer  # noqa: E402
+from tools.merge_datasets import document_blocks  # noqa: E402
 
 CHUNK = 1 << 22  # tokens, or index entries, read at a time
 QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)

@@ -5,19 +5,149 @@
     python tools/merge_datasets.py --input a_text_document b_text_document --output-prefix data/all_text_document
 
 A directory stands for all pairs in it, sorted by name. Data made with different tokenizers is refused, by the
-fingerprints in prefix.json.
+fingerprints in prefix.json. The tokens are copied in pieces of COPY_TOKENS (or one document, if that is longer), so
+memory does not grow with the data, apart from the 4 bytes per document of the index that is written. Nothing has its
+final name before all is copied.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np  # noqa: E402
+
 from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.files.merge import expand_prefixes, merge  # noqa: E402
+from megalite.data.files.indexed import IndexedDataset  # noqa: E402
+from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
+from megalite.data.files.sidecar import read_info  # noqa: E402
+
+COPY_TOKENS = 1 << 22
+BLOCK_DOCUMENTS = 1 << 16
+SUMS = ("documents", "tokens", "bytes")  # of prefix.json; `sources` are appended, all else must be equal to be kept
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written, and which inputs have no prefix.json (then the result has none either)."""
+
+    documents: int
+    tokens: int
+    without_info: list[str]
+
+
+def expand_prefixes(inputs: Sequence[str]) -> list[str]:
+    """Prefixes as given; a directory stands for all pairs in it, sorted by name. Half a pair is refused."""
+    prefixes: list[str] = []
+    for name in inputs:
+        if not Path(name).is_dir():
+            prefixes.append(name)
+            continue
+        stems = {suffix: {p.stem for p in Path(name).glob(f"*{suffix}")} for suffix in (".idx", ".bin")}
+        for suffix, other in ((".idx", ".bin"), (".bin", ".idx")):
+            alone = sorted(stems[suffix] - stems[other])
+            if alone:
+                raise DataError(f"{Path(name, alone[0])}{suffix} has no {other} beside it; complete or remove the pair")
+        if not stems[".idx"]:
+            raise DataError(f"input={name} holds no .idx file; give a directory of pairs, or prefixes")
+        prefixes += [str(Path(name, stem)) for stem in sorted(stems[".idx"])]
+    twice = {prefix for prefix in prefixes if prefixes.count(prefix) > 1}
+    if twice:
+        raise DataError(f"input={min(twice)} is given twice; its documents would count twice")
+    return prefixes
+
+
+def document_blocks(data: IndexedDataset) -> Iterator[tuple[int, int, int, int]]:
+    """(first document, last + 1, first token, last + 1) of consecutive runs, each of at most COPY_TOKENS tokens."""
+    at = 0
+    for block in range(0, len(data), BLOCK_DOCUMENTS):
+        ends = np.cumsum(data.lengths[block : block + BLOCK_DOCUMENTS], dtype=np.int64)
+        first, begin = 0, 0
+        while first < len(ends):
+            last = max(first + 1, int(np.searchsorted(ends, begin + COPY_TOKENS, side="right")))
+            end = int(ends[last - 1])
+            yield block + first, block + last, at + begin, at + end
+            first, begin = last, end
+        at += begin
+
+
+def merge_info(infos: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """One prefix.json for all of (prefix, prefix.json). Refuses data of different tokenizers, naming both."""
+    prefix, first = infos[0]
+    mine = first["tokenizer"]
+    for other, info in infos[1:]:
+        theirs = info["tokenizer"]
+        if theirs["fingerprint"] != mine["fingerprint"]:
+            raise DataError(
+                f"{other} was made with tokenizer {theirs.get('name')} {theirs['fingerprint'][:12]}, but {prefix} with "
+                f"{mine.get('name')} {mine['fingerprint'][:12]}: their ids mean different text; use one tokenizer"
+            )
+    made = {key: value for key, value in first.items() if all(info.get(key) == value for _, info in infos)}
+    for key in SUMS:
+        values = [info.get(key) for _, info in infos]
+        made.pop(key, None)
+        if all(type(value) is int for value in values):
+            made[key] = sum(value for value in values if value is not None)
+    lists = [info.get("sources") for _, info in infos]
+    made["sources"] = [name for found in lists if isinstance(found, list) for name in found]
+    made["tokenizer"] = mine
+    return made
+
+
+def merge(prefixes: Sequence[str], output_prefix: str) -> Merged:
+    """Write `output_prefix`.bin/.idx, and .json where all inputs have one. Raises DataError."""
+    if not prefixes:
+        raise DataError("there is nothing to merge; give prefixes or a directory of pairs")
+    target = Path(output_prefix).resolve()
+    for prefix in prefixes:
+        if Path(prefix).resolve() == target:
+            raise DataError(f"output_prefix={output_prefix} is among the inputs; give another name or move it away")
+    files = [IndexedDataset(prefix) for prefix in prefixes]
+    for file in files:
+        if file.dtype != files[0].dtype:
+            raise DataError(
+                f"{file.prefix} holds {file.dtype} tokens, but {files[0].prefix} {files[0].dtype}: they cannot share "
+                "a file; preprocess them again with one vocabulary"
+            )
+        _one_sequence_each(file)
+    found = [(prefix, read_info(prefix)) for prefix in prefixes]
+    infos = [(prefix, info) for prefix, info in found if info is not None]
+    info = merge_info(infos) if infos else None
+    missing = [prefix for prefix, one in found if one is None]
+    try:
+        with IndexedWriter(output_prefix, files[0].dtype) as writer:
+            tokens = 0
+            for file in files:
+                for a, b, begin, end in document_blocks(file):
+                    writer.add_many(file.tokens[begin:end], np.asarray(file.lengths[a:b]))
+                    tokens += end - begin
+            documents = writer.num_documents
+            writer.finish(None if missing else info)
+    except OSError as error:
+        raise DataError(
+            f"{output_prefix}: {error.strerror or error}; nothing was written under the final names"
+        ) from error
+    return Merged(documents, tokens, missing)
+
+
+def _one_sequence_each(file: IndexedDataset) -> None:
+    """Sentence-split files keep several sequences per document: the writer would forget which belong together."""
+    ends = file.document_ends
+    same = len(ends) == len(file) + 1
+    for a in range(0, len(ends) if same else 0, BLOCK_DOCUMENTS):
+        part = ends[a : a + BLOCK_DOCUMENTS]
+        same = same and bool((part == np.arange(a, a + len(part))).all())
+    if not same:
+        raise DataError(
+            f"{file.prefix}: its documents consist of several sequences each (made with --split-sentences), which "
+            "cannot be merged; preprocess it without that"
+        )
 
 
 def main(argv: list[str]) -> int:

@@ -23,7 +23,8 @@ from numpy.typing import NDArray  # noqa: E402
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
-from megalite.data.samples.epochs import build_epoch, split_parts  # noqa: E402
+from megalite.data.samples.blend import split_parts
+from megalite.data.samples.epochs import build_epoch  # noqa: E402
 from megalite.data.samples.gpt_dataset import GptDataset  # noqa: E402
 from megalite.data.samples.packed_dataset import PackedDataset  # noqa: E402
 from megalite.data.samples.permutation import fold, permute  # noqa: E402

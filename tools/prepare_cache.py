@@ -55,8 +55,8 @@ def prepare(config: Config) -> tuple[int, int]:
     eval_samples = t.eval_iters * plan.eval_batch_size
     assert sources.ledger is not None
     sets: list[tuple[str, Dataset, int]] = [("train", sources.ledger, plan.samples)]
-    sets += [(f"valid {one.name}".strip(), one.dataset, eval_samples) for one in sources.valid]
-    sets += [(f"test {one.name}".strip(), one.dataset, eval_samples) for one in sources.test]
+    sets += [(f"valid {one.name}".strip(), one.data, eval_samples) for one in sources.valid]
+    sets += [(f"test {one.name}".strip(), one.data, eval_samples) for one in sources.test]
     folder = Path(d.data_cache_path)
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):

@@ -1,4 +1,4 @@
-"""Checkpoints as data, without ranks or a model: read any rectangle, compare, write others. For tools and conversion.
+"""Checkpoints as data, without ranks or a model: read any rectangle, write others. For tools and conversion.
 
 Reading: whatever layout wrote it, a rectangle is filled from the stored boxes that meet it, and the hash of every block
 is checked before a value of it counts. Writing: tensor by tensor, committed as a run's checkpoint is
@@ -8,7 +8,7 @@ is checked before a value of it counts. Writing: tensor by tensor, committed as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format import reader, writer
 from megalite.checkpoint.format.manifest import Manifest
-from megalite.checkpoint.format.tensor_file import Planned, Row, flat, header_of
+from megalite.checkpoint.format.tensor_file import flat, rows_of
 from megalite.checkpoint.progress import show
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
@@ -91,56 +91,6 @@ def open_checkpoint(path: str | Location, *, verified: bool = False) -> Checkpoi
     raise CheckpointError(f"{path} holds no checkpoint that can be read; {hint}. {' '.join(reasons)}".strip())
 
 
-# ---- comparing
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How one tensor differs from another. `note`: in its shape, its dtype, or in being there at all. `count` elements
-    differ, the first at `index`, where it is `here` and `there`, by at most `largest`."""
-
-    name: str
-    note: str = ""
-    index: tuple[int, ...] | None = None
-    here: float = 0.0
-    there: float = 0.0
-    largest: float = 0.0
-    count: int = 0
-
-
-def difference(name: str, here: Tensor, there: Tensor) -> Difference | None:
-    """Of two tensors of one shape: in any bit, or where their dtypes differ, in any value. NaN equals NaN then."""
-    note = "" if here.dtype == there.dtype else f"{str(here.dtype)[6:]} and {str(there.dtype)[6:]}"
-    if note:
-        x, y = here.double(), there.double()
-        far = ~((x == y) | (x.isnan() & y.isnan()))
-    else:
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[here.dtype.itemsize]
-        far = here.contiguous().view(bits) != there.contiguous().view(bits)
-    if not far.any():
-        return Difference(name, note) if note else None
-    first = far.reshape(-1).to(torch.uint8).argmax()
-    index = tuple(int(i) for i in torch.unravel_index(first, here.shape)) if here.dim() else ()
-    x, y = here[far].double(), there[far].double()
-    largest = float((x - y).abs().nan_to_num(math.inf, math.inf).max())
-    return Difference(name, note, index, float(x[0]), float(y[0]), largest, len(x))
-
-
-def compare(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
-    """What differs between two checkpoints, tensor by tensor."""
-    mine, theirs = a.manifest.tensors, b.manifest.tensors
-    for name in sorted({*mine, *theirs}):
-        if name not in theirs or name not in mine:
-            yield Difference(name, f"only in the {'first' if name in mine else 'second'}")
-        elif mine[name].shape != theirs[name].shape:
-            yield Difference(name, f"shape {mine[name].shape} and {theirs[name].shape}")
-        elif (found := difference(name, a.read(name), b.read(name))) is not None:
-            yield found
-
-
-# ---- writing
-
-
 @dataclass(frozen=True)
 class Item:
     """Something that is made at once and gives some rectangles: `parts` (name, box) and, in that order, `values()`."""
@@ -198,59 +148,6 @@ def _check_cover(items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> N
 
 def _write_file(part: Location, number: int, items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> None:
     """One file, and the list that `writer` makes the manifest of."""
-    plan: list[Planned] = []
-    rows: list[Row] = []
-    for item in items:
-        for name, box in item.parts:
-            plan.append(Planned(f"{len(plan):06d}", item.dtype, box.shape))
-            rows.append(Row(name, shapes[name], str(item.dtype)[6:], plan[-1].key, box))
+    rows = rows_of((name, shapes[name], item.dtype, box) for item in items for name, box in item.parts)
     values = (one for item in items for one in item.values())
-    writer.write_rank(part, number, header_of(plan), rows, flat(plan, values))
-
-
-def _shares(items: Sequence[Item], files: int) -> list[list[Item]]:
-    """Consecutive items, cut where their bytes pass the next multiple of total / files."""
-    shares: list[list[Item]] = [[] for _ in range(files)]
-    total, done = max(1, sum(item.bytes for item in items)), 0
-    for item in items:
-        shares[min(files - 1, (done + item.bytes // 2) * files // total)].append(item)
-        done += item.bytes
-    return shares
-
-
-def _write_whole(
-    folder: Location, like: Checkpoint, names: Sequence[str], make: Callable[[str], Tensor], state: Any, files: int
-) -> None:
-    """The tensors `names` of `like`, with the values that `make` gives."""
-    shapes = {name: like.shape(name) for name in names}
-    items = [Item(like.dtype(n), [(n, whole(shapes[n]))], lambda n=n: [make(n)]) for n in names]
-    write_checkpoint(folder, _shares(items, files), shapes, state)
-
-
-def reshard(source: Checkpoint, folder: Location, files: int, kinds: Sequence[str] | None = None) -> None:
-    """The same checkpoint in `files` files. `kinds`: only tensors named KIND/..., as "model" to drop the optimizer."""
-    names = [name for name in source.manifest.tensors if kinds is None or name.partition("/")[0] in kinds]
-    _write_whole(folder, source, names, source.read, source.manifest.state, files)
-
-
-def average(sources: Sequence[Checkpoint], folder: Location, files: int = 1) -> None:
-    """The mean of the weights of several checkpoints (arXiv:1803.05407), summed in fp64 from main weights where they
-    are stored. No optimizer state: the result is for --finetune, --no-load-optim, evaluation and conversion."""
-    newest = max(sources, key=lambda s: int(s.manifest.state.get("progress", {}).get("step", 0)))
-    weights = {name: w.shape for name, w in newest.manifest.tensors.items() if name.startswith("model/")}
-    for source in sources:
-        here = {name: w.shape for name, w in source.manifest.tensors.items() if name.startswith("model/")}
-        wrong = sorted(n for n in {*here, *weights} if n not in weights or here.get(n) != weights[n])
-        if wrong:
-            both = f"{source.folder} and {newest.folder}"
-            raise CheckpointError(f"{both} are of different models: {', '.join(wrong[:5])}; average those of one")
-
-    def mean(name: str) -> Tensor:
-        main = name.replace("model/", "optimizer.main/", 1)
-        total = torch.zeros(weights[name], dtype=torch.float64)
-        for source in sources:
-            total += source.read(main if main in source.manifest.tensors else name)
-        return (total / len(sources)).to(newest.dtype(name))
-
-    state = {**newest.manifest.state, "averaged": [source.folder.name for source in sources]}
-    _write_whole(folder, newest, list(weights), mean, state, files)
+    writer.write_rank(part, number, rows, flat(rows, values))

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from megalite.config.check_files import checkpoint_problems, data_problems
-from megalite.config.check_model import layout_problems, model_problems
-from megalite.config.check_training import training_problems
+from megalite.config.check_files import checkpoint_problems, data_problems, files_effects
+from megalite.config.check_model import layout_problems, model_effects, model_problems
+from megalite.config.check_training import training_effects, training_problems
 from megalite.config.field import facts_of, flag_of
-from megalite.config.options import SECTIONS, Config, ModelConfig, ParallelConfig, options
+from megalite.config.options import SECTIONS, Config, ModelConfig, options
 from megalite.config.pattern import read_batch_schedule
 from megalite.config.problem import Problem, Say
 
@@ -39,12 +39,19 @@ def check(
         *layout_problems(config, say),
         *training_problems(config, say),
         *checkpoint_problems(c, say),
-        *_backend(config.parallel, say),
+        *_machine(config, say),
         *data_problems(config.data, tp, complete or (c.load is None and c.pretrained_checkpoint is None), say),
-        *_profile(config, say),
         *(_world(config, world_size, say) if world_size is not None else ()),
     ]
     return [*wrong.values(), *(problem for problem in found if not problem.concerns(unclear))]
+
+
+def without_effect(config: Config) -> list[Problem]:
+    """What does nothing, or less than expected, beside the other options; Megatron-LM takes it in silence, so it is no
+    error."""
+    say = Say(config)
+    of_run = (*training_effects(config, say), *files_effects(config, say), *_log_effects(config, say))
+    return [*model_effects(config.model, say), *of_run]
 
 
 def _made_plausible(config: Config, unclear: Collection[str]) -> Config:
@@ -70,17 +77,27 @@ def _ranges(config: Config) -> Iterator[tuple[str, Problem]]:
         yield "lr", Problem("lr is not set; give --lr", ["lr"])
 
 
-def _backend(p: ParallelConfig, say: Say) -> Iterator[Problem]:
+def _machine(config: Config, say: Say) -> Iterator[Problem]:
+    p, o = config.parallel, config.operations
     if p.distributed_backend == "mpi":
         yield say("{=distributed_backend} is in no torch wheel; mpirun starts ranks of nccl and gloo too: remove it")
     if p.distributed_backend == "nccl" and p.device == "cpu":
         yield say("{=distributed_backend} does not run on {=device}; use gloo")
-
-
-def _profile(config: Config, say: Say) -> Iterator[Problem]:
-    o = config.operations
     if o.profile and o.profile_step_end <= o.profile_step_start:
         yield say("{=profile_step_end} is not above {=profile_step_start}; raise it")
+
+
+def _log_effects(config: Config, say: Say) -> Iterator[Problem]:
+    o, log = config.operations, config.log
+    if o.use_pytorch_profiler and not o.profile:
+        yield say("{use_pytorch_profiler} has no effect without {--profile}")
+    if o.manual_gc_interval and not o.manual_gc:
+        yield say("{=manual_gc_interval} has no effect without {--manual-gc}")
+    if log.log_progress and config.checkpoint.save is None:
+        yield say("{log_progress} has no effect without {--save}")
+    for name in ("timers", "validation_ppl", "memory", "world_size") if log.tensorboard_dir is None else ():
+        if getattr(log, option := f"log_{name}_to_tensorboard"):
+            yield say("{option} has no effect without {--tensorboard-dir}", option=option)
 
 
 def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:

@@ -1,10 +1,10 @@
-"""What contradicts itself in what a run reads and writes: its data, tokenizer and checkpoints."""
+"""What contradicts itself, or has no effect, in what a run reads and writes: data, tokenizer, checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.options import CheckpointConfig, DataConfig
+from megalite.config.options import CheckpointConfig, Config, DataConfig
 from megalite.config.pattern import read_split
 from megalite.config.problem import Problem, Say
 
@@ -72,6 +72,19 @@ def _tokenizer(d: DataConfig, complete: bool, say: Say) -> Iterator[Problem]:
         yield say("{=tokenizer_type} needs {--tokenizer-model}")
 
 
+def files_effects(config: Config, say: Say) -> Iterator[Problem]:
+    c, d = config.checkpoint, config.data
+    if d.dataloader_type == "cyclic":
+        yield say("{=dataloader_type}: samples are shuffled within each epoch, not over all epochs together")
+    if c.save_interval is not None and c.save is None:
+        yield say("{=save_interval} has no effect without {--save}")
+    if c.save is not None and c.save_interval is None and c.save_interval_mins is None:
+        yield say("{=save} without {--save-interval} saves only when the run ends or stops; a crash loses all")
+    for name in ("vocab_file", "merge_file"):
+        if getattr(d, name) is not None and d.tokenizer_type not in (None, "GPT2BPETokenizer"):
+            yield say("{=option} has no effect with {--tokenizer-type} {kind}", option=name, kind=d.tokenizer_type)
+
+
 def checkpoint_problems(c: CheckpointConfig, say: Say) -> Iterator[Problem]:
     if c.save is not None and c.save_local == c.save:
         yield say("{=save_local!r} is {--save}; give another directory, or remove it")
@@ -80,7 +93,7 @@ def checkpoint_problems(c: CheckpointConfig, say: Say) -> Iterator[Problem]:
     for name in ("keep_last", "save_retain_interval", "no_save_optim", "save_local"):
         if c.save is None and getattr(c, name):
             yield say("{=option} has no effect; add {--save}", option=name)
-    for name in ("ckpt_step", "no_load_optim", "finetune"):
+    for name in ("ckpt_step", "no_load_optim", "finetune", "exit_on_missing_checkpoint"):
         if c.load is None and getattr(c, name):
             yield say("{=option} has no effect; add {--load}", option=name)
     if c.use_checkpoint_args and c.load is None and c.pretrained_checkpoint is None:
@@ -90,5 +103,3 @@ def checkpoint_problems(c: CheckpointConfig, say: Say) -> Iterator[Problem]:
     if c.override_opt_param_scheduler and c.use_checkpoint_opt_param_scheduler:
         text = "{override_opt_param_scheduler} and {use_checkpoint_opt_param_scheduler} exclude each other; give one"
         yield say(text)
-    if c.exit_on_missing_checkpoint and c.load is None:
-        yield say("{exit_on_missing_checkpoint} has no effect; add {--load}")

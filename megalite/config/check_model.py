@@ -1,8 +1,9 @@
-"""What contradicts itself in the model's options and in how its layers are laid out."""
+"""What contradicts itself, or has no effect, in the model's options and in how its layers are laid out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from megalite.config.options import Config, ModelConfig
 from megalite.config.pattern import read_pattern
@@ -40,6 +41,20 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
     if not 0 < m.rotary_percent <= 1:
         yield say("{=rotary_percent} is not in (0, 1]; use 1.0")
     yield from _positions(m, say)
+
+
+def model_effects(m: ModelConfig, say: Say) -> Iterator[Problem]:
+    if m.no_weight_decay_cond_type is not None and not m.qk_layernorm:
+        yield say("{=no_weight_decay_cond_type} needs {--qk-layernorm}")
+    if m.num_query_groups is not None and not m.group_query_attention:
+        yield say("{=num_query_groups} has no effect without {--group-query-attention}")
+    if m.no_rope_freq is not None and m.position_embedding_type not in ("rope", "yarn"):
+        yield say("{=no_rope_freq} has no effect without {--position-embedding-type} rope")
+    for f in fields(ModelConfig) if m.position_embedding_type != "yarn" else ():
+        if f.name.startswith(("yarn_", "mscale", "rotary_scaling_factor")) and getattr(m, f.name) != f.default:
+            yield say("{=option} has no effect without {--position-embedding-type} yarn", option=f.name)
+    if m.window_size is not None and len(m.window_size) == 2 and 0 < m.seq_length <= m.window_size[0] + 1:
+        yield say("{=window_size} has no effect on sequences of {length} tokens", "seq_length", length=m.seq_length)
 
 
 def _positions(m: ModelConfig, say: Say) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""What contradicts itself in the training: its length, rates, optimizer, precision, batches; how a step is computed."""
+"""What contradicts itself, or has no effect, in the training: length, rates, precision, batches, computation."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ def training_problems(config: Config, say: Say) -> Iterator[Problem]:
     c = config.checkpoint
     if config.train.spike_action == "rollback" and (c.save is None or c.no_save_optim):
         yield say("{=spike_action} needs checkpoints of all of the run; add {--save}, without {--no-save-optim}")
+
+
+def training_effects(config: Config, say: Say) -> Iterator[Problem]:
+    o, t = config.optim, config.train
+    if o.decoupled_min_lr is not None and o.decoupled_lr is None:
+        yield say("{=decoupled_min_lr} has no effect without {--decoupled-lr}")
+    if config.parallel.grad_reduce_in_bf16 and not config.precision.bf16:
+        yield say("{grad_reduce_in_bf16} has no effect without {--bf16}")
+    if t.step_batch_size_schedule is not None and t.train_iters is not None:
+        yield say(
+            "{step_batch_size_schedule} with {train_iters}: an iteration of warm-up and decay counts {micro_batch_size}"
+            " x data parallel samples, as in Megatron-LM; {--train-samples} and --lr-*-samples say what you mean"
+        )
+    if t.spike_action != "log" and not (t.check_for_spiky_loss or t.check_for_large_grads):
+        yield say("{=spike_action} has no effect without {--check-for-spiky-loss} or {--check-for-large-grads}")
+    if t.recompute_modules != ("core_attn",) and t.recompute_granularity != "selective":
+        text = "{=recompute_modules} has no effect without {--recompute-granularity} selective"
+        yield say(text, recompute_modules=" ".join(t.recompute_modules))
+    if t.recompute_num_layers is not None and t.recompute_granularity != "full":
+        yield say("{=recompute_num_layers} has no effect without {--recompute-granularity} full")
 
 
 def _length(t: TrainConfig, say: Say) -> Iterator[Problem]:
@@ -110,10 +130,8 @@ def _batches(t: TrainConfig, seq_length: int, say: Say) -> Iterator[Problem]:
         first, increment, _ = t.rampup_batch_size
         way = t.global_batch_size - first
         if way < 0 or increment < 1 or way % increment:
-            text = (
-                "{rampup_batch_size}={first} {increment}: {=global_batch_size} is not reached from {first} in steps of "
-            )
-            yield say(text + "{increment}; choose a divisor of {way}", first=first, increment=increment, way=way)
+            text = "{rampup_batch_size}={first} {increment}: {=global_batch_size} is not reached in such steps; "
+            yield say(text + "choose a divisor of {way}", first=first, increment=increment, way=way)
 
 
 def _recomputation(t: TrainConfig, say: Say) -> Iterator[Problem]:

@@ -19,8 +19,7 @@ from dataclasses import Field, dataclass, field, replace
 from typing import Any
 
 from megalite.config import options as configs
-from megalite.config.check import check
-from megalite.config.effects import without_effect
+from megalite.config.check import check, without_effect
 from megalite.config.field import base_type, facts_of, flag_of
 from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
 from megalite.config.options import Config, ConfigError, options

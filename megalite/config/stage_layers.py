@@ -37,16 +37,13 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
     pp, chunk = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
     chunks = p.num_virtual_stages_per_pipeline_rank
     if chunk is not None and chunks is not None:
-        raise ValueError(
-            f"num_layers_per_virtual_pipeline_stage={chunk} and num_virtual_stages_per_pipeline_rank={chunks}: give one"
-        )
+        both = f"num_layers_per_virtual_pipeline_stage={chunk} and num_virtual_stages_per_pipeline_rank={chunks}"
+        raise ValueError(f"{both}: give one")
     embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
     uneven = p.decoder_first_pipeline_num_layers is not None or p.decoder_last_pipeline_num_layers is not None
     if p.pipeline_model_parallel_layout is not None:
         if uneven or embedding or loss or chunk is not None or chunks is not None:
-            raise ValueError(
-                "pipeline_model_parallel_layout already sets the layers of every stage; drop the other flags"
-            )
+            raise ValueError("pipeline_model_parallel_layout already sets all stages' layers; drop the other flags")
         return parse_layout(p.pipeline_model_parallel_layout, num_layers, pp)
     per_rank = _ranks(num_layers, p)
     if per_rank is None:
@@ -58,18 +55,13 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
         )
     vpp = per_rank[0] // chunk if chunk is not None else chunks or 1
     if pp == 1 and vpp > 1:
-        raise ValueError(
-            f"{vpp} virtual pipeline stages need pipeline_model_parallel_size above 1; drop them or raise it"
-        )
+        raise ValueError(f"{vpp} virtual pipeline stages need pipeline_model_parallel_size above 1; drop or raise it")
     explicit = uneven or embedding or loss or chunk is not None
     if not explicit and (vpp == 1 or per_rank[0] % vpp):
         return None
-    for n in per_rank:
-        if n % vpp:
-            raise ValueError(
-                f"num_virtual_stages_per_pipeline_rank={vpp} does not divide the {n} layers of a pipeline rank"
-                "; change one"
-            )
+    if wrong := [n for n in per_rank if n % vpp]:
+        name = f"num_virtual_stages_per_pipeline_rank={vpp}"
+        raise ValueError(f"{name} does not divide the {wrong[0]} layers of a pipeline rank; change one")
     stages = [n // vpp for n in per_rank] * vpp
     stages[0] -= embedding
     stages[-1] -= loss
@@ -122,15 +114,12 @@ def parse_layout(text: str, num_layers: int, pp: int) -> list[int]:
     >>> parse_layout("Et|(tt|)*2t,L", 6, 4)
     [1, 2, 2, 1]
     """
-    flat = text.replace(",", "").replace(" ", "")
+    flat, where = text.replace(",", "").replace(" ", ""), f"pipeline_model_parallel_layout={text!r}"
     while (match := re.search(r"\(([^()]*)\)\*(\d+)|([EtL|])\*(\d+)", flat)) is not None:
         unit, times = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
         if len(flat) + len(unit) * int(times[:9]) > LONGEST_LAYOUT:
-            raise ValueError(
-                f"pipeline_model_parallel_layout={text!r} repeats too much; write num_layers={num_layers} t"
-            )
+            raise ValueError(f"{where} repeats too much; write num_layers={num_layers} t")
         flat = flat[: match.start()] + unit * int(times) + flat[match.end() :]
-    where = f"pipeline_model_parallel_layout={text!r}"
     if not re.fullmatch(r"[EtL|]+", flat):
         raise ValueError(f"{where} has more than E, t, L, |, ( )*n; write it as in 'Et|(tt|)*2tL'")
     stages = flat.split("|")
@@ -139,9 +128,7 @@ def parse_layout(text: str, num_layers: int, pp: int) -> list[int]:
     if flat.count("t") != num_layers:
         raise ValueError(f"{where} holds {flat.count('t')} layers, num_layers={num_layers}; make them equal")
     if len(stages) > 1 and pp == 1:
-        raise ValueError(
-            f"{where} has {len(stages)} stages, but pipeline_model_parallel_size is 1; drop it or raise that"
-        )
+        raise ValueError(f"{where} has {len(stages)} stages; drop it or raise pipeline_model_parallel_size above 1")
     if any(stage == "" for stage in stages):
         raise ValueError(f"{where} has a stage with nothing in it; give each a layer, E or L")
     if len(stages) % pp:

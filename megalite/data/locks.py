@@ -71,6 +71,12 @@ def open_locked(path: Path) -> BinaryIO:
         file.close()  # its last owner renamed or removed it between opening and locking
 
 
+def sync(file: BinaryIO | TextIO) -> None:
+    """What was written is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -29,8 +29,8 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.generate.cache import KeyValueCache
 from megalite.generate.sampling import Sampling, choose
+from megalite.interop.convert import fill_from
 from megalite.interop.hugging_face.model_files import open_model, stop_ids
-from megalite.interop.load import fill_from
 from megalite.models.gpt import Batch, Head, Stage
 from megalite.models.specs import specs_of
 from megalite.nn.parameter import weight_pieces

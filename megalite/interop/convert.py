@@ -1,4 +1,4 @@
-"""Foreign weights to a checkpoint of megalite and back, one tensor in memory at a time, and the check of both sides.
+"""Foreign weights to a checkpoint of megalite and back, or straight into a rank's pieces, tensor by tensor.
 
 A foreign checkpoint is a list of `Foreign`: which tensor, in which dtype, and how to read it. The rest is the same for
 all of them: cut it into rectangles of ours and leave the padding of their vocabulary out; ours is not stored.
@@ -7,7 +7,7 @@ all of them: cut it into rectangles of ours and leave the padding of their vocab
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.format.pieces import inside, intersect, views
 from megalite.checkpoint.format.tensor_file import cut
-from megalite.checkpoint.offline import Checkpoint, Difference, Item, difference, write_checkpoint
+from megalite.checkpoint.offline import Checkpoint, Item, write_checkpoint
+from megalite.checkpoint.progress import ProgressLines
 from megalite.checkpoint.storage.location import Location, folder_of
 from megalite.checkpoint.storage.protocol import steps_in
 from megalite.config.check import check
 from megalite.config.options import ConfigError, ModelConfig, build
-from megalite.config.toml import parse_toml
 from megalite.interop.rules import Recipe, Specs, join, split, unpadded
-from megalite.parallel.spec import Box, ParamSpec
+from megalite.parallel.spec import Box, ParamSpec, Piece
 
 FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 # what a run needs beside a model, so that what `check` finds is the model's
@@ -86,16 +87,54 @@ def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
         parts = [(name, box) for name, box in boxes if box is not None]
         if parts:
             keyed = [(f"model/{name}", box) for name, box in parts]
-            items.append(Item(one.dtype, keyed, lambda one=one: (values for _, _, values in _kept(one, specs))))
+            items.append(Item(one.dtype, keyed, lambda one=one: (values for _, _, values in kept(one, specs))))
     return items
 
 
-def _kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
+def kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
     """Our rectangles and their values in a foreign tensor, without rows that `specs` do not store."""
     for spec, box, values in split(one.recipe, one.read()):
         kept = unpadded(box, specs[spec.name])
         if kept is not None:
             yield spec, kept, values[: kept.shape[0]]
+
+
+def misshapen(pieces: Sequence[Piece], specs: Specs) -> list[str]:
+    """What keeps `pieces`, named KIND/NAME, from being filled with tensors of `specs`, one line each."""
+    lines = []
+    for name, piece in {_bare(piece): piece for piece in pieces}.items():
+        there = specs[name].shape if name in specs else None
+        if piece.shape != there:
+            lines.append(f"{name}: shape {piece.shape} here, {'nothing' if there is None else there} there")
+    return lines
+
+
+def fill_from(
+    foreign: Sequence[Foreign], pieces: Sequence[Piece], specs: Specs, where: str, tell: bool = False
+) -> None:
+    """Write the values of `foreign`, a model of `specs`, into the pieces' data, in the pieces' dtype, under any layout.
+    Every rank reads those tensors that it holds a part of. `tell`: show how far it is, where it takes long.
+
+    Raises CheckpointError: before anything changes where shapes differ, later where a file cannot be read.
+    """
+    refuse(misshapen(pieces, specs), f"{where} does not fit this model")
+    wanted: dict[str, list[tuple[Box, Tensor]]] = {}
+    for piece in pieces:
+        wanted.setdefault(_bare(piece), []).extend(views(piece))
+    progress = ProgressLines(f"loading {where}", len(foreign), "tensors") if tell else None
+    for one in foreign:
+        if progress is not None:
+            progress.add(1)
+        if all(intersect(held, box) is None for spec, box in one.recipe.parts for held, _ in wanted.get(spec.name, ())):
+            continue
+        for spec, box, values in split(one.recipe, one.read()):
+            for held, target in wanted.get(spec.name, ()):
+                if (both := intersect(held, box)) is not None:
+                    target[inside(both, held)] = values[inside(both, box)].to(target)
+
+
+def _bare(piece: Piece) -> str:
+    return piece.name.partition("/")[2]
 
 
 def write_import(
@@ -114,15 +153,6 @@ def write_import(
     return folder
 
 
-def saved_model(source: Checkpoint) -> ModelConfig:
-    """The model that a checkpoint's configuration describes. Raises CheckpointError."""
-    where = f"{source.folder}: its configuration"
-    try:
-        return model_of(parse_toml(str(source.manifest.state["config"]), str(source.folder)), where)
-    except (KeyError, ConfigError) as error:
-        raise CheckpointError(f"{where} cannot be read ({error}); use another checkpoint") from None
-
-
 @dataclass(frozen=True)
 class Ours:
     """Our side of an export: rectangles in `dtype`; None: as stored.
@@ -139,11 +169,8 @@ class Ours:
         main = f"optimizer.main/{name}"
         return main if self.dtype == torch.float32 and main in self.source.manifest.tensors else f"model/{name}"
 
-    def dtype_of_name(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> torch.dtype:
         return self.dtype or self.source.dtype(self._key(name))
-
-    def dtype_of(self, recipe: Recipe) -> torch.dtype:
-        return self.dtype_of_name(recipe.parts[0][0].name)
 
     def offset(self, name: str) -> float:
         return 0.0 if self.used is None else self.used[name].offset
@@ -156,38 +183,3 @@ class Ours:
 
     def join(self, recipe: Recipe) -> Tensor:
         return join(recipe, lambda spec, box: self.read(spec.name, box))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """`differing`: rectangles of ours, by the name of theirs and ours."""
-
-    tensors: int
-    elements: int
-    differing: list[Difference]
-
-    def __str__(self) -> str:
-        if not self.differing:
-            return f"check: {self.tensors} tensors, {self.elements:,} elements, all bits equal"
-        largest = max(self.differing, key=lambda d: d.largest)
-        lines = [f"check: {len(self.differing)} parts of {self.tensors} tensors differ"]
-        return "\n".join([*lines, f"first: {_told(self.differing[0])}", f"largest: {_told(largest)}"])
-
-
-def _told(d: Difference) -> str:
-    more = f"{d.count:,} elements of it differ, by at most {d.largest:g}"
-    return f"{d.name}{list(d.index or ())}: {d.there!r} there, {d.here!r} here; {d.note and d.note + ', '}{more}"
-
-
-def compare(foreign: Iterable[Foreign], ours: Ours, specs: Specs) -> Verdict:
-    """Every foreign tensor against ours, bit by bit; `specs` tell which rows pad the vocabulary and do not count."""
-    tensors, elements, differing = 0, 0, []
-    for one in foreign:
-        tensors += 1
-        for spec, kept, theirs in _kept(one, specs):
-            elements += theirs.numel()
-            found = difference(f"{one.place}, {spec.name}", ours.read(spec.name, kept), theirs)
-            if found is not None:
-                at = zip(found.index or (), kept.start, strict=False)  # no index where only dtypes differ
-                differing.append(replace(found, index=tuple(i + start for i, start in at)))
-    return Verdict(tensors, elements, differing)

@@ -11,17 +11,12 @@ from pathlib import Path
 from megalite.checkpoint.format.manifest import CheckpointError
 
 
-def require_empty(folder: Path) -> None:
-    """Raises CheckpointError where something is in the way."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not empty; give a new directory")
-
-
 @contextmanager
 def new_directory(folder: Path) -> Iterator[Path]:
     """An empty directory to fill, which becomes `folder` when the block ends without an error; else nothing is left.
     Raises CheckpointError for `folder` that is not empty or cannot be written."""
-    require_empty(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is not empty; give a new directory")
     part = folder.with_name(f".{folder.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.parallel.calls import SEND, Call
-from megalite.parallel.mesh import Axis
+from megalite.parallel.mesh import Axis, Mesh
 
 # torch 2.13 renamed them; both names do the same
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,8 +40,9 @@ class Pending:
     """A collective under way: `wait()` returns its result. Nothing of the result is valid before."""
 
     def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None, call: Call | None = None):
-        """`call`: what `work` does."""
+        """`call`: what `work` does. `copies`: `wait` returns a copy of the result, and keeps nothing."""
         self._result, self._work, self._keep, self._call = result, work, keep, call
+        self.copies = False
 
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -53,6 +54,8 @@ class Pending:
             with self._call:
                 self._work.wait() if limit is None else self._work.wait(limit)
             self._work = self._keep = None
+            if self.copies:
+                self._result = self._result.clone()
         return self._result
 
 
@@ -81,15 +84,11 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         raise ValueError(f"dim 0 of {tuple(x.shape)} does not split over {axis.name}={axis.size}")
     x = x.contiguous()
     n = x.shape[0] // axis.size
-    with axis.begin("reduce-scatter", x) as call:
-        if axis.shared is None and not reduce_scatter_is_native(x.device):
-            return _Narrowed(x, dist.all_reduce(x, group=axis.group, async_op=True), call, axis.rank * n, n)
-        out = x.new_empty(n, *x.shape[1:])
-        if axis.shared is not None:
-            work: Any = axis.shared.start_reduce_scatter(out.view(-1), x.view(-1))
-        else:
-            work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
-    return Pending(out, work, x, call)
+    in_place = axis.shared is None and not reduce_scatter_is_native(x.device)
+    out = x.narrow(0, axis.rank * n, n) if in_place else x.new_empty(n, *x.shape[1:])
+    pending = start_reduce_scatter_into(out, x, axis)
+    pending.copies = in_place  # which lets go of the other blocks' memory
+    return pending
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -100,15 +99,16 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 
 def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Flat tensors: x [n * size], and out [n], this rank's part of `x`; the other parts may be overwritten."""
+    """x [n * size, ...], and out [n, ...], which may be this rank's part of `x`, and is it where an all-reduce does the
+    work; the other parts may be overwritten."""
     with axis.begin("reduce-scatter", x) as call:
         if axis.shared is not None:
-            work: Any = axis.shared.start_reduce_scatter(out, x)
+            work: Any = axis.shared.start_reduce_scatter(out.view(-1), x.view(-1))
         elif reduce_scatter_is_native(x.device):
             work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
         else:
             work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return Pending(out, work, None, call)
+    return Pending(out, work, x, call)
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
@@ -129,17 +129,6 @@ def start_message(x: Tensor, axis: Axis, at: int, op: str, mark: int = 0) -> Pen
         return Pending(x, (dist.isend if op == SEND else dist.irecv)(x, peer, group=axis.group, tag=tag), None, call)
 
 
-class _Narrowed(Pending):
-    """An all-reduce of which one block is kept; the copy lets go of the other blocks' memory."""
-
-    def __init__(self, x: Tensor, work: Any, call: Call, start: int, length: int):
-        super().__init__(x, work, None, call)
-        self._start, self._length = start, length
-
-    def wait(self) -> Tensor:
-        return super().wait().narrow(0, self._start, self._length).clone()
-
-
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the axis; returns `x`."""
     if axis.group is not None:
@@ -154,6 +143,16 @@ def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
         with axis.begin("broadcast", x):
             dist.broadcast(x, src=axis.ranks[source], group=axis.group)
     return x
+
+
+def reduce_number(number: int, mesh: Mesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> int:
+    """What the whole numbers of all ranks of the run come to; on all."""
+    return int(all_reduce_(torch.tensor(number, dtype=torch.int64, device=mesh.device), mesh.world, op))
+
+
+def first_says(number: int, mesh: Mesh) -> int:
+    """The whole number of the run's first rank; on all."""
+    return int(broadcast_(torch.tensor(number, dtype=torch.int64, device=mesh.device), mesh.world))
 
 
 def gather_texts(text: str, axis: Axis, device: torch.device, room: int = 1 << 14) -> list[str]:

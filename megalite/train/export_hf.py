@@ -11,8 +11,6 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
-
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
@@ -27,7 +25,7 @@ from megalite.interop.hugging_face import model_files as hugging_face
 from megalite.interop.hugging_face.config_json import choose_family
 from megalite.interop.hugging_face.write import write_model
 from megalite.models.specs import specs_of
-from megalite.parallel.comm import broadcast_
+from megalite.parallel.comm import first_says
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import named_by
@@ -117,9 +115,8 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     family, target = export_family(config), Path(c.export_hf)
     folder = None if c.save is None else storage.folder_of(c.save, run.state.step)
     saved = folder is not None and "COMPLETE" in storage.storage_of(folder).entries(folder)
-    there = torch.tensor(int(saved), device=mesh.device)
     temporary = target.with_name(f".{target.name}.weights")
-    if folder is None or not int(broadcast_(there, mesh.world)):
+    if folder is None or not first_says(saved, mesh):
         folder = foreground.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
     if not mesh.world.is_first:
         return None

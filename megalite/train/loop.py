@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,57 +15,26 @@ from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
 from megalite.config.faults import fault
-from megalite.data.samples.batches import Prefetcher
+from megalite.config.options import Config, log_steps, resolved_style
+from megalite.config.toml import to_toml
 from megalite.parallel.comm import all_reduce_
-from megalite.parallel.mesh import Mesh
-from megalite.train.batch import HostBatch, on_device
+from megalite.train.batch import on_device
 from megalite.train.figures import Interval
-from megalite.train.memory import memory_bytes_of, memory_gib, memory_line, reserved_gib
+from megalite.train.memory import memory_line, memory_of, memory_tags, memory_there
 from megalite.train.metrics import Reporter
 from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler, write_timeline
 from megalite.train.replicas import check_replicas
-from megalite.train.run_dir import Exit, leave_status
-from megalite.train.start.resume import save
-from megalite.train.state import EvaluationSet, Run, StepResult
+from megalite.train.run_dir import Events, Exit, leave_status
+from megalite.train.sources import NamedSet
+from megalite.train.start.resume import go_back, save
+from megalite.train.state import Loader, Run, StepResult
 from megalite.train.step import parameter_norm, train_step
 from megalite.train.stop import StopSignal
 from megalite.train.timers import Timers
 from megalite.train.watch.doubts import Doubts
-from megalite.train.watch.events import Events
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.pulse import Pulse
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When to do what, in steps; None: never."""
-
-    log_interval: int
-    eval_interval: int | None
-    eval_iters: int
-    skip: frozenset[int] | None  # steps whose samples are not trained on
-    save_interval: int | None
-    save_every_s: float | None
-    save_optimizer: bool
-    exit_interval: int | None
-    exit_after_s: float | None
-    profile_step: int | None
-    params_norm: bool = False  # at logged steps
-    count_zeros: bool = False
-    board_interval: int | None = None  # steps per point of TensorBoard
-    board_memory: bool = False
-    memory_interval: int | None = None
-    memory_first: bool = False  # also with the first two lines, the second of which knows the optimizer's
-    device_memory: bool = False
-    check_weights: int | None = None
-    replicas_action: str = "stop"
-    max_skipped: int = 100  # steps in a row that updated nothing
-    empty_level: int = 0
-    save_ill: bool = False  # when something is wrong with a rank
-    leave_ill: bool = False
-    checkpoint: str | None = None  # where the run saves, for status.json
-
 
 PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
 FIRST_PROGRESS_S = 2.0
@@ -73,28 +42,30 @@ BEAT_S = 10.0  # between two looks of others at status.json that are worth it
 STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a signal does
 
 
-@dataclass
 class Watch:
-    """What looks on while a run trains."""
+    """What looks on while a run trains. `hosts`: of all ranks. `shared`: of `Ranks`."""
 
-    timers: Timers = field(default_factory=Timers)
-    profiler: Profiler | None = None
-    collector: Collector = field(default_factory=Collector)
-    phases: Phases = field(default_factory=lambda: Phases(Mesh.alone(), time.perf_counter()))
-    dog: Watchdog | None = None
-    pulse: Pulse | None = None
-    begin: float = field(default_factory=time.monotonic)
-    restore: Callable[[int], object] = lambda step: None  # loads this run's checkpoint of a step
+    def __init__(
+        self, config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], shared: str | None = None
+    ):
+        p, log, o = config.parallel, config.log, config.operations
+        timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
+        limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
+        self.timers = Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing)
+        self.profiler = Profiler(o, run.mesh, folder / "trace")
+        self.collector = Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval)
+        self.phases, self.events = phases, Events(folder, run.mesh.world.rank)
+        self.dog = Watchdog(run.mesh, folder, self.timers, limit_s, shared)
+        self.pulse = Pulse(run.mesh, phases, hosts, self.events, o)
+        self.begin = time.monotonic()
 
-    def at(self, doing: str, step: int) -> None:
-        """What the watchdog is told."""
-        if self.dog is not None:
-            self.dog.at(doing, step)
+
+def _due(every: int | None, step: int) -> bool:
+    """`every`: steps; None or 0: never."""
+    return bool(every) and step % (every or 1) == 0
 
 
-def evaluate(
-    run: Run, data: Prefetcher[HostBatch], iters: int, tell: Callable[[int], None] = lambda done: None
-) -> float:
+def evaluate(run: Run, data: Loader, iters: int, tell: Callable[[int], None] = lambda done: None) -> float:
     """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `tell`
     is called with the number that is done."""
     mesh, size = run.mesh, run.eval_batch_size
@@ -113,38 +84,37 @@ def evaluate(
 
 @dataclass
 class Training:
-    """A run on its way. `report` is rank 0's; `saved`: a step of which there is a checkpoint already."""
+    """A run on its way. `config`: checkpoints keep it. `saved`: a step of which there is a
+    checkpoint already."""
 
     run: Run
-    plan: Plan
-    config_toml: str  # what a checkpoint keeps of the options
+    config: Config
     folder: Path
-    report: Reporter | None
+    report: Reporter
     stop: StopSignal
-    saver: Saver | None = None
-    saved: int | None = None
-    watch: Watch = field(default_factory=Watch)
+    saver: Saver | None
+    saved: int | None
+    watch: Watch
 
     def __post_init__(self) -> None:
         self._begin, self._first = time.monotonic(), self.run.state.step + 1
+        self._config_toml = to_toml(self.config)
+        self._log_interval = log_steps(self.config, self.run.last_step)
         self._since: list[StepResult] = []  # the last log line
         self._lines = 0
         self._asks: str | None = None  # to stop, before the step that agreed on it
         self._ill: str | None = None  # what the last line has found
         self._next_beat = 0.0
         self._stop_file = self.folder / STOP_FILE
-        say = None if self.report is None else self.report.say
-        events = Events(self.folder, self.run.mesh.world.rank)
-        self._doubts = Doubts(self.run, events, say, self.plan.max_skipped)
-        every = self.plan.save_every_s
-        self._clock = None if every is None else SaveClock(every, self.run.mesh, self.run.state.step)
+        self._doubts = Doubts(self.run, self.watch.events, self.report.say, self.config.train.max_skipped_steps)
+        minutes = self.config.checkpoint.save_interval_mins
+        self._clock = None if minutes is None else SaveClock(60 * minutes, self.run.mesh, self.run.state.step)
 
     def train(self) -> tuple[Exit, str]:
         """Train to the last step. Returns the outcome, the same on all ranks, and its reason as this rank knows it."""
         with contextlib.ExitStack() as steps:
             steps.enter_context(self.watch.collector.running())
-            if self.watch.profiler is not None:
-                steps.callback(self.watch.profiler.stop)
+            steps.callback(self.watch.profiler.stop)
             outcome, reason = self._take_steps()
         if outcome is Exit.REQUEUE:
             signalled = torch.tensor(float(bool(self.stop.seen)), device=self.run.mesh.device)
@@ -155,8 +125,7 @@ class Training:
             with self.watch.phases("checkpoint"):
                 self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
             self._tell_saves()
-        if self.report is not None:
-            self.report.saved_all()
+        self.report.saved_all()
         if outcome is Exit.REQUEUE and self.saver is None:  # there is nothing that a requeued run could resume from
             return Exit.DONE, f"{reason}; nothing was saved"
         if outcome is Exit.DONE:
@@ -165,38 +134,37 @@ class Training:
         return outcome, reason
 
     def _take_steps(self) -> tuple[Exit, str]:
-        run, plan, profiler = self.run, self.plan, self.watch.profiler
+        run, t, c, o = self.run, self.config.train, self.config.checkpoint, self.config.operations
         while run.state.step < run.last_step:
-            if plan.skip and run.state.step + 1 in plan.skip:
+            if t.iterations_to_skip and run.state.step + 1 in t.iterations_to_skip:
                 run.pass_over()
                 continue
             result = self._step()
             unreliable = self._doubts.after(result)
             step = run.state.step
-            stopping = result.stop or bool(unreliable) or bool(plan.exit_interval and step % plan.exit_interval == 0)
-            due = step % plan.log_interval == 0 or step in (self._first, run.last_step) or stopping
-            self._log(result, due)
+            stopping = result.stop or bool(unreliable) or _due(t.exit_interval, step)
+            logged = _due(self._log_interval, step) or step in (self._first, run.last_step) or stopping
+            self._log(result, logged)
             self._beat()
-            if profiler is not None:
-                with self.watch.phases("profiler"):
-                    profiler.after(step, due)
-            if plan.check_weights and step % plan.check_weights == 0:
+            with self.watch.phases("profiler"):
+                self.watch.profiler.after(step, logged)
+            if _due(o.check_weight_hash_across_dp_replicas_interval, step):
                 self._check_replicas(step)
             self.watch.collector.after(step)
-            if plan.eval_interval and step % plan.eval_interval == 0 and step < run.last_step:
+            if _due(t.eval_interval, step) and step < run.last_step:
                 self._evaluate(run.valid, "")
             if result.skipped and result.doubt is not None and result.doubt.finite and run.spikes.action == "rollback":
                 self._roll_back()
             by_clock = self._clock is not None and self._clock.due(step)
-            if by_clock or (plan.save_interval and step % plan.save_interval == 0) or (self._ill and plan.save_ill):
+            if by_clock or _due(c.save_interval, step) or (self._ill and o.health_action == "checkpoint"):
                 self._save()
             self._tell_saves()
-            if wrong := unreliable or (self._ill if plan.leave_ill else None):
+            if wrong := unreliable or (self._ill if o.health_action == "exit" else None):
                 return Exit.RERUN, wrong
             if result.stop:
                 return Exit.REQUEUE, self._asks or self._why() or "asked by another rank"
             if stopping and step < run.last_step:
-                return Exit.REQUEUE, f"exit_interval={plan.exit_interval}"
+                return Exit.REQUEUE, f"exit_interval={t.exit_interval}"
         return Exit.DONE, "reached the last step"
 
     def _why(self) -> str | None:
@@ -206,46 +174,44 @@ class Training:
         if self.run.mesh.world.is_first and self._stop_file.is_file():
             self._stop_file.unlink(missing_ok=True)
             return str(self._stop_file)
-        if self.plan.exit_after_s is not None and time.monotonic() - self._begin > self.plan.exit_after_s:
+        minutes = self.config.train.exit_duration_in_mins
+        if minutes is not None and time.monotonic() - self._begin > 60 * minutes:
             return "exit_duration_in_mins"
         return "a save failed" if self.saver is not None and self.saver.failed else None
 
     def _check_replicas(self, step: int) -> None:
-        found = check_replicas(self.run, step, self.plan.replicas_action)
-        if self.report is None:
-            return
+        found = check_replicas(self.run, step, self.config.operations.check_replicas_action)
         self.report.say(f"WARNING: {found}" if found else f">>> Weight hashes match after {step} iterations...")
-        if found:
-            self._doubts.events.add("replicas", step, text=found)
+        if found and self.run.mesh.world.is_first:
+            self.watch.events.add("replicas", step, text=found)
 
     def _roll_back(self) -> None:
         if self.saver is not None:
             self.saver.wait()  # for the checkpoint that is returned to
-        if self._doubts.roll_back(self.saved, self.watch.restore):
+        if self._doubts.roll_back(self.saved, lambda step: go_back(self.run, self.config, step)):
             self._save()  # a restart would train on what was passed over
 
     def _step(self) -> StepResult:
         """One training step, with what looks on."""
-        run, plan, timers = self.run, self.plan, self.watch.timers
+        run, log, timers = self.run, self.config.log, self.watch.timers
         step = run.state.step + 1
-        self.watch.at("step", step)
+        self.watch.dog.at("step", step)
         fault("step.begin", run.mesh.world.rank, step)
         self._asks = self._why()
-        drawn = step == plan.profile_step
+        drawn = step == log.profile_pipeline
         if drawn or timers.level == 2:
             run.pipeline.timeline = []
-        if self.watch.profiler is not None:
-            with self.watch.phases("profiler"):
-                self.watch.profiler.before(step)
+        with self.watch.phases("profiler"):
+            self.watch.profiler.before(step)
         self.watch.phases.before_step()
         result = train_step(
             run,
             want_stop=self._asks is not None,
-            count_zeros=plan.count_zeros,
+            count_zeros=log.log_num_zeros_in_grad,
             timers=timers,
-            empty_level=plan.empty_level,
+            empty_level=self.config.operations.empty_unused_memory_level,
         )
-        self.watch.at("after the step", step)
+        self.watch.dog.at("after the step", step)
         self.watch.phases.after_step(result.data_s, result.step_s)
         self._since.append(result)
         timers.add(run.pipeline.timeline or ())
@@ -256,86 +222,79 @@ class Training:
 
     def _log(self, result: StepResult, due: bool) -> None:
         """A line where it is due, a point of TensorBoard where that is; collective where something is asked for."""
-        run, plan, report, step = self.run, self.plan, self.report, self.run.state.step
-        point = plan.board_interval is not None and step % plan.board_interval == 0
-        norm = parameter_norm(run) if plan.params_norm and (due or point) else None
-        if report is not None and point:
-            memory = memory_bytes_of(run.mesh) if plan.board_memory else {}
+        run, log, report, step = self.run, self.config.log, self.report, self.run.state.step
+        point = log.tensorboard_dir is not None and _due(log.tensorboard_log_interval, step)
+        norm = parameter_norm(run) if log.log_params_norm and (due or point) else None
+        if point:
+            memory = memory_tags(run.mesh) if log.log_memory_to_tensorboard else {}
             report.step(run.state, result, run.loss_scaler.scale, norm, memory)
         if not due:
             return
-        if report is not None:
-            report.train(summarise(run, self._since, norm))
+        report.train(summarise(run, self._since, norm))
         self._lines += 1
-        memory_due = bool(plan.memory_interval) and step % (plan.memory_interval or 1) == 0
-        if (memory_due or (plan.memory_first and self._lines <= 2)) and run.mesh.dp.is_first:
-            line = memory_line(run.mesh, step, plan.device_memory)
-            report.say(line) if report is not None else show(line)
+        early = self._lines <= 2 and resolved_style(self.config) == "megatron"  # the second line knows the optimizer's
+        if (early or _due(log.log_memory_interval, step)) and run.mesh.dp.is_first:
+            line = memory_line(run.mesh, step, log.log_device_memory_used)
+            report.say(line) if run.mesh.world.is_first else show(line)
         self._tell_timers(self.watch.timers.of_step, len(self._since))
-        if self.watch.pulse is not None:
-            self._ill = self.watch.pulse.feel(self._since, step, memory_gib(run.mesh)[0], report)
+        self._ill = self.watch.pulse.feel(self._since, step, memory_of(run.mesh)["max allocated"] / 2**30, report)
         self._since.clear()
 
     def _beat(self) -> None:
         """status.json says that the run is alive."""
-        if self.report is not None and time.monotonic() > self._next_beat and self.folder.is_dir():
+        if self.run.mesh.world.is_first and time.monotonic() > self._next_beat and self.folder.is_dir():
             self._next_beat = time.monotonic() + BEAT_S
             now = {"step": self.run.state.step, "tokens": self.run.state.consumed_tokens}
-            leave_status(self.folder, "running", checkpoint=self.plan.checkpoint, reason="", **now)
+            leave_status(self.folder, "running", checkpoint=self.config.checkpoint.save, reason="", **now)
 
     def _save(self, last: bool = False) -> None:
         run, saver, report = self.run, self.saver, self.report
         if saver is None or self.saved == run.state.step:
             return
-        if report is not None:
-            report.say(saver.beginning(run.state.step))
-        self.watch.at("save", run.state.step)
+        report.say(saver.beginning(run.state.step))
+        self.watch.dog.at("save", run.state.step)
         with self.watch.timers("save-checkpoint", 0), self.watch.phases("checkpoint"):
-            save(run, saver, self.config_toml, optimizer=self.plan.save_optimizer, last=last)
+            save(run, saver, self._config_toml, optimizer=not self.config.checkpoint.no_save_optim, last=last)
         self.saved = run.state.step
         if self._clock is not None:
             self._clock.saved(self.saved)
         self._tell_saves()
-        if report is not None:
-            report.saving(run.state, saver.background and not last)
+        report.saving(run.state, saver.background and not last)
         self._tell_timers(("save-checkpoint",))
 
-    def _evaluate(self, sets: Sequence[EvaluationSet], what: str) -> None:
-        report, state, iters = self.report, self.run.state, self.plan.eval_iters
-        for one in sets if iters else ():
+    def _evaluate(self, sets: Sequence[NamedSet[Loader]], what: str) -> None:
+        report, state, iters = self.report, self.run.state, self.config.train.eval_iters
+        for one in sets if iters > 0 else ():
             next_line = time.monotonic() + FIRST_PROGRESS_S
-            self.watch.at("evaluate", state.step)
+            self.watch.dog.at("evaluate", state.step)
 
             def progress(done: int, name: str = one.name) -> None:
                 nonlocal next_line
-                if report is not None and done < iters and time.monotonic() > next_line:
+                if done < iters and time.monotonic() > next_line:
                     next_line = time.monotonic() + PROGRESS_S
                     report.evaluating(state.step, name, done, iters)
 
             with self.watch.collector.evaluation(), self.watch.timers("evaluate", 0), self.watch.phases("evaluation"):
                 loss = evaluate(self.run, one.data, iters, progress)
-            if report is not None:
-                now = state.step, state.consumed_samples, state.consumed_tokens
-                report.validation(*now, loss, what, name=one.name, bytes_per_token=one.bytes_per_token)
+            now = state.step, state.consumed_samples, state.consumed_tokens
+            report.validation(*now, loss, what, name=one.name, bytes_per_token=one.bytes_per_token)
             self._tell_timers(("evaluate",))
 
     def _tell_saves(self) -> None:
-        lines = self.saver.news() if self.saver is not None else []
-        if self.report is not None:
-            for line in lines:
-                self.report.say(line)
+        for line in self.saver.news() if self.saver is not None else ():
+            self.report.say(line)
 
     def _tell_timers(self, names: Sequence[str], steps: int = 1) -> None:
         """Collective where something was measured."""
         seconds = self.watch.timers.take(names, steps)
-        if self.report is not None and seconds:
+        if seconds:
             self.report.timers(self.run.state.step, seconds)
 
 
 def summarise(run: Run, since: list[StepResult], params_norm: float | None = None) -> Interval:
     """The log's view of the steps since the last line."""
     n, last, used = len(since), since[-1], [r for r in since if not r.skipped]
-    memory, limit = memory_gib(run.mesh)
+    memory, limit = memory_of(run.mesh), memory_there(run.mesh.device)
     return Interval(
         step=run.state.step,
         last_step=run.last_step,
@@ -352,9 +311,9 @@ def summarise(run: Run, since: list[StepResult], params_norm: float | None = Non
         step_s=sum(r.step_s for r in since) / n,
         data_s=sum(r.data_s for r in since) / n,
         tokens_per_step=sum(r.batch_size for r in since) * run.seq_length // n,
-        memory_gib=memory,
-        memory_limit_gib=limit,
-        reserved_gib=reserved_gib(run.mesh),
+        memory_gib=memory["max allocated"] / 2**30,
+        memory_limit_gib=limit / 2**30,
+        reserved_gib=memory["max reserved"] / 2**30 if "max reserved" in memory else None,
         nan=sum(not math.isfinite(r.loss) for r in since),
         params_norm=params_norm,
         zeros=last.zeros,

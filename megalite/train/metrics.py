@@ -1,7 +1,7 @@
 """Where a run tells what it does: console, log.txt, metrics.jsonl, TensorBoard with Megatron-LM's tags, W&B.
 
-Only rank 0 has a `Reporter`. A figure that does not exist is null in metrics.jsonl and absent from TensorBoard.
-Telling never ends a run: what cannot be written, as on a full disk, is said once on stderr and counted.
+Rank 0 tells; other ranks are `Silent`. A figure that does not exist is null in metrics.jsonl and absent from
+TensorBoard. Telling never ends a run: what cannot be written, as on a full disk, is said once on stderr and counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megalite.data.samples.validation_sets import bits_per_byte
 from megalite.train import figures as lines
 from megalite.train.figures import Interval, Speed, perplexity
 from megalite.train.progress_file import ProgressLog
-from megalite.train.run_dir import at_once, complain
+from megalite.train.run_dir import AppendedFile, complain
 from megalite.train.state import State, StepResult
 
 
@@ -35,29 +35,6 @@ def missing_packages(tensorboard_dir: str | None, wandb_project: str | None) -> 
         for option, value, package in wanted
         if value is not None and importlib.util.find_spec(package) is None
     ]
-
-
-class AppendedFile:
-    """Whole lines at the end of a file. Nothing is kept in memory: what could not be written would come again."""
-
-    def __init__(self, path: Path):
-        self.path, self._torn = path, False
-        self.file: Any = None
-
-    def write(self, text: str) -> None:
-        """Raises OSError, or ValueError where the file was closed."""
-        if self.file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "ab", buffering=0, opener=at_once)  # noqa: SIM115 (closed in close)
-        data = b"\n" * self._torn + text.encode(errors="backslashreplace") + b"\n"
-        written = self.file.write(data)
-        self._torn = written < len(data)
-        if self._torn:
-            raise OSError(None, "only a part of a line could be written")
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
 
 
 class Reporter:
@@ -290,3 +267,16 @@ class Reporter:
             self.attempt(what, call)
         for what, times in self._lost.items():
             complain(f"WARNING: {what}: {times} time{'s' * (times > 1)} something could not be written")
+
+
+class Silent(Reporter):
+    """Of the ranks that tell nothing: all but the first."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), Speed(0.0, 1, None))
+
+    def say(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from megalite.models.compiled import CompileError, check_compile
 from megalite.parallel.launch import LaunchError, Ranks, card_of
 from megalite.train.arrangement import Arrangement, arrange
 from megalite.train.export_hf import check_export
+from megalite.train.memory import memory_there
 from megalite.train.metrics import missing_packages
 from megalite.train.setup import SetupError
 from megalite.train.sources import Sources, open_sources
@@ -71,9 +71,9 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
         raise SetupError(str(error)) from None
     needs = plan.holdings[plan.worst].state
     if device == "cpu":
-        there, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks.local_world, "the memory"
+        there, what = memory_there(torch.device("cpu")) / ranks.local_world, "the memory"
     else:
-        there, what = torch.cuda.get_device_properties(card_of(ranks)).total_memory, "the card's memory"
+        there, what = memory_there(card_of(ranks)), "the card's memory"
     if needs > there:
         where = f" on pipeline rank {plan.worst}" if plan.pp > 1 else ""
         raise LaunchError(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megalite.config.options import OperationsConfig
-from megalite.parallel.comm import all_reduce_
+from megalite.parallel.comm import all_reduce_, gather_texts
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
 from megalite.train.run_dir import complain, write_atomically
@@ -24,34 +25,30 @@ class Profiler:
     CUDA's own start and stop. On a CPU nsys has nothing to see: a warning."""
 
     def __init__(self, options: OperationsConfig, mesh: Mesh, folder: Path):
-        o, rank, device = options, mesh.world.rank, mesh.device
+        o, rank, cuda = options, mesh.world.rank, mesh.device.type == "cuda"
         chosen = not o.profile_ranks or rank in o.profile_ranks
-        self.on = o.profile and chosen
+        self.on = o.profile and chosen and (cuda or o.use_pytorch_profiler)
         self.first, self.last = o.profile_step_start + 1, o.profile_step_end
-        self.path, self.device, self._running = folder / f"rank-{rank:03d}.json.gz", device, False
-        self._clock = mesh.clock
+        self.path, self._clock, self._running = folder / f"rank-{rank:03d}.json.gz", mesh.clock, False
         self._torch: Any = None
         if self.on and o.use_pytorch_profiler:
             kinds = [torch.profiler.ProfilerActivity.CPU]
-            kinds += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if cuda else []
             self._torch = torch.profiler.profile(
                 activities=kinds,
                 record_shapes=o.pytorch_profiler_collect_shapes,
                 with_stack=o.pytorch_profiler_collect_callstack,
             )
-        elif self.on and device.type != "cuda":
-            self.on = False
-            if rank == 0:
-                complain("WARNING: profile does nothing on a CPU; add --use-pytorch-profiler")
-        self.history = o.memory_snapshot_path if o.record_memory_history and chosen else None
-        if self.history is not None and device.type != "cuda":
-            self.history = None
-            if rank == 0:
-                complain("WARNING: record_memory_history needs CUDA; nothing is recorded")
-        if self.history is not None:
-            path = Path(self.history)
+        self.history: str | None = None
+        if o.record_memory_history and chosen and cuda:
+            path = Path(o.memory_snapshot_path)
             self.history = str(path.with_name(f"{path.stem}_{rank}{path.suffix}"))
             torch.cuda.memory._record_memory_history(max_entries=100_000)
+        if rank == 0 and chosen and not cuda:
+            if o.profile and not self.on:
+                complain("WARNING: profile does nothing on a CPU; add --use-pytorch-profiler")
+            if o.record_memory_history:
+                complain("WARNING: record_memory_history needs CUDA; nothing is recorded")
 
     def _cuda(self) -> Any:
         return torch.cuda.cudart()
@@ -123,26 +120,18 @@ class Collector:
 
 
 def write_timeline(pipeline: Pipeline, folder: Path) -> None:
-    """timeline.json: what each pipeline rank did when; collective, through files beside it (no object travels)."""
-    spans, mesh = pipeline.timeline or [], pipeline.mesh
-    write = mesh.dp.is_first and mesh.tp.is_first
-    part: Callable[[int], Path] = lambda rank: folder / f".timeline-{rank}.json"  # noqa: E731
-    try:
-        if write:
-            rows = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in spans]
-            write_atomically(part(mesh.pp.rank), json.dumps(rows))
-    except OSError as error:
-        complain(f"WARNING: {part(mesh.pp.rank)}: {error.strerror}; training continues without timeline.json")
-    all_reduce_(torch.zeros((), device=mesh.device), mesh.world)  # every part is there
+    """timeline.json: what each pipeline rank did when; collective over the pipeline."""
+    mesh = pipeline.mesh
+    spans = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in pipeline.timeline or []]
+    mine = json.dumps(spans)
+    longest = all_reduce_(torch.tensor(len(mine), device=mesh.device), mesh.pp, dist.ReduceOp.MAX)
+    told = gather_texts(mine, mesh.pp, mesh.device, room=int(longest))
     if not mesh.world.is_first:
         return
+    ranks = [{"pp_rank": rank, "spans": json.loads(text)} for rank, text in enumerate(told)]
+    head = {"schedule": pipeline.schedule, "pp": mesh.pp.size, "vpp": len(pipeline.stages)}
+    microbatches = sum(s["action"].startswith("F") for s in spans) // len(pipeline.stages)
     try:
-        ranks = []
-        for rank in range(mesh.pp.size):
-            ranks.append({"pp_rank": rank, "spans": json.loads(part(rank).read_text(encoding="utf-8"))})
-            part(rank).unlink()
-        head = {"schedule": pipeline.schedule, "pp": mesh.pp.size, "vpp": len(pipeline.stages)}
-        microbatches = sum(s["action"].startswith("F") for s in ranks[0]["spans"]) // len(pipeline.stages)
         write_atomically(folder / "timeline.json", json.dumps({**head, "microbatches": microbatches, "ranks": ranks}))
     except OSError as error:
         complain(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training continues without it")

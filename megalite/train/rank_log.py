@@ -92,9 +92,13 @@ def complain_aside(text: str) -> None:
         complain(text)
 
 
+def complain_of(ranks: Ranks, code: int, reason: str, text: str) -> None:
+    """Of this rank's failure: on stderr if no rank of this machine has failed before."""
+    (complain if fails_first(ranks, code, reason) else complain_aside)(text)
+
+
 def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
-    """Whether no rank of this machine has failed before. This one's word is left for the launcher, and for the table
-    that torchrun prints."""
+    """This rank's word is left for the launcher, and for the table that torchrun prints."""
     if ranks.shared is None:
         return True
     folder = Path(ranks.shared)

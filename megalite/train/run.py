@@ -21,7 +21,7 @@ from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_url
 from megalite.config import environment
 from megalite.config.faults import VARIABLE, fault
-from megalite.config.options import Config, log_steps, resolved_style
+from megalite.config.options import Config, resolved_style
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
 from megalite.models.flops import train_flops_per_token
@@ -29,34 +29,30 @@ from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, process_group
 from megalite.parallel.self_test import check_collectives
 from megalite.train import figures as lines
-from megalite.train.allocator import keep_freed_memory
 from megalite.train.arrangement import Arrangement
 from megalite.train.export_hf import export
 from megalite.train.figures import Speed
-from megalite.train.loop import Plan, Training, Watch
-from megalite.train.metrics import Reporter
+from megalite.train.loop import Training, Watch
+from megalite.train.memory import keep_freed_memory
+from megalite.train.metrics import Reporter, Silent
 from megalite.train.overview import describe
 from megalite.train.peak_rates import find_peak
 from megalite.train.phases import Phases
 from megalite.train.preflight import check_machine, check_save, choose_device, preflight
-from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress_file import ProgressLog
-from megalite.train.rank_log import complain_aside, fails_first, rank_log, told_first
+from megalite.train.rank_log import complain_aside, complain_of, rank_log, told_first
 from megalite.train.replicas import ReplicaError
 from megalite.train.run_dir import Exit, complain, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import SetupError, build_run
 from megalite.train.sources import Sources
 from megalite.train.start import foreign_weights as foreign
-from megalite.train.start.origin import already_saved, begin_branch, continue_run, start_run
-from megalite.train.start.resume import going_back, loaded_line, open_saver
+from megalite.train.start.origin import begin_branch, continue_run, start_run
+from megalite.train.start.resume import loaded_line, open_saver
 from megalite.train.state import BadResult, Run
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
-from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
-from megalite.train.watch.events import Events
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Watchdog, lost_another
-from megalite.train.watch.pulse import Pulse
 from megalite.train.watch.report import Account
 
 
@@ -92,26 +88,13 @@ def _run_or_refuse(config: Config, ranks: Ranks, warnings: Sequence[str], stop: 
         with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
             fault("init", ranks.rank, 0)
             return _pretrain(plan, ranks, here, sources, folder, warnings, stop, begin)
-    except (SetupError, DataError, LaunchError) as error:
-        if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
-            for line in str(error).splitlines():
-                complain(f"pretrain_gpt.py: {line}")
-        code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
-        if ranks.rank == 0 and folder.is_dir():  # what a run before left there would be taken for this one's
-            leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=str(error))
-        return code
-    except KeyboardInterrupt as error:  # before anything was built
-        if ranks.rank == 0 and folder.is_dir():
-            leave_status(folder, Exit.INTERRUPTED.outcome, checkpoint=config.checkpoint.save, reason=str(error))
-        os._exit(int(Exit.INTERRUPTED))
-    except CheckpointError as error:  # of the directory to save in: another run may have it, so its status stays
-        if not isinstance(error, ElsewhereError):
-            complain(f"pretrain_gpt.py: {error}")
-        return Exit.PREFLIGHT
-    except Exception as error:  # while the run was built
+    except (Exception, KeyboardInterrupt) as error:  # before the first step
         code, reason = _failure(error, ranks)
-        if ranks.rank == 0 and folder.is_dir():
+        another = isinstance(error, CheckpointError)  # may have the directory to save in, so its status stays
+        if ranks.rank == 0 and folder.is_dir() and not another:  # what is there would be taken for this run's
             leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=reason)
+        if code is Exit.INTERRUPTED:
+            os._exit(int(code))
         return code
 
 
@@ -133,21 +116,21 @@ def _pretrain(
     check_collectives(run.mesh)
     t = config.train
     phases = Phases(run.mesh, started)
-    report: Reporter | None = None
+    report: Reporter = Silent()
     account: Account | None = None
     ended, begun = (Exit.CRASH, ""), False
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
-    watch = watch_of(config, run, folder, phases, hosts, ranks.shared)
+    watch = Watch(config, run, folder, phases, hosts, ranks.shared)
     if ranks.rank == 0 and folder.is_dir():
         leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
     try:
         loaded, notes = continue_run(run, config, ranks) or foreign.start(run, config) or start_run(run, config)
         if t.skip_train:
             run.last_step = run.state.step
-        saved = already_saved(run, saver, loaded)
-        notes += begin_branch(run, config, saver, saved)
+        saved, more = begin_branch(run, config, saver, loaded)
+        notes += more
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, warnings)
             account = Account(folder, run, phases, report.speed.flops_per_token, config)
@@ -156,14 +139,12 @@ def _pretrain(
             for note in notes:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
-        steps, watch.begin = plan_of(config, run.last_step), time.monotonic()
-        begun = True
+        watch.begin, begun = time.monotonic(), True
         phases.ready()
-        ended = Training(run, steps, to_toml(config), folder, report, stop, saver, saved, watch).train()
+        ended = Training(run, config, folder, report, stop, saver, saved, watch).train()
         phases.over_ranks()
-        if report is not None:
-            report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - watch.begin) / 60))
-        if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)) and report is not None:
+        report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - watch.begin) / 60))
+        if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)):
             report.say(line)
     except SetupError:
         raise
@@ -177,20 +158,17 @@ def _pretrain(
     return ended[0]
 
 
-def _get_ready(run: Run, config: Config, report: Reporter | None) -> None:
+def _get_ready(run: Run, config: Config, report: Reporter) -> None:
     """What comes between the parts of a run and its first step."""
     if resolved_style(config) == "megatron" and run.mesh.dp.is_first:  # Megatron-LM's line of each model-parallel rank
         number = sum(entry.numel for entry in run.buffer.layout.entries)
         line = lines.megatron_parameters(run.mesh.tp.rank, run.mesh.pp.rank, number)
-        report.say(line) if report is not None else show(line)
-    if report is not None:
-        report.moment("after model, optimizer, and learning rate scheduler are built")
-        report.moment("after dataloaders are built")
+        report.say(line) if run.mesh.world.is_first else show(line)
+    report.moment("after model, optimizer, and learning rate scheduler are built")
+    report.moment("after dataloaders are built")
     if config.train.compile:  # now, and not in the first step: its time is of the training
-        took = warm_up(run, config)
-        if report is not None:
-            report.say(f"compiled in {took:.1f} s")
-    if report is not None and report.megatron:
+        report.say(f"compiled in {warm_up(run, config):.1f} s")
+    if report.megatron:
         report.say("done with setup ...\ntraining ...")
         report.moment("before the start of training step")
 
@@ -202,10 +180,14 @@ def _failure(
     `begun`, a checkpoint's error is one that the next start would find again."""
     where = f"{run.mesh.describe()}, step {run.state.step + 1}" if run else f"rank {ranks.rank} of {ranks.world}"
     if dog is not None and (known := dog.explain(error)) is not None:
-        tell = complain if fails_first(ranks, *known) else complain_aside
-        tell(f"{where}: {known[0].outcome}: {known[1]}")
+        complain_of(ranks, *known, f"{where}: {known[0].outcome}: {known[1]}")
         return known
     match error:
+        case SetupError() | LaunchError() | DataError() if run is None:
+            if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
+                for line in str(error).splitlines():
+                    complain(f"pretrain_gpt.py: {line}")
+            return Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT, str(error)
         case KeyboardInterrupt():
             since = time.monotonic()
             # of one Ctrl-C ranks get two, the terminal's and the launcher's; one that comes later means: now
@@ -218,7 +200,7 @@ def _failure(
         case CheckpointError():
             outcome, knows = Exit.CRASH if begun else Exit.PREFLIGHT, not isinstance(error, ElsewhereError)
         case DataError():  # the ranks of a dp position read the same samples
-            outcome, knows = Exit.PREFLIGHT, run is None or (run.mesh.pp.is_first and run.mesh.tp.is_first)
+            outcome, knows = Exit.PREFLIGHT, run is not None and run.mesh.pp.is_first and run.mesh.tp.is_first
         case RuntimeError() if lost_another(error):
             reason = f"lost another rank ({str(error).splitlines()[0]})"
             tell = complain if ranks.rank == 0 else complain_aside  # who was lost has said why, or its launcher has
@@ -226,12 +208,11 @@ def _failure(
             return Exit.CRASH, told_first(ranks) or reason
         case _:
             reason = f"{type(error).__name__}: {error}"
-            tell = complain if fails_first(ranks, Exit.CRASH, reason) else complain_aside
-            tell(f"{where}:\n{''.join(traceback.format_exception(error)).rstrip()}")
+            text = "".join(traceback.format_exception(error)).rstrip()
+            complain_of(ranks, Exit.CRASH, reason, f"{where}:\n{text}")
             return Exit.CRASH, reason
     if knows:
-        tell = complain if fails_first(ranks, outcome, str(error)) else complain_aside
-        tell(f"pretrain_gpt.py: {error}")
+        complain_of(ranks, outcome, str(error), f"pretrain_gpt.py: {error}")
     return outcome, str(error)
 
 
@@ -239,7 +220,7 @@ def _conclude(
     run: Run,
     config: Config,
     saver: Saver | None,
-    report: Reporter | None,
+    report: Reporter,
     account: Account | None,
     folder: Path,
     ended: tuple[Exit, str],
@@ -247,15 +228,14 @@ def _conclude(
 ) -> None:
     """Close what is open, and tell how the run ended."""
     outcome, reason = ended
-    if watch.dog is not None:
-        watch.dog.close()
+    watch.dog.close()
     run.close()
     if saver is not None and (lost := saver.close(wait=outcome not in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG))):
         reason += f"; {lost}"
-    if report is not None:
+    if account is not None:
         for line in saver.news() if saver is not None else []:
             report.say(line)
-        told = report.attempt("report.json", account.close, outcome, saver) if account is not None else None
+        told = report.attempt("report.json", account.close, outcome, saver)
         report.summary(
             {
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
@@ -292,55 +272,6 @@ def newest_checkpoint(config: Config) -> str:
         return f"none in {c.save} yet"
     step, root = max(found)
     return str(storage.folder_of(root, step))
-
-
-def plan_of(config: Config, steps: int) -> Plan:
-    t, c, log, o = config.train, config.checkpoint, config.log, config.operations
-    return Plan(
-        log_interval=log_steps(config, steps),
-        eval_interval=t.eval_interval,
-        eval_iters=max(t.eval_iters, 0),
-        skip=frozenset(t.iterations_to_skip or ()),
-        save_interval=c.save_interval,
-        save_every_s=None if c.save_interval_mins is None else 60 * c.save_interval_mins,
-        save_optimizer=not c.no_save_optim,
-        exit_interval=t.exit_interval,
-        exit_after_s=None if t.exit_duration_in_mins is None else 60 * t.exit_duration_in_mins,
-        profile_step=log.profile_pipeline,
-        params_norm=log.log_params_norm,
-        count_zeros=log.log_num_zeros_in_grad,
-        board_interval=log.tensorboard_log_interval if log.tensorboard_dir is not None else None,
-        board_memory=log.log_memory_to_tensorboard,
-        memory_interval=log.log_memory_interval,
-        memory_first=resolved_style(config) == "megatron",
-        device_memory=log.log_device_memory_used,
-        replicas_action=o.check_replicas_action,
-        max_skipped=t.max_skipped_steps,
-        check_weights=o.check_weight_hash_across_dp_replicas_interval,
-        empty_level=o.empty_unused_memory_level,
-        save_ill=o.health_action == "checkpoint",
-        leave_ill=o.health_action == "exit",
-        checkpoint=c.save,
-    )
-
-
-def watch_of(
-    config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], shared: str | None = None
-) -> Watch:
-    log, o = config.log, config.operations
-    timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
-    p = config.parallel
-    limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
-    timers = Timers(log.timing_log_level if timed else None, run.mesh, log.barrier_with_level_1_timing)
-    return Watch(
-        timers,
-        Profiler(o, run.mesh, folder / "trace"),
-        Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval),
-        phases,
-        Watchdog(run.mesh, folder, timers, limit_s, shared),
-        pulse=Pulse(run.mesh, phases, hosts, Events(folder, run.mesh.world.rank), o),
-        restore=going_back(run, config),
-    )
 
 
 def _reporter(

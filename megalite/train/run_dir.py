@@ -4,9 +4,9 @@
     log.txt           what the console showed
     metrics.jsonl     one JSON object per log line and evaluation
     status.json       how it ended
-    events.jsonl      what else happened (train/watch/events.py)
+    events.jsonl      what else happened, one JSON object per event, of launcher and ranks
 
-torchrun turns every exit code but 0 into 1, so scripts that requeue a run read status.json.
+torchrun turns every exit code but 0 into 1, so scripts that requeue a run read status.json. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.storage.location import is_url
 from megalite.config.options import Config
@@ -83,12 +84,12 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
 
 
 def leave_status(
-    folder: Path, outcome: str, *, checkpoint: str | None, reason: str, step: int = 0, tokens: int = 0, rank: int = 0
+    folder: Path, outcome: str, *, checkpoint: str | None, reason: str, step: int = 0, tokens: int = 0
 ) -> None:
     """status.json. `outcome`: of `Exit`, or "running", which is said again while the run trains. `tokens` and `step`:
     trained so far. `checkpoint`: the directory to resume from. `reason`: for people. A full disk is told at the end,
     and changes nothing else."""
-    status = dict(outcome=outcome, step=step, tokens=tokens, checkpoint=checkpoint, reason=reason, rank=rank)
+    status = dict(outcome=outcome, step=step, tokens=tokens, checkpoint=checkpoint, reason=reason, rank=0)
     status |= dict(pid=os.getpid(), host=socket.gethostname(), started=_STARTED, time=now())
     try:
         write_atomically(folder / "status.json", json.dumps(status) + "\n")
@@ -121,23 +122,74 @@ def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
         complain(f"{file}: {error.strerror}; it does not tell how this run ended")
 
 
+class AppendedFile:
+    """Whole lines at the end of a file, each in one write, so that no process tears another's. Nothing is kept in
+    memory: what could not be written would come again."""
+
+    def __init__(self, path: Path):
+        self.path, self._torn = path, False
+        self.file: Any = None
+
+    def write(self, text: str) -> None:
+        """Raises OSError, or ValueError where the file was closed."""
+        if self.file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "ab", buffering=0, opener=at_once)  # noqa: SIM115 (closed in close)
+        data = b"\n" * self._torn + text.encode(errors="backslashreplace") + b"\n"
+        written = self.file.write(data)
+        self._torn = written < len(data)
+        if self._torn:
+            raise OSError(None, "only a part of a line could be written")
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+class Events:
+    """events.jsonl, of one process; `rank` None: the launcher. A row holds time, event, rank, step and facts. Telling
+    never raises: the first loss is said on stderr."""
+
+    def __init__(self, folder: Path, rank: int | None = None):
+        self.rank, self._file, self._lost = rank, AppendedFile(folder / "events.jsonl"), False
+
+    def add(self, event: str, step: int | None = None, **facts: Any) -> None:
+        """`facts`: what JSON can hold; anything else as its text."""
+        row = {"time": now(), "event": event, "rank": self.rank, "step": step, **facts}
+        try:
+            self._file.write(json.dumps(row, default=str))
+        except (OSError, ValueError) as error:
+            if not self._lost:
+                complain(
+                    f"WARNING: {self._file.path}: {getattr(error, 'strerror', None) or error}; events are lost there"
+                )
+            self._lost = True
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, what it holds) of a file of JSON objects, one by one: it may be large. Torn lines are left out. Raises
+    OSError."""
+    if not path.is_file():  # a pipe has nobody who writes, /dev/full no end
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield line.rstrip("\n"), row
+
+
 def keep_rows_until(path: Path, step: int, validated: bool = True) -> None:
     """Drop rows of metrics.jsonl beyond `step`, which a resumed run writes again, and rows torn by a crash.
     `validated` False: also the losses of validation and test sets at `step` itself."""
     if not path.is_file():  # /dev/full has no end
         return
 
-    def kept() -> Iterable[str]:
-        with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:  # row by row: it may be large
-            for line in lines:
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if not isinstance(row, dict) or not isinstance(row.get("step"), int) or row["step"] > step:
-                    continue
-                again = row["step"] == step and any(key.startswith("val/") for key in row)
-                if validated or not again:
-                    yield line.rstrip("\n") + "\n"
+    def stays(row: dict[str, Any]) -> bool:
+        at = row.get("step")
+        again = at == step and any(key.startswith("val/") for key in row)
+        return isinstance(at, int) and at <= step and (validated or not again)
 
-    write_atomically(path, kept())
+    write_atomically(path, (f"{line}\n" for line, row in json_rows(path) if stays(row)))

@@ -31,9 +31,9 @@ from megalite.parallel.streams import cuda_graphs, new_stream, on_stream
 from megalite.pipeline.graphed import Graph, GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.train.arrangement import Arrangement, arrange, build_stages
-from megalite.train.batch import HostBatch, host_batch
+from megalite.train.batch import host_batch
 from megalite.train.sources import NamedSet, Sources, open_sources
-from megalite.train.state import EvaluationSet, Run
+from megalite.train.state import Loader, Run
 from megalite.train.watch.spikes import Spikes
 
 
@@ -186,7 +186,7 @@ def _build_pipeline(
 
 def _open_loaders(
     made: Arrangement, sources: Sources, mesh: Mesh
-) -> tuple[Prefetcher[HostBatch], list[EvaluationSet], list[EvaluationSet]]:
+) -> tuple[Loader, list[NamedSet[Loader]], list[NamedSet[Loader]]]:
     """Of training, validation and test data. A rank between the ends of the pipeline reads none unless documents are
     to be kept apart."""
     d, t, seq_length = made.config.data, made.config.train, made.config.model.seq_length
@@ -197,7 +197,7 @@ def _open_loaders(
 
     def loader(
         dataset: Dataset, micro_batch_size: int, size_at: Callable[[int], int], ignored_label: int | None = None
-    ) -> Prefetcher[HostBatch]:
+    ) -> Loader:
         batches = Batches(
             dataset if reads else Unread(seq_length),
             micro_batch_size,
@@ -209,10 +209,10 @@ def _open_loaders(
         )
         return Prefetcher(batches, prepare, size_at)
 
-    def evaluation(sets: list[NamedSet]) -> list[EvaluationSet]:
+    def evaluation(sets: list[NamedSet[Dataset]]) -> list[NamedSet[Loader]]:
         size, micro = made.eval_batch_size, t.eval_micro_batch_size or t.micro_batch_size
         size_at = lambda n: size if n < t.eval_iters * size else 0  # noqa: E731
-        return [EvaluationSet(one.name, loader(one.dataset, micro, size_at), one.bytes_per_token) for one in sets]
+        return [NamedSet(one.name, loader(one.data, micro, size_at), one.bytes_per_token) for one in sets]
 
     train = loader(sources.train, t.micro_batch_size, made.batch_sizes.at, sources.ignored_label)
     return train, evaluation(sources.valid), evaluation(sources.test)

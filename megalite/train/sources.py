@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from megalite.config.field import unusable
 from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
-from megalite.data.samples.blend import Blend, Reading, build_blend, parse_data_path
-from megalite.data.samples.epochs import split_parts
+from megalite.data.samples.blend import Blend, Reading, build_blend, parse_data_path, split_parts
 from megalite.data.samples.fim import Fim, FimDataset
 from megalite.data.samples.ledger import Ledger
 from megalite.data.samples.mock import MockDataset
@@ -23,14 +23,15 @@ from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's
 Paths = Sequence[str]
+Data = TypeVar("Data")
 
 
 @dataclass(frozen=True)
-class NamedSet:
+class NamedSet(Generic[Data]):
     """A validation or test set; `name` is empty where there is one only. bytes_per_token: of its text, if known."""
 
     name: str
-    dataset: Dataset
+    data: Data  # a Dataset, and once a rank reads its part of it, the loader of that
     bytes_per_token: float | None = None
 
 
@@ -43,8 +44,8 @@ class Sources:
     train: Dataset
     tokenizer: Tokenizer | None
     ledger: Ledger | None = None
-    valid: list[NamedSet] = field(default_factory=list)
-    test: list[NamedSet] = field(default_factory=list)
+    valid: list[NamedSet[Dataset]] = field(default_factory=list)
+    test: list[NamedSet[Dataset]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # worth telling
     ignored_label: int | None = None  # fills samples of `train`
 
@@ -70,9 +71,9 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
     vocab_size = _vocab_size(data, tokenizer)
     eod = None if tokenizer is None else tokenizer.eod
     if data.mock_data:
-        train, valid, test = (MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS)
-        sets = [[NamedSet("", one)] if eval_iters > 0 else [] for one in (valid, test)]
-        return Sources(vocab_size, eod, train, tokenizer, None, sets[0], sets[1])
+        made: list[Dataset] = [MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS]
+        valid, test = ([NamedSet("", one)] if eval_iters > 0 else [] for one in made[1:])
+        return Sources(vocab_size, eod, made[0], tokenizer, None, valid, test)
 
     how = Reading(data.data_cache_path, tokenizer, data.document_packing == "best-fit", data.mmap_bin_files)
 
@@ -89,7 +90,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
     if data.fim_data and tokenizer is not None:
         fim = _fim(data, tokenizer, notes)
         train, ignored = FimDataset(ledger, fim, seed, tokenizer), None if fim.pad == tokenizer.eod else fim.pad
-    found: dict[str, list[NamedSet]] = {"valid": [], "test": []}
+    found: dict[str, list[NamedSet[Dataset]]] = {"valid": [], "test": []}
     for split, named in found.items():
         paths, part = lists[split], parts[split]
         if eval_iters <= 0 or not paths or part is None:
@@ -143,9 +144,7 @@ def _vocab_size(data: DataConfig, tokenizer: Tokenizer | None) -> int:
         raise DataError(f"vocab_size={given} is below the {found} of {tokenizer and tokenizer.name}; leave it out")
     size, rows = max(given, found), data.padded_vocab_size
     if rows is not None and rows < size:
-        raise DataError(
-            f"padded_vocab_size={rows} is below the vocabulary of {size}; give at least that, or leave it out"
-        )
+        raise DataError(f"padded_vocab_size={rows} is below the vocabulary of {size}; give more, or leave it out")
     return size
 
 

@@ -17,7 +17,10 @@ from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
 from megalite.train.batch import HostBatch
 from megalite.train.batch_size import BatchSizes
+from megalite.train.sources import NamedSet
 from megalite.train.watch.spikes import Spikes
+
+Loader = Prefetcher[HostBatch]
 
 
 class BadResult(RuntimeError):
@@ -110,15 +113,6 @@ class StepResult:
     doubt: Doubt | None = None
 
 
-@dataclass(frozen=True)
-class EvaluationSet:
-    """`name` is empty where there is one set only. bytes_per_token: of its text, for bits per byte; None: unknown."""
-
-    name: str
-    data: Prefetcher[HostBatch]
-    bytes_per_token: float | None = None
-
-
 @dataclass
 class Run:
     """The parts that train/setup.py built and introduced to each other."""
@@ -132,7 +126,7 @@ class Run:
     batch_sizes: BatchSizes
     eval_batch_size: int
     last_step: int
-    data: Prefetcher[HostBatch]
+    data: Loader
     seq_length: int
     max_norm: float
     check_finite: bool
@@ -140,8 +134,8 @@ class Run:
     rerun: str = "disabled"  # --rerun-mode
     spikes: Spikes = field(default_factory=Spikes)
     state: State = field(default_factory=State)
-    valid: list[EvaluationSet] = field(default_factory=list)
-    test: list[EvaluationSet] = field(default_factory=list)
+    valid: list[NamedSet[Loader]] = field(default_factory=list)
+    test: list[NamedSet[Loader]] = field(default_factory=list)
     ledger: Ledger | None = None  # of what was read; None: generated data
     tokenizer: Tokenizer | None = None  # what the ids mean; None: nobody said
     before_update: Callable[[], None] = lambda: None  # a save may still be copying what an update changes

@@ -112,7 +112,6 @@ OF_THE_HOST = {
     "train/watch/hang.py Watchdog._watch: self._closing.wait(self.pace * POLL_S)",
     "parallel/comm.py Pending.wait: self._work.wait(limit)",  # over gloo
     # between processes that share memory, on CPUs
-    "parallel/comm.py _Narrowed.wait: super().wait()",
     "parallel/shared_memory.py SharedMemory.take: self._open[0].wait()",
     "parallel/shared_memory.py SharedMemory.meet: self.arrive(torch.zeros(3, dtype=torch.int64)).wait()",
     "parallel/shared_memory.py _Arrival.wait: self._work.wait()",

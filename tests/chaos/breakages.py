@@ -79,12 +79,12 @@ BREAKAGES = [
     Breakage(
         "directories that are no whole checkpoint count as kept ones",
         "tests/checkpoint/test_saver.py::test_keep_last_and_retain_touch_only_complete_ones",
-        ((" and step not in damaged and is_complete(folder_of(directory, step)):", " and step not in damaged:"),),
+        ((" and step not in self.damaged and is_complete(folder_of(self.directory, step)):", " and step not in self.damaged:"),),
     ),
     Breakage(
         "a writer's error is printed and forgotten",
         "tests/checkpoint/test_saver.py::test_a_disk_that_is_full_on_one_rank_is_an_error_on_all[at once]",
-        (("    except Exception as e:  # whatever it is, the other ranks must hear of it\n        error = e\n", "    except Exception as e:\n        print(e)\n"),),
+        (("        agree(error, mesh, doing)\n        raise\n", "        print(error)\n        result = None\n"),),
     ),
     # ---- and others
     Breakage(

@@ -76,8 +76,8 @@ def save_all(folder: Path, ranks: list[list[Piece]], step: int, state: dict | No
     part = folder / f".iter_{step:07d}.part"
     part.mkdir(parents=True)
     for rank, pieces in enumerate(ranks):
-        header, rows, ordered = tensor_file.plan(pieces)
-        writer.write_rank(part, rank, header, rows, (p.data for p in ordered))
+        rows, ordered = tensor_file.plan(pieces)
+        writer.write_rank(part, rank, rows, (p.data for p in ordered))
     final = storage.folder_of(folder, step)
     writer.commit(part, final, state or {}, step, len(ranks))
     return final

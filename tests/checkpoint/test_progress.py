@@ -12,7 +12,7 @@ from test_start import SMALL, built
 
 from megalite.checkpoint import progress
 from megalite.checkpoint.format import blocks
-from megalite.interop import load as foreign_load
+from megalite.interop import convert
 from megalite.train.start.origin import start_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytes
     for line in wanted[style]:
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     if style == "megalite":  # and how far, where it takes long
-        for module in (blocks, foreign_load):
+        for module in (blocks, convert):
             monkeypatch.setattr(module, "ProgressLines", lambda *a: progress.ProgressLines(*a, every_s=0))
         run, _ = built("--load", where, "--lr-decay-iters", "9")
         capsys.readouterr()

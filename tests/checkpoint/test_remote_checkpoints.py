@@ -179,8 +179,8 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
     change(f"{base}/iter_0000007/mp_rank_00/model_optim_rng.pt", b"of Megatron-LM")
     change(f"{base}/iter_0000008/notes.txt", b"of somebody")
     place = parse(base)
-    assert retention.prune(place, 2, 4, set(), dry=True) == [2, 3] and len(storage.steps_in(base)) == 8
-    assert retention.prune(place, 2, 4, set()) == [2, 3]
+    assert retention.Retention(place, 2, 4).prune(dry=True) == [2, 3] and len(storage.steps_in(base)) == 8
+    assert retention.Retention(place, 2, 4).prune() == [2, 3]
     assert storage.steps_in(base) == [1, 4, 5, 6, 7, 8]
     real, left = object_store.RemoteStorage.delete, [1]
 
@@ -193,7 +193,7 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(object_store.RemoteStorage, "delete", killed)
         with pytest.raises(KeyboardInterrupt):
-            retention.prune(place, 2, None, set())
+            retention.Retention(place, 2).prune()
     assert "COMPLETE" not in files(f"{base}/iter_0000004")  # first of all: no checkpoint any more
     one = Saver.open(base, ALONE, 0)
     assert "iter_0000004" in one.news()[0]
@@ -207,7 +207,7 @@ def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.Monkey
     place, real, gone = parse(base), object_store.RemoteFile.pread, []
 
     def meanwhile(self: Any, target: memoryview, begin: int) -> None:
-        gone.extend(retention.prune(place, 1, None, set()))
+        gone.extend(retention.Retention(place, 1).prune())
         real(self, target, begin)
 
     with monkeypatch.context() as patch:
@@ -220,7 +220,7 @@ def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(object_store, "STALE_S", 1.0)
     with store.reading(folder):
         time.sleep(1.3)  # longer than a mark lasts: it is renewed
-        assert store.in_use(folder) and retention.prune(place, 1, None, set()) == []
+        assert store.in_use(folder) and retention.Retention(place, 1).prune() == []
     for n, content in enumerate((b"", b"nan", b"\xff", b"9" * 200, str(time.time() - 2).encode())):
         change(f"{base}/iter_0000001/.reading-{n:032x}", content)  # of a reader that was killed, or of nobody
     with monkeypatch.context() as patch:
@@ -228,7 +228,7 @@ def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.Monkey
         patch.setattr(object_store.RemoteStorage, "put", refused)
         with store.reading(folder):  # nothing protects it, but it is read
             assert not store.in_use(folder)
-    assert retention.prune(place, 1, None, set()) == [1]
+    assert retention.Retention(place, 1).prune() == [1]
     assert not any("iter_0000001" in name for name in files(base))
 
 
@@ -285,7 +285,7 @@ def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.M
 
     target = parse(base) / "iter_0000002" / "rank-00000.safetensors"
     with pytest.raises(RuntimeError, match="half way"):
-        tensor_file.write(target, b"", broken())
+        tensor_file.write(target, [], broken())
     gc.collect()  # fsspec closes, and so commits, files that are collected
     if base.startswith("s3"):
         assert not any("iter_0000002" in name for name in files(base))

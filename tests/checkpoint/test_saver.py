@@ -72,8 +72,8 @@ def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> No
         "d": torch.tensor([True, False, True]),
         "e": torch.tensor(2.5, dtype=torch.float64),
     }
-    header, rows, ordered = tensor_file.plan([whole(v, name) for name, v in values.items()])
-    stamp = tensor_file.write(tmp_path / "x.safetensors", header, (p.data for p in ordered), block)
+    rows, ordered = tensor_file.plan([whole(v, name) for name, v in values.items()])
+    stamp = tensor_file.write(tmp_path / "x.safetensors", rows, (p.data for p in ordered), block)
     got = load_file(tmp_path / "x.safetensors")
     assert {row.name: row.key for row in rows}.keys() == values.keys()
     for row in rows:
@@ -83,7 +83,7 @@ def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> No
     again.update(memoryview((tmp_path / "x.safetensors").read_bytes()))
     assert again.stamp() == stamp
     with pytest.raises(FileExistsError):  # a file that is there is never overwritten
-        tensor_file.write(tmp_path / "x.safetensors", header, (p.data for p in ordered))
+        tensor_file.write(tmp_path / "x.safetensors", rows, (p.data for p in ordered))
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,8 +101,8 @@ def test_any_rectangle_is_read_from_any_other(tmp_path_factory, shape, data) -> 
     cut = lambda box: everything[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]  # noqa: E731
     folder = tmp_path_factory.mktemp("file")
     piece = Piece("w", tuple(shape), stored, range(stored.numel), cut(stored).reshape(-1).clone())
-    header, rows, _ = tensor_file.plan([piece])
-    stamp = tensor_file.write(folder / "x", header, [piece.data])
+    rows, _ = tensor_file.plan([piece])
+    stamp = tensor_file.write(folder / "x", rows, [piece.data])
     parts = manifests.Stored("x", rows[0].key, stored)
     made = manifests.Manifest({"w": manifests.Whole(tuple(shape), "float32", (parts,))}, {"x": stamp}, {})
     target = torch.zeros(wanted.shape, dtype=data.draw(st.sampled_from([torch.float32, torch.float64])))
@@ -283,9 +283,9 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
     (tmp_path / "iter_0000001" / "KEEP").touch()
     with file_system.LocalStorage().reading(tmp_path / "iter_0000002"):
-        gone = retention.prune(tmp_path, 2, 4, set())
+        gone = retention.Retention(tmp_path, 2, 4).prune()
     assert gone == [3, 5]  # 7 and 6 are the newest two that are whole, 4 is retained, 2 is being read, 1 is pinned
-    assert retention.prune(tmp_path, 1, None, set()) == [2, 4, 6]
+    assert retention.Retention(tmp_path, 1).prune() == [2, 4, 6]
     left = sorted(p.name for p in tmp_path.glob("iter_*"))
     assert left == ["iter_0000001", "iter_0000007", "iter_0000008", "iter_0000009", "iter_backup"]
 
@@ -295,7 +295,7 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monke
         foreground.save(tmp_path, step, [whole(torch.ones(2))], {}, ALONE)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *a, **k: None)
-        retention.prune(tmp_path, 1, None, set())
+        retention.Retention(tmp_path, 1).prune()
     assert storage.steps_in(tmp_path) == [2] and (tmp_path / ".iter_0000001.old").is_dir()
     Saver.open(tmp_path, ALONE, 0).close()
     assert not (tmp_path / ".iter_0000001.old").exists()
@@ -309,10 +309,10 @@ def test_the_one_just_saved_is_never_deleted(tmp_path: Path) -> None:
     one.save(15, [whole(torch.ones(2))], {})
     one.close()
     assert storage.steps_in(tmp_path) == [15, 30]
-    assert retention.prune(tmp_path, 1, None, set()) == [15]  # and the only valid one stays for ever
+    assert retention.Retention(tmp_path, 1).prune() == [15]  # and the only valid one stays for ever
     os.truncate(tmp_path / "iter_0000030" / "rank-00000.safetensors", 8)
     foreground.save(tmp_path, 12, [whole(torch.ones(2))], {}, ALONE)
-    assert retention.prune(tmp_path, 1, None, set()) == []
+    assert retention.Retention(tmp_path, 1).prune() == []
 
 
 def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

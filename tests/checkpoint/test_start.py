@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 import torch
 from ranks import run_ranks
-from train_cases import SMALL
+from train_cases import SMALL, train
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import writer
@@ -30,7 +30,6 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train import loop
-from megalite.train.loop import Plan, StopSignal, Training
 from megalite.train.run import pretrain
 from megalite.train.run_dir import Exit
 from megalite.train.setup import SetupError, build_run
@@ -397,21 +396,6 @@ def test_flags_without_effect_are_refused() -> None:
 # ---- the loop
 
 
-def plan(**changes: object) -> Plan:
-    values = dict.fromkeys(Plan.__dataclass_fields__)
-    return Plan(
-        **{
-            **values,
-            "log_interval": 100,
-            "eval_iters": 0,
-            "empty_level": 0,
-            "count_zeros": False,
-            "save_optimizer": True,
-            **changes,
-        }
-    )  # type: ignore[arg-type]
-
-
 def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval-mins", "1e-9", "--save-retain-interval", "4")
     saver = open_saver(run, config)
@@ -419,7 +403,7 @@ def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
     assert saver is not None and saver.keep_last == 1
     real = saver.save
     saver.save = lambda step, *a, **k: (made.append(step), real(step, *a, **k))[1]  # type: ignore[method-assign]
-    assert Training(run, plan(save_every_s=6e-8), "", tmp_path, None, StopSignal(), saver).train()[0] is Exit.DONE
+    assert train(run, config, tmp_path, saver)[0] is Exit.DONE
     saver.close()
     run.close()
     assert made == [1, 2, 3, 4, 5, 6]
@@ -450,7 +434,7 @@ def _broken_writer(directory: str, broken: int) -> tuple[str, int, bool]:
     saver = open_saver(run, config)
     assert saver is not None
     with pytest.raises(CheckpointError) as error:
-        Training(run, plan(save_interval=2), to_toml(config), Path(directory), None, StopSignal(), saver).train()
+        train(run, config, Path(directory), saver)
     saver.close()
     run.close()
     return str(error.value), run.state.step, isinstance(error.value, ElsewhereError)

@@ -18,9 +18,8 @@ import pytest
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
-from megalite.data.samples import epoch_cache as cache
-from megalite.data.samples.epoch_cache import load_or_build
-from megalite.data.samples.epochs import Epoch, build_epoch
+from megalite.data.samples import epochs as cache
+from megalite.data.samples.epochs import Epoch, build_epoch, load_or_build
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import fold
 from megalite.data.samples.token_line import Line
@@ -32,7 +31,7 @@ BUILDER = """
 import logging, sys, time
 import numpy as np
 from megalite.data import locks
-from megalite.data.samples import epoch_cache as cache
+from megalite.data.samples import epochs as cache
 from megalite.data.samples.epochs import build_epoch
 
 logging.basicConfig(format="%(message)s")

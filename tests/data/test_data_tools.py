@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 
 from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
-from megalite.data.files import merge as merge_module
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
-from megalite.data.files.merge import document_blocks, expand_prefixes, merge
 from megalite.data.files.sidecar import make_info, read_info
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.train.sources import open_sources
 from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
+from tools.merge_datasets import document_blocks, expand_prefixes, merge
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -85,8 +84,8 @@ def test_merged_documents_are_those_of_the_inputs(
     folder = tmp_path_factory.mktemp("merge")
     prefixes = [write(folder / f"p{i}", file) for i, file in enumerate(files)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge_module, "COPY_TOKENS", tokens)
-        patch.setattr(merge_module, "BLOCK_DOCUMENTS", documents)
+        patch.setattr(merge_datasets, "COPY_TOKENS", tokens)
+        patch.setattr(merge_datasets, "BLOCK_DOCUMENTS", documents)
         blocks = list(document_blocks(IndexedDataset(prefixes[0])))
         for a, b, begin, end in blocks:
             assert b - a == 1 or (end - begin <= tokens and b - a <= documents)
@@ -215,8 +214,8 @@ def test_verify_names_the_first_bad_id(
     filled = [i for i, one in enumerate(documents) if one]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect_data, "CHUNK", chunk)
-        patch.setattr(merge_module, "COPY_TOKENS", run)
-        patch.setattr(merge_module, "BLOCK_DOCUMENTS", 3)
+        patch.setattr(merge_datasets, "COPY_TOKENS", run)
+        patch.setattr(merge_datasets, "BLOCK_DOCUMENTS", 3)
         sound = inspect_data.verify(IndexedDataset(write(folder / "a", documents, dtype=np.int32)), None, 21, 0)
         assert f"id 0: {sum(one[-1] == 0 for one in documents if one)} of {len(filled)}" in sound
         inside = sum(one[:-1].count(0) for one in documents)
@@ -301,7 +300,7 @@ def test_prepare_cache_builds_all_that_the_run_reads_and_only_once(tmp_path: Pat
     sources = open_sources(data, 16, 1234, 8)
     sources.train.samples(np.arange(400))
     for one in (*sources.valid, *sources.test):
-        one.dataset.samples(np.arange(8))
+        one.data.samples(np.arange(8))
     assert {path.name: path.read_bytes() for path in cache.glob("*.npy")} == built
 
 

@@ -18,13 +18,13 @@ from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
-from megalite.data.samples.fim import WRITTEN, Codec, Fim, FimDataset, rearrange, transform
+from megalite.data.samples.fim import WRITTEN, Fim, FimDataset, rearrange, transform
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.mock import MockDataset
 from megalite.data.samples.packed_dataset import PackedDataset
 from megalite.data.samples.permutation import fold
 from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
-from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer
+from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
 
 PRE, MID, SUF, PAD, EOD, SPLIT = range(6)
 SAMPLE = st.lists(st.one_of(st.integers(6, 99), st.sampled_from([EOD, EOD, SPLIT])), min_size=1, max_size=80)
@@ -168,7 +168,7 @@ LINES = [f"def function_{i}(x):\n    return x + {i * i}  # ünïcode 漢字 {i}\
 
 
 @pytest.fixture(scope="module")
-def codecs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Codec, Fim]]:
+def codecs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Fim]]:
     """A byte-level BPE and a SentencePiece model with its space before the first word."""
     out = tmp_path_factory.mktemp("codecs")
     bpe = tokenizers.Tokenizer(models.BPE())
@@ -198,7 +198,7 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Codec, F
     }
 
 
-def texts(ids: list[int], codec: Codec, marks: Fim) -> list[str]:
+def texts(ids: list[int], codec: Tokenizer, marks: Fim) -> list[str]:
     """The documents that stand in ids, each put together again; their ids in a row, so that a lost space shows."""
     names = {marks.prefix: PRE, marks.middle: MID, marks.suffix: SUF}
     shifted = [names.get(i, i + 6 if i != marks.eod else EOD) for i in ids]
@@ -215,7 +215,7 @@ def texts(ids: list[int], codec: Codec, marks: Fim) -> list[str]:
     key=st.integers(0, 2**64 - 1),
 )
 def test_text_is_kept_between_characters(
-    kind: str, codecs: dict[str, tuple[Codec, Fim]], documents: list[str], key: int
+    kind: str, codecs: dict[str, tuple[Tokenizer, Fim]], documents: list[str], key: int
 ) -> None:
     codec, options = codecs[kind]
     ids = [codec.encode(text) for text in documents]
@@ -227,7 +227,7 @@ def test_text_is_kept_between_characters(
 
 
 @pytest.mark.parametrize("kind", ["bpe", "spm"])
-def test_cuts_fall_within_tokens(kind: str, codecs: dict[str, tuple[Codec, Fim]]) -> None:
+def test_cuts_fall_within_tokens(kind: str, codecs: dict[str, tuple[Tokenizer, Fim]]) -> None:
     codec, options = codecs[kind]
     ids = np.array(codec.encode("".join(LINES[:3])), np.int64)
     borders = {len(codec.decode(ids[:k].tolist())) for k in range(len(ids) + 1)}
@@ -241,7 +241,7 @@ def test_cuts_fall_within_tokens(kind: str, codecs: dict[str, tuple[Codec, Fim]]
     assert within > 10
 
 
-def test_half_a_character_is_cut_between_tokens(codecs: dict[str, tuple[Codec, Fim]]) -> None:
+def test_half_a_character_is_cut_between_tokens(codecs: dict[str, tuple[Tokenizer, Fim]]) -> None:
     codec, options = codecs["bpe"]
     ids = np.array(codec.encode("🙂 and so on")[1:], np.int64)  # begins within the bytes of the first
     out, source = rearrange(ids, 3, options, codec)
@@ -249,7 +249,7 @@ def test_half_a_character_is_cut_between_tokens(codecs: dict[str, tuple[Codec, F
     assert len(out) == len(ids) + 3
 
 
-def test_text_that_spells_a_sentinel_never_becomes_one(codecs: dict[str, tuple[Codec, Fim]]) -> None:
+def test_text_that_spells_a_sentinel_never_becomes_one(codecs: dict[str, tuple[Tokenizer, Fim]]) -> None:
     codec, options = codecs["bpe"]
     assert codec.encode("<fim_middle>") == [options.middle]
     tokens = np.array(codec.encode("say <fim_mid") + codec.encode("dle> here"), np.int64)
@@ -259,7 +259,7 @@ def test_text_that_spells_a_sentinel_never_becomes_one(codecs: dict[str, tuple[C
         assert texts(out.tolist(), codec, options) == ["say <fim_middle> here"]
 
 
-def test_no_prefix_leaves_a_text_alone(codecs: dict[str, tuple[Codec, Fim]]) -> None:
+def test_no_prefix_leaves_a_text_alone(codecs: dict[str, tuple[Tokenizer, Fim]]) -> None:
     codec, options = codecs["bpe"]
     first, second = (codec.encode(text) for text in ("# licence text", "x = 1"))
     tokens = np.array([*first, options.eod, *second], np.int64)
@@ -269,7 +269,7 @@ def test_no_prefix_leaves_a_text_alone(codecs: dict[str, tuple[Codec, Fim]]) -> 
         assert out[: len(first) + 1].tolist() == [*first, options.eod] and out[len(first) + 1] == options.prefix
 
 
-def test_a_shorter_sample_is_filled(codecs: dict[str, tuple[Codec, Fim]]) -> None:
+def test_a_shorter_sample_is_filled(codecs: dict[str, tuple[Tokenizer, Fim]]) -> None:
     codec, options = codecs["bpe"]
     letters = np.array([codec.encode(letter)[0] for letter in "function_ return function_ return"], np.int64)
     out, source = transform(letters, 5, options, codec)  # encoded anew it takes fewer tokens than letters

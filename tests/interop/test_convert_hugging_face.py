@@ -35,8 +35,7 @@ from megalite.config.options import ModelConfig, build  # noqa: E402
 from megalite.config.pattern import write_pattern  # noqa: E402
 from megalite.config.toml import parse_toml, to_toml  # noqa: E402
 from megalite.generate.generation import load_model  # noqa: E402
-from megalite.interop import logits  # noqa: E402
-from megalite.interop.convert import Ours, Verdict, compare, saved_model, write_import  # noqa: E402
+from megalite.interop.convert import Ours, write_import  # noqa: E402
 from megalite.interop.hugging_face.config_json import choose_family, read_config, write_config  # noqa: E402
 from megalite.interop.hugging_face.model_files import open_model  # noqa: E402
 from megalite.interop.rules import join, recipes, split  # noqa: E402
@@ -46,6 +45,8 @@ from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import Mesh  # noqa: E402
 from megalite.parallel.spec import Box, Piece  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
+from tools.checks import logits  # noqa: E402
+from tools.checks.bits import Verdict, compare  # noqa: E402
 
 TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
 
@@ -66,7 +67,7 @@ def tokens_BS() -> Tensor:
 
 def our_logits(directory: Path) -> Tensor:
     source = open_checkpoint(directory)
-    return logits.our_logits(source, saved_model(source), tokens_BS(), V)
+    return logits.our_logits(source, convert_checkpoint.saved_model(source), tokens_BS(), V)
 
 
 @torch.no_grad()
@@ -291,7 +292,7 @@ def test_norms_stored_less_one_go_to_megatron_and_back(kind: str, one_plus: bool
     assert tool("--load", tmp_path / "ours", "--to-megatron", there, *TP, tp, "--check") == 0
     assert tool("--from-megatron", there, "--save", tmp_path / "again", "--check") == 0
     first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
-    assert saved_model(again).apply_layernorm_1p == one_plus
+    assert convert_checkpoint.saved_model(again).apply_layernorm_1p == one_plus
     for name, spec in specs_of(model, 9).items():
         box = Box((0,) * len(spec.shape), spec.shape)
         assert torch.equal(first.read(f"model/{name}", box), again.read(f"model/{name}", box)), name
@@ -342,7 +343,8 @@ def test_other_logits_are_seen(models, tmp_path: Path, capsys) -> None:
     folder = copied(models("gpt2")[1], tmp_path / "model")
     assert tool("--from-hf", folder, "--save", tmp_path / "ours") == 0
     _tensors(folder, lambda t: t["transformer.ln_f.bias"].add_(1.0))
-    found = logits.compare_logits(folder, source := open_checkpoint(tmp_path / "ours"), saved_model(source), V)
+    source = open_checkpoint(tmp_path / "ours")
+    found = logits.compare_logits(folder, source, convert_checkpoint.saved_model(source), V)
     assert found.largest > 0.1 and found.agreement < 1 and found.positions == 2 * S
 
 

@@ -21,9 +21,8 @@ from train_cases import SMALL
 from megalite.config.options import OperationsConfig
 from megalite.parallel.mesh import Mesh
 from megalite.train.phases import Phases
-from megalite.train.run_dir import Exit
+from megalite.train.run_dir import Events, Exit
 from megalite.train.watch.cards import Card, read
-from megalite.train.watch.events import Events
 from megalite.train.watch.pulse import (
     HEALTH,
     LINES,

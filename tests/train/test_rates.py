@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from train_cases import SMALL
+from train_cases import SMALL, train
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.config import cli
@@ -18,8 +18,8 @@ from megalite.config.options import Config, ConfigError
 from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train.loop import StopSignal, Training, evaluate
-from megalite.train.run import plan_of, pretrain
+from megalite.train.loop import evaluate
+from megalite.train.run import pretrain
 from megalite.train.run_dir import Exit
 from megalite.train.setup import SetupError, build_run
 from megalite.train.start.origin import start_run
@@ -185,7 +185,7 @@ def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
 def test_iterations_to_skip_read_their_samples_and_update_nothing(tmp_path: Path) -> None:
     run, config = built("--iterations-to-skip", "1", "3", "--train-iters", "4", "--run-dir", str(tmp_path))
     twin, _ = built("--train-iters", "4")
-    Training(run, plan_of(config, run.last_step), to_toml(config), tmp_path, None, StopSignal()).train()
+    train(run, config, tmp_path)
     for step in (1, 2, 3, 4):
         if step in (1, 3):
             twin.state.advance(8, tokens=128, skipped=True)
@@ -221,7 +221,7 @@ def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
     assert told and told == trained
 
 
-def test_evaluations_have_a_batch_of_their_own() -> None:
+def test_evaluations_have_a_batch_of_their_own(tmp_path: Path) -> None:
     run, _ = built("--eval-iters", "2")
     whole = evaluate(run, run.valid[0].data, 2)  # 2 x 8 samples
     run.close()
@@ -229,9 +229,11 @@ def test_evaluations_have_a_batch_of_their_own() -> None:
     shapes, real = [], run.pipeline.evaluate
     run.pipeline.evaluate = lambda batches: (shapes.extend(b.tokens_SB.shape for b in batches), real(batches))[1]  # type: ignore[method-assign]
     assert evaluate(run, run.valid[0].data, 4) == pytest.approx(whole, rel=1e-6)
-    run.close()
     assert shapes == [(16, 1)] * 16 and run.batch_sizes.final == 8
-    assert plan_of(config, run.last_step).eval_iters == 4
+    run.last_step = 0
+    train(run, config, tmp_path)
+    run.close()
+    assert shapes == [(16, 1)] * 16 * 3  # at the end, on the validation and the test set
 
 
 def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
@@ -262,9 +264,9 @@ def test_what_has_no_effect_is_said() -> None:
 
 def test_no_evaluation() -> None:
     for count in ("0", "-1"):
-        run, config = built("--eval-iters", count)
+        run, _ = built("--eval-iters", count)
         run.close()
-        assert plan_of(config, run.last_step).eval_iters == 0
+        assert not run.valid and not run.test
     with pytest.raises(ConfigError, match="eval_iters=-2 is negative"):
         built("--eval-iters", "-2")
 

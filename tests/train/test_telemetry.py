@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from train_cases import SMALL
 
-from megalite.train.run_dir import settle_status
-from megalite.train.watch.events import Events
+from megalite.train.run_dir import Events, settle_status
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.parallel.spec import Box
+from megalite.parallel.spec import Box, Piece
 
 
 def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -50,6 +51,12 @@ def rectangles(box: Box, span: range) -> list[tuple[Box, range]]:
         result.append((part, range(done, done + part.numel)))
         done += part.numel
     return result
+
+
+def views(piece: Piece) -> list[tuple[Box, Any]]:
+    """Those of a piece, each with a view of its values."""
+    data = piece.data.detach()
+    return [(box, data[span.start : span.stop].view(box.shape)) for box, span in rectangles(piece.box, piece.span)]
 
 
 def intersect(a: Box, b: Box) -> Box | None:

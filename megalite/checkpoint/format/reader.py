@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format.blocks import Want, check_sizes, read_blocks
 from megalite.checkpoint.format.manifest import Manifest
-from megalite.checkpoint.format.pieces import intersect, offset_in, rectangles
+from megalite.checkpoint.format.pieces import intersect, offset_in, views
 from megalite.checkpoint.format.tensor_file import Place, places
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import storage_of
@@ -68,8 +68,7 @@ def fill_pieces(
     headers = scratch.headers
     found: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}  # file -> key -> box, who wants of it
     for piece in pieces:
-        for box, span in rectangles(piece.box, piece.span):
-            target = piece.data.detach()[span.start : span.stop].view(box.shape)
+        for box, target in views(piece):
             for part in manifest.tensors[piece.name].parts:
                 if intersect(box, part.box) is not None:
                     _, targets = found.setdefault(part.file, {}).setdefault(part.key, (part.box, []))
@@ -111,5 +110,5 @@ def _blocks_of(box: Box, stored: Box, place: Place, block: int) -> range:
 def _header(path: Location) -> dict[str, Place]:
     try:
         return places(path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: its header cannot be read ({error!r})") from None

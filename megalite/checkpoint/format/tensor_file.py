@@ -45,19 +45,8 @@ _BOUNCE = 1 << 25  # bytes of host memory for data that is on a device, or not c
 
 
 @dataclass(frozen=True)
-class Row:
-    """One rectangle of the whole tensor `name`, stored as `key`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    key: str
-    box: Box
-
-
-@dataclass(frozen=True)
 class Planned:
-    """A tensor that will be written; `bytes` of its data."""
+    """A tensor that will be written as `key`; `bytes` of its data."""
 
     key: str
     dtype: torch.dtype
@@ -68,8 +57,22 @@ class Planned:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def header_of(plan: Iterable[Planned], align: int = _PAGE) -> bytes:
-    """The start of a file whose data are the tensors of `plan` in order; the data begin at a multiple of `align`.
+@dataclass(frozen=True)
+class Row(Planned):
+    """It is the rectangle `box` of the tensor `name`, which has the shape `whole`."""
+
+    name: str
+    whole: tuple[int, ...]
+    box: Box
+
+
+def rows_of(parts: Iterable[tuple[str, tuple[int, ...], torch.dtype, Box]]) -> list[Row]:
+    """Of (tensor, its shape, dtype, rectangle); their keys are numbers."""
+    return [Row(f"{n:06d}", dtype, box.shape, name, whole, box) for n, (name, whole, dtype, box) in enumerate(parts)]
+
+
+def _header(plan: Iterable[Planned], align: int) -> bytes:
+    """The start of a file whose data are the tensors of `plan` in order.
 
     Wider dtypes must come first, so that every tensor starts at a multiple of its element's size.
     """
@@ -84,16 +87,11 @@ def header_of(plan: Iterable[Planned], align: int = _PAGE) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def plan(pieces: Sequence[Piece]) -> tuple[bytes, list[Row], list[Piece]]:
-    """(header, rows, the pieces in the order of their data)."""
+def plan(pieces: Sequence[Piece]) -> tuple[list[Row], list[Piece]]:
+    """(the rectangles, the pieces in the order of their data)."""
     ordered = sorted(pieces, key=lambda p: -p.data.element_size())
-    rows: list[Row] = []
-    planned: list[Planned] = []
-    for piece in ordered:
-        for box, _ in rectangles(piece.box, piece.span):
-            planned.append(Planned(f"{len(rows):06d}", piece.data.dtype, box.shape))
-            rows.append(Row(piece.name, piece.shape, str(piece.data.dtype)[6:], planned[-1].key, box))
-    return header_of(planned), rows, ordered
+    parts = ((p.name, p.shape, p.data.dtype, box) for p in ordered for box, _ in rectangles(p.box, p.span))
+    return rows_of(parts), ordered
 
 
 def cut(sizes: Sequence[int], limit: int) -> list[range]:
@@ -118,8 +116,11 @@ def flat(plan: Sequence[Planned], values: Iterable[Tensor]) -> Iterator[Tensor]:
         yield tensor.detach().contiguous().view(-1)
 
 
-def write(path: Location, header: bytes, data: Iterable[Tensor], block: int = BLOCK) -> Stamp:
-    """Write a new file, hash it on the way, and sync it. `data`: 1-D contiguous tensors in the order of the header."""
+def write(
+    path: Location, plan: Sequence[Planned], data: Iterable[Tensor], block: int = BLOCK, *, align: int = _PAGE
+) -> Stamp:
+    """Write a new file, hash it on the way, and sync it. `data`: 1-D contiguous tensors that hold what is planned, in
+    its order, from a multiple of `align` bytes on."""
     hashed = BlockHash(block=block)
     with storage_of(path).create(path) as append:
 
@@ -129,7 +130,7 @@ def write(path: Location, header: bytes, data: Iterable[Tensor], block: int = BL
                 hashed.update(chunk)
                 append(chunk)
 
-        put(memoryview(header))
+        put(memoryview(_header(plan, align)))
         for tensor in data:
             for part in _host_bytes(tensor):
                 put(part)
@@ -160,6 +161,8 @@ def places(path: Location) -> dict[str, Place]:
     file = storage_of(path).open(path)
     try:
         return _places(path, file)
+    except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(repr(error)) from None
     finally:
         file.close()
 

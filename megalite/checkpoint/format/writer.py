@@ -41,14 +41,14 @@ def list_of(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def write_rank(part: Location, rank: int, header: bytes, rows: Sequence[Row], data: Iterable[Tensor]) -> None:
-    """This rank's file, then its list. `header`, `rows`, and the order of `data`: of tensor_file.plan."""
+def write_rank(part: Location, rank: int, rows: Sequence[Row], data: Iterable[Tensor]) -> None:
+    """This rank's file, then its list. `rows`, and the order of `data`: of tensor_file.plan."""
     name = f"rank-{rank:05d}.safetensors"
-    stamp = tensor_file.write(part / name, header, data)
+    stamp = tensor_file.write(part / name, rows, data)
     listing = {
         "file": name,
         "stamp": [stamp.size, stamp.name, stamp.block, stamp.digests],
-        "rows": [[r.name, r.shape, r.dtype, r.key, r.box.start, r.box.stop] for r in rows],
+        "rows": [[r.name, r.whole, str(r.dtype)[6:], r.key, r.box.start, r.box.stop] for r in rows],
     }
     storage_of(part).put(part / list_of(rank), json.dumps(listing), sync=False)  # after a power cut it is swept
 

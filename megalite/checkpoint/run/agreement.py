@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location
 from megalite.checkpoint.storage.protocol import storage_of
-from megalite.parallel.comm import all_reduce_, broadcast_
+from megalite.parallel.comm import first_says, reduce_number
 from megalite.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -20,8 +19,7 @@ T = TypeVar("T")
 
 def agree(error: Exception | None, mesh: Mesh, doing: str) -> None:
     """Raise on all ranks if any failed: the culprit with its own error, the others with its rank."""
-    failed = torch.full((), mesh.world.rank if error else mesh.world.size, dtype=torch.int64, device=mesh.device)
-    first = int(all_reduce_(failed, mesh.world, dist.ReduceOp.MIN))
+    first = reduce_number(mesh.world.rank if error else mesh.world.size, mesh, dist.ReduceOp.MIN)
     if error is not None:
         raise CheckpointError(f"{mesh.describe()} failed while {doing}: {error}") from error
     if first < mesh.world.size:
@@ -40,19 +38,12 @@ def together(mesh: Mesh, do: Callable[[], T], doing: str) -> T:
     return result
 
 
-def as_first_says(mesh: Mesh, answer: bool) -> bool:
-    """Rank 0's answer, on all ranks; collective."""
-    mine = torch.tensor(int(answer), device=mesh.device)
-    return bool(int(broadcast_(mine, mesh.world)))
-
-
 def check_shared(directory: Location, mesh: Mesh, patience_s: float = 10.0) -> None:
     """All ranks must see the file that rank 0 writes. Network file systems may show it late."""
     if mesh.world.size == 1:
         return
-    number = torch.tensor(int.from_bytes(os.urandom(7), "little"), dtype=torch.int64, device=mesh.device)
     storage = storage_of(directory)
-    token = directory / f".probe-{int(broadcast_(number, mesh.world)):x}"
+    token = directory / f".probe-{first_says(int.from_bytes(os.urandom(7), 'little'), mesh):x}"
     together(mesh, lambda: storage.put(token, "") if mesh.world.is_first else None, f"writing to {directory}")
 
     def look() -> None:

@@ -125,12 +125,12 @@ class BackgroundSave:
     def _save(self) -> None:
         rank = self.mesh.world.rank
         try:
-            header, rows, ordered = tensor_file.plan(self.pieces)
+            rows, ordered = tensor_file.plan(self.pieces)
             data = self.host.fill([piece.data for piece in ordered])
             if self.host.refused is not None:
                 slow = "the state itself is written, and the next update waits for that"
                 self.tell(f"rank {rank} has no memory for a copy of what it saves ({self.host.refused}): {slow}")
-            writer.write_rank(self.part, rank, header, rows, data)
+            writer.write_rank(self.part, rank, rows, data)
             fault("ckpt.shard_written", rank, self.step)
             self.host.release()
             if self.mesh.world.is_first:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megalite.checkpoint.format import tensor_file, writer
-from megalite.checkpoint.run.agreement import agree
+from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
 from megalite.config.faults import fault
@@ -36,38 +36,34 @@ def save(
     final = folder_of(directory, step)
     part = storage_of(final).part_of(final)
     begin_part(part, mesh, confirm)
-    error: Exception | None = None
-    try:
-        header, rows, ordered = tensor_file.plan(pieces)
-        writer.write_rank(part, mesh.world.rank, header, rows, (p.data for p in ordered))
+
+    def write() -> None:
+        rows, ordered = tensor_file.plan(pieces)
+        writer.write_rank(part, mesh.world.rank, rows, (p.data for p in ordered))
         fault("ckpt.shard_written", mesh.world.rank, step)
-    except Exception as e:  # whatever it is, the other ranks must hear of it
-        error = e
+
+    def commit() -> None:
+        if mesh.world.is_first:
+            confirm()
+            with around():
+                writer.commit(part, final, state, step, mesh.world.size)
+
     try:
-        agree(error, mesh, f"writing to {part}")
+        together(mesh, write, f"writing to {part}")
+        together(mesh, commit, f"committing {final}")
     except CheckpointError:
         if mesh.world.is_first:
             writer.abandon(part)
         raise
-    if mesh.world.is_first:
-        try:
-            confirm()
-            with around():
-                writer.commit(part, final, state, step, mesh.world.size)
-        except Exception as e:
-            writer.abandon(part)
-            error = e
-    agree(error, mesh, f"committing {final}")
     return final
 
 
 def begin_part(part: Location, mesh: Mesh, confirm: Callable[[], None] = lambda: None) -> None:
     """An empty folder to build a checkpoint in; collective."""
-    error: Exception | None = None
-    if mesh.world.is_first:
-        try:
+
+    def begin() -> None:
+        if mesh.world.is_first:
             confirm()
             storage_of(part).begin(part)
-        except (OSError, CheckpointError) as e:
-            error = e
-    agree(error, mesh, f"making {part}")
+
+    together(mesh, begin, f"making {part}")

@@ -13,26 +13,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import torch
-import torch.distributed as dist
-
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.blocks import check_sizes
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.format.reader import differences, fill_pieces
 from megalite.checkpoint.progress import show
-from megalite.checkpoint.run.agreement import agree
+from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location, parse
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
-from megalite.parallel.comm import all_reduce_, broadcast_
+from megalite.parallel.comm import first_says, reduce_number
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
 T = TypeVar("T")
-
-
-def _number(value: int, mesh: Mesh) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.int64, device=mesh.device)
 
 
 @dataclass(frozen=True)
@@ -71,9 +64,9 @@ def load(
     reasons: list[str] = []
     begun: Sequence[Piece] = ()
     try:
-        for place in range(int(broadcast_(_number(len(found), mesh), mesh.world))):
+        for place in range(first_says(len(found), mesh)):
             candidate, root = found[-1 - place] if found else (0, 0)
-            candidate, root = (int(broadcast_(_number(n, mesh), mesh.world)) for n in (candidate, root))
+            candidate, root = (first_says(n, mesh) for n in (candidate, root))
             folder = folder_of(roots[root], candidate)
             manifest, reason = _try(mesh, folder, False, partial(_whole_on_disk, folder))
             if manifest is not None:
@@ -112,7 +105,7 @@ def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple
         result = do()
     except (CheckpointError, OSError) as error:  # another run may have pruned it meanwhile
         reason = str(error)
-    if not int(all_reduce_(_number(reason is not None, mesh), mesh.world)):
+    if not reduce_number(reason is not None, mesh):
         return result, None
     if mesh.world.is_first or (tell and reason is not None):
         show(f"skipping {folder}: {reason or 'damaged, says another rank'}")
@@ -121,19 +114,17 @@ def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple
 
 def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None, later: bool) -> list[tuple[int, int]]:
     """(step, number of its root), ascending; on rank 0."""
-    found: list[tuple[int, int]] = []
-    error: Exception | None = None
-    if mesh.world.is_first:
-        try:
-            found = sorted((n, number) for number, root in enumerate(roots) for n in storage_of(root).steps_in(root))
-        except OSError as e:
-            error = e
-    agree(error, mesh, f"looking for checkpoints in {' and '.join(map(str, roots))}")
+
+    def look() -> list[tuple[int, int]]:
+        here = enumerate(roots) if mesh.world.is_first else ()
+        return sorted((n, number) for number, root in here for n in storage_of(root).steps_in(root))
+
+    found = together(mesh, look, f"looking for checkpoints in {' and '.join(map(str, roots))}")
     return [(n, number) for n, number in found if step is None or n == step or (later and n > step)]
 
 
 def _refuse_differences(folder: Location, manifest: Manifest, want: Wanted, mesh: Mesh) -> None:
     lines = [*want.problems, *differences(manifest, want.pieces, want.exact)]
-    if int(all_reduce_(_number(len(lines), mesh), mesh.world, dist.ReduceOp.MAX)) > 0:
+    if reduce_number(len(lines), mesh):
         kind = CheckpointError if lines else ElsewhereError
         raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines or ["see another rank"]))

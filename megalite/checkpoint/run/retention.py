@@ -3,46 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
 
 
-def prune(
-    directory: Location,
-    keep: int,
-    retain_interval: int | None,
-    known: set[int],
-    *,
-    damaged: Collection[int] = (),
-    saved: int | None = None,
-    dry: bool = False,
-) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints; returns their steps. Not collective.
+@dataclass
+class Retention:
+    """The newest `last` complete checkpoints of a directory stay (None: all), and multiples of `interval`.
 
-    What stays: multiples of `retain_interval`, folders with a file KEEP in them, one that is being read, and `saved`:
-    after a rollback the step just saved is not the newest by number. What is not complete, or is a stranger, is
-    neither counted nor touched, nor are those of `damaged`, whose content a load has found wrong. `known`: steps
-    that need no look; it is added to. `dry`: delete nothing.
+    known     steps that need no look: they are complete
+    damaged   those whose content a load has found wrong
     """
-    storage = storage_of(directory)
-    complete = []
-    for step in storage.steps_in(directory):
-        if step not in known and step not in damaged and is_complete(folder_of(directory, step)):
-            known.add(step)
-        if step in known:
-            complete.append(step)
-    gone = []
-    for step in complete[:-keep]:
-        folder = folder_of(directory, step)
-        kept = step == saved or (retain_interval is not None and step % retain_interval == 0)
-        if not kept and "KEEP" not in storage.entries(folder) and not storage.in_use(folder):
-            if not dry:
-                storage.remove(folder)
-                known.discard(step)
-            gone.append(step)
-    return gone
+
+    directory: Location
+    last: int | None
+    interval: int | None = None
+    known: set[int] = field(default_factory=set)
+    damaged: Collection[int] = ()
+
+    def keeps(self, step: int, newer: int) -> bool:
+        """Whether that of a step stays, where `newer` are after it."""
+        retained = self.interval is not None and step % self.interval == 0
+        return self.last is None or newer < self.last or retained
+
+    def prune(self, saved: int | None = None, dry: bool = False) -> list[int]:
+        """Delete the others, from the oldest on; their steps. Not collective.
+
+        What stays as well: folders with a file KEEP in them, one that is being read, and `saved`: after a rollback the
+        step just saved is not the newest by number. What is not complete, is damaged, or is a stranger, is neither
+        counted nor touched. `dry`: delete nothing.
+        """
+        if self.last is None:
+            return []
+        storage = storage_of(self.directory)
+        complete = []
+        for step in storage.steps_in(self.directory):
+            if step not in self.known and step not in self.damaged and is_complete(folder_of(self.directory, step)):
+                self.known.add(step)
+            if step in self.known:
+                complete.append(step)
+        gone = []
+        for place, step in enumerate(complete):
+            folder = folder_of(self.directory, step)
+            kept = step == saved or self.keeps(step, len(complete) - 1 - place)
+            if not kept and "KEEP" not in storage.entries(folder) and not storage.in_use(folder):
+                if not dry:
+                    storage.remove(folder)
+                    self.known.discard(step)
+                gone.append(step)
+        return gone
 
 
 def is_complete(folder: Location) -> bool:

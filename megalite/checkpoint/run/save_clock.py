@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
-
-from megalite.parallel.comm import broadcast_
+from megalite.parallel.comm import first_says
 from megalite.parallel.mesh import Mesh
 
 
@@ -36,7 +34,6 @@ class SaveClock:
         steps, left = step - self._from, self._interval_s - elapsed
         pace = elapsed / steps
         skip = 0 if left <= pace / 2 else 1 if pace <= 0 else max(1, min(int(left / pace / 2), steps))
-        agreed = torch.tensor(skip, dtype=torch.int64, device=self._mesh.device)
-        skip = int(broadcast_(agreed, self._mesh.world))
+        skip = first_says(skip, self._mesh)
         self._ask = step + skip
         return skip == 0

@@ -21,19 +21,17 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.run import foreground
 from megalite.checkpoint.run.agreement import agree, check_shared, together
 from megalite.checkpoint.run.background_save import BackgroundSave, HostCopy
 from megalite.checkpoint.run.branch import Branch
 from megalite.checkpoint.run.log_lines import LogLines
-from megalite.checkpoint.run.retention import prune
+from megalite.checkpoint.run.retention import Retention
 from megalite.checkpoint.run.upload import Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
 from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
-from megalite.parallel.comm import all_reduce_
+from megalite.parallel.comm import reduce_number
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
 
@@ -47,7 +45,7 @@ class Saver:
         self.directory, self.mesh, self.background = directory, mesh, background
         self.storage: Storage = storage_of(directory)
         self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
-        self.retain_interval = retain_interval
+        self._kept = Retention(directory, self.keep_last, retain_interval)  # where they are kept in the end
         self.waited_s = 0.0  # by training, for the last save
         self._before_s = 0.0  # ... of them for the one before it
         self._lock: RunLock | None = None
@@ -55,7 +53,6 @@ class Saver:
         self._host = HostCopy(mesh.device)
         self._news = LogLines()
         self._branch = Branch()  # that leaves nothing, until `begins_at`
-        self._sound: set[int] = set()
         self._uploader: Uploader | None = None
         self.upload_to: Location | None = None
         self.megatron = False  # whether the log is in its style
@@ -81,29 +78,29 @@ class Saver:
         """
         folder = parse(directory)
         saver = cls(folder, mesh, keep_last, retain_interval, background)
-        saver.upload_to = None if upload_to is None else parse(upload_to)
+        if upload_to is not None:
+            saver.upload_to = saver._kept.directory = parse(upload_to)
         try:
             together(mesh, lambda: saver.storage.probe(folder, mesh.world.rank), f"trying to write to {folder}")
-            total = int(all_reduce_(torch.tensor(nbytes, dtype=torch.int64, device=mesh.device), mesh.world))
-            saver._bytes = total
-            together(mesh, lambda: saver._prepare(total), f"preparing {folder}")
+            saver._bytes = reduce_number(nbytes, mesh)
+            together(mesh, saver._prepare, f"preparing {folder}")
             check_shared(folder, mesh)
         except CheckpointError:
             saver.close(wait=False)
             raise
         return saver
 
-    def _prepare(self, total: int) -> None:
+    def _prepare(self) -> None:
         """Rank 0's part of `open`."""
         if not self.mesh.world.is_first:
             return
         self._lock = self.storage.lock(self.directory)
         if self.upload_to is not None:
-            self._uploader = Uploader(self.directory, self.upload_to, self.keep_last, self.retain_interval)
+            self._uploader = Uploader(self.directory, self._kept)
         left = self.storage.sweep(self.directory)
         if left:
             self._news.append(f"deleted what an unfinished save has left: {', '.join(left)}")
-        self.storage.check_space(self.directory, total)
+        self.storage.check_space(self.directory, self._bytes)
 
     def begins_at(self, step: int, damaged: bool = False) -> str | None:
         """The step that the run begins at, once that is known: what is of later steps makes way for its first save
@@ -113,8 +110,8 @@ class Saver:
             if self.mesh.world.is_first:
                 places = [self.directory] if self.upload_to is None else [self.directory, self.upload_to]
                 self._branch = Branch(places, step, damaged)
+                self._kept.damaged = self._branch.damaged
                 if self._uploader is not None:
-                    self._uploader.damaged = self._branch.damaged
                     self._uploader.paused = self._branch.pending
                     self._uploader.offer()  # what a run before may have left
             return self._branch.note
@@ -223,8 +220,7 @@ class Saver:
             return
         if not self.mesh.world.is_first:
             flight.join()  # now, so that it is known whether it failed; rank 0 waits for it anyway, and it for nobody
-        failed = torch.tensor(self.failed, dtype=torch.int32, device=self.mesh.device)
-        if int(all_reduce_(failed, self.mesh.world)):
+        if reduce_number(self.failed, self.mesh):
             flight.give_up.set()
         flight.join()
         self._flight = None
@@ -261,14 +257,13 @@ class Saver:
         return [folder_of(self.directory, step), folder_of(self.upload_to or self.directory, step)]
 
     def _prune(self, step: int) -> None:
-        self._sound.add(step)
         if self._branch.unsettled:
             return
         if self._uploader is not None:
             self._uploader.offer()
-        elif self.keep_last is not None:
+        else:
+            self._kept.known.add(step)
             try:
-                known, damaged = self._sound, self._branch.damaged
-                prune(self.directory, self.keep_last, self.retain_interval, known, saved=step, damaged=damaged)
+                self._kept.prune(step)
             except OSError as error:
                 self._news.append(f"could not delete an old checkpoint: {error}")

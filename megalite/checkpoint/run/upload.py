@@ -15,8 +15,8 @@ from pathlib import Path
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
-from megalite.checkpoint.run import retention
 from megalite.checkpoint.run.log_lines import LogLines
+from megalite.checkpoint.run.retention import Retention, is_complete
 from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import TRACKER, CheckpointError, Location
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
@@ -25,20 +25,18 @@ _FILES = 4  # sent at once
 
 
 class Uploader:
-    """`offer` after every save; only for the run that has locked `source`; nothing here is collective. Raises
-    CheckpointError where `target` cannot be written."""
+    """`offer` after every save; only for the run that has locked `source`; nothing here is collective. `kept`: which
+    stay, and where. Raises CheckpointError where nothing can be written there."""
 
-    def __init__(self, source: Location, target: Location, keep_last: int | None, retain_interval: int | None):
-        self._source, self._target = source, target
-        self._keep_last, self._retain_interval = keep_last, retain_interval
+    def __init__(self, source: Location, kept: Retention):
+        self._source, self._target, self._kept = source, kept.directory, kept
+        target = kept.directory
         self._here, self._there = storage_of(source), storage_of(target)
         self._there.probe(target, 0)
         self._lock = self._there.lock(target)
         if isinstance(target, Path) and isinstance(source, Path):
             left_branch.settle(source, target)  # before a sweep of either, which does not know of the other
         self._there.sweep(target)
-        self._sound: set[int] = set()
-        self.damaged: set[int] = set()  # of `target`: they do not count
         self.paused = True  # until it is known where the run begins: a rollback may need what sending would prune
         self._news, self._wake, self._end = LogLines(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="megalite-upload", daemon=True)
@@ -79,9 +77,10 @@ class Uploader:
         """Send all that wait, and delete here what is there."""
         for step in self._here.steps_in(self._source):
             folder, copy = folder_of(self._source, step), folder_of(self._target, step)
-            if not retention.is_complete(folder):
+            if not is_complete(folder):
                 continue
-            if not self._wanted(step):
+            newer = sum(other > step for other in self._here.steps_in(self._source))
+            if not self._kept.keeps(step, newer):
                 self._here.remove(folder)
                 self._news.append(f"did not upload {folder.name}: newer ones are kept")
                 continue
@@ -90,21 +89,11 @@ class Uploader:
                 size = self._send(step, folder, copy)
                 took = time.perf_counter() - begin
                 self._news.append(f"uploaded {copy} in {took:.2f} s, {size / 2**20 / took:.0f} MiB/s")
-                self._sound.add(step)
-                if self._keep_last is not None:
-                    retention.prune(
-                        *(self._target, self._keep_last, self._retain_interval, self._sound),
-                        saved=step,
-                        damaged=self.damaged,
-                    )
+                self._kept.known.add(step)
+                self._kept.prune(step)
             newest = step == self._here.steps_in(self._source)[-1]
             if not newest and "KEEP" not in self._here.entries(folder) and not self._here.in_use(folder):
                 self._here.remove(folder)
-
-    def _wanted(self, step: int) -> bool:
-        newer = sum(other > step for other in self._here.steps_in(self._source))
-        retained = self._retain_interval is not None and step % self._retain_interval == 0
-        return self._keep_last is None or newer < self._keep_last or retained
 
     def _same(self, folder: Location, copy: Location) -> bool:
         """Whether COMPLETE, which names the manifest, is there, and the same."""

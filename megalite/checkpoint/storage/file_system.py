@@ -184,6 +184,7 @@ class LocalFile:
         self.size = os.fstat(self._number).st_size
 
     def pread(self, target: memoryview, begin: int) -> None:
+        """Fill `target` with the bytes from `begin`. ValueError where the file ends early; OSError. Thread-safe."""
         done = 0
         while done < len(target):
             count = os.preadv(self._number, [target[done : done + (1 << 30)]], begin + done)

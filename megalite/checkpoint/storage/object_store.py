@@ -199,7 +199,7 @@ class RemoteStorage:
 
 
 class RemoteFile:
-    """A file for reading ranges; safe for several threads."""
+    """A file for reading ranges, as LocalFile."""
 
     def __init__(self, path: Url):
         self._path = path
@@ -239,6 +239,7 @@ class Claim:
             return ""
 
     def confirm(self) -> None:
+        """Raises CheckpointError when the directory is another run's by now."""
         holder = self._holder()
         if holder != self._text:
             name = holder.partition(",")[0] or "a run that has ended"

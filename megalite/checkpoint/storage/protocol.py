@@ -9,29 +9,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, cast
 
-from megalite.checkpoint.storage.file_system import LocalStorage
+from megalite.checkpoint.storage.file_system import LocalFile, LocalStorage, Lock
 from megalite.checkpoint.storage.location import LOCK, TRACKER, Append, P, Url, folder_of, parse
-from megalite.checkpoint.storage.object_store import RemoteStorage
+from megalite.checkpoint.storage.object_store import Claim, RemoteFile, RemoteStorage
 
 __all__ = ["LOCK", "TRACKER", "OpenFile", "RunLock", "Storage", "folder_of", "steps_in", "storage_of"]
 
 
-class OpenFile(Protocol):
-    size: int
-
-    def pread(self, target: memoryview, begin: int) -> None:
-        """Fill `target` with the bytes from `begin`. ValueError where the file ends early; OSError. Thread-safe."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class RunLock(Protocol):
-    def confirm(self) -> None:
-        """Raises CheckpointError when the directory is another run's by now."""
-        ...
-
-    def close(self) -> None: ...
+OpenFile = LocalFile | RemoteFile
+RunLock = Lock | Claim  # one run per directory
 
 
 class Storage(Protocol[P]):

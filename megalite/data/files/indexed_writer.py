@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megalite.data.errors import DataError
 from megalite.data.files.index_rules import CHUNK
 from megalite.data.files.indexed import CODES, HEADER, MAGIC, VERSION
-from megalite.data.locks import open_locked, sync_directory
+from megalite.data.locks import open_locked, sync, sync_directory
 
 
 class IndexedWriter:
@@ -89,8 +89,8 @@ class IndexedWriter:
 
     def sync(self) -> tuple[int, int]:
         """(documents, tokens) that survive even a loss of power from now on."""
-        _sync(self._file)
-        _sync(self._lengths)
+        sync(self._file)
+        sync(self._lengths)
         return self.num_documents, self.num_tokens
 
     def finish(self, info: dict[str, Any] | None = None) -> None:
@@ -100,12 +100,12 @@ class IndexedWriter:
         index_partial, sidecar_partial = Path(str(index) + ".partial"), Path(str(sidecar) + ".partial")
         with open(index_partial, "wb") as file:
             self._write_index(file)
-            _sync(file)
+            sync(file)
         if info is not None:
             with open(sidecar_partial, "w", encoding="utf-8") as file:
                 json.dump(info, file, indent=2, sort_keys=True)
                 file.write("\n")
-                _sync(file)
+                sync(file)
         index.unlink(missing_ok=True)
         sidecar.unlink(missing_ok=True)
         if self._at == self._partial:
@@ -153,8 +153,3 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()  # does nothing after finish()
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

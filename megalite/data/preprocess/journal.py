@@ -8,14 +8,13 @@ others: one `Tally` each; the last whole one counts, a line cut by the end of po
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megalite.data.errors import DataError
-from megalite.data.locks import open_locked, sync_directory
+from megalite.data.locks import open_locked, sync, sync_directory
 from megalite.data.preprocess.text_input import Position
 
 
@@ -77,8 +76,7 @@ class Journal:
 
     def _write(self, entry: dict[str, Any]) -> None:
         self._file.write(_line(entry))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync(self._file)
 
     def close(self, remove: bool) -> None:
         if remove and not self._file.closed:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.data.errors import DataError
+from megalite.data.locks import sync
 from megalite.data.preprocess.journal import Tally
 from megalite.data.preprocess.workers import SAMPLES, Result
 
@@ -43,8 +44,7 @@ class Rejects:
             progress.bad[reason] = progress.bad.get(reason, 0) + count
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync(self._file)
 
     def finish(self, size: int) -> None:
         self.sync()

@@ -43,7 +43,7 @@ class MicroBatch:
         return self.tokens[:, 1:].size if self.loss_mask is None else int(self.loss_mask.sum(dtype=np.float64))
 
 
-class Unread:
+class Unread(Dataset):
     """What a rank reads that needs no tokens, in the middle of the pipeline: nothing, in the right shape."""
 
     def __init__(self, seq_length: int):
@@ -51,9 +51,6 @@ class Unread:
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.zeros((len(index), self.seq_length + 1), np.int64)
-
-    def layout(self, index: NDArray[np.int64]) -> None:
-        return None
 
     def where(self, i: int, position: int) -> str:
         return f"sample {i}, which this rank does not read"

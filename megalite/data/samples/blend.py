@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.pattern import read_split
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.missing_files import is_number
@@ -75,6 +76,20 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
             f"data_path={' '.join(data_path)} is not a list of WEIGHT PREFIX pairs; give each prefix a weight, or none"
         )
     return list(data_path[1::2]), [float(text) for text in data_path[::2]]
+
+
+def split_parts(split: str) -> list[tuple[float, float] | None]:
+    """Training, validation and test: consecutive parts of 1 in proportion to three numbers; None for 0.
+
+    >>> split_parts("3, 1")
+    [(0.0, 0.75), (0.75, 1.0), None]
+    """
+    try:
+        parts = read_split(split)
+    except ValueError as error:
+        raise DataError(f"split={split!r} {error}") from None
+    borders = [sum(parts[:k]) / sum(parts) for k in range(4)]
+    return [(a, b) if a < b else None for a, b in zip(borders, borders[1:], strict=False)]
 
 
 @dataclass(frozen=True)

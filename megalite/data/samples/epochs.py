@@ -1,22 +1,39 @@
-"""Which documents are of a split, and which order an epoch has: pure functions of lengths and keys.
+"""Which order the documents of an epoch have, a pure function of lengths and keys; and its copy on disk.
 
     epoch e    the documents in the order of a shuffle of (seed, e), laid end to end: T tokens
 
 Only the two epochs in use exist, at 12 bytes per document (`Epoch`). No table of samples is kept: where sample j begins
 is arithmetic (token_line.py), and a binary search in `starts` finds the document there.
+
+Orders are kept on disk, so that the ranks of a node share one copy and a restart does not build it again.
+A file's name is a hash of everything that determines its content (the documents' lengths among it), so a cache
+never goes stale: other data has another name. Files appear whole, by rename, so what exists is read without a lock.
+Builders of the same one take turns under a lock, and where the file system has
+no locks each builds the same bytes. What is read is checked before it is used, and built again with a warning when
+it is damaged. A directory that cannot be written is no error either: its files are used, what is missing is built in
+memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.pattern import read_split
-from megalite.data.errors import DataError
+from megalite.data.locks import appearing, locked
 from megalite.data.samples.permutation import permutation
+
+log = logging.getLogger(__name__)
+
+STALE_SECONDS = 24 * 3600.0  # a partial file that nobody wrote to for so long has no writer
 
 
 @dataclass(frozen=True)
@@ -25,20 +42,6 @@ class Epoch:
 
     order: NDArray[Any]
     starts: NDArray[np.int64]
-
-
-def split_parts(split: str) -> list[tuple[float, float] | None]:
-    """Training, validation and test: consecutive parts of 1 in proportion to three numbers; None for 0.
-
-    >>> split_parts("3, 1")
-    [(0.0, 0.75), (0.75, 1.0), None]
-    """
-    try:
-        parts = read_split(split)
-    except ValueError as error:
-        raise DataError(f"split={split!r} {error}") from None
-    borders = [sum(parts[:k]) / sum(parts) for k in range(4)]
-    return [(a, b) if a < b else None for a, b in zip(borders, borders[1:], strict=False)]
 
 
 def build_epoch(lengths: NDArray[Any], key: int) -> Epoch:
@@ -55,3 +58,76 @@ def build_epoch(lengths: NDArray[Any], key: int) -> Epoch:
         np.cumsum(ends, out=ends)
         a = b
     return Epoch(order, starts)
+
+
+def load_or_build(directory: str | Path, name: str, lengths: NDArray[Any], build: Callable[[], Epoch]) -> Epoch:
+    """The epoch called `name`, from `directory` if it exists, else built and left there. `lengths` check it."""
+    path = Path(directory) / name
+    epoch = _load(path, lengths)
+    if epoch is not None:
+        return epoch
+    built: Epoch | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_name(name + ".lock"), f"index cache {path}") as alone:
+            epoch = _load(path, lengths, warn=False)  # another process may have built it meanwhile
+            if epoch is None:
+                _sweep(path, alone)
+                built = build()
+                _save(path.with_name(name + ".order.npy"), built.order)
+                _save(path.with_name(name + ".starts.npy"), built.starts)
+                epoch = _load(path, lengths) or built
+        return epoch
+    except OSError as error:
+        log.warning("data_cache_path=%s cannot be used (%s); building the index in memory", directory, error)
+        return built or build()
+
+
+def _load(path: Path, lengths: NDArray[Any], warn: bool = True) -> Epoch | None:
+    """None when missing or damaged; a damaged one is named. Checks both ends and a thousand places between."""
+    reason = "it does not fit the data"
+    try:
+        order = np.load(path.with_name(f"{path.name}.order.npy"), mmap_mode="r", allow_pickle=False)
+        starts = np.load(path.with_name(f"{path.name}.starts.npy"), mmap_mode="r", allow_pickle=False)
+        if (epoch := _checked(order, starts, lengths)) is not None:
+            return epoch
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        reason = str(error)
+    if warn:
+        log.warning("%s: damaged index cache (%s); building it again", path, reason)
+    return None
+
+
+def _checked(order: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any]) -> Epoch | None:
+    order, starts = np.asarray(order), np.asarray(starts)  # plain views of the maps: np.memmap slices slowly
+    n = len(lengths)
+    wanted = (np.dtype(np.int32 if n < 1 << 31 else np.int64), (n,), np.dtype(np.int64), (n + 1,))
+    if (order.dtype, order.shape, starts.dtype, starts.shape) != wanted:
+        return None
+    places = np.unique(np.linspace(0, n - 1, min(n, 1024)).astype(np.int64))
+    documents = order[places]
+    sound = (
+        (documents >= 0).all()
+        and (documents < n).all()
+        and starts[0] == 0
+        and starts[-1] == int(np.sum(lengths, dtype=np.int64))
+        and (starts[places + 1] - starts[places] == lengths[documents]).all()
+    )
+    return Epoch(order, starts) if sound else None
+
+
+def _save(path: Path, array: NDArray[Any]) -> None:
+    with appearing(path) as file:
+        np.save(file, array, allow_pickle=False)
+        os.fchmod(file.fileno(), 0o644)
+
+
+def _sweep(path: Path, alone: bool) -> None:
+    """Remove what killed builders left: of this file when we hold its lock, of any file when it is old."""
+    for partial in path.parent.glob("*.partial"):
+        with contextlib.suppress(OSError):  # another process may sweep, too
+            ours = alone and partial.name.startswith(path.name + ".")
+            if ours or time.time() - partial.stat().st_mtime > STALE_SECONDS:
+                partial.unlink()

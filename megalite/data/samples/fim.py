@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +29,11 @@ from megalite.data.errors import DataError
 from megalite.data.samples.packed_dataset import PackedDataset
 from megalite.data.samples.permutation import below, fold, mix32
 from megalite.data.samples.source import Dataset
+from megalite.data.tokenizers.tokenizer import Tokenizer
 
 WRITTEN = -1  # in a source: a token that the sample did not hold
 Part = tuple[NDArray[np.int64], NDArray[np.int64]]  # tokens, and the positions in the sample that they come from
 DOCUMENT, FRAGMENT, ORDER, CUT = 0, 1, 2, 3  # what a draw is for; a cut takes two
-
-
-class Codec(Protocol):
-    """Text <-> ids; a Tokenizer is one."""
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class Fim:
             seen[token] = name
 
 
-def transform(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Codec | None = None) -> Part:
+def transform(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None) -> Part:
     """One sample [n] -> (tokens [n], source [n]): rearranged, and cut or filled to the same length.
 
     source tells the position in the sample that each token comes from, WRITTEN for those that were encoded again.
@@ -98,7 +92,7 @@ def transform(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Codec | None
     return np.concatenate([out, pads[0]])[: len(tokens)], np.concatenate([source, pads[1]])[: len(tokens)]
 
 
-def rearrange(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Codec | None = None) -> Part:
+def rearrange(tokens: NDArray[np.int64], key: int, fim: Fim, codec: Tokenizer | None = None) -> Part:
     """The same before it is cut: nothing is missing."""
     if codec is None and (fim.characters or fim.no_prefix is not None):
         raise DataError("fim between characters, or with fim_no_prefix, needs the tokenizer that made the data")
@@ -118,7 +112,9 @@ def _spans(tokens: NDArray[np.int64], mark: int, begin: int, end: int) -> Iterat
     yield begin, end, end
 
 
-def _document(tokens: NDArray[np.int64], begin: int, end: int, key: int, fim: Fim, codec: Codec | None) -> list[Part]:
+def _document(
+    tokens: NDArray[np.int64], begin: int, end: int, key: int, fim: Fim, codec: Tokenizer | None
+) -> list[Part]:
     chosen = _chance(_draws(begin, key)[DOCUMENT], fim.rate)
     if not chosen:
         return [_copy(tokens, begin, end)]
@@ -132,7 +128,7 @@ def _document(tokens: NDArray[np.int64], begin: int, end: int, key: int, fim: Fi
     return parts
 
 
-def _text(tokens: NDArray[np.int64], begin: int, end: int, key: int, fim: Fim, codec: Codec | None) -> list[Part]:
+def _text(tokens: NDArray[np.int64], begin: int, end: int, key: int, fim: Fim, codec: Tokenizer | None) -> list[Part]:
     """The tokens [begin, end) as PSM or SPM; an empty text, and one that begins with no_prefix, as it is."""
     if begin == end:
         return []
@@ -150,7 +146,7 @@ def _text(tokens: NDArray[np.int64], begin: int, end: int, key: int, fim: Fim, c
     return [pre, suf, suffix, mid, prefix, middle] if spm else [pre, prefix, suf, suffix, mid, middle]
 
 
-def _cut_characters(text: str, draws: NDArray[np.uint32], fim: Fim, codec: Codec) -> list[Part] | None:
+def _cut_characters(text: str, draws: NDArray[np.uint32], fim: Fim, codec: Tokenizer) -> list[Part] | None:
     """Prefix, middle and suffix encoded again; None when their ids in a row are not the text again."""
     a, b = sorted(below(draws, len(text) + 1).tolist())
     texts = text[:a], text[a:b], text[b:]
@@ -167,7 +163,7 @@ def _cut_characters(text: str, draws: NDArray[np.uint32], fim: Fim, codec: Codec
     return None
 
 
-def _encode_within(text: str, codec: Codec) -> list[int]:
+def _encode_within(text: str, codec: Tokenizer) -> list[int]:
     """The ids of text that follows other text: without the space that SentencePiece puts before a first word."""
     before, both = codec.encode("\n"), codec.encode("\n" + text)
     return both[len(before) :] if both[: len(before)] == before else codec.encode(text)
@@ -194,10 +190,10 @@ def _is_packed(dataset: Dataset) -> bool:
     return isinstance(dataset, PackedDataset) or any(_is_packed(part) for part in getattr(dataset, "datasets", ()))
 
 
-class FimDataset:
+class FimDataset(Dataset):
     """`dataset` with its documents rearranged, sample by sample. codec: needed unless tokens alone are cut."""
 
-    def __init__(self, dataset: Dataset, fim: Fim, seed: int, codec: Codec | None = None, name: str = "train"):
+    def __init__(self, dataset: Dataset, fim: Fim, seed: int, codec: Tokenizer | None = None, name: str = "train"):
         if _is_packed(dataset):  # three tokens more per document would cut the documents that packing kept whole
             raise DataError("fill-in-the-middle and best-fit packing do not go together; leave one of them out")
         if codec is None and (fim.characters or fim.no_prefix is not None):
@@ -215,9 +211,6 @@ class FimDataset:
         for row, i in enumerate(np.asarray(index).tolist()):
             out[row] = self._transform(out[row], i)[0]
         return out
-
-    def layout(self, index: NDArray[np.int64]) -> None:
-        return None
 
     def where(self, i: int, position: int) -> str:
         source = int(self._transform(self.dataset.samples(np.array([i]))[0], i)[1][position])

@@ -14,20 +14,17 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples.epoch_cache import load_or_build
-from megalite.data.samples.epochs import Epoch, build_epoch
+from megalite.data.samples.epochs import Epoch, build_epoch, load_or_build
 from megalite.data.samples.permutation import fold
-from megalite.data.samples.source import digest_of, lengths_digest
+from megalite.data.samples.source import Source, digest_of, lengths_digest
 from megalite.data.samples.token_line import Line
 
 CHUNK = 1 << 20  # samples placed at a time
 MANY_EPOCHS = 4  # up to here repeated data is nearly as good as new (arXiv:2305.16264, fig. 1)
 
 
-class GptDataset:
+class GptDataset(Source):
     """The documents `documents` of one file, cut into samples of seq_length + 1 tokens, epoch after epoch."""
-
-    packed = False
 
     def __init__(
         self,
@@ -74,9 +71,6 @@ class GptDataset:
         moved = range(samples.start + self._taken, samples.stop + self._taken)
         begun = self._line.documents_begun(moved, self.seq_length, lambda epoch: self._epoch(epoch).starts)
         return len(samples) * self.seq_length, begun
-
-    def layout(self, index: NDArray[np.int64]) -> None:
-        return None
 
     def _epoch(self, number: int) -> Epoch:
         with self._lock:
@@ -144,7 +138,7 @@ class GptDataset:
         return begins + skip, sizes, places[owner] + starts + skip - offsets[owner]
 
     def _misfit(self, number: int) -> DataError:
-        """Damage between the places that epoch_cache.py looks at when it loads an order."""
+        """Damage between the places that epochs.py looks at when it loads an order."""
         return DataError(
             f"{self._data.prefix}: the order of epoch {number} does not fit the documents' lengths; remove its files "
             f"from data_cache_path={self._cache_path}"

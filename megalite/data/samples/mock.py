@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.samples.permutation import below, fold, mix32
+from megalite.data.samples.source import Dataset
 
 VALUES = 512  # few enough to be learnt in some hundred steps
 STEPS = 4
 NOISE = 16
 
 
-class MockDataset:
+class MockDataset(Dataset):
     """Samples of seq_length + 1 tokens below vocab_size; as endless as a real dataset."""
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, name: str = "train"):
@@ -44,9 +45,6 @@ class MockDataset:
         noisy = below(self._hash("noisy", index_n1, t), NOISE) == 0
         values = np.where(noisy, below(self._hash("noise", index_n1, t), self._modulus).astype(np.int64), values)
         return values * self._scale
-
-    def layout(self, index: NDArray[np.int64]) -> None:
-        return None
 
     def where(self, i: int, position: int) -> str:
         return f"mock sample {i}, token {position}"

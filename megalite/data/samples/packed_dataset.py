@@ -20,7 +20,7 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.packing import CHUNK, pack
 from megalite.data.samples.permutation import fold, mix32, permute
-from megalite.data.samples.source import digest_of
+from megalite.data.samples.source import Source, digest_of
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,13 @@ class _Rows:
     length: NDArray[np.int64]
 
 
-class PackedDataset:
+class PackedDataset(Source):
     """The documents `documents` of one file, packed into samples of seq_length + 1 tokens, epoch after epoch.
 
     pad  fills what no piece does; usually the end-of-document id
     """
+
+    packed = True
 
     def __init__(
         self, data: IndexedDataset, documents: range, seq_length: int, seed: int, pad: int, split: str = "train"
@@ -55,8 +57,6 @@ class PackedDataset:
         self.plan = pack(lengths, seq_length + 1)
         self.num_tokens = self.plan.pieces.num_tokens
         self._key = fold(seed, split)
-
-    packed = True
 
     @property
     def digest(self) -> str:
@@ -81,9 +81,6 @@ class PackedDataset:
             tokens += int(rows.length.sum())
             documents += int((rows.start == 0).sum())
         return tokens, documents
-
-    def prepare(self, samples: int) -> None:
-        """There is nothing beyond the plan, which exists."""
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens [len(index), seq_length + 1]."""

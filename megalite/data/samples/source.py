@@ -16,14 +16,17 @@ class Dataset(Protocol):
     """Endless and without state.
 
     samples(index)  tokens [n, seq_length + 1], for any sample numbers >= 0
-    layout(index)   of packed samples the lengths of the pieces, beyond which is padding; None: each is one run of text
+    layout(index)   of packed samples the lengths of the pieces, beyond which is padding; None: each is one run of text,
+                    as of a dataset that says nothing else
     where           file, document and position of a token, for errors
     """
 
-    @property
-    def seq_length(self) -> int: ...
+    seq_length: int
+
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]: ...
-    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None: ...
+    def layout(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]] | None:
+        return None
+
     def where(self, i: int, position: int) -> str: ...
     def describe(self, samples: int) -> str: ...
 
@@ -33,7 +36,7 @@ class Source(Dataset, Protocol):
 
     name: str
     num_tokens: int
-    packed: bool
+    packed: bool = False
 
     @property
     def digest(self) -> str: ...
@@ -45,7 +48,7 @@ class Source(Dataset, Protocol):
         ...
 
     def prepare(self, samples: int) -> None:
-        """Build, or find in the cache, what the first `samples` samples need."""
+        """Build, or find in the cache, what the first `samples` samples need beyond what is there."""
 
 
 def digest_of(data: IndexedDataset, documents: range, lengths: NDArray[Any]) -> str:

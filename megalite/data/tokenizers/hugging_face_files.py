@@ -50,14 +50,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return gigatoken.Tokenizer.from_json(self._model.to_str())
 
 
-class Gpt2Tokenizer(HuggingFaceTokenizer):
-    """`unknown`: its end of document stands for every special token that it lacks, as in Megatron-LM."""
-
-    @property
-    def unknown(self) -> int:
-        return self.eod
-
-
 def tokenizer_beside(folder: Path) -> dict[str, Any]:
     """The data options (--tokenizer-type and its like) of the tokenizer in a model directory; empty without one."""
     here = folder.resolve()
@@ -134,4 +126,6 @@ def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
     if eod is None:
         raise DataError(f"{vocab}: has no {GPT2_EOD}; add it, or give a tokenizer.json as HuggingFaceTokenizer")
     model.add_special_tokens([GPT2_EOD])
-    return Gpt2Tokenizer(str(vocab), "gpt2-bpe special", model, eod, contents)
+    made = HuggingFaceTokenizer(str(vocab), "gpt2-bpe special", model, eod, contents)
+    made.unknown = eod  # as in Megatron-LM
+    return made

@@ -30,6 +30,7 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     is_null = False
+    unknown: int | None = None  # the id that stands for special tokens which it has not; None: nothing does
     literal: tuple[str, ...] = ()  # special tokens which, written out in a text, are ordinary text; not so to gigatoken
 
     def encode(self, text: str) -> list[int]:
@@ -49,11 +50,6 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str: ...
-
-    @property
-    def unknown(self) -> int | None:
-        """The id that stands for special tokens which it has not; None: nothing does."""
-        return None
 
     def token_id(self, token: str) -> int | None:
         """The id of a (special) token by its name; None where there is no such token."""

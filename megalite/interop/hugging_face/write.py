@@ -63,7 +63,7 @@ def write_model(
 
 def _write_shards(part: Path, ours: Ours, wanted: Sequence[Recipe], shard_bytes: int) -> torch.dtype:
     """The files and their index; the widest dtype among them."""
-    planned = [(r, tensor_file.Planned(r.theirs, ours.dtype_of(r), r.shape)) for r in wanted]
+    planned = [(r, tensor_file.Planned(r.theirs, ours.dtype_of(r.parts[0][0].name), r.shape)) for r in wanted]
     planned.sort(key=lambda pair: -pair[1].dtype.itemsize)
     files = tensor_file.cut([plan.bytes for _, plan in planned], shard_bytes)
     weight_map: dict[str, str] = {}
@@ -72,7 +72,7 @@ def _write_shards(part: Path, ours: Ours, wanted: Sequence[Recipe], shard_bytes:
         pairs = [planned[i] for i in chosen]
         plans = [plan for _, plan in pairs]
         values = tensor_file.flat(plans, (ours.join(recipe) for recipe, _ in pairs))
-        tensor_file.write(part / name, tensor_file.header_of(plans, align=8), values)
+        tensor_file.write(part / name, plans, values, align=8)
         weight_map |= {plan.key: name for _, plan in pairs}
     if len(files) > 1:
         total = sum(plan.bytes for _, plan in planned)

@@ -46,7 +46,7 @@ def write_megatron(
     if model.num_layers % pp or model.groups % tp or model.ffn_size % tp or model.num_attention_heads % tp:
         uneven = f"heads, groups and ffn_hidden_size do not all split over tp={tp}, or layers not over pp={pp}"
         raise CheckpointError(f"{uneven}; choose sizes that divide them")
-    dtype = str(ours.dtype_of_name("embedding.word"))[6:]
+    dtype = str(ours.dtype_of("embedding.word"))[6:]
     sizes = dict(vocab_size=vocab_size, padded_vocab_size=padded)
     args = write_args(model, **sizes, tokenizer=tokenizer, tp=tp, pp=pp, dtype=dtype)
     each = model.num_layers // pp
@@ -81,7 +81,7 @@ def _padded(ours: Ours, spec: ParamSpec, box: Box) -> Tensor:
     kept = unpadded(box, spec)
     if kept == box:
         return ours.read(spec.name, box)
-    values = torch.zeros(box.shape, dtype=ours.dtype_of_name(spec.name))
+    values = torch.zeros(box.shape, dtype=ours.dtype_of(spec.name))
     if kept is not None:
         values[: kept.shape[0]] = ours.read(spec.name, kept)
     return values

@@ -24,14 +24,13 @@ from megalite.config.options import Config, DataConfig, ModelConfig
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
 from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer
-from megalite.interop.convert import Foreign
+from megalite.interop.convert import Foreign, fill_from
 from megalite.interop.hugging_face.model_files import open_model
-from megalite.interop.load import fill_from
 from megalite.interop.megatron import rank_files as megatron
 from megalite.interop.megatron.rank_files import true_vocab_size
 from megalite.interop.megatron.torch_dist import open_checkpoint
 from megalite.models.specs import specs_of
-from megalite.parallel.comm import broadcast_
+from megalite.parallel.comm import first_says
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.resume import TOKENIZER, options_that_differ, with_checkpoint_args, with_model
@@ -177,15 +176,12 @@ def start(run: Run, config: Config) -> tuple[Path, list[str]] | None:
     """Fill the weights of the directory that the run begins with: (it, what is worth telling); None where the run does
     not begin with one; collective. Raises CheckpointError, on all ranks where one cannot read its part."""
     folder, mesh = source_of(config), run.mesh
-    chosen = torch.tensor(int(folder is not None), dtype=torch.int32, device=mesh.device)
-    if not int(broadcast_(chosen, mesh.world)):  # what the first rank sees decides: a new checkpoint may show late
+    if not first_says(folder is not None, mesh):  # what the first rank sees decides: a new checkpoint may show late
         return None
 
     def read() -> tuple[Path, Weights]:
         if folder is None:
-            raise CheckpointError(
-                "it does not exist here, although rank 0 sees it: share the directory, or copy it to all nodes"
-            )
+            raise CheckpointError("it does not exist here, but rank 0 sees it: share it, or copy it to all nodes")
         theirs = _opened(config, folder)
         pieces = [entry.piece for entry in run.optimizer.pieces()]
         main = [piece for piece in pieces if piece.name.startswith("optimizer.main/")]  # in half precision: more exact

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.run.agreement import as_first_says, together
+from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse
 from megalite.config.options import Config, training_of
 from megalite.interop.megatron import rank_files as megatron
+from megalite.parallel.comm import first_says
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError
@@ -27,7 +28,7 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     c = config.checkpoint
     if c.load is not None:
         # symbolic links may differ between machines
-        here = c.save is not None and as_first_says(run.mesh, _same(c.load, c.save))
+        here = c.save is not None and first_says(_same(c.load, c.save), run.mesh)
         local = c.save_local if here else None  # it may hold newer ones that are not uploaded yet
         start = Start(c.ckpt_step, c.no_load_optim or config.train.skip_train, c.finetune)
         again = here and (c.finetune or c.ckpt_step is not None) and started_again(run.mesh, config, c.load, local)
@@ -44,9 +45,8 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     if c.pretrained_checkpoint is not None:
         found = resume(run, c.pretrained_checkpoint, config, Start(afresh=True))
         if found is None:
-            raise SetupError(
-                f"pretrained_checkpoint={c.pretrained_checkpoint!r} holds no checkpoint; give one's --save"
-            )
+            name = f"pretrained_checkpoint={c.pretrained_checkpoint!r}"
+            raise SetupError(f"{name} holds no checkpoint; give one's --save")
         return found
     if (load := c.load) is None:
         return None, []
@@ -105,7 +105,7 @@ def started_again(mesh: Mesh, config: Config, root: str, local: str | None, aske
                 return _training(saved_config(manifests.load(folder), folder)) == _training(config)
         return False
 
-    return as_first_says(mesh, together(mesh, look, f"looking for checkpoints in {c.load}"))
+    return bool(first_says(together(mesh, look, f"looking for checkpoints in {c.load}"), mesh))
 
 
 def _training(config: Config) -> dict[str, Any]:
@@ -115,25 +115,21 @@ def _training(config: Config) -> dict[str, Any]:
     return training_of(replace(config, checkpoint=replace(c, load=None)) if here else config)
 
 
-def begin_branch(run: Run, config: Config, saver: Saver | None, saved: int | None) -> list[str]:
-    """Tell the saver where the run begins; `saved`: of `already_saved`. Collective; notes for people on rank 0. Raises
-    CheckpointError."""
+def begin_branch(
+    run: Run, config: Config, saver: Saver | None, loaded: Location | None
+) -> tuple[int | None, list[str]]:
+    """Tell the saver where the run begins. Returns the step of the checkpoint that it has come from, if that is one of
+    the directory that it saves to (a run that was at its end already writes nothing), and, on rank 0, notes for people.
+    Collective. Raises CheckpointError."""
     if saver is None:
-        return []
+        return None, []
+    step = run.state.step
+    saved = step if loaded and any(_same(loaded, place) for place in saver.places_of(step)) else None
     chosen = saved is None or config.checkpoint.ckpt_step == saved  # else what is later was tried, and is damaged
-    note = saver.begins_at(run.state.step, damaged=not chosen)
-    return [] if note is None else [note]
+    note = saver.begins_at(step, damaged=not chosen)
+    return saved, [] if note is None else [note]
 
 
 def _same(a: str | Location, b: str | Location) -> bool:
     one, two = parse(a), parse(b)
     return one.resolve() == two.resolve() if isinstance(one, Path) and isinstance(two, Path) else one == two
-
-
-def already_saved(run: Run, saver: Saver | None, loaded: Location | None) -> int | None:
-    """The step of the checkpoint that the run has come from, if it is one of the directory that it saves to: a run
-    that was at its end already writes nothing."""
-    if saver is None or loaded is None:
-        return None
-    step = run.state.step
-    return step if any(_same(loaded, place) for place in saver.places_of(step)) else None

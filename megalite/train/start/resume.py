@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -142,10 +142,9 @@ def resume(
     return folder, notes
 
 
-def going_back(run: Run, config: Config) -> Callable[[int], object]:
-    """Loads the run's own checkpoint of a step; collective, as `resume`."""
-    c = config.checkpoint
-    return lambda step: resume(run, c.save or "", config, Start(step), c.save_local)
+def go_back(run: Run, config: Config, step: int) -> None:
+    """Load the run's own checkpoint of `step`; collective, as `resume`."""
+    resume(run, config.checkpoint.save or "", config, Start(step), config.checkpoint.save_local)
 
 
 def _wanted(

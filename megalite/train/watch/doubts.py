@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megalite.train.run_dir import Events
 from megalite.train.state import BadResult, Run, StepResult
-from megalite.train.watch.events import Events
 from megalite.train.watch.suspect import documents_of
 
 UNRELIABLE = 3  # steps of a run that only the second computation got right: more is no cosmic ray
@@ -17,11 +17,11 @@ MOST_SAMPLES = 4096  # whose documents are written down
 
 @dataclass
 class Doubts:
-    """`say`: to people, on rank 0; None elsewhere. `max_skipped`: steps in a row."""
+    """`say`: to people, where it is the first rank's. `max_skipped`: steps in a row."""
 
     run: Run
     events: Events
-    say: Callable[[str], None] | None
+    say: Callable[[str], None]
     max_skipped: int
     skipped: int = 0  # steps in a row
     passed: int = 0  # steps that were right the second time
@@ -45,7 +45,7 @@ class Doubts:
 
     def tell(self, kind: str, text: str, samples: range, **facts: object) -> None:
         """In the log, and with the documents of the samples in events.jsonl."""
-        if self.say is None:
+        if not self.run.mesh.world.is_first:
             return
         self.say(f"WARNING: {text}")
         documents = list(dict.fromkeys(place for i in samples for place in documents_of(self.run, i)))
@@ -58,8 +58,7 @@ class Doubts:
         run, state = self.run, self.run.state
         reached, rollbacks = state.step, run.spikes.rollbacks + 1
         if saved is None:
-            if self.say is not None:
-                self.say(f"WARNING: step {reached}: there is no checkpoint of this run yet to return to")
+            self.say(f"WARNING: step {reached}: there is no checkpoint of this run yet to return to")
             return False
         if rollbacks > MOST_ROLLBACKS:
             raise BadResult(f"step {reached}: a spike again, after {MOST_ROLLBACKS} rollbacks in a row")

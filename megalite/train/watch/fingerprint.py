@@ -25,7 +25,7 @@ from megalite.config import environment
 from megalite.config.options import Config
 from megalite.config.toml import differences
 from megalite.data.samples.ledger import Ledger
-from megalite.parallel.comm import all_reduce_, gather_texts
+from megalite.parallel.comm import gather_texts
 from megalite.parallel.launch import LaunchError
 from megalite.parallel.mesh import Axis, world_axis
 from megalite.train.watch.cards import Card, read
@@ -80,18 +80,15 @@ def _installed(*packages: str) -> str:
 
 
 def compare(facts: Facts, world: Axis, device: torch.device) -> tuple[list[str], list[str]]:
-    """Collective over `world`: one all-reduce where all agree. Returns each rank's host, and what to warn of. Raises
+    """Collective over `world`: one gather where all agree. Returns each rank's host, and what to warn of. Raises
     LaunchError on all ranks where something of EQUAL differs."""
     names = (*EQUAL, *ALIKE)
-    row = b"".join(hashlib.sha256(facts.get(name, "").encode()).digest()[:8] for name in names)
-    row += socket.gethostname().encode()[:HOST].ljust(HOST, b"\0")
-    table = torch.zeros(world.size, len(row) // 8, dtype=torch.int64, device=device)
-    table[world.rank] = torch.from_numpy(np.frombuffer(row, dtype=np.int64).copy())
-    rows = all_reduce_(table, world).cpu().numpy()
-    hosts = [row[len(names) :].tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+    hashes = [hashlib.sha256(facts.get(name, "").encode()).hexdigest()[:16] for name in names]
+    rows = gather_texts("\n".join([*hashes, socket.gethostname()]), world, device, room=17 * len(names) + HOST)
+    *columns, hosts = (list(column) for column in zip(*(row.split("\n") for row in rows), strict=True))
     told: Facts = {}
-    for name, column in zip(names, rows.T, strict=False):
-        if len(set(column.tolist())) > 1:
+    for name, column in zip(names, columns, strict=True):
+        if len(set(column)) > 1:
             told[name] = describe(name, gather_texts(facts.get(name, ""), world, device), hosts)
     if wrong := [text for name, text in told.items() if name in EQUAL]:
         raise LaunchError("\n".join(["the ranks of this run are not alike:", *wrong]))

@@ -37,10 +37,9 @@ import megalite
 from megalite.parallel.launch import HANG
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.shared_memory import OrderError
-from megalite.train.run_dir import Exit, complain
+from megalite.train.run_dir import Events, Exit, complain
 from megalite.train.timers import Timers
 from megalite.train.watch.diagnosis import View, diagnose, ranks
-from megalite.train.watch.events import Events
 
 FACTOR, LEAST_FACTOR = 10, 3  # of the usual length of a step: late, and never called late before
 FLOOR_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length

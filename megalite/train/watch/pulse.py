@@ -27,9 +27,9 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.train.metrics import Reporter
 from megalite.train.phases import EVERY, Phases
+from megalite.train.run_dir import Events
 from megalite.train.state import StepResult
 from megalite.train.watch.cards import THROTTLED, Card, read
-from megalite.train.watch.events import Events
 
 OWN = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases of the clock without the waits
 HEALTH = ("step_s", "queued_s", "memory_gib", "temperature_c", "power_w", "clock_mhz", "ecc_errors", "throttled")
@@ -54,7 +54,7 @@ class Pulse:
         self._errors: dict[int, float] = {}  # of memory, at the line before
         self._queued = queued_s()
 
-    def feel(self, since: Sequence[StepResult], step: int, memory_gib: float, report: Reporter | None) -> str | None:
+    def feel(self, since: Sequence[StepResult], step: int, memory_gib: float, report: Reporter) -> str | None:
         """What has become wrong `since` the last log line, the same on all ranks; collective. Rank 0 tells it."""
         self._last = step - len(since) if self._last is None else self._last
         if step - self._last < self._every:
@@ -62,7 +62,7 @@ class Pulse:
         rows = self.take(step - self._last, sum(r.step_s for r in since) / len(since), memory_gib)
         self._last = step
         found = self.findings(rows)
-        if report is not None:
+        if self.mesh.world.is_first:
             for event, rank, text in found:
                 report.warn(f"step {step}: {text}")
                 self._events.add(event, step, of=rank, host=self.hosts[rank], text=text)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,29 +20,11 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.config.options import Config
 from megalite.train.figures import duration
 from megalite.train.phases import Phases
-from megalite.train.run_dir import Exit, now, write_atomically
+from megalite.train.run_dir import Events, Exit, json_rows, now, write_atomically
 from megalite.train.state import Run
-from megalite.train.watch.events import Events
 
 STARTED, ENDED = "started", "ended"  # of a process, in events.jsonl
 IN_ORDER = (Exit.DONE.outcome, Exit.REQUEUE.outcome, Exit.INTERRUPTED.outcome)
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """What can be read of a JSON-lines file; a crash may have torn a line."""
-    if not path.is_file():  # a pipe has nobody who writes, /dev/full no end
-        return
-    try:
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    yield row
-    except OSError:
-        return
 
 
 @dataclass(frozen=True)
@@ -67,7 +49,7 @@ def useful_seconds(metrics: Path) -> float:
     """Time of the steps that count. A row is the mean of `perf/steps` steps; those that no row has, as a process was
     killed between a log line and the checkpoint that was resumed from, took as long as those before them."""
     kept: list[tuple[int, float, float]] = []  # step, seconds per step, steps of them that updated
-    for row in _rows(metrics):
+    for _, row in json_rows(metrics):
         step, each, steps = row.get("step"), row.get("perf/step_s"), row.get("perf/steps")
         if step is None or each is None or steps is None:
             continue
@@ -82,7 +64,7 @@ def useful_seconds(metrics: Path) -> float:
 def read_past(folder: Path, until: float) -> Past | None:
     """None where events.jsonl does not tell of a start. `until`: when what still runs was seen last, as time.time()."""
     lives: list[dict[str, Any]] = []
-    for row in _rows(folder / "events.jsonl"):
+    for _, row in json_rows(folder / "events.jsonl"):
         if row.get("fresh"):
             lives = []
         if row.get("event") in (STARTED, ENDED) and "at" in row:

@@ -54,11 +54,10 @@ def look_again(
     if reason is None:
         return second, Doubt("computed twice, with other results", "", True, other) if other else None
     if passed := reason_to_doubt(run, second) is None:
-        words = (
-            f"computed again it is right (loss {second.loss:.4g}): not the data, but the machine of ranks {list(other)}"
-        )
+        words = f"right (loss {second.loss:.4g}): not the data, but the machine of ranks {list(other)}"
     else:
-        words = f"computed again it is {'no better' if other else 'the same'}: the data or the numbers, not the machine"
+        words = f"{'no better' if other else 'the same'}: the data or the numbers, not the machine"
+    words = f"computed again it is {words}"
     return second, Doubt(reason, f"{origin}; {words}" if origin else words, passed, other, first.finite)
 
 
@@ -125,10 +124,8 @@ def _first_bad_output(run: Run) -> Iterator[list[Finding]]:
     def look(place: tuple[int, str], output: Any) -> None:
         bad = [x for x in (output if isinstance(output, tuple) else (output,)) if not bool(torch.isfinite(x).all())]
         if bad and here[1] and not found:
-            ids = here[0].sample_ids_B.tolist()
-            words = (
-                f"the output of {place[1]} ({_kind_of(bad[0])}) on {run.mesh.describe()}, {samples_in_words(run, ids)}"
-            )
+            samples = samples_in_words(run, here[0].sample_ids_B.tolist())
+            words = f"the output of {place[1]} ({_kind_of(bad[0])}) on {run.mesh.describe()}, {samples}"
             found.append([FORWARD, place[0], words])
 
     hooks = []

@@ -20,10 +20,10 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
-from megalite.interop.logits import fill_stage
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.parameter import Maker, named_specs
 from megalite.parallel.mesh import Mesh
+from tools.checks.logits import fill_stage
 
 TOKENS = 24  # of the sequence that is computed
 EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 sums; in roundings of the weights
