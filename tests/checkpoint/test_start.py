@@ -84,8 +84,15 @@ def test_a_step_that_comes_at_once_changes_nothing_of_what_is_being_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy begins when the forward and the backward have long begun; the update waits."""
-    real = HostCopy._parts
-    monkeypatch.setattr(HostCopy, "_parts", lambda *a, **k: (time.sleep(0.5), real(*a, **k))[1])
+    copy, wait, asked = HostCopy._parts, HostCopy.wait_before_change, threading.Event()
+
+    def late(*args: Any, **more: Any) -> Any:
+        asked.wait(10)  # of the update; one that does not ask is over by then
+        time.sleep(0.2)
+        return copy(*args, **more)
+
+    monkeypatch.setattr(HostCopy, "_parts", late)
+    monkeypatch.setattr(HostCopy, "wait_before_change", lambda host: (asked.set(), wait(host)))
     run, config = built("--save", str(tmp_path), "--save-interval", "1", "--async-save")
     saver = open_saver(run, config)
     assert saver is not None
