@@ -71,7 +71,7 @@ def _counted(flags: str) -> tuple[Count, dict[str, Any]]:
     buckets = run.buffer.layout.buckets
     facts = {
         "buckets": len(buckets),
-        "partial": sum(b.kind.partial for b in buckets),
+        "partial": sum(len(b.kind.partial) for b in buckets),
         "tied": sum(b.kind.tied for b in buckets),
         "size": run.buffer.layout.size,
         "pp": mesh.pp.rank,

@@ -187,6 +187,6 @@ def _by_document(
         if drop is None:
             rows[row].append(attention(*part, scale=scale, window=window))
         else:
-            here = replace(drop, sample_ids_B=drop.sample_ids_B[row : row + 1], first_position=start)
-            rows[row].append(blocked_attention(*part, scale=scale, window=window, drop=here))
+            here = replace(drop, sample_ids_B=drop.sample_ids_B[row : row + 1])
+            rows[row].append(blocked_attention(*part, scale=scale, window=window, drop=here, first=start))
     return torch.cat([torch.cat(row) for row in rows], dim=1)

@@ -15,7 +15,8 @@ any size for 1.4 times the time; --attention-kernel torch is more exact and take
 The work per query block grows with its end, so half of the scores' square is never computed but for the blocks on the
 diagonal. With a window a block's keys begin where its first query's do: S (W + rows) scores, where torch's fused
 attention would take a mask of S x S and compute them all. The mask of dropout is drawn for a block, and in backward
-again: p D in place of p for o and dv, dp D in place of dp, D = keep / (1 - p).
+again: p D in place of p for o and dv, dp D in place of dp, D = keep / (1 - p). Positions are absolute, and parts of the
+keys make the whole, as in kernels/flash_attention.py.
 """
 
 from __future__ import annotations
@@ -39,21 +40,20 @@ BLOCK_BYTES = 4 << 20  # of one block's scores
 @dataclass(frozen=True)
 class Drop:
     """Dropout of attention weights and its coordinates. sample_ids_B: global sample numbers. head_offset: the global
-    number of head 0. first_position: the sequence position of row 0."""
+    number of head 0."""
 
     p: float
     key: int
     sample_ids_B: Tensor
     head_offset: int = 0
-    first_position: int = 0
 
-    def mask(self, heads: tuple[Tensor, Tensor], queries: slice, keys: slice) -> Tensor:
+    def mask(self, heads: tuple[Tensor, Tensor], queries: range, keys: range) -> Tensor:
         """Of some groups of heads: [m, Q, queries, keys]. `heads`: the sample of each group, [m, 1, 1, 1], and the
         numbers of its heads, [m, Q, 1, 1]."""
         sample_mQ, head_mQ = heads
-        positions = torch.arange(queries.stop, device=head_mQ.device) + self.first_position
         samples, numbers = self.sample_ids_B[sample_mQ], head_mQ + self.head_offset
-        return keep_mask(self.key, self.p, samples, numbers, positions[queries, None], positions[keys])
+        rows, columns = (torch.arange(some.start, some.stop, device=head_mQ.device) for some in (queries, keys))
+        return keep_mask(self.key, self.p, samples, numbers, rows.unsqueeze(-1), columns)
 
 
 def supports(q: Tensor) -> bool:
@@ -79,34 +79,44 @@ def _by_position(x_MQSK: Tensor, batch: int) -> Tensor:
 
 
 class _Blocks:
-    """The blocks of one call, and their probabilities."""
+    """The blocks of one call, and their probabilities. `places`: the positions of row 0 of q and of k."""
 
-    def __init__(self, q_MQSK: Tensor, k_MSK: Tensor, batch: int, scale: float, window: int | None, drop: Drop | None):
-        self.q, self.k, self.scale, self.drop = q_MQSK, k_MSK, scale, drop
+    def __init__(
+        self,
+        q_MQSK: Tensor,
+        k_MTK: Tensor,
+        batch: int,
+        scale: float,
+        window: int | None,
+        drop: Drop | None,
+        places: tuple[int, int] = (0, 0),
+    ):
+        self.q, self.k, self.scale, self.drop, self.places = q_MQSK, k_MTK, scale, drop, places
+        self.shift = places[0] - places[1]  # of queries against keys
         n, per_group, self.length, _ = q_MQSK.shape
         self.kept = 1.0 if drop is None else 1.0 - drop.p  # by which is divided what was dropped from
         groups, first = torch.arange(n, device=q_MQSK.device).view(-1, 1, 1, 1), n // batch
         within = torch.arange(per_group, device=q_MQSK.device).view(-1, 1, 1)
         self.samples, self.heads = groups // first, groups % first * per_group + within
-        self.window = min(window or self.length, self.length)
-        fewest, most = IN_WINDOW if self.window < self.length else (QUERIES, QUERIES)
+        self.keys = k_MTK.shape[1]
+        whole = max(self.keys, self.length + self.shift)
+        self.window = min(window or whole, whole)
+        fewest, most = IN_WINDOW if self.window < whole else (QUERIES, QUERIES)
         self.rows = min(self.length, most, max(fewest, self.window))
-        columns = min(self.length, self.rows + self.window)
+        columns = min(self.keys, self.rows + self.window)
         self.groups = min(n, max(1, BLOCK_BYTES // (per_group * self.rows * columns * q_MQSK.element_size())))
         hidden = q_MQSK.new_full((self.rows, self.rows), float("-inf"))
         self.later, self.earlier = hidden.triu(1), hidden.tril(-1)
         self.nothing = q_MQSK.new_zeros(())
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Which groups, which queries, and the keys that some of these see."""
+        """Which groups, which queries, and the keys that some of these see: none, or an empty slice at 0."""
         for first in range(0, self.q.shape[0], self.groups):
             for start in range(0, self.length, self.rows):
                 stop = min(start + self.rows, self.length)
-                yield (
-                    slice(first, first + self.groups),
-                    slice(start, stop),
-                    slice(max(0, start - self.window + 1), stop),
-                )
+                begin, end = max(0, start + self.shift - self.window + 1), min(stop + self.shift, self.keys)
+                keys = slice(begin, end) if begin < end else slice(0, 0)
+                yield slice(first, first + self.groups), slice(start, stop), keys
 
     def queries(self, x_MQSK: Tensor, groups: slice, here: slice) -> Tensor:
         """The block's rows, those of all heads of a group below each other: [m, Q * rows, K]."""
@@ -118,70 +128,122 @@ class _Blocks:
     def dropped_(self, some: slice, here: slice, keys: slice, *weights: Tensor) -> None:
         """Zero what dropout takes; what is left is still to be divided by `kept`."""
         if self.drop is not None:
-            mask = self.drop.mask((self.samples[some], self.heads[some]), here, keys).flatten(1, 2)
+            rows, columns = (
+                range(part.start + at, part.stop + at) for part, at in zip((here, keys), self.places, strict=True)
+            )
+            mask = self.drop.mask((self.samples[some], self.heads[some]), rows, columns).flatten(1, 2)
             for x in weights:
                 x.mul_(mask)
 
-    def probabilities(self, q: Tensor, groups: slice, here: slice, keys: slice) -> Tensor:
+    def scores(self, q: Tensor, groups: slice, here: slice, keys: slice) -> Tensor:
+        """[m, Q * rows, keys], -inf where hidden."""
         scores = self.scaled(q, self.k[groups, keys].mT, self.scale)
-        rows = here.stop - here.start
+        rows, width = here.stop - here.start, keys.stop - keys.start
         by_row = scores.unflatten(1, (-1, rows))
-        by_row[..., here.start - keys.start :].add_(self.later[:rows, :rows])
+        own = here.start + self.shift - keys.start  # the column of the first query's position; < 0: before the keys
+        first = max(0, -own)
+        by_row[..., own + first :].add_(self.later[:rows, first : max(first, width - own)])
         # query r of the block does not see the r keys that follow its first query's first one; some lie before key 0
-        missing = keys.start - (here.start - self.window + 1)
+        missing = keys.start - (here.start + self.shift - self.window + 1)
         if missing < rows - 1:
-            by_row[..., : rows - missing].add_(self.earlier[:rows, missing:rows])
-        return torch.softmax(scores, -1)
+            some = min(rows - missing, width)
+            by_row[..., :some].add_(self.earlier[:rows, missing : missing + some])
+        return scores
+
+    def probabilities(self, scores: Tensor, here: slice) -> Tensor:
+        """Of queries that see no key: 0."""
+        p = torch.softmax(scores, -1)
+        if here.start + self.shift < 0 or here.stop + self.shift - self.window >= self.keys:  # there are such
+            last = torch.arange(here.start, here.stop, device=p.device) + self.shift
+            blind = (last < 0) | (last - self.window + 1 >= self.keys)
+            p.unflatten(1, (-1, len(last))).masked_fill_(blind.unsqueeze(-1), 0.0)
+        return p
 
 
 class _BlockedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, scale: float, window: int | None, drop: Drop | None
-    ) -> Tensor:
-        ctx.save_for_backward(q_SBHK, k_SBGK, v_SBGK)
-        ctx.given = (q_SBHK.shape[1], scale, window, drop)
-        groups, dtype = k_SBGK.shape[2], q_SBHK.dtype
-        q_SBHK, k_SBGK, v_SBGK = in_range(q_SBHK, k_SBGK, v_SBGK)
+        ctx: Any,
+        q_SBHK: Tensor,
+        k_TBGK: Tensor,
+        v_TBGK: Tensor,
+        scale: float,
+        window: int | None,
+        drop: Drop | None,
+        places: tuple[int, int],
+        part: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(q_SBHK, k_TBGK, v_TBGK)
+        ctx.set_materialize_grads(False)
+        ctx.given = (q_SBHK.shape[1], scale, window, drop, places)
+        groups, dtype = k_TBGK.shape[2], q_SBHK.dtype
+        q_SBHK, k_TBGK, v_TBGK = in_range(q_SBHK, k_TBGK, v_TBGK)
         q_MQSK = _by_group(q_SBHK, groups)
-        k_MSK, v_MSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
+        k_MTK, v_MTK = (_by_group(x, groups)[:, 0] for x in (k_TBGK, v_TBGK))
         o_MQSK = torch.empty_like(q_MQSK)
-        blocks = _Blocks(q_MQSK, k_MSK, *ctx.given)
+        lse_MQS = q_MQSK.new_empty(q_MQSK.shape[:-1], dtype=stat_dtype(q_MQSK)) if part else None
+        blocks = _Blocks(q_MQSK, k_MTK, *ctx.given)
         for some, here, keys in blocks:
-            p = blocks.probabilities(blocks.queries(q_MQSK, some, here), some, here, keys)
+            scores = blocks.scores(blocks.queries(q_MQSK, some, here), some, here, keys)
+            if lse_MQS is not None:
+                target = lse_MQS[some, :, here]
+                target.copy_(scores.to(lse_MQS.dtype).logsumexp(-1).view(target.shape))
+            p = blocks.probabilities(scores, here)
             blocks.dropped_(some, here, keys, p)
-            target, v = o_MQSK[some, :, here], v_MSK[some, keys]
+            target, v = o_MQSK[some, :, here], v_MTK[some, keys]
             o = p @ v if drop is None else blocks.scaled(p, v, 1 / blocks.kept)
             target.copy_(o.view(target.shape))
-        return _by_position(o_MQSK, q_SBHK.shape[1]).to(dtype)
+        o_SBHK = _by_position(o_MQSK, q_SBHK.shape[1]).to(dtype)
+        return o_SBHK, None if lse_MQS is None else lse_MQS.view(q_SBHK.shape[1], -1, q_SBHK.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, do_SBHK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dtype = do_SBHK.dtype
-        q_SBHK, k_SBGK, v_SBGK, do_SBHK = in_range(*ctx.saved_tensors, do_SBHK)
-        groups, batch = k_SBGK.shape[2], q_SBHK.shape[1]
+    def backward(ctx: Any, do_SBHK: Tensor | None, dlse_BHS: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_SBHK, k_TBGK, v_TBGK = ctx.saved_tensors
+        do_SBHK, dtype = torch.zeros_like(q_SBHK) if do_SBHK is None else do_SBHK, q_SBHK.dtype
+        q_SBHK, k_TBGK, v_TBGK, do_SBHK = in_range(q_SBHK, k_TBGK, v_TBGK, do_SBHK)
+        groups, batch = k_TBGK.shape[2], q_SBHK.shape[1]
         q_MQSK, do_MQSK = _by_group(q_SBHK, groups), _by_group(do_SBHK, groups)
-        k_MSK, v_MSK = (_by_group(x, groups)[:, 0] for x in (k_SBGK, v_SBGK))
+        k_MTK, v_MTK = (_by_group(x, groups)[:, 0] for x in (k_TBGK, v_TBGK))
+        dlse_MQSK = None if dlse_BHS is None else dlse_BHS.reshape(*q_MQSK.shape[:-1], 1)
         dq_MQSK = torch.empty_like(q_MQSK)
-        dk_MSK, dv_MSK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_MSK, v_MSK))
-        blocks = _Blocks(q_MQSK, k_MSK, *ctx.given)
+        dk_MTK, dv_MTK = (torch.zeros_like(x, dtype=stat_dtype(x)) for x in (k_MTK, v_MTK))
+        blocks = _Blocks(q_MQSK, k_MTK, *ctx.given)
         scale = blocks.scale / blocks.kept  # the gradient of a softmax is linear in that of p
         for some, here, keys in blocks:
             q, do = (blocks.queries(x, some, here) for x in (q_MQSK, do_MQSK))
-            p = blocks.probabilities(q, some, here, keys)
-            dp, kept = do @ v_MSK[some, keys].mT, p
+            p = blocks.probabilities(blocks.scores(q, some, here, keys), here)
+            dp, kept = do @ v_MTK[some, keys].mT, p
             if blocks.drop is not None:
                 kept = p.clone()
                 blocks.dropped_(some, here, keys, kept, dp)
-            dv_MSK[some, keys].add_(kept.mT @ do)
+            dv_MTK[some, keys].add_(kept.mT @ do)
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
+            if dlse_MQSK is not None:  # that of a log-sum-exp is p
+                ds = ds.addcmul(p, blocks.queries(dlse_MQSK, some, here).to(p.dtype), value=blocks.kept)
             target = dq_MQSK[some, :, here]
-            target.copy_(blocks.scaled(ds, k_MSK[some, keys], scale).view(target.shape))
-            dk_MSK[some, keys].add_(blocks.scaled(ds.mT, q, scale))
+            target.copy_(blocks.scaled(ds, k_MTK[some, keys], scale).view(target.shape))
+            dk_MTK[some, keys].add_(blocks.scaled(ds.mT, q, scale))
         if blocks.drop is not None:
-            dv_MSK.div_(blocks.kept)
-        grads = (dq_MQSK, dk_MSK.unsqueeze(1), dv_MSK.unsqueeze(1))
-        return *(_by_position(x.to(dtype), batch) for x in grads), None, None, None
+            dv_MTK.div_(blocks.kept)
+        grads = (dq_MQSK, dk_MTK.unsqueeze(1), dv_MTK.unsqueeze(1))
+        return *(_by_position(x.to(dtype), batch) for x in grads), *(None,) * 5
+
+
+def blocked_attention_part(
+    q_SBHK: Tensor,
+    k_TBGK: Tensor,
+    v_TBGK: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    drop: Drop | None = None,
+    q_first: int = 0,
+    k_first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(o_SBHK, log-sum-exp of the scores in at least fp32, [B, H, S]), both differentiable, of queries at the positions
+    from `q_first` and keys at those from `k_first`; options as of `blocked_attention`."""
+    given = (scale, window, drop, (q_first, k_first), True)
+    return _BlockedAttention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[return-value]
 
 
 def blocked_attention(
@@ -192,7 +254,9 @@ def blocked_attention(
     scale: float,
     window: int | None = None,
     drop: Drop | None = None,
+    first: int = 0,
 ) -> Tensor:
     """softmax(scale * q k^T + causal) v: o_SBHK; H a multiple of G. `window`: how many keys a query sees, itself
-    included. In any floating dtype and on any device, whatever `supports` advises."""
-    return _BlockedAttention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, drop)  # type: ignore[return-value]
+    included. `first`: the position of row 0. In any floating dtype and on any device, whatever `supports` advises."""
+    given = (scale, window, drop, (first, first), False)
+    return _BlockedAttention.apply(q_SBHK, k_SBGK, v_SBGK, *given)[0]  # type: ignore[index]

@@ -3,8 +3,11 @@
     s = scale q k^T;  p = exp(s - lse);  o = p v;   for every query i its keys are low(i) <= j <= i
     delta = sum(do o);  dp = do v^T;  ds = p (dp - delta) scale;   dq = ds k;  dk = ds^T q;  dv = p^T do
 
+Positions are absolute: row 0 of q is at `q_first`, row 0 of k at `k_first`, and either may be a part of the sequence.
 low(i) is the first position of i's document, and not before the sliding window. It never falls, so the blocks that a
-program visits are one range, and work is what the mask leaves. q_SBHK, k_SBGK, v_SBGK may be strided (unit stride
+program visits are one range, and work is what the mask leaves. Inside the kernels positions count from `k_first`. A
+query that sees no key has o = 0 and lse = -inf. Parts of the keys make the whole: o = sum of exp(lse_n - lse) o_n, lse
+that of all lse_n, whose gradients are in delta = sum(do o) - dlse. q_SBHK, k_SBGK, v_SBGK may be strided (unit stride
 along K); o and gradients are contiguous. Sums in fp32, products of p and ds in the dtype of the inputs.
 
 Dropout, D = keep / (1 - p), whose mask is drawn where it is needed and never stored: o = (p D) v, dv = (p D)^T do,
@@ -60,12 +63,12 @@ def unit(x: Tensor) -> str:
 
 
 @kernel
-def _low(FIRST, rows, b, length, window, DOCUMENTS: tl.constexpr):
-    """The first key of each query; beyond the end `length`, so that no key is left."""
-    low = tl.maximum(rows - window + 1, 0)
+def _low(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS: tl.constexpr):
+    """The first key of each query; beyond the end `keys`, so that no key is left."""
+    low = tl.maximum(rows + shift - window + 1, 0)
     if DOCUMENTS:
-        low = tl.maximum(low, tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32))
-    return tl.where(rows < length, low, length)
+        low = tl.maximum(low, tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32) - k_first)
+    return tl.where(rows < length, low, keys)
 
 
 @kernel
@@ -88,9 +91,10 @@ def _tile(X, rows, channels, stride, length, HEAD: tl.constexpr):
     return tl.load(X + rows.to(tl.int64)[:, None] * stride + channels[None, :], mask=inside, other=0.0)
 
 
-@kernel(do_not_specialize=["key", "head_offset"])
+@kernel(do_not_specialize=["key", "head_offset", "shift", "k_first"])
 def _forward(
-    Q, K, V, OUT, LSE, FIRST, IDS, length, batch, heads, group, scale, window, key, head_offset,
+    Q, K, V, OUT, LSE, FIRST, IDS,
+    length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
     THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
@@ -102,15 +106,16 @@ def _forward(
     K += b.to(tl.int64) * kb + (h // group) * kh
     V += b.to(tl.int64) * vb + (h // group) * vh
     q = _tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD)
-    low = _low(FIRST, rows, b, length, window, DOCUMENTS)
+    low = _low(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
+    high = tl.minimum(rows + shift, keys - 1)
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     o = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    for start in range(tl.min(low, 0) // COLUMNS * COLUMNS, tl.minimum((block + 1) * ROWS, length), COLUMNS):
+    for start in range(tl.min(low, 0) // COLUMNS * COLUMNS, tl.minimum((block + 1) * ROWS + shift, keys), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        k = _tile(K, columns, channels, ks, length, HEAD)
+        k = _tile(K, columns, channels, ks, keys, HEAD)
         s = _dot(q, tl.trans(k), WIDE) * scale
-        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= rows[:, None])
+        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= high[:, None])
         s = tl.where(seen, s, float("-inf"))
         now = tl.maximum(largest, tl.max(s, 1))
         base = tl.where(now == float("-inf"), 0.0, now)  # no key yet
@@ -118,8 +123,9 @@ def _forward(
         again = tl.exp2(largest - base)
         total = total * again + tl.sum(p, 1)
         if THRESHOLD > 0:
-            p = tl.where(_kept(IDS, key, b, head_offset + h, rows[:, None], columns[None, :], THRESHOLD), p, 0.0)
-        v = _tile(V, columns, channels, vs, length, HEAD)
+            at_q, at_k = (rows + shift + k_first)[:, None], (columns + k_first)[None, :]
+            p = tl.where(_kept(IDS, key, b, head_offset + h, at_q, at_k, THRESHOLD), p, 0.0)
+        v = _tile(V, columns, channels, vs, keys, HEAD)
         o = o * again[:, None] + _dot(p.to(v.dtype), v, WIDE)
         largest = now
     total = tl.where(total == 0.0, 1.0, total)
@@ -130,13 +136,14 @@ def _forward(
     tl.store(LSE + tl.program_id(1).to(tl.int64) * length + rows, largest + tl.log2(total), mask=rows < length)
 
 
-@kernel(do_not_specialize=["key", "head_offset"])
+@kernel(do_not_specialize=["key", "head_offset", "shift", "k_first"])
 def _backward_q(
-    Q, K, V, OUT, DO, LSE, DELTA, DQ, FIRST, IDS, length, batch, heads, group, scale, window, key, head_offset,
+    Q, K, V, OUT, DO, LSE, DLSE, DELTA, DQ, FIRST, IDS,
+    length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
     THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -149,22 +156,24 @@ def _backward_q(
     o = _tile(OUT + own, rows, channels, batch * heads * HEAD, length, HEAD)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     line = tl.program_id(1).to(tl.int64) * length + rows
+    if PART:
+        delta -= tl.load(DLSE + line, mask=rows < length, other=0.0)
     tl.store(DELTA + line, delta, mask=rows < length)  # for the other kernel
     lse = tl.load(LSE + line, mask=rows < length, other=float("inf"))
-    low = _low(FIRST, rows, b, length, window, DOCUMENTS)
+    low = _low(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
+    high = tl.minimum(rows + shift, keys - 1)
     dq = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    for start in range(tl.min(low, 0) // COLUMNS * COLUMNS, tl.minimum((block + 1) * ROWS, length), COLUMNS):
+    for start in range(tl.min(low, 0) // COLUMNS * COLUMNS, tl.minimum((block + 1) * ROWS + shift, keys), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        k = _tile(K, columns, channels, ks, length, HEAD)
-        v = _tile(V, columns, channels, vs, length, HEAD)
+        k = _tile(K, columns, channels, ks, keys, HEAD)
+        v = _tile(V, columns, channels, vs, keys, HEAD)
         s = _dot(q, tl.trans(k), WIDE) * scale
-        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= rows[:, None])
+        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= high[:, None])
         p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
         dp = _dot(do, tl.trans(v), WIDE)
         if THRESHOLD > 0:
-            dp = tl.where(
-                _kept(IDS, key, b, head_offset + h, rows[:, None], columns[None, :], THRESHOLD), dp * RAISE, 0.0
-            )
+            at_q, at_k = (rows + shift + k_first)[:, None], (columns + k_first)[None, :]
+            dp = tl.where(_kept(IDS, key, b, head_offset + h, at_q, at_k, THRESHOLD), dp * RAISE, 0.0)
         dq += _dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)  # type: ignore[arg-type]
     dq = dq * (scale * 0.6931471805599453)  # ln 2
     inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
@@ -172,9 +181,10 @@ def _backward_q(
     tl.store(DQ + at, dq.to(DQ.dtype.element_ty), mask=inside)
 
 
-@kernel(do_not_specialize=["key", "head_offset"])
+@kernel(do_not_specialize=["key", "head_offset", "shift", "k_first"])
 def _backward_kv(
-    Q, K, V, DO, LSE, DELTA, DK, DV, FIRST, END, IDS, length, batch, heads, group, scale, window, key, head_offset,
+    Q, K, V, DO, LSE, DELTA, DK, DV, FIRST, END, IDS,
+    length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
     qs, qb, qh, ks, kb, kh, vs, vb, vh,
     DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
     THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
@@ -184,38 +194,39 @@ def _backward_kv(
     b, g = tl.program_id(1) // groups, tl.program_id(1) % groups
     first = tl.program_id(0) * COLUMNS
     columns, channels = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
-    k = _tile(K + b.to(tl.int64) * kb + g * kh, columns, channels, ks, length, HEAD)
-    v = _tile(V + b.to(tl.int64) * vb + g * vh, columns, channels, vs, length, HEAD)
-    last = tl.minimum(first + COLUMNS, length) - 1
-    end = tl.minimum(last + window, length)  # after the last query that sees some key of this block
+    k = _tile(K + b.to(tl.int64) * kb + g * kh, columns, channels, ks, keys, HEAD)
+    v = _tile(V + b.to(tl.int64) * vb + g * vh, columns, channels, vs, keys, HEAD)
+    last = tl.minimum(first + COLUMNS, keys) - 1
+    end = tl.minimum(last + window - shift, length)  # after the last query that sees some key of this block
     if DOCUMENTS:
-        end = tl.minimum(end, tl.load(END + b * length + last).to(tl.int32))
+        end = tl.minimum(end, tl.load(END + b * keys + last).to(tl.int32))
     dk = tl.zeros((COLUMNS, WIDTH), dtype=tl.float32)
     dv = tl.zeros((COLUMNS, WIDTH), dtype=tl.float32)
     for i in range(0, group):
         h = g * group + i
         own = (b.to(tl.int64) * heads + h) * HEAD
-        for start in range(first // ROWS * ROWS, end, ROWS):
+        for start in range(tl.maximum(first - shift, 0) // ROWS * ROWS, end, ROWS):
             rows = start + tl.arange(0, ROWS)
             line = (b * heads + h).to(tl.int64) * length + rows
             lse = tl.load(LSE + line, mask=rows < length, other=float("inf"))
             delta = tl.load(DELTA + line, mask=rows < length, other=0.0)
-            low = _low(FIRST, rows, b, length, window, DOCUMENTS)
+            low = _low(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
             q = _tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD)
             do = _tile(DO + own, rows, channels, batch * heads * HEAD, length, HEAD)
             # keys down, queries across: what weights and their gradients are multiplied by next needs no turning
             s = _dot(k, tl.trans(q), WIDE) * scale
-            seen = (low[None, :] <= columns[:, None]) & (columns[:, None] <= rows[None, :])
+            seen = (low[None, :] <= columns[:, None]) & (columns[:, None] <= (rows + shift)[None, :])
             p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
             dp = _dot(v, tl.trans(do), WIDE)
             kept = p
             if THRESHOLD > 0:
-                keep = _kept(IDS, key, b, head_offset + h, rows[None, :], columns[:, None], THRESHOLD)
+                at_q, at_k = (rows + shift + k_first)[None, :], (columns + k_first)[:, None]
+                keep = _kept(IDS, key, b, head_offset + h, at_q, at_k, THRESHOLD)
                 kept, dp = tl.where(keep, p * RAISE, 0.0), tl.where(keep, dp * RAISE, 0.0)
             dv += _dot(kept.to(do.dtype), do, WIDE)
             dk += _dot((p * (dp - delta[None, :])).to(q.dtype), q, WIDE)
     dk = dk * (scale * 0.6931471805599453)  # ln 2
-    inside = (columns < length)[:, None] & (channels < HEAD)[None, :]
+    inside = (columns < keys)[:, None] & (channels < HEAD)[None, :]
     at = ((columns.to(tl.int64) * batch + b) * groups + g)[:, None] * HEAD + channels[None, :]
     tl.store(DK + at, dk.to(DK.dtype.element_ty), mask=inside)
     tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=inside)
@@ -239,18 +250,20 @@ class _Attention(Function):
         scale: float,
         window: int | None,
         first_BS: Tensor | None,
-        dropout_p: float,
-        key: int,
-        sample_ids_B: Tensor | None,
-        head_offset: int,
-    ) -> Tensor:
+        drop: Drop | None,
+        places: tuple[int, int],
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = _unit(q), _unit(k), _unit(v)
-        S, B, H, K = q.shape
+        (S, B, H, K), (T, _, G, _), (q_first, k_first) = q.shape, k.shape, places
         o, lse = _new(q), torch.empty(B, H, S, dtype=torch.float32, device=q.device)
         first = lse if first_BS is None else first_BS.contiguous()
-        ids = lse if sample_ids_B is None else sample_ids_B.contiguous()
+        dropout_p, key, ids, head_offset = (0.0, 0, lse, 0)
+        if drop is not None:
+            dropout_p, key, ids, head_offset = drop.p, drop.key, drop.sample_ids_B.contiguous(), drop.head_offset
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        ctx.given = (S, B, H, H // k.shape[2], scale * LOG2_E, window or S, as_int32(key), head_offset, *strides)
+        shift = q_first - k_first
+        seen = max(1, S + shift) if window is None else window  # None: as if it reached back to key 0
+        ctx.given = (S, T, shift, k_first, B, H, H // G, scale * LOG2_E, seen, as_int32(key), head_offset, *strides)
         # the interpreter multiplies bf16 as if it were whole numbers (triton 3.9)
         wide = interpreted() and q.dtype == torch.bfloat16
         width = max(64, power_of_two(K))
@@ -260,31 +273,52 @@ class _Attention(Function):
             *(q, k, v, o, lse, first, ids, *ctx.given, *ctx.kind, rows, columns), num_warps=warps, num_stages=stages
         )
         ctx.save_for_backward(q, k, v, o, lse, first, ids)
-        return o
+        ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, o, lse, first, ids = ctx.saved_tensors
-        S, B, H = ctx.given[:3]
-        do, delta = do.contiguous(), _new(lse)
+        S, T, _, k_first, B, H = ctx.given[:6]
+        do = torch.zeros_like(o) if do is None else do.contiguous()
+        part, dlse, delta = dlse is not None, lse if dlse is None else (dlse * LOG2_E).contiguous(), _new(lse)
         dq, dk, dv = _new(q), _new(k), _new(v)
         rows, columns, warps, stages = BACKWARD_Q[unit(q)]
         _backward_q[(ceil_div(S, rows), B * H)](
-            *(q, k, v, o, do, lse, delta, dq, first, ids, *ctx.given, *ctx.kind, rows, columns),
+            *(q, k, v, o, do, lse, dlse, delta, dq, first, ids, *ctx.given, *ctx.kind, part, rows, columns),
             num_warps=warps,
             num_stages=stages,
         )
         end = first
         if ctx.kind[0]:  # how many queries have a first key not after j: where the document of key j ends
-            keys = torch.arange(S, dtype=first.dtype, device=first.device).expand(B, S).contiguous()
+            keys = torch.arange(k_first, k_first + T, dtype=first.dtype, device=first.device).expand(B, T).contiguous()
             end = torch.searchsorted(first, keys, right=True)
         rows, columns, warps, stages = BACKWARD_KV[unit(q)]
-        _backward_kv[(ceil_div(S, columns), B * k.shape[2])](
+        _backward_kv[(ceil_div(T, columns), B * k.shape[2])](
             *(q, k, v, do, lse, delta, dk, dv, first, end, ids, *ctx.given, *ctx.kind, rows, columns),
             num_warps=warps,
             num_stages=stages,
         )
-        return dq, dk, dv, *(None,) * 7
+        return dq, dk, dv, *(None,) * 5
+
+
+def flash_attention_part(
+    q_SBHK: Tensor,
+    k_TBGK: Tensor,
+    v_TBGK: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    first_BS: Tensor | None = None,
+    drop: Drop | None = None,
+    q_first: int = 0,
+    k_first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(o_SBHK, log-sum-exp of the scores in fp32, [B, H, S]), both differentiable, of queries at the positions from
+    `q_first` and keys at those from `k_first`, as many as there are of each; options as of `flash_attention`."""
+    given = (scale, window, first_BS, drop, (q_first, k_first))
+    o_SBHK, lse_BHS = _Attention.apply(q_SBHK, k_TBGK, v_TBGK, *given)  # type: ignore[misc]
+    return o_SBHK, lse_BHS / LOG2_E
 
 
 def flash_attention(
@@ -297,7 +331,6 @@ def flash_attention(
     first_BS: Tensor | None = None,
     drop: Drop | None = None,
 ) -> Tensor:
-    """o_SBHK. `window`: how many keys a query sees, itself included. first_BS: int64, of each position the first one of
-    its document. Head size up to 128, bf16, fp16 or fp32."""
-    given = (0.0, 0, None, 0) if drop is None else (drop.p, drop.key, drop.sample_ids_B, drop.head_offset)
-    return _Attention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, first_BS, *given)  # type: ignore[return-value]
+    """o_SBHK. `window`: how many keys a query sees, itself included. first_BS: int64, of each query the first position
+    of its document. Head size up to 128, bf16, fp16 or fp32."""
+    return _Attention.apply(q_SBHK, k_SBGK, v_SBGK, scale, window, first_BS, drop, (0, 0))[0]  # type: ignore[index]

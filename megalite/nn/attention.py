@@ -4,7 +4,7 @@
 
 q [H*K, D] and kv [2, G*K, D] are two parameters. With G >= tp both are split over tp. With G < tp, kv is
 replicated, each rank computes only the one group that its query heads use, and the gradients of the replicas are
-summed over tp with the norms' (grad="partial"). One fused qkv tensor has no box for that case.
+summed over tp with the norms'. One fused qkv tensor has no box for that case.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class Attention(nn.Module):
         D, H, G, K, std = shape.hidden_size, shape.heads, shape.groups, shape.head_size, shape.std
         self.replicated = tp.size > G
         self.group = tp.rank * G // tp.size  # the one group of this rank when replicated
-        kv_shards, kv_grad = ((), "partial") if self.replicated else (((1, "tp"),), "whole")
+        kv_shards, summed = ((), ("tp",)) if self.replicated else (((1, "tp"),), ())
         zero = Constant(0.0)
         self.q = make(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
-        kv = partial(ParamSpec, shards=kv_shards, grad=kv_grad, stacked=True)
+        kv = partial(ParamSpec, shards=kv_shards, partial=summed, stacked=True)
         self.kv = make(kv(f"{name}.kv", (2, G * K, D), init=Normal(std)))
         self.q_bias = self.kv_bias = self.out_bias = None
         if shape.bias or shape.qkv_bias:
@@ -104,7 +104,7 @@ class Attention(nn.Module):
             self.k_norm = Norm(make, f"{name}.k_norm", K, *shape.qk_norm)
         self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(shape.out_std)))
         if shape.bias:
-            self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), grad="partial", init=zero, decay=False))
+            self.out_bias = make(ParamSpec(f"{name}.out_bias", (D,), partial=("tp",), init=zero, decay=False))
 
     def forward(self, x_sBD: Tensor, where: Coordinates) -> Tensor:
         K = self.shape.head_size

@@ -44,7 +44,7 @@ class MLP(nn.Module):
             self.up_bias = make(ParamSpec(f"{name}.{up}_bias", lead, shards, init=zero, decay=False, stacked=gated))
         self.down = make(ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(out_std)))
         if bias:
-            self.down_bias = make(ParamSpec(f"{name}.down_bias", (D,), grad="partial", init=zero, decay=False))
+            self.down_bias = make(ParamSpec(f"{name}.down_bias", (D,), partial=("tp",), init=zero, decay=False))
 
     def forward(self, x_sBD: Tensor, later: Later | None = None) -> Tensor:
         (u_SBf,) = gather_linear(x_sBD, [self.up], self.tp, later)

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over the last dim, by name.
 
 Weights are replicated over tp while each tp rank sees other positions (or other heads), so their gradients are
-summands: grad="partial", summed over tp once per step by the optimizer's buffer.
+summands: they are `partial`, and summed over tp once per step by the optimizer's buffer.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Norm(nn.Module):
         self.normalise, self.add_and_normalise = normalise, add_and_normalise  # or compiled (models/compiled.py)
         offset = 1.0 if one_plus else 0.0
         init = Constant(1.0 - offset)
-        self.weight = make(ParamSpec(f"{name}.weight", (size,), grad="partial", init=init, decay=decay, offset=offset))
+        self.weight = make(ParamSpec(f"{name}.weight", (size,), partial=("tp",), init=init, decay=decay, offset=offset))
         self.bias = None
         if kind == "LayerNorm":
-            self.bias = make(ParamSpec(f"{name}.bias", (size,), grad="partial", init=Constant(0.0), decay=decay))
+            self.bias = make(ParamSpec(f"{name}.bias", (size,), partial=("tp",), init=Constant(0.0), decay=decay))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; with a residual, their sum and its norm."""

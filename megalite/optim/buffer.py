@@ -1,7 +1,7 @@
 """One flat weight and one flat gradient tensor; gradients are reduced as they arrive, weights gathered as needed.
 
     backward (last of a chunk)   ... layer 3 | layer 2 | layer 1 ...
-    reduce-scatter over dp                    bucket 0 | bucket 1         one per bucket and step
+    reduce-scatter over data                  bucket 0 | bucket 1         one per bucket and step
     update of this rank's shard                                  |----|
     all-gather over dp                                                | bucket 1 | bucket 0      one per bucket and step
     next forward                                                        layer 1  | layer 2 ...
@@ -37,14 +37,13 @@ def lay_out_chunks(
     parameters = [p for _, p in found.values()]
     entries = [Entry(spec_of(p), p.numel(), chunk) for chunk, p in found.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-    return parameters, lay_out(entries, bucket_size=size, dp=mesh.dp.size, tp=mesh.tp.size, decoupled=decoupled)
+    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, decoupled=decoupled)
 
 
 class ParamBuffer:
     """Takes over the storage of all parameters of `chunks` (modules whose parameters carry `.spec`).
 
-    shard      True: ZeRO-1, gradients are reduce-scattered and each dp rank owns its part of each bucket;
-               False: gradients are all-reduced and each rank owns everything
+    Each rank owns its part of each bucket over the mesh's `shard`, and `replica` has as many ranks that own the same.
     decoupled  embedding and head have a learning rate of their own
     """
 
@@ -54,15 +53,14 @@ class ParamBuffer:
         mesh: Mesh,
         *,
         bucket_size: int | None = None,
-        shard: bool = True,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
         decoupled: bool = False,
     ):
         parameters, layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled)
-        self.mesh, self.layout, self.sharded = mesh, layout, shard
-        self.storage = storage = FlatStorage(parameters, layout, mesh.dp, shard)
+        self.mesh, self.layout = mesh, layout
+        self.storage = storage = FlatStorage(parameters, layout, mesh)
         self.grad_reduce = reduce = GradReduce(storage, mesh, overlap_grad_reduce, reduce_in_bf16)
         self.param_gather = gather = ParamGather(storage, chunks, overlap_param_gather)
         # what the others call

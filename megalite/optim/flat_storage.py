@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.optim.layout import Bucket, Layout, Slot
-from megalite.parallel.mesh import Axis
+from megalite.parallel.mesh import Mesh
 
 
 def main_dtype(weights: torch.dtype) -> torch.dtype:
@@ -17,10 +17,10 @@ def main_dtype(weights: torch.dtype) -> torch.dtype:
 
 
 class FlatStorage:
-    """Of `parameters`, the entries of `layout`. `shard`: each rank of `dp` owns a part of each bucket, or else all."""
+    """Of `parameters`, the entries of `layout`. Each bucket is shared out over the mesh's shard axis of its home."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, dp: Axis, shard: bool):
-        self.parameters, self.layout, self.dp, self.sharded = parameters, layout, dp, shard
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, mesh: Mesh):
+        self.parameters, self.layout, self.mesh = parameters, layout, mesh
         dtypes, device = {p.dtype for p in parameters}, parameters[0].device
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
@@ -40,7 +40,8 @@ class FlatStorage:
         return flat[slot.start : slot.stop].view_as(self.parameters[slot.entry])
 
     def owned_range(self, bucket: Bucket) -> range:
-        return bucket.shard(self.dp.size, self.dp.rank) if self.sharded else range(bucket.start, bucket.stop)
+        shard, _ = self.mesh.owners(bucket.kind.home)
+        return bucket.shard(shard.size, shard.rank)
 
     def owned_grad(self, bucket: Bucket) -> Tensor:
         owned = self.owned_range(bucket)

@@ -1,4 +1,4 @@
-"""Gradients land in their views and are reduced over dp, a bucket at a time, while backward is under way.
+"""Gradients land in their views and are reduced over their data axis, a bucket at a time, while backward is under way.
 
 A matrix's gradient is added into its fp32 view by the matmul that computes it (`parameter.sink`, nn/linear.py); what
 autograd accumulates itself, a hook adds and drops. The hook is on the parameter's node of the graph, which runs once
@@ -6,8 +6,8 @@ per backward, after all uses of the parameter and also if autograd saw no gradie
 done. A step's first gradient writes over the last step's; what gets none is zeroed when its bucket is reduced. The
 pipeline says which backward of a chunk is the last. A full bucket waits for those before it, so every rank runs its
 collectives in one order, even where ranks get gradients for different parameters. Gradients are sums: tokens, loss
-scale and clipping are one factor in the optimizer. The extra sums (over tp, over the pipeline's ends) run on the dp
-shard: 1/dp of the bytes.
+scale and clipping are one factor in the optimizer. The extra sums (over replicas, tp, the pipeline's ends) run on what
+a rank owns, a fraction of the bytes.
 Rejected: hooks that count backward passes to find the last one; they break when a micro-batch skips a layer.
 """
 
@@ -67,7 +67,7 @@ class GradReduce:
     """Puts a sink on every parameter of `storage`.
 
     overlap  reductions begin in the last backward; else all of them in `finish`
-    in_bf16  the sum over dp moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
+    in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
     """
 
     def __init__(self, storage: FlatStorage, mesh: Mesh, overlap: bool, in_bf16: bool):
@@ -121,7 +121,7 @@ class GradReduce:
             self._start_full()
 
     def _start_full(self) -> None:
-        """Reduce the full buckets at the head of the queue. One behind a bucket that is not full waits: dp ranks
+        """Reduce the full buckets at the head of the queue. One behind a bucket that is not full waits: ranks
         that start collectives in different orders would sum gradients of different parameters."""
         for b in list(self._waiting):
             if self._waiting[b]:
@@ -130,22 +130,23 @@ class GradReduce:
             self._start(b)
 
     def _start(self, b: int) -> None:
-        bucket, dp, storage = self.buckets[b], self.mesh.dp, self.storage
+        bucket, storage = self.buckets[b], self.storage
+        shard, replica = self.mesh.owners(bucket.kind.home)
         self._begin_rest(bucket)
         self.reducing[b] = None
-        if dp.group is None:
+        if shard.size == replica.size == 1:
             return
         whole, owned = storage.grads[bucket.start : bucket.stop], storage.owned_grad(bucket)
         if self.in_bf16:
             mine, whole = storage.owned_range(bucket), whole.bfloat16()
             owned = self._rounded[b] = whole[mine.start - bucket.start : mine.stop - bucket.start]
-        if storage.sharded:
-            self.reducing[b] = start_reduce_scatter_into(owned, whole, dp)
+        if shard.size > 1:
+            self.reducing[b] = start_reduce_scatter_into(owned, whole, shard)
         else:
-            self.reducing[b] = start_all_reduce(whole, dp)
+            self.reducing[b] = start_all_reduce(whole, replica)
 
     def finish(self) -> None:
-        """After the last backward: every gradient this rank owns is complete (summed over dp, tp and ends)."""
+        """After the last backward: every gradient this rank owns is complete (summed over data, tp and ends)."""
         for b in [*self._waiting, *range(len(self.buckets))]:
             if b not in self.reducing:  # behind a parameter that got no gradient here, or never armed
                 self._start(b)
@@ -157,8 +158,9 @@ class GradReduce:
             self.storage.owned_grad(self.buckets[b]).copy_(rounded)
         self._rounded.clear()
         for bucket in self.buckets:
-            if bucket.kind.partial:
-                all_reduce_(self.storage.owned_grad(bucket), self.mesh.tp)
+            shard, replica = self.mesh.owners(bucket.kind.home)
+            for axis in (*[replica] * (shard.size > 1), *map(self.mesh.axis, bucket.kind.partial)):
+                all_reduce_(self.storage.owned_grad(bucket), axis)
         for bucket in self.buckets:
             if bucket.kind.tied:
                 all_reduce_(self.storage.owned_grad(bucket), self.mesh.ends)

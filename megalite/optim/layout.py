@@ -1,20 +1,20 @@
-"""Where every parameter lies in the flat weight and gradient tensors, and which data-parallel rank owns what. Pure.
+"""Where every parameter lies in the flat weight and gradient tensors, and which rank owns what of them. Pure.
 
     | bucket 0 (chunk 0, last layers)  | bucket 1 ...     | ...  | partial | tied |      one flat tensor per rank
-    | dp 0 | dp 1 | dp 2 | dp 3        |                             each bucket splits evenly over dp
+    | 0    | 1    | 2    | 3           |                             each bucket splits evenly over its data axis
 
 Parameters are laid in reverse order of use, the order in which their gradients arrive, and cut into buckets of about
 `bucket_size` elements that never span model chunks. What is reduced, counted or decayed differently gets buckets of
-its own (partial gradients, tied ends, no decay, a rate of its own), so that each of these is one collective or one
-update of a whole bucket, and no code below asks what a parameter is. Padding: slots start at multiples of `ALIGN`.
+its own (partial gradients, tied ends, experts, no decay, a rate of its own), so that each of these is one collective or
+one update of a whole bucket, and no code below asks what a parameter is. Padding: slots start at multiples of `ALIGN`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megalite.parallel.spec import ParamSpec
+from megalite.parallel.spec import HOMES, ParamSpec
 
 ALIGN = 64  # elements; 128 bytes in bf16, so that every matmul operand is aligned for tensor cores
 
@@ -30,10 +30,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Kind:
-    """What all parameters of a bucket have in common. `replicas`: model-parallel ranks that hold each element.
-    `decoupled`: the learning rate is that of embedding and head."""
+    """What all parameters of a bucket have in common (parallel/spec.py). `partial`: of axes that have other ranks.
+    `replicas`: ranks that hold each element, the data axis aside. `decoupled`: the learning rate is that of embedding
+    and head."""
 
-    partial: bool
+    home: str
+    partial: tuple[str, ...]
     tied: bool
     decay: bool
     decoupled: bool
@@ -59,9 +61,9 @@ class Bucket:
     stop: int
     slots: tuple[Slot, ...]
 
-    def shard(self, dp: int, rank: int) -> range:
-        """The part of the flat tensor that data-parallel rank `rank` of `dp` owns."""
-        size = (self.stop - self.start) // dp
+    def shard(self, ranks: int, rank: int) -> range:
+        """The part of the flat tensor that rank `rank` of `ranks` owns, a divisor of its data axis."""
+        size = (self.stop - self.start) // ranks
         return range(self.start + rank * size, self.start + (rank + 1) * size)
 
 
@@ -85,13 +87,12 @@ class Layout:
         return "\n".join(lines)
 
 
-def lay_out(entries: Sequence[Entry], *, bucket_size: int, dp: int, tp: int = 1, decoupled: bool = False) -> Layout:
+def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, int], decoupled: bool = False) -> Layout:
     """Lay the entries (in order of use) into buckets of at least `bucket_size` elements (the last of a kind: less).
-    `decoupled`: embedding and head have a learning rate of their own.
+    `sizes`: of the axes (absent: 1). `decoupled`: embedding and head have a learning rate of their own.
 
     Buckets of a chunk are in the order in which backward fills them: that of their last members.
     """
-    unit = ALIGN * dp
     buckets: list[Bucket] = []
     position = 0
     for chunk in sorted({e.chunk for e in entries}):
@@ -101,21 +102,25 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, dp: int, tp: int = 1,
             entry = entries[index]
             if entry.chunk != chunk:
                 continue
-            spec = entry.spec
-            apart = spec.vocabulary and decoupled
-            kind = Kind(spec.grad == "partial" and tp > 1, spec.tied, spec.decay, apart, spec.replicas({"tp": tp}))
+            kind = _kind(entry.spec, sizes, decoupled)
             members = open_slots.setdefault(kind, [])
             members.append(index)
             if sum(entries[i].numel for i in members) >= bucket_size:
                 closed.append((kind, open_slots.pop(kind)))
         for kind, members in sorted([*closed, *open_slots.items()], key=lambda bucket: -bucket[1][-1]):
             start, slots = position, []
+            unit = ALIGN * sizes.get(HOMES[kind.home][0], 1)
             for index in members:
                 slots.append(Slot(index, position, position + entries[index].numel))
                 position = _up(slots[-1].stop, ALIGN)
             position = start + _up(position - start, unit)
             buckets.append(Bucket(chunk, kind, start, position, tuple(slots)))
     return Layout(tuple(entries), tuple(buckets), position)
+
+
+def _kind(spec: ParamSpec, sizes: Mapping[str, int], decoupled: bool) -> Kind:
+    partial = tuple(axis for axis in spec.partial if sizes.get(axis, 1) > 1)
+    return Kind(spec.home, partial, spec.tied, spec.decay, spec.vocabulary and decoupled, spec.replicas(sizes))
 
 
 def _up(n: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""After an update every dp rank gets the shards of the others, while the next forward is under way."""
+"""After an update every rank gets the shards of the others, while the next forward is under way."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from megalite.optim.flat_storage import FlatStorage
 from megalite.parallel.comm import start_all_gather_into
+from megalite.parallel.mesh import Axis
 
 GATHERS_AHEAD = 2
 
@@ -19,14 +20,17 @@ class ParamGather:
 
     def __init__(self, storage: FlatStorage, chunks: Sequence[nn.Module], overlap: bool):
         self.storage, self.overlap = storage, overlap
+        self._shards: dict[int, Axis] = {}  # buckets of which there is something to gather, over which axis
         self._to_gather: list[int] = []  # in the order in which every rank starts them
         self._gathering: dict[int, Any] = {}
-        if not storage.sharded or storage.dp.size == 1:
-            return
-        layout = storage.layout
-        parts = {id(storage.parameters[s.entry]): b for b, bucket in enumerate(layout.buckets) for s in bucket.slots}
+        buckets = storage.layout.buckets
+        for b, bucket in enumerate(buckets):
+            shard, _ = storage.mesh.owners(bucket.kind.home)
+            if shard.size > 1:
+                self._shards[b] = shard
+        parts = {id(storage.parameters[slot.entry]): b for b in self._shards for slot in buckets[b].slots}
         for module in (m for chunk in chunks for m in chunk.modules()):
-            if needs := sorted({parts[id(p)] for p in module.parameters(recurse=False)}):
+            if needs := sorted({parts[id(p)] for p in module.parameters(recurse=False) if id(p) in parts}):
                 module.register_forward_pre_hook(partial(self._finish_all, needs))
 
     def _finish_all(self, needs: list[int], *_: Any) -> None:
@@ -36,10 +40,8 @@ class ParamGather:
     def gather(self) -> None:
         """In order of use. GATHERS_AHEAD are under way at a time, and one that is waited for starts the next: with a
         single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all at once would hold up every kernel behind them."""
-        if not self.storage.sharded or self.storage.dp.size == 1:
-            return
         buckets = self.storage.layout.buckets
-        self._to_gather = sorted(range(len(buckets)), key=lambda b: (buckets[b].chunk, -b))
+        self._to_gather = sorted(self._shards, key=lambda b: (buckets[b].chunk, -b))
         for _ in range(GATHERS_AHEAD):
             self._start_next()
         if not self.overlap:
@@ -50,7 +52,7 @@ class ParamGather:
             b = self._to_gather.pop(0)
             bucket = self.storage.layout.buckets[b]
             whole = self.storage.weights[bucket.start : bucket.stop]
-            self._gathering[b] = start_all_gather_into(whole, self.storage.owned_weight(bucket), self.storage.dp)
+            self._gathering[b] = start_all_gather_into(whole, self.storage.owned_weight(bucket), self._shards[b])
 
     def _finish(self, b: int) -> None:
         while b in self._to_gather:

@@ -1,6 +1,6 @@
 """The distributed optimizer: main weights and states in fp32 for what this rank owns (arXiv:1910.02054, stage 1).
 
-Memory per parameter in bf16: 2 (weight) + 4 (gradient) + 12/dp (main weight and two moments) bytes. When the weights
+Memory per parameter in bf16: 2 (weight) + 4 (gradient) + 12/shard (main weight and two moments) bytes. When the weights
 are fp32 already, the main weights are the owned part of the weights themselves. Everything in a bucket is of one
 kind (optim/layout.py), so an update is one call per bucket.
 
@@ -68,7 +68,8 @@ class Zero1:
         buffer = self.buffer
         total = torch.zeros((), dtype=torch.float64, device=buffer.mesh.device)
         for bucket, figure in zip(buffer.layout.buckets, of_buckets, strict=True):
-            total += figure / (bucket.kind.replicas * (1 if buffer.sharded else buffer.mesh.dp.size))
+            _, replica = buffer.mesh.owners(bucket.kind.home)
+            total += figure / (bucket.kind.replicas * replica.size)
         return total
 
     def step(self, *, lr: float, weight_decay: float, scale: float, decoupled_lr: float = 0.0) -> None:
@@ -86,22 +87,17 @@ class Zero1:
         """Everything a checkpoint needs of this rank, as views that loading may write: names are
         model/NAME, optimizer.main/NAME (unless the weights are the main weights) and optimizer.STATE/NAME."""
         buffer, mesh = self.buffer, self.buffer.mesh
-        result = []
+        sizes, position, result = mesh.sizes, mesh.position, []
         for b, bucket in enumerate(buffer.layout.buckets):
             owned = buffer.owned_range(bucket)
-            flats = self._flats(b)
+            flats, (_, replica) = self._flats(b), mesh.owners(bucket.kind.home)
             for slot in bucket.slots:
                 spec = buffer.layout.entries[slot.entry].spec
-                box = spec.stored_box(mesh.sizes, mesh.position)
+                box = spec.stored_box(sizes, position)
                 first, last = max(slot.start, owned.start), min(slot.start + box.numel, owned.stop)
                 if first >= last:
                     continue
-                replicated = not any(axis == "tp" for _, axis in spec.shards)
-                mine = (
-                    (mesh.tp.is_first or not replicated)
-                    and (mesh.ends.is_first or not spec.tied)
-                    and (mesh.dp.is_first or buffer.sharded)
-                )
+                mine = replica.is_first and spec.first_copy(position)
                 span = range(first - slot.start, last - slot.start)
                 for prefix, flat in flats.items():
                     data = flat[first - owned.start : last - owned.start]

@@ -1,25 +1,28 @@
-"""The grid of ranks: (pp, dp, cp, tp), tp innermost.
+"""The grid of ranks: (pp, dp, cp, tp), tp innermost, and a second view of the ranks of a stage for experts.
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
     rank = ((dp_rank * pp + pp_rank) * cp + cp_rank) * tp + tp_rank      with dp outermost
+    rank within the stage = (dp_rank * cp + cp_rank) * tp + tp_rank = (edp_rank * ep + ep_rank) * etp + etp_rank
+    data_rank = dp_rank * cp + cp_rank = replica_rank * shard + shard_rank
 
 tp neighbours are adjacent ranks, so tensor parallelism stays inside a node; pipeline stages, which exchange the
-least, are farthest apart, unless dp is to be outermost. Groups come from torch's DeviceMesh; an axis of size 1 has no
-group at all and its collectives are the identity, so that one process is not a special case. A `Mesh` is passed
-explicitly: there is no module state. A mesh of plans has sizes and positions, but nothing to communicate over.
+least, are farthest apart, unless dp is to be outermost. Experts split the same dp * cp * tp ranks in their own way
+(arXiv:2504.14960): all that is asked is that ep * etp divides them. An axis of size 1 has no group at all and its
+collectives are the identity, so that one process is not a special case; axes that run through the same ranks are one
+axis. A `Mesh` is passed explicitly: there is no module state. A planned one has sizes and positions alone.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.environment import override
 from megalite.parallel.calls import Call, Calls
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 PLANNED: Final = "planned"
+AXES: Final = ("pp", "dp", "cp", "tp", "data", "shard", "replica") + (
+    ("edp", "ep", "etp", "expert_shard", "expert_replica", "ends")
+)
 
 # torch 2.15 names it publicly, and warns of the other name
 set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -86,14 +92,30 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of the run, and the device this rank computes on."""
+    """All axes of the run, and the device this rank computes on.
+
+    data              dp x cp: the ranks whose summands a gradient has
+    shard, replica    data again: ranks that share out what the optimizer keeps, and sets of ranks that do so
+    edp, ep, etp      the same ranks as dp x cp x tp, for experts: copies, experts shared out, each expert split
+    expert_shard, expert_replica    of edp, as shard and replica of data
+    pp_back           the ranks of pp again: gradients' own channel
+    ends              first and last stage, for tied embeddings
+    """
 
     pp: Axis = field(default_factory=lambda: Axis("pp"))
     dp: Axis = field(default_factory=lambda: Axis("dp"))
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     tp: Axis = field(default_factory=lambda: Axis("tp"))
-    pp_back: Axis = field(default_factory=lambda: Axis("pp_back"))  # the ranks of pp again: gradients' own channel
-    ends: Axis = field(default_factory=lambda: Axis("ends"))  # first and last stage, for tied embeddings
+    data: Axis = field(default_factory=lambda: Axis("data"))
+    shard: Axis = field(default_factory=lambda: Axis("shard"))
+    replica: Axis = field(default_factory=lambda: Axis("replica"))
+    edp: Axis = field(default_factory=lambda: Axis("edp"))
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    etp: Axis = field(default_factory=lambda: Axis("etp"))
+    expert_shard: Axis = field(default_factory=lambda: Axis("expert_shard"))
+    expert_replica: Axis = field(default_factory=lambda: Axis("expert_replica"))
+    pp_back: Axis = field(default_factory=lambda: Axis("pp_back"))
+    ends: Axis = field(default_factory=lambda: Axis("ends"))
     world: Axis = field(default_factory=lambda: Axis("world"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clock: Clock = field(default_factory=Clock, compare=False, repr=False)  # that of all axes
@@ -103,19 +125,27 @@ class Mesh:
         """The mesh of a single process: no torch.distributed at all."""
         return cls(device=torch.device(device))
 
+    def axis(self, name: str) -> Axis:
+        """By its name here: an axis that runs through the same ranks as another has that one's."""
+        return getattr(self, name)
+
+    def owners(self, home: str) -> tuple[Axis, Axis]:
+        """(shard, replica) of what is kept of parameters that are at home there (parallel/spec.py)."""
+        return (self.shard, self.replica) if home == "dense" else (self.expert_shard, self.expert_replica)
+
     @property
     def sizes(self) -> Mapping[str, int]:
-        return {axis.name: axis.size for axis in (self.pp, self.dp, self.cp, self.tp)}
+        return {name: self.axis(name).size for name in AXES}
 
     @property
     def position(self) -> Mapping[str, int]:
-        return {axis.name: axis.rank for axis in (self.pp, self.dp, self.cp, self.tp)}
+        return {name: self.axis(name).rank for name in AXES}
 
     @property
-    def axes(self) -> Iterator[Axis]:
-        """All that this rank shares with others."""
-        every = (self.pp, self.dp, self.cp, self.tp, self.pp_back, self.ends, self.world)
-        return (axis for axis in every if axis.size > 1)
+    def axes(self) -> list[Axis]:
+        """All that this rank shares with others, each once."""
+        every = {id(axis): axis for axis in map(self.axis, (*AXES, "pp_back", "world"))}.values()
+        return [axis for axis in every if axis.size > 1 and axis.transport != PLANNED]
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a collective of any group may take; torch makes groups with other defaults than the first one's."""
@@ -126,7 +156,7 @@ class Mesh:
 
     def describe(self) -> str:
         """`rank 5 (pp 1, dp 0, tp 1)`: how errors and logs name this rank."""
-        where = ", ".join(f"{k} {v}" for k, v in self.position.items() if self.sizes[k] > 1)
+        where = ", ".join(f"{k} {self.axis(k).rank}" for k in ("pp", "dp", "cp", "tp") if self.axis(k).size > 1)
         return f"rank {self.world.rank}" + (f" ({where})" if where else "")
 
 
@@ -157,64 +187,113 @@ def world_axis() -> Axis:
 
 def build_mesh(
     *,
-    tp: int,
-    pp: int,
-    cp: int = 1,
-    dp_outermost: bool = False,
     device: torch.device,
     timeout: datetime.timedelta | None = None,
     shared_memory: bool | None = None,
+    **sizes: Any,
 ) -> Mesh:
     """Make every group of the run; collective over the default group, so all ranks call it in the same way.
 
-    The world size (of the default process group) must be a multiple of tp * pp * cp; what remains is dp.
-    Groups made by DeviceMesh and `new_group` do not inherit the default group's timeout: `timeout` is given to each.
-    `shared_memory`: whether, on CPU, dp and tp exchange through it where all their ranks are on one machine (None:
-    unless the environment says otherwise).
+    sizes: as of `_lay`, for the world of the default group. timeout: of each group, as none inherits that group's.
+    shared_memory: whether, on CPU, ranks of a stage that are all on one machine exchange through it (None: unless the
+    environment says otherwise).
     """
-    if not dist.is_initialized():
-        if tp * pp * cp != 1:
-            raise ValueError(f"one process cannot hold tp={tp} x pp={pp} x cp={cp}")
-        return Mesh.alone(device)
-    world, rank = dist.get_world_size(), dist.get_rank()
+    memory = device.type == "cpu" and (override("shared_memory", True) if shared_memory is None else shared_memory)
+    made = _lay(_Groups(world_axis(), timeout, memory), **sizes)
+    if timeout is not None:
+        made.set_timeout(timeout)
+    return replace(made, device=device)
+
+
+def plan_mesh(world: int, rank: int, **sizes: Any) -> Mesh:
+    """The same as rank `rank` of `world` sees it, without groups."""
+    return _lay(_Groups(Axis("world", world, rank, PLANNED, tuple(range(world)))), **sizes)
+
+
+class _Groups:
+    """Makes axes out of grids of ranks, and each group once. `world`: planned, and then all are."""
+
+    def __init__(self, world: Axis, timeout: datetime.timedelta | None = None, memory: bool = False):
+        self.clock, self.timeout, self.memory = Clock(), timeout, memory
+        self.world = replace(world, clock=self.clock)
+        self.made: dict[tuple[tuple[int, ...], ...], Axis] = {}
+
+    def along(self, name: str, grid: Tensor, dim: int, *, planned: bool = False, own: bool = False) -> Axis:
+        """The axis `dim` of `grid`; of size 1 for a rank that is not in it. `own`: with a group of its own, for what is
+        not to queue behind others. `planned`: without one, unless there is one. All ranks ask for the same axes in the
+        same order."""
+        size, rank = grid.shape[dim], self.world.rank
+        alone = Axis(name, ranks=(rank,), clock=self.clock)
+        if size == 1:
+            return alone
+        lines = grid.movedim(dim, -1).reshape(-1, size)
+        mine = [(tuple(lines[i].tolist()), int(j)) for i, j in (lines == rank).nonzero()]
+        axis = Axis(name, size, mine[0][1], PLANNED, mine[0][0], self.clock) if mine else alone
+        if self.world.transport == PLANNED:
+            return axis
+        every = tuple(sorted(map(tuple, lines.tolist())))
+        if every in self.made and not own:
+            return self.made[every]
+        if planned:
+            return axis
+        group = self._group(name, every, own)
+        if not mine:
+            return axis
+        axis = replace(axis, transport=group)
+        if own:
+            return axis
+        if self.memory and name != "pp":  # collective over the axis
+            axis = replace(axis, transport=SharedMemory.open(group, axis.rank, size) or group)
+        return self.made.setdefault(every, axis)
+
+    def _group(self, name: str, lines: Sequence[tuple[int, ...]], own: bool) -> Any:
+        """This rank's of `lines`, or None; every rank takes part in making every group."""
+        if len(lines) == 1 and not own:
+            return self.world.group
+        made = [dist.new_group(list(ranks), timeout=self.timeout, group_desc=name) for ranks in lines]
+        return next((group for group, ranks in zip(made, lines, strict=True) if self.world.rank in ranks), None)
+
+
+def _lay(
+    groups: _Groups,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int | None = None,
+    etp: int = 1,
+    instances: int | None = 1,
+    dp_outermost: bool = False,
+) -> Mesh:
+    """All axes, in one order on all ranks; dp is what remains of the world.
+
+    ep, etp    of experts; ep None: there are none, and what no other axis has is only planned
+    instances  into how many sets of ranks data splits (and edp), each with the whole of the optimizer's state; None:
+               every rank is one
+
+    Raises ValueError where the world does not split so.
+    """
+    world = groups.world.size
     if world % (tp * pp * cp):
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
     grid = torch.tensor(rank_grid(world, tp, pp, cp, dp_outermost=dp_outermost))
-    here, names = [int(i) for i in (grid == rank).nonzero()[0]], ("pp", "dp", "cp", "tp")
-    mesh, clock = DeviceMesh(device.type, grid, mesh_dim_names=names), Clock()
+    stage = grid.flatten(1)
+    if stage.shape[1] % ((ep or 1) * etp):
+        raise ValueError(f"ep {ep or 1} x etp {etp} does not divide the {stage.shape[1]} ranks of a stage")
+    axes: dict[str, Any] = {name: groups.along(name, grid, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}
 
-    def axis(name: str, dim: int) -> Axis:
-        index = [slice(i, i + 1) for i in here]
-        index[dim] = slice(None)
-        ranks = tuple(int(r) for r in grid[tuple(index)].flatten())
-        return Axis(name, len(ranks), here[dim], mesh.get_group(name) if len(ranks) > 1 else None, ranks, clock)
+    def shared_out(of: Tensor, names: tuple[str, str, str], **planned: bool) -> None:
+        parts = instances or of.shape[1]
+        if of.shape[1] % parts:
+            raise ValueError(f"{parts} instances of the optimizer do not divide {names[0]} {of.shape[1]}")
+        split = of.unflatten(1, (parts, -1))
+        for name, where, dim in zip(names, (of, split, split), (1, 1, 2), strict=True):
+            axes[name] = groups.along(name, where, dim, **planned)
 
-    def extra(name: str, members: list[list[int]]) -> Axis:
-        made = Axis(name, clock=clock)
-        for ranks in members:  # every rank takes part in making every group
-            group: Any = dist.new_group(ranks, timeout=timeout, group_desc=name) if len(ranks) > 1 else None
-            if rank in ranks:
-                made = Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks), clock)
-        return made
-
-    columns = [[int(r) for r in column] for column in grid.flatten(1).T]  # one pipeline each
-    made = Mesh(
-        *(axis(name, dim) for dim, name in enumerate(names)),
-        pp_back=extra("pp_back", columns),
-        ends=extra("ends", [[column[0], column[-1]][: len(column)] for column in columns]),
-        world=replace(world_axis(), clock=clock),
-        device=device,
-        clock=clock,
-    )
-    if timeout is not None:
-        made.set_timeout(timeout)
-    if device.type == "cpu" and (override("shared_memory", True) if shared_memory is None else shared_memory):
-        made = replace(made, dp=_with_memory(made.dp), tp=_with_memory(made.tp))
-    return made
-
-
-def _with_memory(axis: Axis) -> Axis:
-    """Collective over the axis."""
-    if axis.group is None:
-        return axis
-    return replace(axis, transport=SharedMemory.open(axis.group, axis.rank, axis.size) or axis.group)
+    experts, planned = stage.unflatten(1, (-1, ep or 1, etp)), ep is None
+    shared_out(grid.flatten(1, 2), ("data", "replica", "shard"))
+    shared_out(experts, ("edp", "expert_replica", "expert_shard"), planned=planned)
+    axes |= {name: groups.along(name, experts, dim, planned=planned) for dim, name in ((2, "ep"), (3, "etp"))}
+    axes["pp_back"] = groups.along("pp_back", grid, 0, own=True)
+    axes["ends"] = groups.along("ends", grid[[0, -1]] if pp > 1 else grid, 0, own=True)
+    return Mesh(**axes, world=groups.world, clock=groups.clock)

@@ -1,9 +1,10 @@
 """Randomness with coordinates instead of state: a value depends on what it is, never on who draws it.
 
-Initial weights are a function of (seed, name, block). A whole tensor is cut into fixed blocks of `BLOCK` indices
-along its sharded dimension and each block has a generator of its own, so a rank draws just the blocks that meet
-its part and every layout gets the same bits. Blocks are drawn on the CPU in float32 (the same on every device and
-in every precision) and then converted. Dropout has coordinates too: see kernels/dropout.py.
+Initial weights are a function of (seed, name, block). A whole tensor is cut into blocks of indices along its (first)
+sharded dimension and each block has a generator of its own, so a rank draws just the blocks that meet its part, takes
+of them what is its along other sharded dimensions, and every layout gets the same bits. Blocks are drawn on the CPU in
+float32 (the same on every device and in every precision) and then converted. Dropout has coordinates too: see
+kernels/dropout.py.
 
 Rejected: one generator per rank (Megatron-LM's RNG tracker); the run then depends on the layout and the state
 must be saved and resharded.
@@ -20,7 +21,6 @@ from torch import Tensor
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Constant, ParamSpec
 
-BLOCK = 128  # indices along the sharded dimension that share one generator
 WORTH_THREADS = 1 << 20  # elements
 
 
@@ -35,23 +35,21 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int) -> Tenso
     """Fill `tensor`, this rank's part of `spec`, with its part of the whole initial tensor."""
     if isinstance(spec.init, Constant):
         return tensor.fill_(spec.init.value)
-    box = spec.box(mesh.sizes, mesh.position)
-    if len(spec.shards) > 1:
-        raise ValueError(f"{spec.name}: blocks run along one sharded dim, not {spec.shards}")
-    std = spec.init.std
-    dim = spec.block_dim
-    start, stop = box.start[dim], box.stop[dim]
+    box, dim, size = spec.box(mesh.sizes, mesh.position), spec.block_dim, spec.block
+    start, stop, std = box.start[dim], box.stop[dim], spec.init.std
     rows = tensor.movedim(dim, 0)
+    others = [n for n in range(len(spec.shape)) if n != dim]
+    row, mine = [spec.shape[n] for n in others], [slice(box.start[n], box.stop[n]) for n in others]
 
     @torch.no_grad()  # which is of one thread
     def fill(block: int) -> None:
-        first, last = block * BLOCK, min((block + 1) * BLOCK, spec.shape[dim])
+        first, last = block * size, min((block + 1) * size, spec.shape[dim])
         generator = torch.Generator().manual_seed(seed_of(seed, spec.name, block))
-        values = torch.randn(last - first, *rows.shape[1:], generator=generator) * std
+        values = torch.randn(last - first, *row, generator=generator) * std
         a, b = max(first, start), min(last, stop)
-        rows[a - start : b - start].copy_(values[a - first : b - first])
+        rows[a - start : b - start].copy_(values[(slice(a - first, b - first), *mine)])
 
-    blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
+    blocks = range(start // size, (stop - 1) // size + 1)
     threads = min(len(blocks), torch.get_num_threads()) if tensor.numel() >= WORTH_THREADS else 1
     if threads == 1:
         for block in blocks:

@@ -36,9 +36,8 @@ def check_collectives(mesh: Mesh) -> None:
         return
     outcomes: list[tuple[Axis, str, Tensor, Tensor]] = []
     for n in (SMALL, LARGE) if mesh.device.type != "cpu" else (SMALL,):
-        for axis in (mesh.world, mesh.dp, mesh.cp, mesh.tp, mesh.pp, mesh.pp_back, mesh.ends):
-            if axis.group is not None:
-                outcomes += [(axis, *outcome) for outcome in _outcomes(axis, mesh.world.rank, n, mesh.device)]
+        for axis in sorted(mesh.axes, key=lambda axis: axis is not mesh.world):
+            outcomes += [(axis, *outcome) for outcome in _outcomes(axis, mesh.world.rank, n, mesh.device)]
     wrong = torch.stack([(got != want).sum() for _, _, got, want in outcomes]).tolist()
     found = [_told(*outcome, mesh.world.rank) for outcome, times in zip(outcomes, wrong, strict=True) if times]
     number = torch.tensor(len(found), dtype=torch.int64, device=mesh.device)

@@ -33,6 +33,9 @@ class Constant:
 
 Init = Normal | Constant
 
+# home -> the axis whose ranks each have a summand of the gradient, and the axes that split or copy the parameter
+HOMES: Mapping[str, tuple[str, tuple[str, ...]]] = {"dense": ("data", ("tp",)), "expert": ("edp", ("ep", "etp"))}
+
 
 @dataclass(frozen=True)
 class Box:
@@ -57,9 +60,9 @@ class ParamSpec:
     name    canonical, with the global layer number: "layers.17.mlp.gate_up"
     shape   of the whole tensor, in elements
     shards  (dim, axis name) pairs: ((0, "tp"),) splits dim 0 evenly over the tp axis
-    grad    "whole": every rank computes the full gradient of what it holds;
-            "partial": the tensor is replicated over tp, but each tp rank holds only a summand of its gradient
-            (norms under sequence parallelism, row-parallel biases, replicated key/value projections)
+    home    "dense" or "expert": which view of a stage's ranks it lives in (HOMES)
+    partial axes that hold copies of it, each with only a summand of its gradient: ("tp",) for norms under sequence
+            parallelism, row-parallel biases, replicated key/value projections
     init    how the whole tensor is drawn; bits do not depend on the layout (see parallel/rng.py)
     decay   whether weight decay applies
     vocabulary  whether it is the word embedding or the head, which may have a learning rate of their own
@@ -68,6 +71,7 @@ class ParamSpec:
     stacked dim 0 counts matrices that are used as one, [2, F, D] for gate and up: split, drawn and known to other
             programs along dim 1, where the rows are
     offset  added to what is stored wherever it is used: 1 for norm weights that are stored as their difference from 1
+    block   how many indices along `block_dim` share a generator of initial values (parallel/rng.py)
     rows    how many rows of dim 0 mean something, where the rest pads the vocabulary so that it splits: padding
             depends on the layout, so it is not part of what is stored
     """
@@ -75,12 +79,14 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     shards: tuple[tuple[int, str], ...] = ()
-    grad: Literal["whole", "partial"] = "whole"
+    home: Literal["dense", "expert"] = "dense"
+    partial: tuple[str, ...] = ()
     init: Init = field(default_factory=lambda: Normal(0.02))
     decay: bool = True
     vocabulary: bool = False
     tied: bool = False
     stacked: bool = False
+    block: int = 128
     rows: int | None = None
     offset: float = 0.0
 
@@ -121,10 +127,24 @@ class ParamSpec:
             return box
         return Box((min(box.start[0], self.rows), *box.start[1:]), (min(box.stop[0], self.rows), *box.stop[1:]))
 
+    @property
+    def data_axis(self) -> str:
+        """Over which its gradient is summed and its optimizer's state shared out."""
+        return HOMES[self.home][0]
+
+    @property
+    def copied_over(self) -> tuple[str, ...]:
+        """Axes along which ranks hold the same elements, the data axis aside."""
+        split = {axis for _, axis in self.shards}
+        return tuple(a for a in HOMES[self.home][1] if a not in split) + (("ends",) if self.tied else ())
+
     def replicas(self, sizes: Mapping[str, int]) -> int:
-        """How many (pp, tp) positions hold each element, dp aside: its squared gradient counts 1/replicas."""
-        sharded = {axis for _, axis in self.shards}
-        return (1 if "tp" in sharded else sizes.get("tp", 1)) * (2 if self.tied else 1)
+        """How many ranks hold each element, the data axis aside: its squared gradient counts 1/replicas."""
+        return math.prod(sizes.get(axis, 1) for axis in self.copied_over)
+
+    def first_copy(self, ranks: Mapping[str, int]) -> bool:
+        """Whether the rank at position `ranks` is the one of its replicas that speaks for them."""
+        return not any(ranks.get(axis, 0) for axis in self.copied_over)
 
 
 @dataclass(frozen=True)

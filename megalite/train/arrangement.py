@@ -28,7 +28,7 @@ from megalite.models.gpt import Recompute, Stage
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks
 from megalite.optim.flat_storage import main_dtype
-from megalite.parallel.mesh import PLANNED, Axis, Mesh, rank_grid
+from megalite.parallel.mesh import Mesh, plan_mesh
 from megalite.pipeline.partition import partition
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import simulate
@@ -75,6 +75,13 @@ class Arrangement:
     @property
     def dp(self) -> int:
         return self.world // self.config.parallel.model_parallel_size
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """What parallel/mesh.py makes a mesh of."""
+        p = self.config.parallel
+        instances = 1 if p.use_distributed_optimizer else None
+        return dict(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
 
     @property
     def padded_vocab(self) -> int:
@@ -245,17 +252,13 @@ class Arrangement:
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Of rank 0, by axis."""
-        grid = rank_grid(self.world, self.tp, self.pp, self.cp, dp_outermost=self.config.parallel.use_tp_pp_dp_mapping)
-        return {
-            "tp": tuple(grid[0][0][0]),
-            "dp": tuple(column[0][0] for column in grid[0]),
-            "pp": tuple(plane[0][0][0] for plane in grid),
-        }
+        mesh = self._mesh(0)
+        return {name: mesh.axis(name).ranks for name in ("tp", "dp", "pp")}
 
     def _mesh(self, rank: int) -> Mesh:
-        """Of a pipeline rank: sizes alone, without groups."""
-        dp, cp, tp = (Axis(name, getattr(self, name), 0, PLANNED) for name in ("dp", "cp", "tp"))
-        return Mesh(Axis("pp", self.pp, rank, PLANNED), dp, cp, tp)
+        """Of the first rank of a pipeline position, without groups."""
+        first = plan_mesh(self.world, 0, **self.sizes)
+        return plan_mesh(self.world, first.pp.ranks[rank], **self.sizes) if rank else first
 
     @property
     def _bytes(self) -> tuple[int, int, int]:
@@ -265,11 +268,6 @@ class Arrangement:
         o = self.config.optim
         states = ["fp32"] if o.optimizer == "sgd" else [o.exp_avg_dtype, o.exp_avg_sq_dtype]
         return self.dtype.itemsize, wide, main + sum(2 if dtype == "bf16" else 4 for dtype in states)
-
-    @property
-    def _owners(self) -> int:
-        """Ranks that share the optimizer's state."""
-        return self.dp if self.config.parallel.use_distributed_optimizer else 1
 
     def _holding(self, rank: int) -> Holding:
         mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
@@ -281,7 +279,7 @@ class Arrangement:
             local=sum(e.numel for e in layout.entries),
             weights=layout.size * weight,
             gradients=layout.size * gradient,
-            optimizer=layout.size // self._owners * state,
+            optimizer=layout.size // mesh.shard.size * state,
         )
 
     def _weigh_stages(self) -> dict[str, list[float]]:
@@ -291,7 +289,7 @@ class Arrangement:
 
         def of(module: nn.Module | None) -> float:
             numel = sum(p.numel() for p in module.parameters()) if module is not None else 0
-            return numel * (weight + gradient + state / self._owners)
+            return numel * (weight + gradient + state / make.mesh.shard.size)
 
         m = self.config.model
         saved, _ = stage_saved(m, 1, False, self.recompute, self.dtype.itemsize, self.tp)

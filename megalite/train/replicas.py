@@ -1,13 +1,13 @@
 """Whether all copies of what ranks share hold the same bits. A copy that differs means a broken device or a bug, and
 every step makes it worse.
 
-    weights       over dp every one, over tp those that are not split, over the pipeline's ends the tied ones (what
-                  Megatron-LM's check looks at, and the last two)
+    weights       over data every one, over tp those that are not split, over the pipeline's ends the tied ones (what
+                  Megatron-LM's check looks at, and the last two); of experts over the axes of theirs
     main weights  against their copies in half precision, on the rank that owns them
     progress      step, samples, updates, loss scale: the coordinates of all randomness and of the data
 
 What has no copy is not looked at. Healing: where weights are in half precision the owners' main weights are the truth,
-cast and gathered again; else, with dp of 3 or more, what most ranks have. Of two that differ nobody can say which.
+cast and gathered again; else, with 3 ranks or more over data, what most have. Of two that differ nobody can say which.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch.distributed as dist
 from megalite.checkpoint.format.hashing import fastest, maker
 from megalite.optim.layout import Slot
 from megalite.parallel.comm import all_reduce_, broadcast_, gather_texts
+from megalite.parallel.mesh import Axis
 from megalite.train.state import Run
 
-Majority = list[tuple[Slot, int]]  # what differs over dp, and the dp rank that has what most have
+Majority = list[tuple[Slot, Axis, int]]  # what differs over its data axis, and the rank there that has what most have
 
 
 class ReplicaError(RuntimeError):
@@ -54,16 +55,12 @@ def _differences(run: Run) -> tuple[str, Majority]:
     buffer.wait_gather()
     slots = [slot for bucket in layout.buckets for slot in bucket.slots]
     specs = [layout.entries[slot.entry].spec for slot in slots]
-    axes = (
-        (mesh.dp, [True] * len(specs)),
-        (mesh.tp, [all(name != "tp" for _, name in spec.shards) for spec in specs]),
-        (mesh.ends, [spec.tied for spec in specs]),
-    )
     hashes: dict[int, int] = {}
     found, majority = _casts(run), []
-    for axis, compared in axes:
-        chosen = [i for i, here in enumerate(compared) if here]
-        if axis.group is None or not chosen:
+    for name in ("data", "edp", "tp", "ep", "etp", "ends"):
+        chosen = [i for i, spec in enumerate(specs) if name in (spec.data_axis, *spec.copied_over)]
+        axis = mesh.axis(name)
+        if not chosen or axis.size == 1:
             continue
         table = torch.zeros(axis.size, len(chosen), dtype=torch.int64, device=mesh.device)
         for i in chosen:
@@ -72,8 +69,8 @@ def _differences(run: Run) -> tuple[str, Majority]:
         rows = all_reduce_(table, axis).tolist()
         for i, column in zip(chosen, zip(*rows, strict=True), strict=True):
             [(usual, times), *rest] = Counter(column).most_common()
-            if rest and axis.name == "dp" and 2 * times > axis.size:
-                majority.append((slots[i], column.index(usual)))
+            if rest and name == specs[i].data_axis and 2 * times > axis.size:
+                majority.append((slots[i], axis, column.index(usual)))
             if rest and axis.is_first:  # of two that differ nobody can say which is right
                 odd = [r for r, h in zip(axis.ranks, column, strict=True) if h != usual or times == rest[0][1]]
                 found.append(f"{specs[i].name} differs over {axis.name} on rank{'s' * (len(odd) > 1)} {odd}")
@@ -113,6 +110,6 @@ def _heal(run: Run, majority: Majority) -> str:
     if not run.optimizer.same:
         run.optimizer.after_load()
         return "the main weights"
-    for slot, source in majority:
-        broadcast_(run.buffer.weights[slot.start : slot.stop], run.mesh.dp, source)
+    for slot, axis, source in majority:
+        broadcast_(run.buffer.weights[slot.start : slot.stop], axis, source)
     return "what most replicas have"

@@ -117,10 +117,7 @@ def build_run(
     sources = sources or open_sources(config.data, m.seq_length, t.seed, t.eval_iters)
     made = arrangement or arrange(config, ranks.world, sources.vocab_size)
     mesh = build_mesh(
-        tp=made.tp,
-        pp=made.pp,
-        cp=made.cp,
-        dp_outermost=p.use_tp_pp_dp_mapping,
+        **made.sizes,
         device=device,
         timeout=datetime.timedelta(minutes=p.distributed_timeout_minutes),
         shared_memory=override("shared_memory", p.shared_memory),
@@ -168,7 +165,6 @@ def _build_pipeline(
             stages,
             mesh,
             bucket_size=p.ddp_bucket_size,
-            shard=p.use_distributed_optimizer,
             overlap_grad_reduce=p.overlap_grad_reduce,
             overlap_param_gather=p.overlap_param_gather,
             reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
@@ -184,7 +180,7 @@ def _build_pipeline(
     )
     if graphs is None:
         return buffer, Pipeline(stages, mesh, **options)
-    apart = mesh.dp.size > 1  # there is something to gather and to reduce
+    apart = mesh.data.size > 1  # there is something to gather and to reduce
     graphed = dict(graphs=graphs, begin_all=buffer.begin_all, apart=apart, stream=stream)
     return buffer, GraphedPipeline(stages, mesh, **graphed, **options)
 

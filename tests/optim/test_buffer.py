@@ -35,9 +35,10 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def _mesh(tp: int = 1, pp: int = 1) -> Mesh:
+def _mesh(tp: int = 1, pp: int = 1, shard: bool = True) -> Mesh:
     limit = datetime.timedelta(seconds=20)  # over gloo, whose calls are counted
-    return build_mesh(tp=tp, pp=pp, device=torch.device("cpu"), timeout=limit, shared_memory=False)
+    sizes = dict(tp=tp, pp=pp, instances=1 if shard else None)
+    return build_mesh(**sizes, device=torch.device("cpu"), timeout=limit, shared_memory=False)
 
 
 def _spy(module: Any, name: str, seen: list[tuple[Any, int]]) -> None:
@@ -98,9 +99,9 @@ def test_dtypes_that_do_not_fit_are_refused() -> None:
 
 def _different_parameters(shard: bool) -> dict[str, float]:
     """Rank 0 uses a, rank 1 uses b, nobody uses c. Begun as they fill, a's reduction would meet b's."""
-    mesh = _mesh()
+    mesh = _mesh(shard=shard)
     parts = [Scale("a"), Scale("b"), Scale("c")]
-    buffer = ParamBuffer([nn.ModuleList(parts)], mesh, bucket_size=1, shard=shard)
+    buffer = ParamBuffer([nn.ModuleList(parts)], mesh, bucket_size=1)
     buffer.on_last_backward(0)
     (parts[mesh.dp.rank](torch.ones(SIZE)).sum() * (3 if mesh.dp.rank == 0 else 5)).backward()
     buffer.finish()
@@ -116,10 +117,11 @@ def test_ranks_may_get_gradients_for_different_parameters(shard: bool) -> None:
 def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, Tensor, list[int]]:
     """The gradients, this rank's own sum of three, and how many bytes each all-reduce over gloo moved."""
     limit = datetime.timedelta(seconds=20)
-    mesh = build_mesh(tp=1, pp=1, device=torch.device("cpu"), timeout=limit, shared_memory=shared)
+    instances = 1 if shard else None
+    mesh = build_mesh(instances=instances, device=torch.device("cpu"), timeout=limit, shared_memory=shared)
     assert (mesh.dp.shared is not None) == shared
     model, moved = Scale("a", dtype=torch.bfloat16), []
-    buffer = ParamBuffer([model], mesh, shard=shard, reduce_in_bf16=reduce_in_bf16)
+    buffer = ParamBuffer([model], mesh, reduce_in_bf16=reduce_in_bf16)
     real = dist.all_reduce
 
     def spy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -234,10 +236,10 @@ def test_a_forward_waits_for_the_weights_that_it_uses(dtype: torch.dtype, overla
 
 def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, list[int]]]:
     """dp 2 beside tp 2 or pp 2; rank r's loss is (r + 1) * sum. Elements moved per axis."""
-    mesh = _mesh(tp=2 if axis == "tp" else 1, pp=2 if axis == "pp" else 1)
-    facts: dict[str, Any] = {"grad": "partial"} if axis == "tp" else {"tied": True}
+    mesh = _mesh(tp=2 if axis == "tp" else 1, pp=2 if axis == "pp" else 1, shard=shard)
+    facts: dict[str, Any] = {"partial": ("tp",)} if axis == "tp" else {"tied": True}
     model = nn.Sequential(Scale("whole"), Scale("extra", **facts))
-    buffer = ParamBuffer([model], mesh, shard=shard)
+    buffer = ParamBuffer([model], mesh)
     seen: list[tuple[Any, int]] = []
     _spy(dist, "all_reduce", seen)
     buffer.on_last_backward(0)

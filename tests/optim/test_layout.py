@@ -17,16 +17,15 @@ def test_the_picture_of_a_layout() -> None:
     layout = lay_out(
         [
             _entry("embedding.word", 300, tied=True),
-            _entry("layers.0.norm", 8, grad="partial", decay=False),
+            _entry("layers.0.norm", 8, partial=("tp",), decay=False),
             _entry("layers.0.up", 200),
             _entry("layers.0.up_bias", 20, decay=False),
-            _entry("layers.1.norm", 8, grad="partial", decay=False),
+            _entry("layers.1.norm", 8, partial=("tp",), decay=False),
             _entry("layers.1.up", 200),
             _entry("layers.8.up", 130, chunk=1),
         ],
         bucket_size=150,
-        dp=2,
-        tp=2,
+        sizes={"data": 2, "tp": 2},
     )
     assert str(layout).splitlines() == [
         "bucket   0 chunk 0 whole   decay         256 elements  layers.1.up .. layers.1.up",
@@ -44,7 +43,7 @@ ROWS = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2), st.booleans(),
 
 def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[Entry]:
     return [
-        _entry(f"p{i}", n, chunk, grad="partial" if partial else "whole", decay=decay)
+        _entry(f"p{i}", n, chunk, partial=("tp",) * partial, decay=decay)
         for i, (n, chunk, partial, decay) in enumerate(rows)
     ]
 
@@ -53,7 +52,7 @@ def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[Entry]:
 def test_buckets_are_in_the_order_in_which_backward_fills_them(
     rows: list[tuple[int, int, bool, bool]], bucket_size: int, dp: int
 ) -> None:
-    layout = lay_out(_entries(rows), bucket_size=bucket_size, dp=dp, tp=2)
+    layout = lay_out(_entries(rows), bucket_size=bucket_size, sizes={"data": dp, "tp": 2})
     filled = [(b.chunk, -min(slot.entry for slot in b.slots)) for b in layout.buckets]
     assert filled == sorted(filled)
     for b in layout.buckets:  # and every bucket closes with the member that fills it
@@ -71,8 +70,8 @@ def test_both_ends_of_the_pipeline_lay_the_tied_weight_out_alike(
 ) -> None:
     word = _entry("embedding.word", words, tied=True)
     ends = [
-        lay_out([word, *_entries(first)], bucket_size=bucket_size, dp=dp),
-        lay_out([*_entries(last), word], bucket_size=bucket_size, dp=dp),
+        lay_out([word, *_entries(first)], bucket_size=bucket_size, sizes={"data": dp}),
+        lay_out([*_entries(last), word], bucket_size=bucket_size, sizes={"data": dp}),
     ]
     seen = []
     for layout in ends:

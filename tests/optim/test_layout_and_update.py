@@ -27,10 +27,10 @@ from megalite.parallel.spec import ParamSpec
 )
 def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bool]], bucket: int, dp: int) -> None:
     entries = [
-        Entry(ParamSpec(f"p{i}", (n,), grad="partial" if partial else "whole", decay=decay), n, chunk)
+        Entry(ParamSpec(f"p{i}", (n,), partial=("tp",) * partial, decay=decay), n, chunk)
         for i, (n, chunk, partial, decay) in enumerate(rows)
     ]
-    layout = lay_out(entries, bucket_size=bucket, dp=dp, tp=2)
+    layout = lay_out(entries, bucket_size=bucket, sizes={"data": dp, "tp": 2})
     slots = [(s, b) for b in layout.buckets for s in b.slots]
     assert sorted(s.entry for s, _ in slots) == list(range(len(entries)))
     position = 0
@@ -42,7 +42,7 @@ def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bo
     for s, b in slots:
         entry = entries[s.entry]
         assert s.stop - s.start == entry.numel and s.start % ALIGN == 0 and b.start <= s.start and s.stop <= b.stop
-        assert (entry.chunk, entry.spec.grad == "partial", entry.spec.decay) == (b.chunk, b.kind.partial, b.kind.decay)
+        assert (entry.chunk, entry.spec.partial, entry.spec.decay) == (b.chunk, b.kind.partial, b.kind.decay)
     str(layout)
 
 
@@ -88,7 +88,7 @@ def test_updates_equal_torch(dtype: torch.dtype, rule: str) -> None:
 
 def _counted(micro_batches: int, shard: bool) -> tuple[dict[str, int], int]:
     limit = datetime.timedelta(seconds=20)
-    mesh = build_mesh(tp=1, pp=1, device=torch.device("cpu"), timeout=limit, shared_memory=False)
+    mesh = build_mesh(instances=1 if shard else None, device=torch.device("cpu"), timeout=limit, shared_memory=False)
     calls: dict[str, int] = {}
 
     def spy(module: object, name: str) -> None:
@@ -105,7 +105,7 @@ def _counted(micro_batches: int, shard: bool) -> tuple[dict[str, int], int]:
     spy(comm.dist, "all_reduce")
     spy(comm, "all_gather_flat")
     model = _module(torch.float32)
-    buffer = ParamBuffer([model], mesh, bucket_size=20, shard=shard)
+    buffer = ParamBuffer([model], mesh, bucket_size=20)
     optimizer = Zero1(buffer, AdamW())
     for m in range(micro_batches):
         if m == micro_batches - 1:

@@ -32,7 +32,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 TP_FACTS: dict[str, dict[str, Any]] = {
     "word": {"shards": ((0, "tp"),)},
-    "norm": {"grad": "partial"},
+    "norm": {"partial": ("tp",)},
     "up": {"shards": ((0, "tp"),)},
     "up_bias": {"shards": ((0, "tp"),)},
     "down": {"shards": ((1, "tp"),)},
@@ -45,16 +45,17 @@ class Case:
     world: int
     tp: int = 1
     pp: int = 1
-    shard: bool = True
+    instances: int | None = 1
 
 
 CASES = {
     "alone": Case(1),
     "dp3": Case(3),
-    "dp2 ddp": Case(2, shard=False),
+    "dp2 ddp": Case(2, instances=None),
+    "dp4 in 2 instances": Case(4, instances=2),
     "tp2 dp2": Case(4, tp=2),
     "pp2 dp2 tied": Case(4, pp=2),
-    "tp2 pp2 ddp": Case(4, tp=2, pp=2, shard=False),
+    "tp2 pp2 ddp": Case(4, tp=2, pp=2, instances=None),
 }
 
 
@@ -69,7 +70,8 @@ def _local(whole: Tensor, spec: ParamSpec, mesh: Mesh) -> Tensor:
 
 
 def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> Zero1:
-    mesh = build_mesh(tp=case.tp, pp=case.pp, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=20))
+    sizes, limit = dict(tp=case.tp, pp=case.pp, instances=case.instances), datetime.timedelta(seconds=20)
+    mesh = build_mesh(**sizes, device=torch.device("cpu"), timeout=limit)
     stage = nn.Module()
     for name in STAGES[mesh.pp.rank] if case.pp > 1 else SHAPES:
         facts = TP_FACTS[name] if case.tp > 1 else {}
@@ -77,7 +79,7 @@ def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> Zero1:
         parameter = nn.Parameter(_local(_values(0)[name], spec, mesh).to(dtype).contiguous())
         parameter.spec = spec  # type: ignore[attr-defined]
         stage.register_parameter(name, parameter)
-    buffer = ParamBuffer([stage], mesh, bucket_size=100, shard=case.shard)
+    buffer = ParamBuffer([stage], mesh, bucket_size=100)
     return Zero1(buffer, RULES[rule])
 
 

@@ -112,7 +112,9 @@ def _positions(tp: int, pp: int) -> tuple[dict[str, int], dict[str, tuple[int, .
     for axis in axes:
         assert (axis.group is None) == (axis.size == 1)
         assert axis.ranks[axis.rank] == torch.distributed.get_rank()
-    return dict(mesh.position), {axis.name: axis.ranks for axis in axes if axis.size > 1}
+    return {name: mesh.position[name] for name in ("pp", "dp", "cp", "tp")}, {
+        axis.name: axis.ranks for axis in axes if axis.size > 1
+    }
 
 
 def test_mesh_places_tp_innermost_and_pp_outermost() -> None:

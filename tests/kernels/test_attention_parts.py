@@ -1,0 +1,175 @@
+"""Attention of some queries to some keys, each at its own positions: query i sees keys low(i) <= j <= i, and parts of the
+keys, put together by their log-sum-exp, are the whole; forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalite.kernels import blocked_attention as module
+from megalite.kernels.blocked_attention import Drop, blocked_attention_part
+from megalite.kernels.dropout import keep_mask
+from megalite.kernels.flash_attention import flash_attention_part
+
+B, G, PER_GROUP, K = 2, 2, 2, 8
+SCALE = K**-0.5
+Call = Callable[..., Any]
+Part = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _tensors(queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v, and the gradients of o and of the log-sum-exp."""
+    generator = torch.Generator().manual_seed(queries * 101 + keys)
+    shapes = ((queries, B, G * PER_GROUP, K), (keys, B, G, K), (keys, B, G, K), (queries, B, G * PER_GROUP, K))
+    made = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [x.to(dtype) for x in (*made, torch.randn(B, G * PER_GROUP, queries, generator=generator).double())]
+
+
+def _drop(p: float) -> Drop | None:
+    return Drop(p, 12345, torch.tensor([7, 9]), head_offset=3) if p else None
+
+
+def _definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    first_BS: Tensor | None = None,
+    drop: Drop | None = None,
+    q_first: int = 0,
+    k_first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Scores in memory, row by row of what is seen: nothing here is shared with what is tested but the dropout mask."""
+    i = torch.arange(q_first, q_first + q.shape[0]).view(1, 1, -1, 1)
+    j = torch.arange(k_first, k_first + k.shape[0]).view(1, 1, 1, -1)
+    low = torch.zeros_like(i) if window is None else (i - window + 1).clamp(min=0)
+    if first_BS is not None:
+        low = torch.maximum(low, first_BS[:, None, :, None])
+    seen = (low <= j) & (j <= i)
+    every = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
+    scores = (every[0] @ every[1].mT * scale).masked_fill(~seen, -1e300)
+    some = seen.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
+    largest = scores.amax(-1, keepdim=True) if k.shape[0] else torch.zeros(())
+    e = torch.where(seen, (scores - largest).exp(), 0.0)
+    total = torch.where(some, e.sum(-1, keepdim=True), 1.0)
+    p = e / total
+    if drop is not None:
+        heads = torch.arange(q.shape[2]).view(-1, 1, 1) + drop.head_offset
+        p = p * keep_mask(drop.key, drop.p, drop.sample_ids_B.view(-1, 1, 1, 1), heads, i, j) / (1 - drop.p)
+    lse = torch.where(some, largest + total.log(), float("-inf")).squeeze(-1)
+    return (p @ every[2]).permute(2, 0, 1, 3), lse
+
+
+def _results(part: Part, tensors: Sequence[Tensor], **options: Any) -> list[Tensor]:
+    """o, lse, dq, dk, dv; queries that see nothing send no gradient into their log-sum-exp, which is -inf."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    o, lse = part(q, k, v, scale=SCALE, **options)
+    dlse = torch.where(lse.isinf(), 0.0, tensors[4].to(lse.dtype))
+    torch.autograd.backward([o, lse], [tensors[3], dlse])
+    return [o.detach(), lse.detach(), *(x.grad for x in (q, k, v))]  # type: ignore[list-item]
+
+
+def _close(got: Sequence[Tensor], want: Sequence[Tensor], bound: float) -> None:
+    for name, a, b in zip(("o", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=bound, atol=bound, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+places = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 60), st.integers(0, 60))
+
+
+@settings(deadline=None, max_examples=150)
+@given(places, st.none() | st.integers(1, 70), st.sampled_from([1, 3, 8, 64]), st.sampled_from([0.0, 0.3]))
+def test_blocks_of_queries_at_any_positions(
+    where: tuple[int, int, int, int], window: int | None, rows: int, p: float
+) -> None:
+    queries, keys, q_first, k_first = where
+    options = dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first)
+    tensors = _tensors(queries, keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "QUERIES", rows)
+        patch.setattr(module, "IN_WINDOW", (min(rows, 7), rows))
+        got = _results(blocked_attention_part, tensors, **options)
+    _close(got, _results(_definition, tensors, **options), 1e-12)
+
+
+# queries, keys, first positions, window, probability of dropout, whether there are documents
+TRITON = [
+    (40, 40, 0, 0, None, 0.0, False),
+    (40, 70, 30, 0, None, 0.3, True),  # a chunk of queries and all keys up to its end
+    (33, 20, 64, 7, None, 0.0, True),  # keys long before
+    (20, 33, 7, 20, None, 0.3, False),  # some queries before all keys
+    (5, 9, 0, 40, None, 0.0, False),  # all of them
+    (70, 20, 0, 40, None, 0.0, False),  # keys that the last blocks of queries alone see
+    (70, 35, 20, 0, 25, 0.0, False),  # a window that ends within the keys
+    (35, 70, 40, 3, 9, 0.3, True),
+    (17, 6, 90, 10, 8, 0.0, False),  # one that begins behind them
+]
+
+
+def _first(queries: int, q_first: int) -> Tensor:
+    """Documents of other lengths in each sample, the first of which begin before the queries."""
+    i = torch.arange(q_first, q_first + queries)
+    return torch.stack([i // 11 * 11, i // 17 * 17])
+
+
+def _options(case: tuple[Any, ...]) -> dict[str, Any]:
+    queries, _, q_first, k_first, window, p, documents = case
+    first = _first(queries, q_first) if documents else None
+    return dict(window=window, drop=_drop(p), q_first=q_first, k_first=k_first, first_BS=first)
+
+
+def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
+    return _results(flash_attention_part, _tensors(*case[:2], dtype=torch.float32), **_options(case))
+
+
+@pytest.mark.parametrize("case", TRITON, ids=str)
+def test_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> None:
+    _close(interpreter(in_triton, case), _results(_definition, _tensors(*case[:2]), **_options(case)), 2e-5)
+
+
+def _merged(part: Part, cuts: Sequence[int], **options: Any) -> Part:
+    """Attention to the keys between `cuts`, put together."""
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, *, scale: float, q_first: int = 0) -> tuple[Tensor, Tensor]:
+        parts = [
+            part(q, k[a:b], v[a:b], scale=scale, q_first=q_first, k_first=a, **options)
+            for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
+        every = torch.stack([lse for _, lse in parts])
+        lse = every.logsumexp(0)
+        shares = (every - lse).exp().permute(0, 3, 1, 2).unsqueeze(-1)
+        return sum(w * o for w, (o, _) in zip(shares, parts, strict=True)), lse  # type: ignore[return-value]
+
+    return whole
+
+
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("q_first,queries", [(0, 48), (30, 18)])
+def test_parts_of_the_keys_make_the_whole(window: int | None, q_first: int, queries: int) -> None:
+    tensors, options = _tensors(queries, 48), dict(window=window, drop=_drop(0.3))
+    got = _results(_merged(blocked_attention_part, (0, 5, 16, 31, 48), **options), tensors, q_first=q_first)
+    _close(got, _results(_definition, tensors, q_first=q_first, **options), 1e-12)
+
+
+def merged_in_triton(documents: bool) -> list[Tensor]:
+    options = {"first_BS": _first(34, 14) if documents else None, "drop": _drop(0.3)}
+    part = _merged(flash_attention_part, (0, 5, 16, 31, 48), **options)
+    return _results(part, _tensors(34, 48, torch.float32), q_first=14)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_parts_make_the_whole_in_triton(interpreter: Call, documents: bool) -> None:
+    options = {"first_BS": _first(34, 14) if documents else None, "drop": _drop(0.3)}
+    _close(
+        interpreter(merged_in_triton, documents), _results(_definition, _tensors(34, 48), q_first=14, **options), 2e-5
+    )

@@ -1,0 +1,184 @@
+"""Parameters of both homes, under every layout: each element is counted once in norms, and saved once.
+
+NVIDIA/Megatron-LM#5916 is a norm that missed experts where expert and tensor parallelism meet, #3672 a scale that
+depended on the layout.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from megalite.nn.parameter import Maker
+from megalite.optim.buffer import ParamBuffer
+from megalite.optim.sgd import SGD
+from megalite.optim.zero1 import Zero1
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh, build_mesh, plan_mesh
+from megalite.parallel.rng import initialize_
+from megalite.parallel.spec import Normal, ParamSpec
+
+E, F, D = 12, 12, 5  # experts and widths that every size below divides
+TIED = "word"
+SPECS = [
+    ParamSpec(TIED, (24, D), shards=((0, "tp"),), vocabulary=True),
+    ParamSpec("norm", (D,), partial=("tp",), decay=False),
+    ParamSpec("router", (E, D), partial=("tp",)),
+    ParamSpec("up", (2, F, D), shards=((1, "tp"),), stacked=True),
+    ParamSpec("down", (D, F), shards=((1, "tp"),)),
+    ParamSpec("experts.gate_up", (E, 2, F, D), home="expert", shards=((0, "ep"), (2, "etp")), block=1),
+    ParamSpec("experts.bias", (E, D), home="expert", shards=((0, "ep"),), partial=("etp",), decay=False, block=1),
+    ParamSpec("experts.scale", (D,), home="expert", partial=("ep", "etp")),
+]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
+    few = st.integers(1, 3)
+    pp, dp, cp, tp = (draw(few) for _ in range(4))
+    dp = max(1, min(dp, 24 // (pp * cp * tp)))
+    stage, data = dp * cp * tp, dp * cp
+    ep = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0 and E % n == 0]))
+    etp = draw(st.sampled_from([n for n in range(1, stage // ep + 1) if stage // ep % n == 0 and F % n == 0]))
+    fits = [n for n in range(1, data + 1) if data % n == 0 and stage // (ep * etp) % n == 0]
+    instances = draw(st.sampled_from([*fits, None]))
+    return pp * stage, dict(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, instances=instances)
+
+
+def _whole(spec: ParamSpec) -> Tensor:
+    """Every element another number, all squares of them exact in fp64."""
+    first = 1 + sum(int(np.prod(s.shape)) for s in SPECS[: [s.name for s in SPECS].index(spec.name)])
+    return torch.arange(first, first + int(np.prod(spec.shape)), dtype=torch.float64).view(spec.shape)
+
+
+def _optimizer(mesh: Mesh) -> Zero1:
+    """Everything lives on the first stage, the tied word on the last one too."""
+    names = {spec.name for spec in SPECS} if mesh.pp.is_first else {TIED} if mesh.pp.is_last else {"norm"}
+    make, stage = Maker(mesh, torch.float64, seed=1), nn.Module()
+    for spec in SPECS:
+        if spec.name in names:
+            facts = {"tied": mesh.pp.size > 1 and spec.name == TIED}
+            name = spec.name if mesh.pp.is_first or mesh.pp.is_last else f"{spec.name}.{mesh.pp.rank}"
+            stage.register_parameter(
+                spec.name.replace(".", "_"), make(ParamSpec(**{**vars(spec), **facts, "name": name}))
+            )
+    return Zero1(ParamBuffer([stage], mesh, bucket_size=40), SGD(0.9))
+
+
+def _fill(optimizer: Zero1, share: bool) -> None:
+    """Gradients and weights are this rank's part of `_whole`, or, with `share`, the gradient a summand of it: divided
+    over all the ranks that the reduction adds up."""
+    buffer, mesh = optimizer.buffer, optimizer.buffer.mesh
+    for p in buffer.storage.parameters:
+        spec = p.spec  # type: ignore[attr-defined]
+        if "." in spec.name and not spec.name.startswith("experts"):
+            p.data.zero_()  # of a stage between the ends
+            buffer.sinks[spec.name].open()[0].zero_()
+            continue
+        box = spec.box(mesh.sizes, mesh.position)
+        part = _whole(spec)[tuple(map(slice, box.start, box.stop))]
+        axes = [spec.data_axis, *spec.partial, *["ends"] * spec.tied] if share else []
+        p.data.copy_(part)
+        buffer.sinks[spec.name].open()[0].copy_(part / float(np.prod([mesh.sizes[axis] for axis in axes])))
+
+
+TOTAL = sum(float(_whole(spec).square().sum()) for spec in SPECS)
+ELEMENTS = sum(spec_elements for spec_elements in (int(np.prod(s.shape)) for s in SPECS))
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes())
+def test_owned_elements_over_replicas_are_the_model(shape: tuple[int, dict[str, Any]]) -> None:
+    world, sizes = shape
+    grads, weights, count = 0.0, 0.0, 0.0
+    saved: dict[str, np.ndarray] = {spec.name: np.zeros(spec.shape, dtype=int) for spec in SPECS}
+    for rank in range(world):
+        optimizer = _optimizer(plan_mesh(world, rank, **sizes))
+        _fill(optimizer, share=False)
+        grads += float(optimizer.local_norm_sq())
+        weights += float(optimizer.local_weight_norm_sq())
+        for bucket in optimizer.buffer.layout.buckets:  # a 1 for every element of the model
+            grad = optimizer.buffer.owned_grad(bucket)
+            grad.copy_((grad != 0).double())
+        count += float(optimizer.local_norm_sq())
+        for owned in optimizer.pieces():
+            name, piece = owned.piece.name.removeprefix("model/"), owned.piece
+            if owned.owned and name in saved:
+                part = saved[name][tuple(map(slice, piece.box.start, piece.box.stop))]
+                index = np.unravel_index(np.arange(piece.span.start, piece.span.stop), part.shape)
+                part[index] += 1
+                assert np.array_equal(
+                    _whole(_spec(name)).numpy()[tuple(map(slice, piece.box.start, piece.box.stop))][index], piece.data
+                )
+    assert (count, grads, weights) == pytest.approx((ELEMENTS, TOTAL, TOTAL), rel=1e-12)
+    assert all((times == 1).all() for times in saved.values())
+
+
+def _spec(name: str) -> ParamSpec:
+    return next(spec for spec in SPECS if spec.name == name)
+
+
+def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """The squared norm after a reduction between ranks, and the largest error of each weight after an update by it."""
+    mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
+    optimizer = _optimizer(mesh)
+    buffer = optimizer.buffer
+    buffer.zero_grad()
+    _fill(optimizer, share=True)
+    buffer.finish()
+    norm = float(all_reduce_(optimizer.local_norm_sq(), mesh.world))
+    optimizer.step(lr=0.5, weight_decay=0.0, scale=1.0)
+    buffer.gather()
+    buffer.wait_gather()
+    errors = {}
+    for p in buffer.storage.parameters:
+        box = p.spec.box(mesh.sizes, mesh.position)  # type: ignore[attr-defined]
+        part = _whole(p.spec)[tuple(map(slice, box.start, box.stop))]  # type: ignore[attr-defined]
+        errors[p.spec.name] = float((p.detach() - part / 2).abs().max())  # type: ignore[attr-defined]
+    return norm, errors
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (4, dict(tp=2, ep=2, etp=1)),
+        (4, dict(tp=2, ep=1, etp=2, instances=None)),
+        (8, dict(tp=2, cp=2, ep=2, etp=2)),
+        (8, dict(tp=2, pp=2, ep=4)),
+        (8, dict(tp=1, cp=2, ep=2, instances=2)),
+    ],
+    ids=str,
+)
+def test_gradients_of_both_homes_are_summed_and_updated(world: int, sizes: dict[str, Any]) -> None:
+    for norm, errors in run_ranks(world, _step, sizes):
+        assert norm == pytest.approx(TOTAL, rel=1e-12)
+        assert errors and max(errors.values()) < 1e-9, errors
+
+
+@pytest.mark.parametrize("sizes", [dict(ep=2), dict(etp=3), dict(ep=4, etp=3), dict(ep=12), dict(ep=3, etp=4)], ids=str)
+@pytest.mark.parametrize("block", [1, 5, 128])
+def test_two_split_dims_are_drawn_alike_under_every_layout(sizes: dict[str, Any], block: int) -> None:
+    spec = ParamSpec("e", (E, 2, F, D), home="expert", shards=((0, "ep"), (2, "etp")), block=block, init=Normal(0.5))
+    whole = initialize_(torch.empty(spec.shape), spec, Mesh.alone(), seed=7)
+    assert 0.45 < whole.std().item() < 0.55 and whole.unique().numel() > 0.99 * whole.numel()
+    for rank in range(world := sizes.get("ep", 1) * sizes.get("etp", 1)):
+        mesh = plan_mesh(world, rank, **{"ep": 1, **sizes})
+        part = initialize_(torch.empty(spec.local_shape(mesh.sizes)), spec, mesh, seed=7)
+        box = spec.box(mesh.sizes, mesh.position)
+        assert torch.equal(part, whole[tuple(map(slice, box.start, box.stop))])
+
+
+def test_a_rank_draws_the_experts_that_it_holds_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, real = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, **how: (drawn.append(shape), real(*shape, **how))[1])
+    mesh = plan_mesh(8, 5, ep=4, etp=2)
+    initialize_(torch.empty(_spec("experts.gate_up").local_shape(mesh.sizes)), _spec("experts.gate_up"), mesh, seed=7)
+    assert drawn == [(1, 2, F, D)] * (E // 4)

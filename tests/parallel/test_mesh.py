@@ -1,0 +1,168 @@
+"""Both views of the ranks: coordinates, who is beside whom, groups, sizes of thousands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh, build_mesh, plan_mesh
+
+CPU = torch.device("cpu")
+DENSE, EXPERT = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")
+WIDE = ("pp", "replica", "shard", "tp")
+EXPERT_WIDE = ("pp", "expert_replica", "expert_shard", "ep", "etp")
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
+    """(world, sizes) of at most 48 ranks."""
+    few = st.integers(1, 3)
+    pp, dp, cp, tp = (draw(few) for _ in range(4))
+    dp = min(dp, 48 // (pp * cp * tp)) or 1
+    stage, data = dp * cp * tp, dp * cp
+    ep = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
+    etp = draw(st.sampled_from([n for n in range(1, stage // ep + 1) if stage // ep % n == 0]))
+    fits = [n for n in range(1, data + 1) if data % n == 0 and stage // (ep * etp) % n == 0]
+    instances, outermost = draw(st.sampled_from([*fits, None])), draw(st.booleans())
+    return pp * stage, dict(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, instances=instances, dp_outermost=outermost)
+
+
+def _meshes(world: int, sizes: dict[str, Any]) -> Iterator[Mesh]:
+    return (plan_mesh(world, rank, **sizes) for rank in range(world))
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes())
+def test_a_rank_is_what_the_formulas_say(shape: tuple[int, dict[str, Any]]) -> None:
+    world, sizes = shape
+    for rank, mesh in enumerate(_meshes(world, sizes)):
+        n, at = mesh.sizes, mesh.position
+        assert {name: n[name] for name in ("tp", "pp", "cp", "ep", "etp")} == {
+            name: sizes[name] for name in ("tp", "pp", "cp", "ep", "etp")
+        }
+        block = (at["dp"] * n["cp"] + at["cp"]) * n["tp"] + at["tp"]
+        outer, inner, size = (at["dp"], at["pp"], n["pp"]) if sizes["dp_outermost"] else (at["pp"], at["dp"], n["dp"])
+        assert rank == ((outer * size + inner) * n["cp"] + at["cp"]) * n["tp"] + at["tp"]
+        assert block == (at["edp"] * n["ep"] + at["ep"]) * n["etp"] + at["etp"]
+        assert at["data"] == at["dp"] * n["cp"] + at["cp"] == at["replica"] * n["shard"] + at["shard"]
+        assert at["edp"] == at["expert_replica"] * n["expert_shard"] + at["expert_shard"]
+        wanted = sizes["instances"] or n["data"]
+        assert (n["data"], n["replica"]) == (n["dp"] * n["cp"], wanted)
+        assert n["expert_replica"] == (sizes["instances"] or n["edp"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes())
+def test_an_axis_runs_through_the_ranks_that_differ_in_it_alone(shape: tuple[int, dict[str, Any]]) -> None:
+    """In each view: the ranks of an axis are those with the same place on all others, in the order of their places."""
+    world, sizes = shape
+    meshes = list(_meshes(world, sizes))
+    for view in (DENSE, EXPERT, WIDE, EXPERT_WIDE, ("pp", "data", "tp")):
+        places = [tuple(mesh.position[name] for name in view) for mesh in meshes]
+        assert len(set(places)) == world
+        for i, name in enumerate(view):
+            for mesh, place in zip(meshes, places, strict=True):
+                beside = {p[i]: r for r, p in enumerate(places) if p[:i] + p[i + 1 :] == place[:i] + place[i + 1 :]}
+                axis = mesh.axis(name)
+                assert axis.ranks == tuple(beside[j] for j in range(axis.size)), (name, place)
+    for mesh in meshes:
+        ends = [mesh.pp.ranks[0], mesh.pp.ranks[-1]]
+        assert mesh.pp_back.ranks == mesh.pp.ranks
+        assert list(mesh.ends.ranks) == (ends if mesh.pp.size > 1 and mesh.world.rank in ends else [mesh.world.rank])
+
+
+def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, str]]:
+    """By axis: its ranks, the sum of their numbers over its group, and which axis it is."""
+    mesh = build_mesh(device=CPU, **sizes)
+    names = sorted({*DENSE, *EXPERT, *WIDE, *EXPERT_WIDE, "data", "ends", "pp_back"})
+    shared = {name: mesh.axis(name) for name in names if mesh.axis(name).size > 1}
+    number = torch.tensor(float(2**mesh.world.rank))
+    sums = {name: float(all_reduce_(number.clone(), axis)) for name, axis in shared.items()}
+    assert {id(axis) for axis in shared.values()} | {id(mesh.world)} == {id(axis) for axis in mesh.axes}
+    return {name: axis.ranks for name, axis in shared.items()}, sums, {n: axis.name for n, axis in shared.items()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "same"),
+    [
+        (dict(tp=2, cp=2, ep=2, etp=2), {"etp": "tp", "edp": "dp", "ep": "cp", "shard": "data"}),
+        (dict(tp=2, ep=4, instances=2), {"data": "dp"}),
+        (dict(pp=2, tp=2, ep=2, instances=None), {"data": "dp", "replica": "dp", "ep": "tp", "edp": "dp"}),
+    ],
+    ids=["experts as tp x cp", "over tp and dp, two instances", "no shards"],
+)
+def test_groups_are_those_ranks_and_one_group_for_the_same_ranks(sizes: dict[str, Any], same: dict[str, str]) -> None:
+    for ranks, sums, names in run_ranks(8, _sums, sizes):
+        assert ranks and sums == {name: float(sum(2**r for r in line)) for name, line in ranks.items()}
+        assert {name: names[name] for name in same} == same
+        # one group for the same ranks, but for the pipeline's messages and its ends, which have their own
+        for name in ranks.keys() - {"pp_back", "ends"}:
+            assert all(names[n] == names[name] for n in ranks.keys() - {"pp_back", "ends"} if ranks[n] == ranks[name])
+        assert all(names[name] == name for name in ("pp_back", "ends") if name in ranks)
+
+
+def _without_experts() -> tuple[set[str], int, str]:
+    mesh = build_mesh(tp=2, device=CPU)
+    with pytest.raises(RuntimeError) as error:
+        all_reduce_(torch.ones(1), mesh.edp)
+    return {axis.name for axis in mesh.axes}, mesh.sizes["edp"], str(error.value)
+
+
+def test_without_experts_their_axes_are_planned_only() -> None:
+    for names, size, text in run_ranks(4, _without_experts):
+        assert (names, size) == ({"dp", "tp", "world"}, 4)
+        assert text == "a collective over edp=4, which is only planned; use build_mesh"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        (dict(tp=3), "world size 8 is not a multiple of tp 3 x pp 1 x cp 1"),
+        (dict(pp=2, ep=8), "ep 8 x etp 1 does not divide the 4 ranks of a stage"),
+        (dict(tp=2, instances=3), "3 instances of the optimizer do not divide data 4"),
+        (dict(ep=4, instances=4), "4 instances of the optimizer do not divide edp 2"),
+    ],
+)
+def test_what_does_not_split_is_refused(sizes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        plan_mesh(8, 0, **sizes)
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=8, pp=16, cp=2, ep=8), dict(tp=2, cp=2, ep=64, etp=1, instances=4)], ids=str)
+def test_thousands_of_ranks_make_each_group_once_and_in_seconds(
+    sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, rank, lines, real = 16_384, 11_111, [], dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: (lines.append((how, ranks)), real(ranks, **how))[1])
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        begin = time.monotonic()
+        mesh = build_mesh(device=CPU, shared_memory=False, **sizes)
+        seconds = time.monotonic() - begin
+        assert mesh.describe().startswith(f"rank {rank} (")
+        assert {axis.name: axis.ranks for axis in mesh.axes} == {
+            axis.name: axis.ranks for axis in plan_axes(world, rank, sizes, mesh)
+        }
+    finally:
+        dist.destroy_process_group()
+    own = [how["group_desc"] for how, ranks in lines if rank in ranks]
+    assert sorted(own) == sorted(axis.name for axis in mesh.axes if axis.size < world or axis.name != "world")
+    shared = [tuple(ranks) for how, ranks in lines if how["group_desc"] not in ("pp_back", "ends")]
+    assert len(shared) == len(set(shared))
+    assert seconds < 60  # 2 to 6 on an idle machine
+
+
+def plan_axes(world: int, rank: int, sizes: dict[str, Any], built: Mesh) -> list[Any]:
+    """The axes of the plan that have a group in `built`."""
+    plan = plan_mesh(world, rank, **sizes)
+    return [built.world, *(plan.axis(axis.name) for axis in built.axes if axis.name != "world")]
