@@ -27,6 +27,7 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from megalite.config.console import let_go_of_console
 from megalite.config.run_options import EXIT_SIGNALS
 from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks, die_with_parent, read_first_failure
 
@@ -236,3 +237,5 @@ def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...]
         target(ranks, *args)
     except KeyboardInterrupt:  # during start-up; later the run says what it did
         os._exit(INTERRUPTED)
+    finally:
+        let_go_of_console()
