@@ -91,6 +91,7 @@ def start_local(
                 ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous", resumes, folder)
                 told = (ranks, target, args, holds_signals)
                 process = context.Process(target=_local_rank, args=told, name=f"rank {rank}")
+                let_go_of_console()  # or `start` fails of what a full one has not taken
                 with _held():  # the fork server inherits that, and whom it forks
                     process.start()
                 processes.append(process)

@@ -183,6 +183,8 @@ def tell(ranks):
         print("on stderr", file=sys.stderr)
 
 if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        sys.stderr.write("of the launcher")  # without an end: it stays in the buffer
     sys.exit(start_local(2, tell, (), timeout_s=60))
 """
 
