@@ -149,7 +149,10 @@ def _pretrain(
     except SetupError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        ended = _failure(error, ranks, run, begun, watch.dog)
+        try:
+            ended = _failure(error, ranks, run, begun, watch.dog)
+        except KeyboardInterrupt as asked:  # its signal came in a collective, which a rank that had it too has left
+            ended = _failure(asked, ranks, run, begun, watch.dog)
     finally:
         _conclude(run, config, saver, report, account, folder, ended, watch)
     if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG, Exit.INTERRUPTED):
