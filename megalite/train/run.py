@@ -109,12 +109,11 @@ def _pretrain(
     started: float,
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
-    config = plan.config
+    config, t = plan.config, plan.config.train
     hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
     warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
     check_collectives(run.mesh)
-    t = config.train
     phases = Phases(run.mesh, started)
     report: Reporter = Silent()
     account: Account | None = None

@@ -184,7 +184,7 @@ def tell(ranks):
 
 if __name__ == "__main__":
     with contextlib.suppress(OSError):
-        sys.stderr.write("of the launcher")  # without an end: it stays in the buffer
+        print("of the launcher", file=sys.stderr)
     sys.exit(start_local(2, tell, (), timeout_s=60))
 """
 
