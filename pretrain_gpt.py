@@ -16,6 +16,7 @@ import sys
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli, environment
+from megalite.config.console import let_go_of_console
 from megalite.config.options import Config, local_processes
 from megalite.data.files.missing_files import absent
 from megalite.models.families import PRESETS
@@ -82,17 +83,6 @@ def main(argv: list[str]) -> int:
     except CheckpointError as error:  # another run has the directory
         complain(f"pretrain_gpt.py: {error}")
         return Exit.PREFLIGHT
-
-
-def let_go_of_console() -> None:
-    """What cannot be written there any more is no failure of the run: Python would end with 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except (AttributeError, ValueError):  # it was closed before
-            continue
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
 import time
+
+from megalite.config.console import let_go_of_console
 
 
 def show(text: str) -> None:
@@ -14,9 +13,7 @@ def show(text: str) -> None:
     try:
         print(text + "\n", end="", flush=True)  # one write: ranks share it
     except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):  # or Python would try again at its end, and fail
-            stdout = sys.stdout.fileno()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+        let_go_of_console()
 
 
 class ProgressLines:

@@ -27,6 +27,7 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from megalite.config.console import let_go_of_console
 from megalite.config.run_options import EXIT_SIGNALS
 from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks, die_with_parent, read_first_failure
 
@@ -90,6 +91,7 @@ def start_local(
                 ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous", resumes, folder)
                 told = (ranks, target, args, holds_signals)
                 process = context.Process(target=_local_rank, args=told, name=f"rank {rank}")
+                let_go_of_console()  # or `start` fails of what a full one has not taken
                 with _held():  # the fork server inherits that, and whom it forks
                     process.start()
                 processes.append(process)
@@ -236,3 +238,5 @@ def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...]
         target(ranks, *args)
     except KeyboardInterrupt:  # during start-up; later the run says what it did
         os._exit(INTERRUPTED)
+    finally:
+        let_go_of_console()

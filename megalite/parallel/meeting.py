@@ -83,7 +83,7 @@ def name_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:
             if (hello := store.get(f"hello {other}").decode()) != heard.get(other):
                 store.set(f"answer {hello}", word)
                 heard[other] = hello
-            elif store.check([f"here {hello}"]):
+            elif store.check([f"here {hello}"]) and store.get(f"here {hello}").decode() == word:  # not in the last one
                 missing.remove(other)
         if missing and time.monotonic() > end:
             came = [other for other in range(1, world) if other not in missing]

@@ -84,8 +84,7 @@ def evaluate(run: Run, data: Loader, iters: int, tell: Callable[[int], None] = l
 
 @dataclass
 class Training:
-    """A run on its way. `config`: checkpoints keep it. `saved`: a step of which there is a
-    checkpoint already."""
+    """A run on its way. `config`: checkpoints keep it. `saved`: a step of which there is a checkpoint already."""
 
     run: Run
     config: Config

@@ -34,7 +34,13 @@ class RankStderr:
 
     def write(self, text: str) -> int:
         self.aside(text)
-        return self.console.write(text)
+        with contextlib.suppress(OSError):
+            self.console.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.console.flush()
 
     def aside(self, text: str) -> None:
         """Into the file alone. A full disk is not told: the console has what counts."""
@@ -106,7 +112,8 @@ def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
         with open(folder / FIRST_FAILURE, "x", encoding="utf-8") as file:
             json.dump({"rank": ranks.rank, "code": int(code), "reason": reason}, file)
         if (own := folder / str(ranks.local_rank)).is_dir():
-            more = {"extraInfo": {"timestamp": str(int(time.time()))}}
+            # of whole seconds the earliest is first in torchrun's table: before those that this rank takes with it
+            more = {"extraInfo": {"timestamp": str(int(time.time()) - 1)}}
             (own / "error.json").write_text(json.dumps({"message": {"message": reason, **more}}), "utf-8")
     except FileExistsError:
         return False

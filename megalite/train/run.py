@@ -109,12 +109,11 @@ def _pretrain(
     started: float,
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
-    config = plan.config
+    config, t = plan.config, plan.config.train
     hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
     warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
     check_collectives(run.mesh)
-    t = config.train
     phases = Phases(run.mesh, started)
     report: Reporter = Silent()
     account: Account | None = None
@@ -149,7 +148,10 @@ def _pretrain(
     except SetupError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        ended = _failure(error, ranks, run, begun, watch.dog)
+        try:
+            ended = _failure(error, ranks, run, begun, watch.dog)
+        except KeyboardInterrupt as asked:  # its signal came in a collective, which a rank that had it too has left
+            ended = _failure(asked, ranks, run, begun, watch.dog)
     finally:
         _conclude(run, config, saver, report, account, folder, ended, watch)
     if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG, Exit.INTERRUPTED):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -154,3 +157,44 @@ def test_only_what_a_dead_launcher_left_is_swept(tmp_path: Path, monkeypatch: py
 
 def _nothing(ranks: Ranks) -> None:
     pass
+
+
+def test_torchruns_table_begins_with_the_rank_that_failed_first(tmp_path: Path) -> None:
+    """It takes the earliest of whole seconds, and of equals the lowest rank."""
+    (tmp_path / "1").mkdir()
+    assert fails_first(Ranks(1, 2, 1, 2, shared=str(tmp_path)), 1, "ValueError: x")
+    told = json.loads((tmp_path / "1" / "error.json").read_text())["message"]
+    assert told["message"] == "ValueError: x" and int(told["extraInfo"]["timestamp"]) < int(time.time())
+
+
+_TELLS_A_FULL_DISK = """
+import sys, contextlib
+from pathlib import Path
+from megalite.parallel.launch import Ranks
+from megalite.parallel.local_ranks import start_local
+from megalite.train.rank_log import rank_log
+
+def tell(ranks):
+    with rank_log(Path("."), ranks):
+        print("on stderr", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print("on stdout", flush=True)
+    with contextlib.suppress(OSError):
+        print("on stderr", file=sys.stderr)
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        print("of the launcher", file=sys.stderr)
+    sys.exit(start_local(2, tell, (), timeout_s=60))
+"""
+
+
+def test_ranks_whose_console_is_full_end_well(tmp_path: Path) -> None:
+    """Whatever they, or a library of theirs, had to say there."""
+    (tmp_path / "tell.py").write_text(_TELLS_A_FULL_DISK)
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, str(tmp_path / "tell.py")]
+        done = subprocess.run(words, cwd=tmp_path, stdout=full, stderr=full, timeout=120, env=os.environ)
+    assert done.returncode == 0
+    for rank in range(2):
+        assert "on stderr" in (tmp_path / f"ranks/rank-0000{rank}.log").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -50,6 +51,18 @@ def test_a_rank_of_the_last_attempt_is_not_taken_for_one_of_this() -> None:
         store.wait(["answer somebody who died"])
         assert not first.done()
         assert name_meeting(store, 1, 2, LONG) == first.result(30)
+
+
+def test_a_rank_that_was_here_in_the_last_meeting_has_to_come_again() -> None:
+    """Rank 0 is started again before the others are: all that they said in the last meeting is still there."""
+    store = HashStore()
+    store.set_timeout(LONG)
+    [last, _] = together(2, store)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(name_meeting, store, 0, 2, LONG)
+        time.sleep(10 * meeting.PAUSE_S)
+        assert not first.done()
+        assert name_meeting(store, 1, 2, LONG) == first.result(30) != last
 
 
 def test_who_is_missing_is_told() -> None:

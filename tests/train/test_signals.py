@@ -111,6 +111,32 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert status_in(tmp_path)["outcome"] == "interrupted" and not list(tmp_path.glob("iter_*"))
 
 
+LOST_FIRST = """
+import signal, sys
+import pretrain_gpt
+from megalite.train import run
+
+def lost(error):
+    run.lost_another = lambda error: False
+    signal.raise_signal(signal.SIGTERM)
+    return True
+
+run.lost_another = lost
+sys.exit(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_that_python_hears_of_after_another_rank_is_lost_is_what_ended_the_run(tmp_path: Path) -> None:
+    """A group gets it at once; who is in a collective then sees the others go before its own handler runs."""
+    words = [sys.executable, "-c", LOST_FIRST, *LONG, "--run-dir", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALITE_FAULT": "step.begin:0:3:raise"}
+    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=120)
+    status = status_in(tmp_path)
+    assert (done.returncode, status["outcome"], status["reason"]) == (130, "interrupted", "SIGTERM"), done.stderr
+    assert status["step"] == 2 and "pretrain_gpt.py: interrupted at step 2; checkpoint: none" in done.stderr
+    assert re.search(r"^outcome +interrupted: SIGTERM", done.stdout, re.MULTILINE), done.stdout
+
+
 @pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["one process", "two"])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name: str, layout: list[str]) -> None:

@@ -80,7 +80,8 @@ class Watchdog:
             self._took.append(took)
         if self._led and before is self._told:
             if self._word is not None:
-                self._word.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._word.unlink()
             complain(f"step {before[1]} goes on, after {took:.0f} s")
 
     def explain(self, error: BaseException) -> tuple[Exit, str] | None:
