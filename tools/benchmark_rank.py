@@ -71,6 +71,7 @@ def watch(run: Any, synchronise: Callable[[], None]) -> Stopwatch:
     that were replayed as a graph run eagerly from now on: in a replay forward and backward are one."""
     import torch.distributed as dist
 
+    from megalite.nn.later import Later
     from megalite.parallel import comm
     from megalite.pipeline.graphed import GraphedPipeline
 
@@ -85,6 +86,7 @@ def watch(run: Any, synchronise: Callable[[], None]) -> Stopwatch:
     stopwatch.wrap(run.pipeline, "step", "idle")  # what is left of it is messages and gaps
     stopwatch.wrap(run.pipeline, "_forward", "forward")
     stopwatch.wrap(run.pipeline, "_backward", "backward")
+    stopwatch.wrap(Later, "run", "backward")
     for owner, names in ((run.optimizer, ("step", "local_norm_sq")), (run.buffer, ("zero_grad",))):
         for name in names:
             stopwatch.wrap(owner, name, "optimizer")
