@@ -11,8 +11,9 @@ optimizer are the bytes that the run takes. Activations are what the schedule ha
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,7 +35,8 @@ from megalite.pipeline.simulate import simulate
 from megalite.train.batch_size import BatchSizes
 
 TRIED_ACTIONS = 200_000  # of the schedules that are simulated to balance the stages: about a second
-LONG = 3  # groups of micro-batches that are simulated; of more the rest is like the last
+LONG = 3  # groups of micro-batches that are simulated to compare splits; of more the rest is like the last
+TOLD_ACTIONS = 10_000  # of what is simulated for the figures, where that is longer: what waits may take long to settle
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Arrangement:
             return ranges(self._given)
         if layers <= stages or stages == 1:
             return ranges(evenly(layers, stages))
-        actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)))[1]))
+        actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)), LONG)[1]))
         bounds, rate = self._least_time, self._rate
         return ranges(fastest(splits(layers, stages), bounds, rate, most=max(1, TRIED_ACTIONS // actions)))
 
@@ -165,14 +167,22 @@ class Arrangement:
     def placement(self) -> Placement:
         return Placement(self.pp, self.chunks)
 
+    @cached_property
+    def _cost(self) -> Callable[[int, int | None], Cost]:
+        """Of a stage by its layers, and the vocabulary where it has the head: as costs of all stages."""
+        m = self.config.model
+
+        @functools.cache  # thousands of splits are made of few stages
+        def cost(layers: int, vocab: int | None) -> Cost:
+            f, b, w = stage_flops(m, layers, vocab, self.recompute, m.seq_length)
+            return round(f), round(b), round(w)
+
+        return cost
+
     def _costs_of(self, split: Sequence[int]) -> tuple[Cost, ...]:
         """Of every stage: FLOPs per token, whole, so that times that are equal are so to the bit."""
-        m, costs = self.config.model, []
-        for s, layers in enumerate(split):
-            vocab = self.padded_vocab if s == len(split) - 1 else None
-            f, b, w = stage_flops(m, layers, vocab, self.recompute, m.seq_length)
-            costs.append((round(f), round(b), round(w)))
-        return tuple(costs)
+        *others, last = split
+        return (*(self._cost(layers, None) for layers in others), self._cost(last, self.padded_vocab))
 
     def _held_of(self, split: Sequence[int]) -> tuple[Held, ...]:
         """Bytes that a forward keeps of every stage, from F to B, and, if backward is split, from B to W."""
@@ -224,7 +234,7 @@ class Arrangement:
     @cached_property
     def in_flight(self) -> list[int]:
         """Of every pipeline rank: forwards of a chunk that wait for their backward, at most."""
-        return [round(most) for most in self._most_alive(None, self.split)]
+        return [round(most) for most in self._most_alive(None, self.split, self._told)]
 
     @cached_property
     def activations(self) -> list[int]:
@@ -232,7 +242,7 @@ class Arrangement:
         m, last = self.config.model, len(self.stages) - 1
         args = (self.recompute, self.dtype.itemsize, self.tp)
         again = [stage_saved(m, len(layers), s == last, *args)[1] for s, layers in enumerate(self.stages)]
-        alive = self._most_alive(self.held, self.split)
+        alive = self._most_alive(self.held, self.split, self._told)
         return [
             round(kept) + round(max(again[s] for s in self.placement.stages(rank)) * self._tokens)
             for rank, kept in enumerate(alive)
@@ -242,14 +252,20 @@ class Arrangement:
     def bubble(self) -> float:
         """Share of the time that ranks idle, by FLOPs."""
         times = sum(map(sum, self.costs))
-        idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split))
+        idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split, self._told))
         return max(0.0, idle)  # rounding: not -0.0%
 
-    def _time(self, costs: Sequence[Cost], split: Split | None) -> float:
+    def _time(self, costs: Sequence[Cost], split: Split | None, groups: int = LONG) -> float:
         """Of a step, simulated; in units of the costs."""
-        run, rows = self._rows(split)
-        # what one more group adds is what all the others add
-        return simulate(rows, costs).end + (self.microbatches - run) * self._slowest(costs)
+        run, rows = self._rows(split, groups)
+        end = simulate(rows, costs).end
+        if run == self.microbatches:
+            return end
+        each = self._slowest(costs)
+        if self.config.parallel.pipeline_schedule != "1f1b":  # F of one rank and B of another may be the slowest
+            fewer, rows = self._rows(split, groups - 1)
+            each = (end - simulate(rows, costs).end) / (run - fewer)
+        return end + (self.microbatches - run) * each
 
     def _slowest(self, costs: Sequence[Cost]) -> float:
         """Time of the busiest rank for one micro-batch."""
@@ -313,24 +329,37 @@ class Arrangement:
 
         return of(first.blocks), of(first.embedding), of(last.head)
 
-    def _rows(self, split: Split | None, groups: int = LONG) -> tuple[int, Sequence[Sequence[Action]]]:
+    @property
+    def _group(self) -> int:
+        """Micro-batches of the first group."""
+        p = self.config.parallel
+        return group_sizes(self.microbatches, self.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[0]
+
+    @property
+    def _told(self) -> int:
+        """How many groups the figures are of."""
+        return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self._group))
+
+    def _rows(self, split: Split | None, groups: int) -> tuple[int, Sequence[Sequence[Action]]]:
         """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""
-        p, m = self.config.parallel, self.microbatches
+        p, m, group = self.config.parallel, self.microbatches, self._group
         size = p.microbatch_group_size_per_virtual_pipeline_stage
-        group = group_sizes(m, self.pp, size)[0]
-        if m > LONG * group:
+        if m > groups * group:
             m, size = groups * group, group
         return m, plan(p.pipeline_schedule, self.pp, m, self.chunks, size, split)
 
-    def _most_alive(self, held: Sequence[Held] | None, split: Split | None) -> list[float]:
+    def _most_alive(self, held: Sequence[Held] | None, split: Split | None, groups: int = LONG) -> list[float]:
         """Of every pipeline rank: forwards in flight at once, each counted `held` of its stage, or 1."""
-        run, rows = self._rows(split)
+        run, rows = self._rows(split, groups)
         now = [in_flight(row, held) for row in rows]
         if run == self.microbatches:
             return now
-        fewer, rows = self._rows(split, LONG - 1)  # what one more group adds is what all the others add
-        more = (self.microbatches - run) / (run - fewer)
-        return [most + (most - in_flight(row, held)) * more for most, row in zip(now, rows, strict=True)]
+        # what one more group adds without a split is what all the others add: what waits is limited
+        (run_2, two), (run_3, three) = self._rows(None, LONG - 1), self._rows(None, LONG)
+        more = (self.microbatches - run) / (run_3 - run_2)
+        return [
+            most + (in_flight(b, held) - in_flight(a, held)) * more for most, a, b in zip(now, two, three, strict=True)
+        ]
 
 
 def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
