@@ -87,14 +87,14 @@ def preset(flags: str) -> Config:
     )
 
 
-def test_the_first_rank_holds_the_embedding_and_decides() -> None:
-    """llama3-8b over 8 stages: the first holds all of the embedding, and fewer layers for it."""
-    found = arrange(preset(f"llama3-8b {PP} 8"), 8, 128256)
+def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
+    """llama3-8b over 8 stages, with micro-batches enough that the split matters: of one alone all are equally fast."""
+    found = arrange(preset(f"llama3-8b {PP} 8 --global-batch-size 32"), 8, 128256)
     layer, embedding = 218_112_000, 128_256 * 4096
     assert found.parameters == 8_030_261_248
-    assert [len(layers) for layers in found.stages] == [3, 4, 4, 4, 5, 5, 5, 2]
-    held = found.holdings[found.worst]
-    assert found.worst == 0 and held.local == 3 * layer + embedding
+    assert [len(layers) for layers in found.stages] == [2, 4, 4, 5, 5, 5, 5, 2]
+    held = found.holdings[0]
+    assert found.worst in range(3, 7) and held.local == 2 * layer + embedding
     assert held.state == pytest.approx(18 * held.local, rel=1e-4)
     with pytest.raises(
         LaunchError, match=r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
