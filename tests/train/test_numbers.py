@@ -268,11 +268,16 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
 
 
 @pytest.mark.long
-def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]]) -> None:
-    flags = "--nproc 2 --tensor-model-parallel-size 2 --save-interval 8 --spike-action rollback".split()
+@pytest.mark.parametrize(
+    "layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --split-backward"]
+)
+def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
+    flags = f"--nproc 2 {layout} --save-interval 8 --spike-action rollback".split()
     run = pretrain(*texts["once"], *WATCHED, *flags, "--save", str(tmp_path))
     assert run.returncode == 0, run.stderr
-    assert [event["samples"] for event in events(tmp_path)] == [[72, 79], [64, 79]]
+    spike, back = events(tmp_path)
+    assert (spike["samples"], back["samples"]) == ([72, 79], [64, 79])
+    assert "computed again it is the same" in spike["text"]
 
 
 def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:
