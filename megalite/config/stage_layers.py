@@ -57,7 +57,7 @@ def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
     if pp == 1 and vpp > 1:
         raise ValueError(f"{vpp} virtual pipeline stages need pipeline_model_parallel_size above 1; drop or raise it")
     explicit = uneven or embedding or loss or chunk is not None
-    if not explicit and (vpp == 1 or per_rank[0] % vpp):
+    if not explicit:
         return None
     if wrong := [n for n in per_rank if n % vpp]:
         name = f"num_virtual_stages_per_pipeline_rank={vpp}"

@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
+
+Split = tuple[int, ...]  # layers of every stage
+TOLERANCE = 0.01  # of the time, given for less memory
 
 
-def partition(
-    num_layers: int,
-    num_stages: int,
-    *,
-    head_cost: float = 0.0,
-    layer: Sequence[float] = (),
-    held: Sequence[float] = (),
-) -> list[range]:
-    """Contiguous ranges of layers per stage that minimise the cost of the most expensive stage; a layer costs 1.
+def evenly(num_layers: int, num_stages: int) -> Split:
+    """Of unequal stages the later one takes the layer."""
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (s >= num_stages - more) for s in range(num_stages))
 
-    The last stage also pays `head_cost`, in layers, and only then may it be left without a layer. The embedding is a
-    look-up and costs nothing. Of the splits that are equally fast it is the one whose fullest stage holds the least:
-    `layer`: memory of a layer on each stage, `held`: of all else there. Without them layers alone count, so that the
-    stages are even. Of equal stages the later one takes the layer.
 
-    >>> [len(layers) for layers in partition(32, 8, head_cost=2.5)]
-    [4, 4, 4, 4, 4, 5, 5, 2]
-    >>> [len(layers) for layers in partition(32, 8, head_cost=2.5, layer=[4, 4, 4, 4, 3, 3, 3, 3], held=[9] + [0] * 7)]
-    [2, 4, 4, 5, 5, 5, 5, 2]
+def ranges(split: Iterable[int]) -> list[range]:
+    """The layers themselves.
+
+    >>> ranges((2, 0, 1))
+    [range(0, 2), range(2, 2), range(2, 3)]
     """
-    others, fewest = num_stages - 1, 0 if head_cost > 0 and num_stages > 1 else 1
-    if num_layers < max(1, others + fewest):
-        raise ValueError(f"num_layers={num_layers} leaves a stage of {num_stages} empty; use fewer stages")
-    if others == 0:
-        return [range(num_layers)]
-    lasts = range(fewest, num_layers - others + 1)
-    slowest = min(max(-((last - num_layers) // others), last + head_cost) for last in lasts) + 1e-9
-    most = [int(slowest)] * others + [int(slowest - head_cost)]
-    counts, layer = [1] * others + [fewest], layer or [1.0] * num_stages
-    memory = [(held[s] if held else 0.0) + n * layer[s] for s, n in enumerate(counts)]
-    for _ in range(num_layers - sum(counts)):
-        s = min((s for s in range(num_stages) if counts[s] < most[s]), key=lambda s: (memory[s] + layer[s], -s))
-        counts[s], memory[s] = counts[s] + 1, memory[s] + layer[s]
-    stops = list(itertools.accumulate(counts))
+    stops = list(itertools.accumulate(split))
     return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+def splits(num_layers: int, num_stages: int) -> Iterator[Split]:
+    """Those that may be fast: of two stages or more the first and the last, which has the head and so needs no layer,
+    are free, the others alike. The embedding is a look-up and costs no time; but it and what is in flight on early
+    stages take memory, so the first may have few layers."""
+    for last in range(-(-num_layers // num_stages) + 2):
+        rest, others = num_layers - last, num_stages - 1
+        for first in range(1, -(-rest // others) + 2) if others > 1 else [rest]:
+            if first >= 1 and rest - first >= others - 1:
+                yield (first, *(evenly(rest - first, others - 1) if others > 1 else ()), last)
+
+
+def fastest(
+    found: Iterable[Split],
+    bound: Callable[[Split], float],
+    rate: Callable[[Split], tuple[float, float]],
+    most: int,
+) -> Split:
+    """Of those within TOLERANCE of the fastest the one whose fullest rank holds the least.
+
+    bound  a time that no schedule of the split is below
+    rate   its time, and what its fullest rank holds. Asked of `most` splits at most, those with the lowest bound
+    """
+    rated: list[tuple[float, float, Split]] = []
+    best = float("inf")
+    for below, _, split in sorted((bound(split), i, split) for i, split in enumerate(found))[:most]:
+        if below > best * (1 + TOLERANCE):
+            break
+        time, held = rate(split)
+        rated.append((held, time, split))
+        best = min(best, time)
+    return min(one for one in rated if one[1] <= best * (1 + TOLERANCE))[-1]

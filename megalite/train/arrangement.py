@@ -11,7 +11,6 @@ optimizer are the bytes that the run takes. Activations are what the schedule ha
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,11 +28,12 @@ from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks
 from megalite.optim.flat_storage import main_dtype
 from megalite.parallel.mesh import Mesh, plan_mesh
-from megalite.pipeline.partition import partition
+from megalite.pipeline.partition import evenly, fastest, ranges, splits
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import simulate
 from megalite.train.batch_size import BatchSizes
 
+TRIED_ACTIONS = 200_000  # of the schedules that are simulated to balance the stages: about a second
 LONG = 3  # groups of micro-batches that are simulated; of more the rest is like the last
 
 
@@ -140,17 +140,15 @@ class Arrangement:
 
     @cached_property
     def stages(self) -> list[range]:
-        """The layers of every stage: as the options give them, or balanced by time and then by memory. Raises
-        ValueError where a stage is left empty."""
-        layers = self.config.model.num_layers
+        """The layers of every stage: as the options give them, or balanced by simulated time and by memory."""
+        layers, stages = self.config.model.num_layers, self.placement.num_stages
         if self._given is not None:
-            stops = list(itertools.accumulate(self._given))
-            return [range(stop - n, stop) for stop, n in zip(stops, self._given, strict=True)]
-        stages = self.pp * self.chunks
-        if not layers > stages > 1:
-            return partition(layers, stages)
-        weights = self._weigh_stages() if self.chunks == 1 else {}  # uneven chunks of a rank would cost time
-        return partition(layers, stages, head_cost=self._head_cost, **weights)
+            return ranges(self._given)
+        if layers <= stages or stages == 1:
+            return ranges(evenly(layers, stages))
+        actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)))[1]))
+        bounds, rate = self._least_time, self._rate
+        return ranges(fastest(splits(layers, stages), bounds, rate, most=max(1, TRIED_ACTIONS // actions)))
 
     @cached_property
     def _given(self) -> list[int] | None:
@@ -167,35 +165,34 @@ class Arrangement:
     def placement(self) -> Placement:
         return Placement(self.pp, self.chunks)
 
-    @property
-    def _head_cost(self) -> float:
-        """In layers, of stages that have equally many."""
-        layers = -(-self.config.model.num_layers // self.placement.num_stages)
-        plain = sum(self._cost(layers, last=False))
-        return layers * (sum(self._cost(layers, last=True)) - plain) / plain
+    def _costs_of(self, split: Sequence[int]) -> tuple[Cost, ...]:
+        """Of every stage: FLOPs per token, whole, so that times that are equal are so to the bit."""
+        m, costs = self.config.model, []
+        for s, layers in enumerate(split):
+            vocab = self.padded_vocab if s == len(split) - 1 else None
+            f, b, w = stage_flops(m, layers, vocab, self.recompute, m.seq_length)
+            costs.append((round(f), round(b), round(w)))
+        return tuple(costs)
 
-    def _cost(self, layers: int, last: bool) -> Cost:
-        """FLOPs per token, whole: times that are equal shall be so to the bit."""
-        m = self.config.model
-        f, b, w = stage_flops(m, layers, self.padded_vocab if last else None, self.recompute, m.seq_length)
-        return round(f), round(b), round(w)
+    def _held_of(self, split: Sequence[int]) -> tuple[Held, ...]:
+        """Bytes that a forward keeps of every stage, from F to B, and, if backward is split, from B to W."""
+        m, size, tokens = self.config.model, self.dtype.itemsize, self._tokens
+        saved = [stage_saved(m, n, s == len(split) - 1, self.recompute, size, self.tp)[0] for s, n in enumerate(split)]
+        waits = layer_waiting(m, size, self.tp)
+        return tuple((round(of * tokens), round(n * waits * tokens)) for of, n in zip(saved, split, strict=True))
+
+    @property
+    def _tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.config.model.seq_length * self.config.train.micro_batch_size
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
-        """Of every stage."""
-        last = len(self.stages) - 1
-        return tuple(self._cost(len(layers), s == last) for s, layers in enumerate(self.stages))
+        return self._costs_of([*map(len, self.stages)])
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
-        """Bytes that a forward keeps of every stage, from F to B, and, if backward is split, from B to W."""
-        m, last, size = self.config.model, len(self.stages) - 1, self.dtype.itemsize
-        tokens = m.seq_length * self.config.train.micro_batch_size
-        saved = [stage_saved(m, len(n), s == last, self.recompute, size, self.tp)[0] for s, n in enumerate(self.stages)]
-        waits = layer_waiting(m, size, self.tp)
-        return tuple(
-            (round(of * tokens), round(len(n) * waits * tokens)) for of, n in zip(saved, self.stages, strict=True)
-        )
+        return self._held_of([*map(len, self.stages)])
 
     @cached_property
     def holdings(self) -> list[Holding]:
@@ -215,11 +212,14 @@ class Arrangement:
     @property
     def split(self) -> Split | None:
         """How backward is split, if it is."""
+        return self._split_of([*map(len, self.stages)])
+
+    def _split_of(self, split: Sequence[int]) -> Split | None:
         p = self.config.parallel
         if not p.split_backward or self.pp == 1:
             return None
-        most = p.zero_bubble_max_pending_backward
-        return Split(self.costs, self.held) if most is None else Split(self.costs, most=most)
+        costs, most = self._costs_of(split), p.zero_bubble_max_pending_backward
+        return Split(costs, self._held_of(split)) if most is None else Split(costs, most=most)
 
     @cached_property
     def in_flight(self) -> list[int]:
@@ -232,22 +232,41 @@ class Arrangement:
         m, last = self.config.model, len(self.stages) - 1
         args = (self.recompute, self.dtype.itemsize, self.tp)
         again = [stage_saved(m, len(layers), s == last, *args)[1] for s, layers in enumerate(self.stages)]
-        tokens = m.seq_length * self.config.train.micro_batch_size
         alive = self._most_alive(self.held, self.split)
         return [
-            round(kept) + round(max(again[s] for s in self.placement.stages(rank)) * tokens)
+            round(kept) + round(max(again[s] for s in self.placement.stages(rank)) * self._tokens)
             for rank, kept in enumerate(alive)
         ]
 
     @cached_property
     def bubble(self) -> float:
         """Share of the time that ranks idle, by FLOPs."""
-        run, rows = self._rows(self.split)
-        times, m = [sum(cost) for cost in self.costs], self.microbatches
+        times = sum(map(sum, self.costs))
+        idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split))
+        return max(0.0, idle)  # rounding: not -0.0%
+
+    def _time(self, costs: Sequence[Cost], split: Split | None) -> float:
+        """Of a step, simulated; in units of the costs."""
+        run, rows = self._rows(split)
         # what one more group adds is what all the others add
-        more = max(sum(times[s] for s in self.placement.stages(rank)) for rank in range(self.pp))
-        end = simulate(rows, self.costs).end + (m - run) * more
-        return max(0.0, 1.0 - m * sum(times) / (self.pp * end))  # rounding: not -0.0%
+        return simulate(rows, costs).end + (self.microbatches - run) * self._slowest(costs)
+
+    def _slowest(self, costs: Sequence[Cost]) -> float:
+        """Time of the busiest rank for one micro-batch."""
+        return max(sum(sum(costs[s]) for s in self.placement.stages(rank)) for rank in range(self.pp))
+
+    def _least_time(self, split: Sequence[int]) -> float:
+        return self.microbatches * self._slowest(self._costs_of(split))
+
+    def _rate(self, split: Sequence[int]) -> tuple[float, float]:
+        """Time of a step, and bytes of the fullest rank: layers, embedding, head and what is in flight."""
+        backward, (layer, embedding, head) = self._split_of(split), self._weights
+        held = self._most_alive(self._held_of(split), backward)
+        for rank in range(self.pp):
+            held[rank] += layer * sum(split[s] for s in self.placement.stages(rank))
+        held[0] += embedding
+        held[-1] += head
+        return self._time(self._costs_of(split), backward), max(held)
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -282,8 +301,9 @@ class Arrangement:
             optimizer=layout.size // mesh.shard.size * state,
         )
 
-    def _weigh_stages(self) -> dict[str, list[float]]:
-        """Bytes of a layer on each of pp stages, with its activations in flight, and of the embedding and the head."""
+    @cached_property
+    def _weights(self) -> tuple[float, float, float]:
+        """Bytes of a layer, of the embedding and of the head, with gradients and optimizer."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self._bytes
         first, last = (_build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
 
@@ -291,11 +311,7 @@ class Arrangement:
             numel = sum(p.numel() for p in module.parameters()) if module is not None else 0
             return numel * (weight + gradient + state / make.mesh.shard.size)
 
-        m = self.config.model
-        saved, _ = stage_saved(m, 1, False, self.recompute, self.dtype.itemsize, self.tp)
-        kept = saved * m.seq_length * self.config.train.micro_batch_size
-        held = [of(first.embedding), *[0.0] * (self.pp - 2), of(last.head)]
-        return {"layer": [of(first.blocks) + kept * n for n in self._most_alive(None, None)], "held": held}
+        return of(first.blocks), of(first.embedding), of(last.head)
 
     def _rows(self, split: Split | None, groups: int = LONG) -> tuple[int, Sequence[Sequence[Action]]]:
         """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.pipeline.partition import partition
+from megalite.pipeline.partition import evenly, fastest, ranges, splits
 from megalite.pipeline.schedule import SCHEDULES, Action, Op, Placement, Split, in_flight, plan, with_messages
 from megalite.pipeline.simulate import draw, simulate
 
@@ -237,33 +236,33 @@ def test_plans_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@given(st.integers(1, 40), st.integers(1, 8), st.floats(0, 4))
-def test_partition_covers_all_layers_and_is_the_best(layers: int, stages: int, head: float) -> None:
+@given(st.integers(1, 60), st.integers(2, 12))
+def test_splits_cover_all_layers_and_leave_no_stage_but_the_last_empty(layers: int, stages: int) -> None:
     if layers < stages:
         return
-    ranges = partition(layers, stages, head_cost=head)
-    assert [i for r in ranges for i in r] == list(range(layers)) and len(ranges) == stages
-    costs = [float(len(r)) for r in ranges]
-    costs[-1] += head
-    for a in range(stages - 1):  # moving one layer over a border never lowers the worst stage
-        for one, other in ((a, a + 1), (a + 1, a)):
-            if costs[one] == max(costs) and len(ranges[one]) > 1:
-                assert costs[other] + 1 >= max(costs) - 1e-9
+    found = list(splits(layers, stages))
+    assert evenly(layers, stages) in found or layers % stages, "an even split is one of them"
+    for split in found:
+        assert sum(split) == layers and len(split) == stages and min(split[:-1]) >= 1 and split[-1] >= 0
+        assert [i for r in ranges(split) for i in r] == list(range(layers))
 
 
 @given(st.data())
-def test_of_equally_fast_partitions_it_is_the_one_that_takes_the_least_memory(data: st.DataObject) -> None:
-    stages = data.draw(st.integers(2, 4))
-    layers, head = data.draw(st.integers(stages, 9)), data.draw(st.sampled_from([0.0, 0.5, 1.5, 3.0]))
-    layer, held = (data.draw(st.lists(st.integers(1, 9), min_size=stages, max_size=stages)) for _ in range(2))
-    got = [len(r) for r in partition(layers, stages, head_cost=head, layer=layer, held=held)]
+def test_the_fastest_split_is_found_and_of_those_as_fast_the_one_that_holds_least(data: st.DataObject) -> None:
+    found = list(splits(data.draw(st.integers(4, 12)), data.draw(st.integers(2, 4))))
+    time = {split: data.draw(st.integers(100, 130)) for split in found}
+    below = {split: data.draw(st.integers(50, time[split])) for split in found}
+    held = {split: data.draw(st.integers(1, 9)) for split in found}
+    asked: list[tuple[int, ...]] = []
 
-    def slowest(counts: Sequence[int]) -> float:
-        return max(*counts[:-1], counts[-1] + head)
+    def rate(split: tuple[int, ...]) -> tuple[float, float]:
+        asked.append(split)
+        return time[split], held[split]
 
-    def fullest(counts: Sequence[int]) -> float:
-        return max(h + n * more for h, n, more in zip(held, counts, layer, strict=True))
-
-    every = [c for c in itertools.product(range(1, layers + 1), repeat=stages - 1) if sum(c) < layers + (head > 0)]
-    best = min((slowest((*c, layers - sum(c))), fullest((*c, layers - sum(c)))) for c in every)
-    assert (slowest(got), fullest(got)) == best
+    got = fastest(found, below.__getitem__, rate, most=len(found))
+    fast = [split for split in found if time[split] <= 1.01 * min(time.values())]
+    assert got in fast and held[got] == min(held[split] for split in fast)
+    assert len(asked) == len(set(asked)), "simulated once"
+    asked.clear()
+    fastest(found, below.__getitem__, rate, most=3)
+    assert len(asked) <= 3
