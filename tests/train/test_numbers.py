@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import plan_mesh
 from megalite.train import run as program
 from megalite.train import step as step_module
 from megalite.train.run_dir import Exit
@@ -265,6 +267,17 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
     got, wanted = losses(one), losses(hand)
     assert [got[step] for step in (11, 12, 13)] == [wanted[step] for step in (11, 12, 13)]
     assert manifest(one, 13)["files"] == manifest(hand, 13)["files"]  # sha256 of weights and optimizer
+
+
+def test_a_second_computation_divides_by_all_tokens() -> None:
+    """Those of other samples, and of other parts of the same, are on other ranks."""
+    run, weights = build(""), list[float]()
+    run.pipeline.step = lambda batches, weight, more: weights.append(weight)  # type: ignore[assignment, method-assign, return-value]
+    run.mesh = plan_mesh(12, 0, cp=2, pp=2)
+    micro_batch = SimpleNamespace(tokens_SB=torch.zeros(4, 2))
+    suspect._compute(run, [micro_batch] * 2)  # type: ignore[list-item]
+    run.close()
+    assert weights == [1 / (2 * 4 * 2 * 3 * 2)]
 
 
 @pytest.mark.long
