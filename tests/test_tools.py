@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ BAD = [
     ("plot.py schedule --out {}/no/x.png", "no/x.png"),
     ("plot.py pipeline {}", "--profile-pipeline"),
     ("plot.py pipeline {}/damaged", "damaged"),
+    ("plot.py pipeline {}/mangled", "damaged ('F.0' is no action)"),
+    ("plot.py pipeline {}/waiting", "damaged (never runs: B0.0)"),
     ("plot.py loss {}/damaged", "damaged"),
     ("plot.py loss {}/empty", "no loss in it yet"),
     ("generate.py --load {} --top-k -1", "--top-k -1 is below 0"),
@@ -33,6 +36,11 @@ def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
         (tmp_path / name).mkdir()
         for file in ("timeline.json", "metrics.jsonl"):
             (tmp_path / name / file).write_text('{"a": ' if name == "damaged" else "")
+    for name, action in (("mangled", "F.0"), ("waiting", "B0.0")):
+        ranks = [{"pp_rank": 0, "spans": [{"action": action, "start_s": 0.0, "end_s": 1.0}]}]
+        told = {"pp": 1, "vpp": 1, "schedule": "1f1b", "microbatches": 1, "ranks": ranks}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "timeline.json").write_text(json.dumps(told))
     (tmp_path / "file").write_text("")
     words = line.format(*[tmp_path] * line.count("{}")).split()
     done = subprocess.run(

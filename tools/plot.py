@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.pipeline.schedule import SCHEDULES, Cost, Split, in_flight, plan  # noqa: E402
-from megalite.pipeline.simulate import draw, simulate  # noqa: E402
+from megalite.pipeline.schedule import SCHEDULES, Action, Op, Split, in_flight, plan  # noqa: E402
+from megalite.pipeline.simulate import WORK, Simulation, draw, simulate  # noqa: E402
 
+Bar = tuple[int, Action, float, float]  # pipeline rank, F, B or W, start, end
 COLOURS = {
-    "F": ("#4c8ed9", "#2f6bb3", "#1f4f8a", "#143861"),
-    "B": ("#f2a65a", "#d9822b", "#b3661a", "#8a4c10"),
-    "W": ("#6fbf73", "#4a9c4f", "#347a39", "#205424"),
+    Op.F: ("#4c8ed9", "#2f6bb3", "#1f4f8a", "#143861"),
+    Op.B: ("#f2a65a", "#d9822b", "#b3661a", "#8a4c10"),
+    Op.W: ("#6fbf73", "#4a9c4f", "#347a39", "#205424"),
 }
 LEGEND = "blue: forward, orange: backward, green: weights' gradients; darker: later chunk; number: micro-batch"
 
@@ -41,13 +43,39 @@ def axes(rows: int, height: float) -> tuple[Any, Any]:
     return figure, [a[0] for a in many]
 
 
-def bars(axis: Any, spans: list[tuple[int, str, float, float]], pp: int, title: str) -> None:
-    """spans: (pipeline rank, "F0.3", "B0.3" or "W0.3", start, end)."""
+def read_action(text: str) -> Action:
+    """F0.3, as it prints."""
+    if (found := re.fullmatch(r"([A-Z]+)(\d+)\.(\d+)", text)) is None:
+        raise ValueError(f"{text!r} is no action")
+    return Action(Op(found[1]), int(found[2]), int(found[3]))
+
+
+def read_timeline(data: Any) -> tuple[list[Bar], float, Simulation]:
+    """What each rank did and when; seconds of work in it; and the same with nothing but that work.
+
+    What is measured includes the wait for an input, which is bubble: an action's work is what the shortest of its kind
+    on its stage took."""
+    rows: list[list[Action]] = [[] for _ in range(data["pp"])]
+    spans, took = [], {}
+    for rank in data["ranks"]:
+        for span in rank["spans"]:
+            action, start, stop = read_action(span["action"]), float(span["start_s"]), float(span["end_s"])
+            rows[rank["pp_rank"]].append(action)
+            if action.op in WORK:
+                spans.append((rank["pp_rank"], action, start, stop))
+                took.setdefault((action.op, action.stage), []).append(stop - start)
+    cost = {key: sorted(some)[len(some) // 4] for key, some in took.items()}
+    work = sum(min(stop - start, cost[action.op, action.stage]) for _, action, start, stop in spans)
+    stages = range(data["pp"] * data["vpp"])
+    f, b, w = ([cost.get((op, stage), 0.0) for stage in stages] for op in WORK)
+    return spans, work, simulate(rows, list(zip(f, b, w, strict=True)))
+
+
+def bars(axis: Any, spans: list[Bar], pp: int, title: str) -> None:
     end = max(s[3] for s in spans)
-    for rank, name, start, stop in spans:
-        stage, microbatch = (int(x) for x in name[1:].split("."))
-        colours = COLOURS[name[0]]
-        colour = colours[min(stage // pp, len(colours) - 1)]
+    for rank, action, start, stop in spans:
+        colours, microbatch = COLOURS[action.op], action.microbatch
+        colour = colours[min(action.stage // pp, len(colours) - 1)]
         axis.barh(rank, stop - start, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
         if (stop - start) / end > 0.009:
             axis.text((start + stop) / 2, rank, str(microbatch), ha="center", va="center", color="white", fontsize=8)
@@ -71,7 +99,7 @@ def schedule(args: argparse.Namespace) -> None:
     figure, (axis,) = axes(1, 0.5 + 0.35 * args.pp)
     name = f"{args.schedule}{', split backward' * args.split}"
     title = f"{name}, pp {args.pp}, vpp {args.vpp}, {args.microbatches} micro-batches: {summary}"
-    bars(axis, [(s.rank, str(s.action), s.start, s.end) for s in result.spans], args.pp, title)
+    bars(axis, [(s.rank, s.action, s.start, s.end) for s in result.spans], args.pp, title)
     axis.set_xlabel(f"time in forwards ({LEGEND})")
     figure.savefig(args.out, dpi=110)
 
@@ -80,35 +108,21 @@ def pipeline(args: argparse.Namespace) -> None:
     path = Path(args.run_dir) / "timeline.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        pp, vpp = data["pp"], data["vpp"]
-        spans = [
-            (r["pp_rank"], s["action"], s["start_s"], s["end_s"])
-            for r in data["ranks"]
-            for s in r["spans"]
-            if s["action"][0] in COLOURS
-        ]
+        spans, work, ideal = read_timeline(data)
+        name, microbatches, pp, vpp = (data[key] for key in ("schedule", "microbatches", "pp", "vpp"))
         end = max(s[3] for s in spans)
     except OSError as error:
         raise SystemExit(f"plot.py: {path}: {error.strerror}; train with --profile-pipeline STEP") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise SystemExit(f"plot.py: {path}: damaged ({error}); train with --profile-pipeline STEP again") from None
-    # a span includes the wait for its input, which is bubble too: work is what the shortest such action took
-    cost = dict.fromkeys(COLOURS, 0.0)
-    for kind in {s[1][0] for s in spans}:
-        took = sorted(s[3] - s[2] for s in spans if s[1][0] == kind)
-        cost[kind] = took[len(took) // 4]
-    work = sum(min(s[3] - s[2], cost[s[1][0]]) for s in spans)
     figure, (above, below) = axes(2, 0.7 + 0.4 * pp)
-    each: Cost = (cost["F"], cost["B"], cost["W"])
-    split = Split((each,) * (pp * vpp)) if cost["W"] else None
-    name = f"{data['schedule']}{', split backward' * (split is not None)}"
-    ideal = simulate(plan(data["schedule"], pp, data["microbatches"], vpp, split=split), (each,) * (pp * vpp))
+    split = any(action.op is Op.W for _, action, _, _ in spans)
     bars(
         above,
-        [(s.rank, str(s.action), s.start, s.end) for s in ideal.spans],
+        [(s.rank, s.action, s.start, s.end) for s in ideal.spans],
         pp,
-        f"planned: {name}, pp {pp}, vpp {vpp}, {data['microbatches']} micro-batches, "
-        f"bubble {100 * ideal.bubble:.1f} % (action times as measured, no other cost)",
+        f"planned: {name}{', split backward' * split}, pp {pp}, vpp {vpp}, {microbatches} micro-batches, "
+        f"bubble {100 * ideal.bubble:.1f} % (times of each stage as measured, no other cost)",
     )
     bars(below, spans, pp, f"measured: {end * 1000:.0f} ms, bubble and waits {100 * (1 - work / (pp * end)):.1f} %")
     for axis in (above, below):

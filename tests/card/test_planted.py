@@ -16,7 +16,7 @@ from card.waits import waits_of
 from megalite.config import cli
 from megalite.models import gpt
 from megalite.models.families import PRESETS
-from megalite.nn import embedding, linear
+from megalite.nn import embedding, later
 from megalite.nn.mlp import MLP
 from megalite.optim.grad_reduce import GradReduce
 from megalite.parallel.launch import Ranks
@@ -82,7 +82,7 @@ def prints_losses(losses: Tensor, *_: Any) -> None:
 
 WAITS: dict[str, tuple[Any, str, Callable[..., None], str, str]] = {
     "item in forward": (MLP, "forward", reads_a_norm, "item", "forward"),
-    "bool in backward": (linear, "accumulate_outer_", asks_for_nan, "item", "backward"),
+    "bool in backward": (later, "accumulate_outer_", asks_for_nan, "item", "backward"),
     "cpu in the step": (GradReduce, "finish", takes_gradients_home, "copy to the host", ""),
     "a mask": (embedding, "look_up", looks_up_what_is_known, "index", "forward"),
     "a list as an index": (MLP, "forward", gathers_by_a_list, "an index on the host", "forward"),

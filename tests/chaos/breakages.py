@@ -51,7 +51,7 @@ BREAKAGES = [
         "a group is made without the time-out",
         "tests/train/test_hang.py::test_every_group_has_the_timeout_that_was_given",
         (
-            ("dist.new_group(ranks, timeout=timeout, group_desc=name)", "dist.new_group(ranks, group_desc=name)"),
+            ("dist.new_group(list(ranks), timeout=self.timeout, group_desc=name)", "dist.new_group(list(ranks), group_desc=name)"),
 (
                 "            set_group_timeout(timeout, axis.group)",
                 '            axis.name == "pp_back" or set_group_timeout(timeout, axis.group)',
