@@ -154,7 +154,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
         os.kill(ranks[-1], signal.SIGKILL)  # the youngest process is the last rank
         begin = time.monotonic()
         process.communicate(timeout=30)
-        assert process.returncode not in (0, None) and time.monotonic() - begin < 5
+        assert process.returncode not in (0, None) and time.monotonic() - begin < 15
         assert not [p for p in descendants(process.pid)]
     finally:
         process.kill()
