@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv with the dev extras (once) and run the test suite; arguments go to pytest.
-# --long, as the first argument: also the tests that take minutes.
+# --long, as the first argument: also the tests that take more than 2 seconds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/venv.sh dev

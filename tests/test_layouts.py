@@ -84,6 +84,8 @@ BARE = "--pipeline-model-parallel-layout E|ttttL"
 GROUPS = "--microbatch-group-size-per-virtual-pipeline-stage 3"
 FULL = "--recompute-granularity full --recompute-method"
 SPLIT = "--split-backward"
+GPIPE, BREADTH = "--pipeline-schedule gpipe", "--pipeline-schedule breadth-first"
+APART = "--no-overlap-grad-reduce --no-overlap-param-gather"
 PARTS = "--recompute-granularity selective --recompute-modules "
 ROWS = [
     row("gpt tp2", 2, GPT, tp=2),
@@ -93,7 +95,7 @@ ROWS = [
     row("gpt tp2 pp2 tied", 4, GPT, tp=2, pp=2),
     row("gpt tp2 dp2", 4, GPT, tp=2),
     row("gpt pp2 dp2 ddp tied", 4, GPT, pp=2, extra=NOZERO),
-    row("gpt pp4 gpipe", 4, GPT, pp=4, extra="--pipeline-schedule gpipe"),
+    row("gpt pp4 gpipe", 4, GPT, pp=4, extra=GPIPE),
     row("gpt tp2 pp2 dp2", 8, GPT, tp=2, pp=2),
     row("gpt pp2 vpp2 tied", 2, GPT, pp=2, vpp=2),
     row("gpt dropout tp2", 2, DROP, tp=2),
@@ -141,14 +143,28 @@ ROWS = [
     row("llama window documents tp2 pp2", 4, LLAMA + BORDERS + WINDOW, tp=2, pp=2),
     row("llama documents pp4 recompute", 4, LLAMA + BORDERS, pp=4, extra=f"{FULL} uniform --recompute-num-layers 1"),
     row("gpt split pp2 tied", 2, GPT, pp=2, extra=SPLIT),
-    row("gpt split pp4 gpipe", 4, GPT, pp=4, extra=f"{SPLIT} --pipeline-schedule gpipe"),
-    row("llama pp2 vpp2 breadth-first", 2, LLAMA, pp=2, vpp=2, extra="--pipeline-schedule breadth-first"),
+    row("gpt split pp4 gpipe", 4, GPT, pp=4, extra=f"{SPLIT} {GPIPE}"),
+    row("llama pp2 vpp2 breadth-first", 2, LLAMA, pp=2, vpp=2, extra=BREADTH),
     row("gpt split pp2 vpp2 tied", 2, GPT, pp=2, vpp=2, extra=SPLIT),
     row("llama split pp3 dp2 uneven, tiny buckets", 6, LLAMA, pp=3, extra=f"{SPLIT} --ddp-bucket-size 500"),
     row("gpt split dropout tp2 pp2 dp2 vpp2", 8, DROP, tp=2, pp=2, vpp=2, extra=SPLIT),
     row("qwen split tp2 pp2 one group", 4, QWEN, tp=2, pp=2, extra=f"{SPLIT} --zero-bubble-max-pending-backward 8"),
     row("llama split tp2 pp2 recompute full", 4, LLAMA, tp=2, pp=2, extra=f"{SPLIT} {FULL} uniform"),
     row("neox split pp2 dp2 ddp, all parts recompute", 4, NEOX, pp=2, extra=f"{SPLIT} {NOZERO} {PARTS}layernorm mlp"),
+    row("llama split pp4, one micro-batch", 4, LLAMA + ZLOSS, pp=4, extra=f"{SPLIT} --global-batch-size 2"),
+    row("llama split pp2 dp2 vpp2 gpipe, no overlap", 4, LLAMA, pp=2, vpp=2, extra=f"{SPLIT} {GPIPE} {APART}"),
+    row(
+        "split, documents, tp2 pp2 vpp2 breadth-first", 4, DROP + BORDERS, tp=2, pp=2, vpp=2, extra=f"{SPLIT} {BREADTH}"
+    ),
+    row(
+        "llama split pp2 vpp2, groups of 3, core recompute",
+        2,
+        LLAMA,
+        pp=2,
+        vpp=2,
+        extra=f"{SPLIT} {GROUPS} {PARTS}core_attn",
+    ),
+    row("gpt split dropout pp2 dp2 tied, no layer but the embedding's", 4, DROP, pp=2, extra=f"{SPLIT} {BARE}"),
 ]
 
 
@@ -268,6 +284,7 @@ def test_layout_equals_one_process_in_fp32(item: Row) -> None:
         row("gpt tp2 pp2", 4, GPT + " --bf16", tp=2, pp=2),
         row("llama dp2 vpp2 pp2", 4, LLAMA + " --bf16", pp=2, vpp=2),
         row("llama tp2 dp2", 4, LLAMA + " --bf16", tp=2),
+        row("llama split pp2 dp2 vpp2", 4, LLAMA + " --bf16", pp=2, vpp=2, extra=SPLIT),
     ],
     ids=lambda r: r.name,
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import draw_house
+import long_tests
 import pytest
 import taste
 
@@ -107,3 +108,14 @@ def test_readme_counts_the_path_of_a_step() -> None:
     lines = sum(taste.path_of_a_step(taste.ROOT).values())
     found = re.search(r"path of a step is about ([\d,]+)\s+lines", (taste.ROOT / "README.md").read_text())
     assert found is not None and abs(int(found[1].replace(",", "")) - lines) <= 0.03 * lines, lines
+
+
+def test_what_is_said_to_take_long_is_there() -> None:
+    for line in long_tests.read_list():
+        path, name = line.split("::", 1)
+        assert f"def {name.split('[')[0]}(" in (taste.ROOT / path).read_text("utf-8"), line
+
+
+def test_what_takes_long_is_read_from_pytests_own_table() -> None:
+    log = "  1.50s call     tests/a.py::b[c d]\n  0.60s setup    tests/a.py::b[c d]\n  1.99s call     tests/a.py::e\n"
+    assert long_tests.from_durations(log) == ["tests/a.py::b[c d]"]

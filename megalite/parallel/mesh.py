@@ -17,7 +17,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -185,16 +185,33 @@ def world_axis() -> Axis:
     return Axis("world", world, dist.get_rank(), dist.group.WORLD, tuple(range(world)))
 
 
+class Sizes(TypedDict, total=False):
+    """What a mesh is made of; dp is what remains of the world.
+
+    ep, etp    of experts; ep None: there are none, and what no other axis has is only planned
+    instances  into how many sets of ranks data splits (and edp), each with the whole of the optimizer's state; None:
+               every rank is one
+    """
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int | None
+    etp: int
+    instances: int | None
+    dp_outermost: bool
+
+
 def build_mesh(
     *,
     device: torch.device,
     timeout: datetime.timedelta | None = None,
     shared_memory: bool | None = None,
-    **sizes: Any,
+    **sizes: Unpack[Sizes],
 ) -> Mesh:
     """Make every group of the run; collective over the default group, so all ranks call it in the same way.
 
-    sizes: as of `_lay`, for the world of the default group. timeout: of each group, as none inherits that group's.
+    Raises ValueError where the world does not split so. timeout: of each group, as none inherits the default group's.
     shared_memory: whether, on CPU, ranks of a stage that are all on one machine exchange through it (None: unless the
     environment says otherwise).
     """
@@ -205,7 +222,7 @@ def build_mesh(
     return replace(made, device=device)
 
 
-def plan_mesh(world: int, rank: int, **sizes: Any) -> Mesh:
+def plan_mesh(world: int, rank: int, **sizes: Unpack[Sizes]) -> Mesh:
     """The same as rank `rank` of `world` sees it, without groups."""
     return _lay(_Groups(Axis("world", world, rank, PLANNED, tuple(range(world)))), **sizes)
 
@@ -254,43 +271,29 @@ class _Groups:
         return next((group for group, ranks in zip(made, lines, strict=True) if self.world.rank in ranks), None)
 
 
-def _lay(
-    groups: _Groups,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    ep: int | None = None,
-    etp: int = 1,
-    instances: int | None = 1,
-    dp_outermost: bool = False,
-) -> Mesh:
-    """All axes, in one order on all ranks; dp is what remains of the world.
-
-    ep, etp    of experts; ep None: there are none, and what no other axis has is only planned
-    instances  into how many sets of ranks data splits (and edp), each with the whole of the optimizer's state; None:
-               every rank is one
-
-    Raises ValueError where the world does not split so.
-    """
+def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
+    """All axes, in one order on all ranks."""
+    if unknown := sizes.keys() - Sizes.__optional_keys__:
+        raise TypeError(f"a mesh has no {', '.join(sorted(unknown))}")
+    tp, pp, cp, ep, etp = (sizes.get(name) or 1 for name in ("tp", "pp", "cp", "ep", "etp"))
     world = groups.world.size
     if world % (tp * pp * cp):
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
-    grid = torch.tensor(rank_grid(world, tp, pp, cp, dp_outermost=dp_outermost))
+    grid = torch.tensor(rank_grid(world, tp, pp, cp, dp_outermost=sizes.get("dp_outermost", False)))
     stage = grid.flatten(1)
-    if stage.shape[1] % ((ep or 1) * etp):
-        raise ValueError(f"ep {ep or 1} x etp {etp} does not divide the {stage.shape[1]} ranks of a stage")
+    if stage.shape[1] % (ep * etp):
+        raise ValueError(f"ep {ep} x etp {etp} does not divide the {stage.shape[1]} ranks of a stage")
     axes: dict[str, Any] = {name: groups.along(name, grid, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}
 
     def shared_out(of: Tensor, names: tuple[str, str, str], **planned: bool) -> None:
-        parts = instances or of.shape[1]
+        parts = sizes.get("instances", 1) or of.shape[1]
         if of.shape[1] % parts:
             raise ValueError(f"{parts} instances of the optimizer do not divide {names[0]} {of.shape[1]}")
         split = of.unflatten(1, (parts, -1))
         for name, where, dim in zip(names, (of, split, split), (1, 1, 2), strict=True):
             axes[name] = groups.along(name, where, dim, **planned)
 
-    experts, planned = stage.unflatten(1, (-1, ep or 1, etp)), ep is None
+    experts, planned = stage.unflatten(1, (-1, ep, etp)), sizes.get("ep") is None
     shared_out(grid.flatten(1, 2), ("data", "replica", "shard"))
     shared_out(experts, ("edp", "expert_replica", "expert_shard"), planned=planned)
     axes |= {name: groups.along(name, experts, dim, planned=planned) for dim, name in ((2, "ep"), (3, "etp"))}

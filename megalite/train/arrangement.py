@@ -28,7 +28,7 @@ from megalite.models.gpt import Recompute, Stage
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks
 from megalite.optim.flat_storage import main_dtype
-from megalite.parallel.mesh import Mesh, plan_mesh
+from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
 from megalite.pipeline.partition import evenly, fastest, ranges, splits
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import simulate
@@ -79,11 +79,11 @@ class Arrangement:
         return self.world // self.config.parallel.model_parallel_size
 
     @property
-    def sizes(self) -> dict[str, int | None]:
+    def sizes(self) -> Sizes:
         """What parallel/mesh.py makes a mesh of."""
         p = self.config.parallel
         instances = 1 if p.use_distributed_optimizer else None
-        return dict(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
+        return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
 
     @property
     def padded_vocab(self) -> int:

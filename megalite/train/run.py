@@ -132,7 +132,7 @@ def _pretrain(
         notes += more
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, warnings)
-            account = Account(folder, run, phases, report.speed.flops_per_token, config)
+            account = Account(folder, run, phases, report.speed.flops_per_token, config, plan)
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
             for note in notes:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from megalite.kernels import dispatch
 from megalite.models.compiled import CompileError, check_compile
 from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch
+from megalite.nn.later import Later
 from megalite.parallel.launch import Ranks
 from megalite.train.arrangement import arrange
 from megalite.train.run import check_machine
@@ -27,6 +32,7 @@ from megalite.train.state import Run
 from megalite.train.step import train_step
 from megalite.train.warm_up import warm_up
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2
 COMMON = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
  --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
@@ -110,6 +116,61 @@ def test_compiled_under_tp_and_under_pp_trains_as_one_process() -> None:
     for got in run_ranks(2, _both, layouts):
         for one, model in zip(got, want, strict=True):
             assert one == pytest.approx(model, rel=1e-10, abs=0)
+
+
+def _waiting(flags: str) -> tuple[list[float], list[int], list[int]]:
+    """Of a pipeline rank: loss and gradient norm of each step; graphs after warm-up, and after the steps; how many
+    weight gradients each W computes."""
+    count, waited, compute = Counting(), list[int](), Later.run
+
+    def counted(later: Later) -> None:
+        waited.append(len(list(later.sinks)))
+        compute(later)
+
+    run, config = build(flags, backend=count)
+    warm_up(run, config)
+    graphs = count.graphs
+    with mock.patch.object(Later, "run", counted):
+        results = [train_step(run) for _ in range(STEPS)]
+    run.close()
+    return [x for r in results for x in (r.loss, r.grad_norm)], [graphs, count.graphs], waited
+
+
+@pytest.mark.parametrize("flags", [*MODELS, f"{QWEN} --num-virtual-stages-per-pipeline-rank 2"])
+def test_weight_gradients_of_compiled_blocks_wait_too(flags: str) -> None:
+    """No step compiles anything, and a W has all to do that it has without."""
+    whole = f"{flags} --pipeline-model-parallel-size 2"
+    want = run_ranks(2, _waiting, whole)
+    eager, compiled = (run_ranks(2, _waiting, f"{whole} --split-backward{also}") for also in ("", " --compile"))
+    chunks = 2 if "virtual" in flags else 1
+    # five matrices of each of the two layers of a rank, in its chunks, for each of the four micro-batches of a step
+    each = [5 * 2 // chunks] * (STEPS * 4 * chunks)
+    for (loss, _, none), (_, _, waited), (got, graphs, also) in zip(want, eager, compiled, strict=True):
+        assert none == [] and waited == also == each
+        assert 3 <= graphs[0] == graphs[1]
+        assert got == pytest.approx(loss, rel=1e-10, abs=0)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_run_with_both_flags_is_the_run_without_and_compiles_before_its_first_step(tmp_path: Path) -> None:
+    told, losses = "", list[list[float]]()
+    for number, also in enumerate(("", "--compile --split-backward")):
+        words = f"pretrain_gpt.py {COMMON} {DROP} --nproc 2 --pipeline-model-parallel-size 2 --train-iters 4 {also}"
+        folder = tmp_path / str(number)
+        done = subprocess.run(
+            [sys.executable, *words.split(), "--log-interval", "1", "--run-dir", str(folder)],
+            **dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT),
+            env=os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"},
+        )
+        told = done.stdout
+        assert done.returncode == 0, told
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row[of] for row in rows for of in ("train/loss", "train/grad_norm")])
+    assert len(losses[0]) == 2 * 4 and losses[1] == pytest.approx(losses[0], rel=1e-5, abs=0)
+    before, _, after = told.partition("compiled in ")
+    # forward and backward of the activation are two functions that have one wrapper of torch's
+    assert after and "Recompiling function" in before and "ecompil" not in after and "raph break" not in told
 
 
 def _gathers_left() -> int:

@@ -124,6 +124,11 @@ def test_without_experts_their_axes_are_planned_only() -> None:
         assert text == "a collective over edp=4, which is only planned; use build_mesh"
 
 
+def test_a_name_that_is_no_axis_is_refused() -> None:
+    with pytest.raises(TypeError, match="a mesh has no dp, ttp"):
+        plan_mesh(4, 0, ttp=2, dp=2)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import plan_mesh
 from megalite.train import run as program
 from megalite.train import step as step_module
 from megalite.train.run_dir import Exit
@@ -267,12 +269,28 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
     assert manifest(one, 13)["files"] == manifest(hand, 13)["files"]  # sha256 of weights and optimizer
 
 
+def test_a_second_computation_divides_by_all_tokens() -> None:
+    """Those of other samples, and of other parts of the same, are on other ranks."""
+    run, weights = build(""), list[float]()
+    run.pipeline.step = lambda batches, weight, more: weights.append(weight)  # type: ignore[assignment, method-assign, return-value]
+    run.mesh = plan_mesh(12, 0, cp=2, pp=2)
+    micro_batch = SimpleNamespace(tokens_SB=torch.zeros(4, 2))
+    suspect._compute(run, [micro_batch] * 2)  # type: ignore[list-item]
+    run.close()
+    assert weights == [1 / (2 * 4 * 2 * 3 * 2)]
+
+
 @pytest.mark.long
-def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]]) -> None:
-    flags = "--nproc 2 --tensor-model-parallel-size 2 --save-interval 8 --spike-action rollback".split()
+@pytest.mark.parametrize(
+    "layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --split-backward"]
+)
+def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
+    flags = f"--nproc 2 {layout} --save-interval 8 --spike-action rollback".split()
     run = pretrain(*texts["once"], *WATCHED, *flags, "--save", str(tmp_path))
     assert run.returncode == 0, run.stderr
-    assert [event["samples"] for event in events(tmp_path)] == [[72, 79], [64, 79]]
+    spike, back = events(tmp_path)
+    assert (spike["samples"], back["samples"]) == ([72, 79], [64, 79])
+    assert "computed again it is the same" in spike["text"]
 
 
 def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:

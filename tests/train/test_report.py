@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -29,7 +30,16 @@ from megalite.train.watch.report import Work, advise, make, read_past, summary, 
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Work(
-    devices=4, pp=2, chunks=1, microbatches=4, background_saves=False, steps=9, tokens=800, all_tokens=1000, flops=6e9
+    devices=4,
+    pp=2,
+    chunks=1,
+    microbatches=4,
+    background_saves=False,
+    steps=9,
+    tokens=800,
+    all_tokens=1000,
+    flops=6e9,
+    bubble=0.2,
 )
 
 
@@ -206,7 +216,11 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
         ({"forward": 30, "backward": 62, "data": 4, "other": 4}, "compute", "faster kernels"),
         ({"backward": 90, "data": 10}, "data", "faster disk"),
         ({"backward": 80, "checkpoint": 12, "data": 8}, "checkpoint", "--asynchronous-save on"),
-        ({"backward": 70, "bubble": 30}, "bubble", "20 % of a step at least with 4 micro-batches over 2 stages"),
+        (
+            {"backward": 70, "bubble": 30},
+            "bubble",
+            "20.0% of a step as planned with 4 micro-batches over 2 stages: use m",
+        ),
         ({"backward": 60, "communication": 40}, "communication", "--grad-reduce-in-bf16"),
         ({"backward": 60, "optimizer": 40}, "optimizer", "--global-batch-size"),
         ({"backward": 60, "evaluation": 40}, "evaluation", "--eval-interval"),
@@ -294,3 +308,23 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
         [sys.executable, "tools/report.py", str(folder)], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert shown.returncode == 0 and "bottleneck" in shown.stdout and "in 2 processes" in shown.stdout, shown.stderr
+
+
+@pytest.mark.long
+def test_a_split_backward_is_the_remedy_of_a_bubble_until_it_is_taken(tmp_path: Path) -> None:
+    told, bubbles = [], []
+    for name, also in (("whole", []), ("split", ["--split-backward"])):
+        where = ["--run-dir", str(tmp_path / name), "--nproc", "2", "--pipeline-model-parallel-size", "2"]
+        done = pretrain(*where, "--train-iters", "6", *also, fault="pipeline.message:0:*:sleep=0.2")
+        assert done.returncode == 0, done.stderr
+        report = json.loads((tmp_path / name / "report.json").read_text())
+        assert report["bottleneck"] == "bubble", report["percent"]
+        bubbles.append((report["bubble"], report["split_bubble"]))
+        words = [sys.executable, "tools/report.py", str(tmp_path / name)]
+        shown = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        told.append(" ".join(shown.stdout.split()))
+        planned = re.search(r"(\S+)% of a step as planned with 4 micro-batches over 2 stages: use (.*?)more", told[-1])
+        assert planned is not None and f"bubble {planned[1]}%" in done.stdout, done.stdout  # what the plan said
+        remedy = f"--split-backward (planned: {100 * bubbles[0][1]:.1f}%), " if name == "whole" else ""
+        assert planned[2] == remedy
+    assert bubbles[0][1] == bubbles[1][0] < bubbles[0][0] and bubbles[1][1] is None

@@ -29,12 +29,14 @@ def pretrain(*flags: str, timeout: float = 90, env: dict[str, str] | None = None
     )
 
 
-def losses(folder: Path) -> dict[int, float]:
+def losses(folder: Path, of: str = "train/loss") -> dict[int, float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: r["train/loss"] for r in rows if "train/loss" in r}
+    return {r["step"]: r[of] for r in rows if of in r}
 
 
-@pytest.mark.parametrize("layout", [[], TP2_PP2], ids=["one process", "tp2 pp2"])
+@pytest.mark.parametrize(
+    "layout", [[], TP2_PP2, [*TP2_PP2, "--split-backward"]], ids=["one process", "tp2 pp2", "tp2 pp2 split"]
+)
 def test_a_stopped_and_resumed_run_is_the_same_run_bit_for_bit(tmp_path: Path, layout: list[str]) -> None:
     flags = [*SMALL, *layout, "--train-iters", "8", "--save-interval", "3", "--hidden-dropout", "0.1"]
     straight = pretrain(*flags, "--save", str(tmp_path / "a"))
@@ -66,6 +68,20 @@ def test_a_checkpoint_goes_on_under_another_layout(tmp_path: Path) -> None:
     rest = pretrain(*flags, "--nproc", "2", "--save", str(tmp_path / "b"), "--load", str(tmp_path / "b"))
     assert rest.returncode == 0, rest.stderr
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-4)
+
+
+def test_a_run_whose_backward_was_split_goes_on_with_it_whole(tmp_path: Path) -> None:
+    """Bounds of pp in tests/test_layouts.py: sums over micro-batches are in another order."""
+    pp2 = ["--nproc", "2", "--pipeline-model-parallel-size", "2"]
+    flags = [*SMALL, *pp2, "--train-iters", "6", "--save-interval", "3", "--eval-interval", "3"]
+    assert pretrain(*flags, "--save", str(tmp_path / "a")).returncode == 0
+    half = pretrain(*flags, "--split-backward", "--save", str(tmp_path / "b"), "--exit-interval", "3")
+    assert half.returncode == 75, half.stderr
+    rest = pretrain(*flags, "--save", str(tmp_path / "b"), "--load", str(tmp_path / "b"))
+    assert rest.returncode == 0 and "resumed from" in rest.stdout, rest.stderr
+    for of, times in (("train/loss", 6), ("val/valid/loss", 2)):
+        whole, both = (losses(tmp_path / name, of) for name in "ab")
+        assert len(whole) == times and both == pytest.approx(whole, rel=1e-5)
 
 
 def test_torchrun_starts_it_too(tmp_path: Path) -> None:
@@ -138,7 +154,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
         os.kill(ranks[-1], signal.SIGKILL)  # the youngest process is the last rank
         begin = time.monotonic()
         process.communicate(timeout=30)
-        assert process.returncode not in (0, None) and time.monotonic() - begin < 5
+        assert process.returncode not in (0, None) and time.monotonic() - begin < 15
         assert not [p for p in descendants(process.pid)]
     finally:
         process.kill()

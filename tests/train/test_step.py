@@ -85,8 +85,8 @@ def test_steps_that_overflow_leave_everything_until_the_scale_fits() -> None:
     assert same(kept(run), kept(twin))
 
 
-def test_an_overflow_on_the_way_is_as_if_its_samples_were_not_there() -> None:
-    run, twin = (build("--fp16 --initial-loss-scale 1024 --hysteresis 2") for _ in range(2))
+def _overflows_on_the_way(layout: str) -> None:
+    run, twin = (build(f"--fp16 --initial-loss-scale 1024 --hysteresis 2 {layout}") for _ in range(2))
     for _ in range(2):
         train_step(run)
         train_step(twin)
@@ -103,6 +103,11 @@ def test_an_overflow_on_the_way_is_as_if_its_samples_were_not_there() -> None:
     run.close()
     twin.close()
     assert same(kept(run), kept(twin))
+
+
+def test_an_overflow_on_the_way_is_as_if_its_samples_were_not_there() -> None:
+    _overflows_on_the_way("")
+    run_ranks(2, _overflows_on_the_way, "--pipeline-model-parallel-size 2 --split-backward")
 
 
 def test_the_scale_doubles_after_clean_steps_and_no_result_shows_it() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megalite.checkpoint.run.saver import Saver
 from megalite.config.options import Config
+from megalite.train.arrangement import Arrangement
 from megalite.train.figures import duration
 from megalite.train.phases import Phases
 from megalite.train.run_dir import Events, Exit, json_rows, now, write_atomically
@@ -91,6 +92,8 @@ class Work:
     all_tokens: int
     flops: float
     price_per_gpu_hour: float | None = None
+    bubble: float | None = None  # share of a step, as planned; None where it is not worth a word
+    split_bubble: float | None = None  # with --split-backward, where that is not given
 
 
 # phase -> the per cent from which it is worth a word
@@ -105,14 +108,11 @@ def advise(percent: Mapping[str, float], work: Work) -> tuple[str, str]:
         if percent.get("start-up", 0.0) > 50:
             return "start-up", "the run was short: a longer one pays for it"
         return "compute", "forward and backward take most of the time: faster kernels or more devices, not waits"
-    ideal = (work.pp - 1) / (work.chunks * work.microbatches + work.pp - 1)
     more = "" if work.background_saves else ", or with --asynchronous-save on"
     text = {
         "data": "steps wait for tokens: put --data-path and --data-cache-path on a faster disk",
         "checkpoint": f"training waits for saves: save less often{more}",
-        "bubble": f"stages wait for each other, {100 * ideal:.0f} % of a step at least with {work.microbatches} "
-        f"micro-batches over {work.pp} stages: use more micro-batches or --num-virtual-stages-per-pipeline-rank, and "
-        "balance the stages' layers",
+        "bubble": _about_the_bubble(work),
         "communication": "ranks wait for each other: use more micro-batches per step, tensor parallelism within a "
         "machine only, --grad-reduce-in-bf16; or one rank is slower than the others (--log-straggler)",
         "optimizer": "the update takes long for what a step computes: use a larger --global-batch-size, or more dp",
@@ -120,6 +120,15 @@ def advise(percent: Mapping[str, float], work: Work) -> tuple[str, str]:
         "other": "time is spent beside the steps: use a larger --log-interval, fewer checks, a faster disk for logs",
     }
     return worst, text[worst]
+
+
+def _about_the_bubble(work: Work) -> str:
+    before, after = work.bubble or 0.0, work.split_bubble
+    remedy = "" if after is None or after >= before else f"--split-backward (planned: {after:.1%}), "
+    return (
+        f"stages wait for each other, {before:.1%} of a step as planned with {work.microbatches} micro-batches over "
+        f"{work.pp} stages: use {remedy}more micro-batches or --num-virtual-stages-per-pipeline-rank"
+    )
 
 
 def make(seconds: Mapping[str, float], work: Work, past: Past | None) -> dict[str, Any]:
@@ -157,8 +166,10 @@ def summary(made: Mapping[str, Any]) -> dict[str, str]:
 class Account:
     """Rank 0's, of one process: notes that it has started, and what came of it."""
 
-    def __init__(self, folder: Path, run: Run, phases: Phases, flops_per_token: float, config: Config):
-        self._folder, self._run, self._phases = folder, run, phases
+    def __init__(
+        self, folder: Path, run: Run, phases: Phases, flops_per_token: float, config: Config, plan: Arrangement
+    ):
+        self._folder, self._run, self._phases, self._plan = folder, run, phases, plan
         self._price = config.operations.price_per_gpu_hour
         self._micro_batch = config.train.micro_batch_size * run.mesh.dp.size
         c = config.checkpoint
@@ -172,7 +183,9 @@ class Account:
         """Writes report.json; returns its lines for the summary."""
         run, state, begin = self._run, self._run.state, self._begin
         self._events.add(ENDED, step=state.step, at=time.time(), outcome=outcome.outcome)
-        tokens = state.consumed_tokens - begin.consumed_tokens
+        tokens, seconds = state.consumed_tokens - begin.consumed_tokens, self._phases.seconds()
+        waits = 100 * seconds.get("bubble", 0.0) >= WORTH["bubble"] * sum(seconds.values())
+        bubble, split_bubble = self._bubbles() if waits else (None, None)
         work = Work(
             devices=run.mesh.world.size,
             pp=run.mesh.pp.size,
@@ -184,7 +197,17 @@ class Account:
             all_tokens=state.consumed_tokens,
             flops=tokens * self._flops_per_token,
             price_per_gpu_hour=self._price,
+            bubble=bubble,
+            split_bubble=split_bubble,
         )
-        made = make(self._phases.seconds(), work, read_past(self._folder, time.time()))
+        made = make(seconds, work, read_past(self._folder, time.time()))
         write_atomically(self._folder / "report.json", json.dumps(made, indent=1) + "\n")
         return summary(made)
+
+    def _bubbles(self) -> tuple[float, float | None]:
+        """As planned, of this run and of its twin whose backward is split; a second or two for a long plan."""
+        plan, config = self._plan, self._plan.config
+        if config.parallel.split_backward:
+            return plan.bubble, None
+        twin = replace(config, parallel=replace(config.parallel, split_backward=True))
+        return plan.bubble, replace(plan, config=twin).bubble

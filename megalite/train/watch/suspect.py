@@ -70,7 +70,7 @@ def _bits(buffer: ParamBuffer, losses: Tensor) -> list[int]:
 def _compute(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding | None]:
     """Forward and backward once more: losses, and what is not finite first on this rank. The gradients are reduced as
     in the first computation, but after this rank's own were looked at."""
-    nominal = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.dp.size
+    nominal = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.data.size
     run.buffer.zero_grad()
     with _first_bad_output(run) as found:
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal, more=True)  # reduces no bucket on the way

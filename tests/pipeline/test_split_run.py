@@ -1,0 +1,77 @@
+"""A pipeline of real processes, whose parts all take equally long: a split backward makes the ranks wait less."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.nn.later import Later
+from megalite.parallel.launch import Ranks
+from megalite.pipeline.runtime import MESSAGES, Pipeline
+from megalite.pipeline.schedule import Split, plan
+from megalite.train.setup import build_run
+from megalite.train.step import train_step
+
+PP, M, PART_S = 3, 6, 0.06
+FLAGS = f"""--num-layers {PP} --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1
+ --global-batch-size {M} --train-iters 9 --lr 0.01 --mock-data --vocab-size 32 --make-vocab-size-divisible-by 8
+ --eval-iters 0 --pipeline-model-parallel-size {PP}"""
+
+
+def _lasting(call: Callable[..., Any], parts: int) -> Callable[..., Any]:
+    """Sleeping needs no core, so that more ranks than cores are as fast."""
+
+    def lasts(*args: Any) -> Any:
+        result = call(*args)
+        time.sleep(parts * PART_S)
+        return result
+
+    return lasts
+
+
+def _timed(flags: str) -> tuple[list[str], float, float]:
+    """Of the best of two steps on this rank: its actions, seconds, and seconds of them that it waited for others."""
+    config = cli.parse(f"{FLAGS} {flags}".split(), PRESETS)
+    run = build_run(config, Ranks(dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
+    parts = 1 if run.pipeline.split else 2
+    run.pipeline.split = Split() if run.pipeline.split else None  # the parts that are to be filled take equally long
+    steps = []
+    with (
+        mock.patch.object(Pipeline, "_forward", _lasting(Pipeline._forward, 1)),
+        mock.patch.object(torch.autograd, "backward", _lasting(torch.autograd.backward, parts)),
+        mock.patch.object(Later, "run", _lasting(Later.run, 1)),
+    ):
+        for _ in range(3):
+            run.pipeline.timeline = []
+            dist.barrier()
+            run.mesh.clock.begin(run.mesh.device)
+            train_step(run)
+            run.mesh.clock.end()
+            waited = run.mesh.clock.read()[MESSAGES]
+            timeline = run.pipeline.timeline
+            steps.append((max(timed.end_s for timed in timeline), waited, [timed.action for timed in timeline]))
+    run.close()
+    took, waited, actions = min(steps[1:])
+    return actions, took, waited
+
+
+@pytest.mark.long
+def test_ranks_wait_less_by_what_the_plan_says() -> None:
+    """1F1B idles for 3 (pp - 1) parts of a step, its twin for pp - 1."""
+    whole, split = run_ranks(PP, _timed, ""), run_ranks(PP, _timed, "--split-backward")
+    for ranks, how in ((whole, None), (split, Split())):
+        assert [actions for actions, *_ in ranks] == [list(map(str, row)) for row in plan("1f1b", PP, M, split=how)]
+    less = 2 * (PP - 1) * PART_S
+    took, took_split = (max(seconds for _, seconds, _ in ranks) for ranks in (whole, split))
+    waited, waited_split = (sum(seconds for *_, seconds in ranks) / PP for ranks in (whole, split))
+    assert took - took_split > less / 2 and waited - waited_split > less / 2
+    assert took_split > (3 * M + PP - 1) * PART_S and waited > 1.5 * waited_split
