@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 Split = tuple[int, ...]  # layers of every stage
 TOLERANCE = 0.01  # of the time, given for less memory
+MORE_MEMORY = 0.25  # of the leanest split's fullest rank, at most, taken for less time: what fitted shall fit
 
 
 def evenly(num_layers: int, num_stages: int) -> Split:
@@ -42,17 +43,19 @@ def fastest(
     rate: Callable[[Split], tuple[float, float]],
     most: int,
 ) -> Split:
-    """Of those within TOLERANCE of the fastest the one whose fullest rank holds the least.
+    """Of those within TOLERANCE of the fastest, as far as MORE_MEMORY goes, the one whose fullest rank holds the least.
 
     bound  a time that no schedule of the split is below
     rate   its time, and what its fullest rank holds. Asked of `most` splits at most, those with the lowest bound
     """
     rated: list[tuple[float, float, Split]] = []
-    best = float("inf")
+    fast: list[tuple[float, float, Split]] = []
     for below, _, split in sorted((bound(split), i, split) for i, split in enumerate(found))[:most]:
-        if below > best * (1 + TOLERANCE):
+        if fast and below > (1 + TOLERANCE) * min(time for _, time, _ in fast):
             break
         time, held = rate(split)
         rated.append((held, time, split))
-        best = min(best, time)
-    return min(one for one in rated if one[1] <= best * (1 + TOLERANCE))[-1]
+        lean = [one for one in rated if one[0] <= (1 + MORE_MEMORY) * min(rated)[0]]
+        best = min(time for _, time, _ in lean)
+        fast = [one for one in lean if one[1] <= (1 + TOLERANCE) * best]
+    return min(fast)[-1]

@@ -252,7 +252,7 @@ def test_the_fastest_split_is_found_and_of_those_as_fast_the_one_that_holds_leas
     found = list(splits(data.draw(st.integers(4, 12)), data.draw(st.integers(2, 4))))
     time = {split: data.draw(st.integers(100, 130)) for split in found}
     below = {split: data.draw(st.integers(50, time[split])) for split in found}
-    held = {split: data.draw(st.integers(1, 9)) for split in found}
+    held = {split: data.draw(st.integers(7, 12)) for split in found}
     asked: list[tuple[int, ...]] = []
 
     def rate(split: tuple[int, ...]) -> tuple[float, float]:
@@ -260,8 +260,10 @@ def test_the_fastest_split_is_found_and_of_those_as_fast_the_one_that_holds_leas
         return time[split], held[split]
 
     got = fastest(found, below.__getitem__, rate, most=len(found))
-    fast = [split for split in found if time[split] <= 1.01 * min(time.values())]
+    lean = [split for split in asked if held[split] <= 1.25 * min(held[one] for one in asked)]
+    fast = [split for split in lean if time[split] <= 1.01 * min(time[one] for one in lean)]
     assert got in fast and held[got] == min(held[split] for split in fast)
+    assert all(below[split] >= 1.01 * time[got] / 1.0201 for split in found if split not in asked), "none is faster"
     assert len(asked) == len(set(asked)), "simulated once"
     asked.clear()
     fastest(found, below.__getitem__, rate, most=3)

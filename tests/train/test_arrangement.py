@@ -84,7 +84,7 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
 @pytest.mark.parametrize("chunks", ["", "--num-virtual-stages-per-pipeline-rank 2"])
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_stages_are_balanced_by_the_time_of_the_whole_step(pp: int, chunks: str, backward: str) -> None:
-    """None of the splits is more than the hundredth faster that memory may cost."""
+    """None of the splits is more than the hundredth faster that memory may cost, unless it takes far more of it."""
 
     def made(layout: str) -> Arrangement:
         words = f"--preset llama3-8b --mock-data --train-iters 1 --lr 1 --bf16 --micro-batch-size 1 --pp {pp} {backward} {layout}"
@@ -93,13 +93,17 @@ def test_stages_are_balanced_by_the_time_of_the_whole_step(pp: int, chunks: str,
     def step_time(one: Arrangement) -> float:
         return 1 / (1 - one.bubble)
 
+    def fullest(one: Arrangement) -> float:
+        return max(held.state + kept for held, kept in zip(one.holdings, one.activations, strict=True))
+
     balanced = made(chunks)
     stages = len(balanced.stages)
     for split in splits(32, stages):
         texts = ["t" * n for n in split]
         given = made(f"--pipeline-model-parallel-layout E{'|'.join(texts)}L")
         assert [len(layers) for layers in given.stages] == list(split)
-        assert step_time(balanced) <= 1.0101 * step_time(given), split
+        if step_time(balanced) > 1.0101 * step_time(given):
+            assert fullest(given) > 1.1 * fullest(balanced), split
 
 
 def test_chunks_of_an_interleaved_schedule_make_up_for_the_head() -> None:
