@@ -67,8 +67,8 @@ class Placement:
 @dataclass(frozen=True)
 class Split:
     """Backward in two halves. A rank keeps its order of F and B; whenever the next of them cannot run yet, and when it
-    would make the rank hold more than it may, its oldest W runs (arXiv:2401.10241 writes such a schedule by hand:
-    1F1B, filled, is its ZB-H1).
+    would make the rank hold more than it may, a W runs: the newest, whose operands are still in a cache, and when no F
+    or B is left the oldest (arXiv:2401.10241 writes such a schedule by hand: 1F1B, filled, is its ZB-H1).
 
     costs  of every stage; None: F, B and W take equally long, everywhere
     held   memory of a forward on every stage; None: 1 until its W has run
@@ -206,7 +206,7 @@ class _Execution:
         if self.ahead[rank] and self._can_run(rank, self.ahead[rank][0]):
             action = self.ahead[rank].popleft()
         elif self.undone[rank]:
-            action = self.undone[rank].popleft()
+            action = self.undone[rank].pop() if self.ahead[rank] else self.undone[rank].popleft()
         else:
             return
         f, b, w = self.costs[action.stage]

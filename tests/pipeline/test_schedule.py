@@ -212,8 +212,8 @@ def test_the_picture_is_what_the_program_prints() -> None:
 def test_a_split_backward_has_its_picture() -> None:
     assert draw(plan("1f1b", 3, 4, split=Split())).splitlines() == [
         "0 | 0   1   2          [0] (0)  3  [1] (1) [2] (2) [3] (3)",
-        "1 |     0   1      [0]  2  [1] (0)  3  [2] (1) [3] (2) (3)",
-        "2 |         0  [0]  1  [1]  2  [2] (0)  3  [3] (1) (2) (3)",
+        "1 |     0   1      [0]  2  [1] (1)  3  [2] (2) [3] (0) (3)",
+        "2 |         0  [0]  1  [1]  2  [2] (2)  3  [3] (0) (1) (3)",
     ]
 
 

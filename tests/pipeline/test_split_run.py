@@ -73,5 +73,7 @@ def test_ranks_wait_less_by_what_the_plan_says() -> None:
     less = 2 * (PP - 1) * PART_S
     took, took_split = (max(seconds for _, seconds, _ in ranks) for ranks in (whole, split))
     waited, waited_split = (sum(seconds for *_, seconds in ranks) / PP for ranks in (whole, split))
-    assert took - took_split > less / 2 and waited - waited_split > less / 2
+    assert (
+        took - took_split > less / 2 and waited - waited_split > less / 3
+    )  # nobody counts the wait after its last part
     assert took_split > (3 * M + PP - 1) * PART_S and waited > 1.5 * waited_split
