@@ -167,7 +167,9 @@ def _host() -> str:
 def _host_tensor() -> str:
     with pytest.raises(RuntimeError) as error:
         dist.all_reduce(torch.zeros(1))
-    store = dist.distributed_c10d._get_default_store()  # nothing made the ranks meet: one may still connect to the other
+    store = (
+        dist.distributed_c10d._get_default_store()
+    )  # nothing made the ranks meet: one may still connect to the other
     store.set(f"met{dist.get_rank()}", "")
     store.wait([f"met{rank}" for rank in range(dist.get_world_size())])
     return str(error.value)
