@@ -152,6 +152,11 @@ class Arrangement:
         bounds, rate = self._least_time, self._rate
         return ranges(fastest(splits(layers, stages), bounds, rate, most=max(1, TRIED_ACTIONS // actions)))
 
+    @property
+    def counts(self) -> list[int]:
+        """How many layers every stage has."""
+        return [len(layers) for layers in self.stages]
+
     @cached_property
     def _given(self) -> list[int] | None:
         return given_stages(self.config.model.num_layers, self.config.parallel)
@@ -169,7 +174,7 @@ class Arrangement:
 
     @cached_property
     def _cost(self) -> Callable[[int, int | None], Cost]:
-        """Of a stage by its layers, and the vocabulary where it has the head: as costs of all stages."""
+        """Of a stage by how many layers it has, and the padded vocabulary where it has the head."""
         m = self.config.model
 
         @functools.cache  # thousands of splits are made of few stages
@@ -198,11 +203,11 @@ class Arrangement:
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
-        return self._costs_of([*map(len, self.stages)])
+        return self._costs_of(self.counts)
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
-        return self._held_of([*map(len, self.stages)])
+        return self._held_of(self.counts)
 
     @cached_property
     def holdings(self) -> list[Holding]:
@@ -222,7 +227,7 @@ class Arrangement:
     @property
     def split(self) -> Split | None:
         """How backward is split, if it is."""
-        return self._split_of([*map(len, self.stages)])
+        return self._split_of(self.counts)
 
     def _split_of(self, split: Sequence[int]) -> Split | None:
         p = self.config.parallel

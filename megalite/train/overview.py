@@ -28,7 +28,7 @@ def describe(
         "mesh": f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {ranks}",
         **groups_of(plan, local_world),
         "parameters": f"{plan.parameters:,} (vocabulary {plan.vocab_size:,}, padded to {plan.padded_vocab:,})",
-        "layers per stage": runs(map(len, plan.stages)),
+        "layers per stage": runs(plan.counts),
         "schedule": f"{config.parallel.pipeline_schedule}{', split backward' * (plan.split is not None)}, "
         f"{chunks} chunk{'s' * (chunks > 1)} per rank, "
         f"{plan.microbatches:,} micro-batch{'es' * (plan.microbatches > 1)}; bubble {plan.bubble:.1%}",
