@@ -85,7 +85,7 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
 
         a card, documents or a window         triton where it can: one launch, work only where the mask is not
         a window elsewhere                    blocked
-        half precision, compute capability 9  cudnn: published as the fastest, not measured here
+        half precision, compute capability 9  cudnn: 1.4 times the speed of triton's forward at S 4096, 1.2 at 32k
         half precision on an older card       flash
         half precision on a CPU               blocked: faster than torch's (docs/performance.md)
         all else                              torch
@@ -121,6 +121,26 @@ def describe_attention(device_type: str, dropout: bool = False) -> str:
     if not runs_triton(device_type):
         return "cudnn or flash; by document: torch; in a window: blocked"
     return "triton" if chosen("kernels") == "triton" else "cudnn or flash; by document or in a window: triton"
+
+
+def in_sixteens(x: Tensor) -> bool:
+    """Whether its rows begin at multiples of 16 bytes: a card's fused kernels read that much at a time, and given
+    others they fail, fault or read what lies between (cuDNN 9.19), without a check."""
+    steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
+    return x.stride(-1) == 1 and not any(step % 16 for step in steps)
+
+
+def readable(x: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
+    """x as a card's fused kernel can read it, with `strides` where they are given (along one element they say nothing);
+    a copy, unless it is so already."""
+    same = strides is None or all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
+    if same and in_sixteens(x):
+        return x
+    return (
+        x.clone(memory_format=torch.contiguous_format)
+        if strides is None
+        else x.new_empty_strided(x.shape, strides).copy_(x)
+    )
 
 
 @contextlib.contextmanager
@@ -162,13 +182,18 @@ def attention(
         return _by_document(q_SBHK, k_SBGK, v_SBGK, documents, scale, window, drop)
     if name == "blocked":
         return blocked_attention(q_SBHK, k_SBGK, v_SBGK, scale=scale, window=window, drop=drop)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
+    given = (readable(x) if x.is_cuda else x for x in (q_SBHK, k_SBGK, v_SBGK))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in given)
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
     with _sdpa(name):
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    if o.is_cuda and o.requires_grad:
+        # cuDNN 9.19 (torch 2.11): with groups and other strides than o's, dq was wrong. Flash attention takes any.
+        strides = o.stride() if name == "cudnn" else None
+        o.register_hook(lambda do: readable(do, strides))
     return o.permute(2, 0, 1, 3)
 
 

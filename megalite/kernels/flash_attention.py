@@ -29,7 +29,8 @@ from torch.autograd import Function
 
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dispatch import ceil_div, generation, interpreted, kernel, power_of_two
-from megalite.kernels.dropout import as_int32, chain
+from megalite.kernels.dropout import as_int32
+from megalite.kernels.flash_blocks import blocks_of_keys, count_masked, dot, first_key, kept_of, nth_masked, tile
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -37,13 +38,13 @@ if TYPE_CHECKING:
 LOG2_E = 1 / math.log(2)  # exp2 is an instruction, exp is not: scores are in units of log 2
 WIDEST = 128  # head size
 # Queries and keys per block, warps, stages, by what multiplies (`unit`): as much as the assembler fits into registers
-# and shared memory of every such card (docs/performance.md). Not timed on a card yet.
-FORWARD = {"wgmma": (128, 64, 8, 3), "tcgen05": (128, 64, 8, 3), "mma": (64, 32, 4, 3)}
+# and shared memory of every such card; those of wgmma were timed, on an H200 (docs/performance.md).
+FORWARD = {"wgmma": (128, 128, 8, 3), "tcgen05": (128, 64, 8, 3), "mma": (64, 32, 4, 3)}
 FORWARD |= {"fp32": (32, 32, 8, 1), "fp32 wide": (32, 32, 8, 1)}
-BACKWARD_Q = {"wgmma": (128, 64, 8, 2), "tcgen05": (128, 64, 8, 2), "mma": (64, 64, 8, 2)}
+BACKWARD_Q = {"wgmma": (128, 64, 8, 3), "tcgen05": (128, 64, 8, 2), "mma": (64, 64, 8, 2)}
 BACKWARD_Q |= {"fp32": (32, 32, 8, 1), "fp32 wide": (16, 16, 8, 1)}
-BACKWARD_KV = {"wgmma": (32, 128, 8, 2), "tcgen05": (64, 64, 8, 1), "mma": (64, 32, 8, 2)}
-BACKWARD_KV |= {"fp32": (32, 32, 8, 1), "fp32 wide": (32, 32, 8, 1)}
+BACKWARD_KV = {"wgmma": (32, 64, 4, 3), "tcgen05": (64, 64, 8, 1), "mma": (64, 32, 8, 2)}
+BACKWARD_KV |= {"fp32": (32, 32, 8, 1), "fp32 wide": (16, 16, 8, 1)}
 MOST_PROGRAMS = 65535  # along the second dimension of a CUDA grid
 
 
@@ -63,32 +64,31 @@ def unit(x: Tensor) -> str:
 
 
 @kernel
-def _low(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS: tl.constexpr):
-    """The first key of each query; beyond the end `keys`, so that no key is left."""
-    low = tl.maximum(rows + shift - window + 1, 0)
-    if DOCUMENTS:
-        low = tl.maximum(low, tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32) - k_first)
-    return tl.where(rows < length, low, keys)
-
-
-@kernel
-def _dot(a, b, WIDE: tl.constexpr):
-    if WIDE:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@kernel
-def _kept(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
-    """Which scores dropout leaves: the mask of kernels/dropout.py, of the shape that rows and columns span."""
-    line = chain(chain(chain(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
-    return chain(line, columns) >= THRESHOLD
-
-
-@kernel
-def _tile(X, rows, channels, stride, length, HEAD: tl.constexpr):
-    inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
-    return tl.load(X + rows.to(tl.int64)[:, None] * stride + channels[None, :], mask=inside, other=0.0)
+def _forward_block(
+    o, total, largest, q, K, V, IDS, start, rows, low, channels, keys, shift, k_first, scale, key, b, head, ks, vs,
+    WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, THRESHOLD: tl.constexpr,
+    COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    columns = start + tl.arange(0, COLUMNS)
+    k = tile(K, columns, channels, ks, keys, HEAD, WIDTH, WHOLE)
+    s = dot(q, tl.trans(k), WIDE)
+    if WHOLE:
+        now = tl.maximum(largest, tl.max(s, 1) * scale)
+        base = now
+    else:
+        high = tl.minimum(rows + shift, keys - 1)
+        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= high[:, None])
+        s = tl.where(seen, s, float("-inf"))
+        now = tl.maximum(largest, tl.max(s, 1) * scale)
+        base = tl.where(now == float("-inf"), 0.0, now)  # no key yet
+    p = tl.exp2(s * scale - base[:, None])
+    again = tl.exp2(largest - base)
+    total = total * again + tl.sum(p, 1)
+    if THRESHOLD > 0:
+        at_q, at_k = (rows + shift + k_first)[:, None], (columns + k_first)[None, :]
+        p = tl.where(kept_of(IDS, key, b, head, at_q, at_k, THRESHOLD), p, 0.0)
+    v = tile(V, columns, channels, vs, keys, HEAD, WIDTH, WHOLE)
+    return o * again[:, None] + dot(p.to(v.dtype), v, WIDE), total, now
 
 
 @kernel(do_not_specialize=["key", "head_offset", "shift", "k_first"])
@@ -105,35 +105,50 @@ def _forward(
     rows, channels = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     K += b.to(tl.int64) * kb + (h // group) * kh
     V += b.to(tl.int64) * vb + (h // group) * vh
-    q = _tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD)
-    low = _low(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
-    high = tl.minimum(rows + shift, keys - 1)
+    q = tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD, WIDTH, False)
+    low = first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     o = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    for start in range(tl.min(low, 0) // COLUMNS * COLUMNS, tl.minimum((block + 1) * ROWS + shift, keys), COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        k = _tile(K, columns, channels, ks, keys, HEAD)
-        s = _dot(q, tl.trans(k), WIDE) * scale
-        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= high[:, None])
-        s = tl.where(seen, s, float("-inf"))
-        now = tl.maximum(largest, tl.max(s, 1))
-        base = tl.where(now == float("-inf"), 0.0, now)  # no key yet
-        p = tl.exp2(s - base[:, None])
-        again = tl.exp2(largest - base)
-        total = total * again + tl.sum(p, 1)
-        if THRESHOLD > 0:
-            at_q, at_k = (rows + shift + k_first)[:, None], (columns + k_first)[None, :]
-            p = tl.where(_kept(IDS, key, b, head_offset + h, at_q, at_k, THRESHOLD), p, 0.0)
-        v = _tile(V, columns, channels, vs, keys, HEAD)
-        o = o * again[:, None] + _dot(p.to(v.dtype), v, WIDE)
-        largest = now
+    last = (block + 1) * ROWS + shift
+    begin, whole, whole_end, end = blocks_of_keys(low, rows, length, keys, tl.min(low, 0), last, ROWS, COLUMNS)
+    for start in range(whole, whole_end, COLUMNS):
+        o, total, largest = _forward_block(
+            o, total, largest, q, K, V, IDS, start, rows, low, channels, keys, shift, k_first, scale, key, b,
+            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, THRESHOLD, COLUMNS, True,
+        )  # fmt: skip
+    for i in range(0, count_masked(begin, whole, whole_end, end, COLUMNS)):
+        start = nth_masked(i, begin, whole, whole_end, COLUMNS)
+        o, total, largest = _forward_block(
+            o, total, largest, q, K, V, IDS, start, rows, low, channels, keys, shift, k_first, scale, key, b,
+            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, THRESHOLD, COLUMNS, False,
+        )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     at = (rows.to(tl.int64) * batch + b) * heads + h
     inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
     o = (o * (RAISE / total)[:, None]).to(OUT.dtype.element_ty)
     tl.store(OUT + at[:, None] * HEAD + channels[None, :], o, mask=inside)
     tl.store(LSE + tl.program_id(1).to(tl.int64) * length + rows, largest + tl.log2(total), mask=rows < length)
+
+
+@kernel
+def _backward_q_block(
+    dq, q, do, K, V, IDS, lse, delta, start, rows, low, channels, keys, shift, k_first, scale, key, b, head, ks, vs,
+    WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
+    COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    columns = start + tl.arange(0, COLUMNS)
+    k = tile(K, columns, channels, ks, keys, HEAD, WIDTH, WHOLE)
+    v = tile(V, columns, channels, vs, keys, HEAD, WIDTH, WHOLE)
+    p = tl.exp2(dot(q, tl.trans(k), WIDE) * scale - lse[:, None])
+    if not WHOLE:
+        high = tl.minimum(rows + shift, keys - 1)
+        p = tl.where((low[:, None] <= columns[None, :]) & (columns[None, :] <= high[:, None]), p, 0.0)
+    dp = dot(do, tl.trans(v), WIDE)
+    if THRESHOLD > 0:
+        at_q, at_k = (rows + shift + k_first)[:, None], (columns + k_first)[None, :]
+        dp = tl.where(kept_of(IDS, key, b, head, at_q, at_k, THRESHOLD), dp * RAISE, 0.0)
+    return dq + dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)
 
 
 @kernel(do_not_specialize=["key", "head_offset", "shift", "k_first"])
@@ -151,34 +166,65 @@ def _backward_q(
     K += b.to(tl.int64) * kb + (h // group) * kh
     V += b.to(tl.int64) * vb + (h // group) * vh
     own = (b.to(tl.int64) * heads + h) * HEAD  # o and do are contiguous [S, B, H, K]
-    q = _tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD)
-    do = _tile(DO + own, rows, channels, batch * heads * HEAD, length, HEAD)
-    o = _tile(OUT + own, rows, channels, batch * heads * HEAD, length, HEAD)
+    q = tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD, WIDTH, False)
+    do = tile(DO + own, rows, channels, batch * heads * HEAD, length, HEAD, WIDTH, False)
+    o = tile(OUT + own, rows, channels, batch * heads * HEAD, length, HEAD, WIDTH, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     line = tl.program_id(1).to(tl.int64) * length + rows
     if PART:
         delta -= tl.load(DLSE + line, mask=rows < length, other=0.0)
     tl.store(DELTA + line, delta, mask=rows < length)  # for the other kernel
     lse = tl.load(LSE + line, mask=rows < length, other=float("inf"))
-    low = _low(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
-    high = tl.minimum(rows + shift, keys - 1)
+    low = first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
     dq = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    for start in range(tl.min(low, 0) // COLUMNS * COLUMNS, tl.minimum((block + 1) * ROWS + shift, keys), COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        k = _tile(K, columns, channels, ks, keys, HEAD)
-        v = _tile(V, columns, channels, vs, keys, HEAD)
-        s = _dot(q, tl.trans(k), WIDE) * scale
-        seen = (low[:, None] <= columns[None, :]) & (columns[None, :] <= high[:, None])
-        p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
-        dp = _dot(do, tl.trans(v), WIDE)
-        if THRESHOLD > 0:
-            at_q, at_k = (rows + shift + k_first)[:, None], (columns + k_first)[None, :]
-            dp = tl.where(_kept(IDS, key, b, head_offset + h, at_q, at_k, THRESHOLD), dp * RAISE, 0.0)
-        dq += _dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)  # type: ignore[arg-type]
+    last = (block + 1) * ROWS + shift
+    begin, whole, whole_end, end = blocks_of_keys(low, rows, length, keys, tl.min(low, 0), last, ROWS, COLUMNS)
+    for start in range(whole, whole_end, COLUMNS):
+        dq = _backward_q_block(
+            dq, q, do, K, V, IDS, lse, delta, start, rows, low, channels, keys, shift, k_first, scale, key, b,
+            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, THRESHOLD, RAISE, COLUMNS, True,
+        )  # fmt: skip
+    for i in range(0, count_masked(begin, whole, whole_end, end, COLUMNS)):
+        start = nth_masked(i, begin, whole, whole_end, COLUMNS)
+        dq = _backward_q_block(
+            dq, q, do, K, V, IDS, lse, delta, start, rows, low, channels, keys, shift, k_first, scale, key, b,
+            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, THRESHOLD, RAISE, COLUMNS, False,
+        )  # fmt: skip
     dq = dq * (scale * 0.6931471805599453)  # ln 2
     inside = (rows < length)[:, None] & (channels < HEAD)[None, :]
     at = own + rows.to(tl.int64)[:, None] * (batch * heads * HEAD) + channels[None, :]
     tl.store(DQ + at, dq.to(DQ.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _backward_kv_block(
+    dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, IDS, start, columns, channels, length, keys, shift, k_first, window,
+    scale, key, b, head, qs, dos,
+    DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    THRESHOLD: tl.constexpr, RAISE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Keys down, queries across: what weights and their gradients are multiplied by next needs no turning."""
+    rows = start + tl.arange(0, ROWS)
+    q = tile(Q, rows, channels, qs, length, HEAD, WIDTH, WHOLE)
+    do = tile(DO, rows, channels, dos, length, HEAD, WIDTH, WHOLE)
+    if WHOLE:
+        lse, delta = tl.load(LSE + rows), tl.load(DELTA + rows)
+    else:
+        lse = tl.load(LSE + rows, mask=rows < length, other=float("inf"))
+        delta = tl.load(DELTA + rows, mask=rows < length, other=0.0)
+    p = tl.exp2(dot(k, tl.trans(q), WIDE) * scale - lse[None, :])
+    if not WHOLE:
+        low = first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
+        p = tl.where((low[None, :] <= columns[:, None]) & (columns[:, None] <= (rows + shift)[None, :]), p, 0.0)
+    dp = dot(v, tl.trans(do), WIDE)
+    kept = p
+    if THRESHOLD > 0:
+        at_q, at_k = (rows + shift + k_first)[None, :], (columns + k_first)[:, None]
+        keep = kept_of(IDS, key, b, head, at_q, at_k, THRESHOLD)
+        kept, dp = tl.where(keep, p * RAISE, 0.0), tl.where(keep, dp * RAISE, 0.0)
+    dv += dot(kept.to(do.dtype), do, WIDE)
+    dk += dot((p * (dp - delta[None, :])).to(q.dtype), q, WIDE)
+    return dk, dv
 
 
 @kernel(do_not_specialize=["key", "head_offset", "shift", "k_first"])
@@ -194,37 +240,35 @@ def _backward_kv(
     b, g = tl.program_id(1) // groups, tl.program_id(1) % groups
     first = tl.program_id(0) * COLUMNS
     columns, channels = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
-    k = _tile(K + b.to(tl.int64) * kb + g * kh, columns, channels, ks, keys, HEAD)
-    v = _tile(V + b.to(tl.int64) * vb + g * vh, columns, channels, vs, keys, HEAD)
+    k = tile(K + b.to(tl.int64) * kb + g * kh, columns, channels, ks, keys, HEAD, WIDTH, False)
+    v = tile(V + b.to(tl.int64) * vb + g * vh, columns, channels, vs, keys, HEAD, WIDTH, False)
     last = tl.minimum(first + COLUMNS, keys) - 1
     end = tl.minimum(last + window - shift, length)  # after the last query that sees some key of this block
+    whole_end = tl.minimum(first + window - shift, length)  # after the last that sees them all
     if DOCUMENTS:
         end = tl.minimum(end, tl.load(END + b * keys + last).to(tl.int32))
+        whole_end = tl.minimum(whole_end, tl.load(END + b * keys + first).to(tl.int32))
+    begin = tl.maximum(first - shift, 0) // ROWS * ROWS
+    whole_end = tl.maximum(tl.maximum(whole_end, 0) // ROWS * ROWS, begin)
+    whole = tl.minimum((tl.maximum(last - shift, 0) + ROWS - 1) // ROWS * ROWS, whole_end)
     dk = tl.zeros((COLUMNS, WIDTH), dtype=tl.float32)
     dv = tl.zeros((COLUMNS, WIDTH), dtype=tl.float32)
     for i in range(0, group):
         h = g * group + i
-        own = (b.to(tl.int64) * heads + h) * HEAD
-        for start in range(tl.maximum(first - shift, 0) // ROWS * ROWS, end, ROWS):
-            rows = start + tl.arange(0, ROWS)
-            line = (b * heads + h).to(tl.int64) * length + rows
-            lse = tl.load(LSE + line, mask=rows < length, other=float("inf"))
-            delta = tl.load(DELTA + line, mask=rows < length, other=0.0)
-            low = _low(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS)
-            q = _tile(Q + b.to(tl.int64) * qb + h * qh, rows, channels, qs, length, HEAD)
-            do = _tile(DO + own, rows, channels, batch * heads * HEAD, length, HEAD)
-            # keys down, queries across: what weights and their gradients are multiplied by next needs no turning
-            s = _dot(k, tl.trans(q), WIDE) * scale
-            seen = (low[None, :] <= columns[:, None]) & (columns[:, None] <= (rows + shift)[None, :])
-            p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
-            dp = _dot(v, tl.trans(do), WIDE)
-            kept = p
-            if THRESHOLD > 0:
-                at_q, at_k = (rows + shift + k_first)[None, :], (columns + k_first)[:, None]
-                keep = _kept(IDS, key, b, head_offset + h, at_q, at_k, THRESHOLD)
-                kept, dp = tl.where(keep, p * RAISE, 0.0), tl.where(keep, dp * RAISE, 0.0)
-            dv += _dot(kept.to(do.dtype), do, WIDE)
-            dk += _dot((p * (dp - delta[None, :])).to(q.dtype), q, WIDE)
+        own, line = (b.to(tl.int64) * heads + h) * HEAD, (b * heads + h).to(tl.int64) * length
+        for start in range(whole, whole_end, ROWS):
+            dk, dv = _backward_kv_block(
+                dk, dv, k, v, Q + b.to(tl.int64) * qb + h * qh, DO + own, LSE + line, DELTA + line, FIRST, IDS,
+                start, columns, channels, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
+                qs, batch * heads * HEAD, DOCUMENTS, WIDE, HEAD, WIDTH, THRESHOLD, RAISE, ROWS, True,
+            )  # fmt: skip
+        for n in range(0, count_masked(begin, whole, whole_end, end, ROWS)):
+            start = nth_masked(n, begin, whole, whole_end, ROWS)
+            dk, dv = _backward_kv_block(
+                dk, dv, k, v, Q + b.to(tl.int64) * qb + h * qh, DO + own, LSE + line, DELTA + line, FIRST, IDS,
+                start, columns, channels, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
+                qs, batch * heads * HEAD, DOCUMENTS, WIDE, HEAD, WIDTH, THRESHOLD, RAISE, ROWS, False,
+            )  # fmt: skip
     dk = dk * (scale * 0.6931471805599453)  # ln 2
     inside = (columns < keys)[:, None] & (channels < HEAD)[None, :]
     at = ((columns.to(tl.int64) * batch + b) * groups + g)[:, None] * HEAD + channels[None, :]

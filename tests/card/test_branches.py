@@ -151,7 +151,6 @@ def test_the_quickstart_counts_its_ranks(
     log = {"train/loss": 1.0, "tokens": 5, "perf/mfu": None, "perf/tokens_per_s_per_gpu": 10.0}
     log |= {"perf/tflops_per_gpu": 2.0, "val/valid/loss": 1.5}
     monkeypatch.setattr(quickstart, "RUN", tmp_path)
-    (tmp_path / "timeline.json").write_text(json.dumps({"pp": 2}))
     (tmp_path / "status.json").write_text(json.dumps({"outcome": "done"}))
     monkeypatch.setattr(quickstart, "rows", lambda folder: [log])
     for name, value in (("prepare_data", None), ("twin_difference", (0.0, 1)), ("command", "")):

@@ -65,9 +65,9 @@ def test_norms_and_activations_access_memory_in_16_bytes() -> None:
 
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_attention_fits_and_uses_the_tensor_cores(head_size: int) -> None:
-    for launch in recorded(attention(head_size, torch.bfloat16).run):
-        made = build(launch, 90)
-        assert made.problems() == [] and "wgmma" in made.ptx
+    work = attention(head_size, torch.bfloat16)
+    assert problems(work, 90) == []
+    assert all("wgmma" in build(launch, 90).ptx for launch in recorded(work.run))
 
 
 @pytest.mark.long

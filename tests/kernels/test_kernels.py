@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.activation import ACTIVATIONS
-from megalite.kernels.attention import Documents, attention
+from megalite.kernels.attention import Documents, attention, in_sixteens, readable
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dropout import dropout, dropout_add, fold, keep_mask
 from megalite.kernels.layer_norm import layer_norm
@@ -216,3 +216,22 @@ def test_rope_takes_positions_of_each_sample() -> None:
     got = apply_rope(x, cos[positions_SB], sin[positions_SB])
     torch.testing.assert_close(got[:, 1:], apply_rope(x[:, 1:], cos, sin), rtol=0, atol=0)
     torch.testing.assert_close(got[2:, :1], apply_rope(x[2:, :1], cos[:4], sin[:4]), rtol=0, atol=0)
+
+
+def test_rows_are_told_that_begin_between_sixteen_bytes() -> None:
+    """What a card's fused attention faults at, or reads wrongly."""
+    whole = torch.zeros(4, 2, 3, 16, dtype=torch.bfloat16)
+    assert in_sixteens(whole) and in_sixteens(whole.transpose(0, 1)) and in_sixteens(whole[..., 8:])
+    assert not in_sixteens(whole[..., 1:9]) and not in_sixteens(whole.transpose(2, 3))
+    assert not in_sixteens(torch.zeros(4, 2, 3, 19, dtype=torch.bfloat16)[..., :16])
+
+
+def test_a_gradient_gets_the_strides_that_its_kernel_reads() -> None:
+    wanted = torch.empty(2, 3, 4, 16).transpose(0, 2).stride()
+    other = torch.randn(4, 3, 2, 16)
+    made = readable(other, wanted)
+    assert made.stride() == wanted and torch.equal(made, other)
+    assert readable(made, wanted) is made and readable(other) is other
+    assert in_sixteens(readable(torch.randn(4, 3, 2, 19)[..., :16]))
+    one = torch.randn(4, 3, 1, 16)  # along one element a stride says nothing
+    assert readable(one, (48, 16, 777, 1)) is one

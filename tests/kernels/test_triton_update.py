@@ -131,7 +131,8 @@ def update_errors(n: int, which: int, device: str) -> dict[str, tuple[float, flo
     for name, i in (("weight", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
         want, scale = exact[i].to(device), exact[i].abs().max().item()
         error, twin = ((x[i].double() - want).abs().nan_to_num(math.inf).max().item() for x in (got, plain))
-        rows[name] = (error, 2 * max(twin, torch.finfo(got[i].dtype).eps / 2 * scale))
+        # a card's division and square root are off by a unit or two, where a quotient is large
+        rows[name] = (error, (2 if device == "cpu" else 3) * max(twin, torch.finfo(got[i].dtype).eps / 2 * scale))
     if torch.bfloat16 in moments:  # the same random bits: nearly every element is rounded the same way
         same = (got[3] == plain[3]).double().mean().item()
         rows["rounded otherwise"] = (1 - same, 0.01 if n > 100 else 0.0)

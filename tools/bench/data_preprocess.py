@@ -29,9 +29,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megalite.data.preprocess.text_input import read_blocks
-from megalite.data.preprocess.tokenize_files import preprocess
-from megalite.data.preprocess.workers import Job, in_workers
+from tools.preprocess.text_input import read_blocks
+from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.workers import Job, in_workers
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, float]:

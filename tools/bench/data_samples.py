@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from megalite.data.files import indexed
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import permutation
+from tools.preprocess.indexed_writer import IndexedWriter
 
 MEAN = 760  # tokens per document: 38 G tokens in 50 M documents
 SEQ_LENGTH = 2048

@@ -25,6 +25,8 @@ SMALL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size
 SMALL += f" --seq-length 1024 --micro-batch-size 4 --global-batch-size 64 {NO_DROPOUT}"
 SHAPES = {
     "llama3-8b-4096": "--preset llama3-8b --seq-length 4096 --micro-batch-size 1 --global-batch-size 16 --bf16",
+    # as where dp shards the optimizer's state: memory is left for larger micro-batches
+    "llama3-8b-4096-mb4": "--preset llama3-8b --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 --bf16",
     "gpt-1.3b-2048": f"{GPT} --seq-length 2048 --micro-batch-size 8 --global-batch-size 64 {NO_DROPOUT}",
     "gpt-1.3b-4096": f"{GPT} --seq-length 4096 --micro-batch-size 4 --global-batch-size 32 {NO_DROPOUT}",
     # over several cards: the weights must be drawn again for each layout
@@ -208,8 +210,9 @@ def parts_of(setting: Setting) -> list[Part]:
         peers = "--only swiglu --peers megalite torch"
         own = "--peers megalite torch triton --only rms_norm,attention,adamw"
     layouts, messages, trained = several(setting)
-    shapes = ["gpt-1.3b-2048", "gpt-1.3b-4096", "gpt-125m-1024", "gpt-125m-1024-graphs"]
-    more = [training(shape, 70 if "1.3b" in shape else 40, setting) for shape in shapes if not setting.tiny]
+    shapes = {"gpt-1.3b-2048": 70, "gpt-1.3b-4096": 70, "llama3-8b-4096-mb4": 150}
+    shapes |= {"gpt-125m-1024": 40, "gpt-125m-1024-graphs": 40}
+    more = [training(shape, limit_s, setting) for shape, limit_s in shapes.items() if not setting.tiny]
     made = [
         smoke("smoke", 60, setting),
         layouts,

@@ -4,19 +4,23 @@
 
 Needs pytest and nothing that runs tests in parallel: each process takes every n-th test, and files that take times come
 last, alone. A line is written when a test begins and when it ends, so that of a process that crashed or was killed the
-rest is known, and the test that did it.
+rest is known, and the test that did it. After a fault of the card (an address, an assertion) CUDA answers nothing any
+more in that process: the remaining tests run in a new one.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +36,42 @@ def test_files() -> tuple[list[str], list[str]]:
     return [path for path in files if path not in timed], timed
 
 
+def rows_of(file: Path) -> Iterator[dict[str, Any]]:
+    for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError):  # the last one of a process that was killed in the middle of it
+            yield json.loads(line)
+
+
+def cuda_is_broken() -> bool:
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 class Share:
-    """A pytest plugin: keeps every n-th test, writes what becomes of it, and begins none after `seconds`."""
+    """A pytest plugin: keeps every n-th test, writes what becomes of it, and begins none after `seconds`, nor after a
+    fault of the card; those that `file` tells of are not run again."""
 
     def __init__(self, part: int, jobs: int, file: Path, seconds: float):
         self.part, self.jobs, self.file = part, jobs, file
-        self.end, self.stopped = time.monotonic() + seconds, False
+        self.done = {row["test"] for row in rows_of(file)}
+        self.end, self.stopped, self.broken = time.monotonic() + seconds, False, False
 
     def write(self, **row: Any) -> None:
         with open(self.file, "a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
 
+    def pytest_sessionstart(self, session: Any) -> None:
+        self.session = session
+
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items.sort(key=lambda item: item.nodeid)
-        items[:] = [item for item in items if item.get_closest_marker("gpu")][self.part :: self.jobs]
+        share = [item for item in items if item.get_closest_marker("gpu")][self.part :: self.jobs]
+        items[:] = [item for item in share if item.nodeid not in self.done]
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -65,17 +91,15 @@ class Share:
         if report.when == "call" or report.outcome != "passed":
             text = str(report.longrepr)[-1500:] if report.failed else ""
             self.write(test=report.nodeid, outcome=report.outcome, seconds=report.duration, text=text)
+            if report.failed and "CUDA error" in text and cuda_is_broken():
+                self.session.shouldstop, self.broken = "the card does not answer in this process any more", True
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Counts of the outcomes of all shares, and the failures with their last lines."""
     ends: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("share*.jsonl")):
-        for line in file.read_text("utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:  # the last one of a process that was killed in the middle of it
-                continue
+        for row in rows_of(file):
             if row["outcome"] != "began" or row["test"] not in ends:
                 ends[row["test"]] = row
     if not ends:
@@ -111,6 +135,9 @@ def main(argv: list[str]) -> int:
         words += ["-k", args.k] if args.k else []
         share = Share(part, jobs, args.folder / f"share{part}{'timed' * args.timed}.jsonl", args.seconds)
         code = int(pytest.main(words, plugins=[share]))
+        if share.broken and not share.stopped:
+            left = max(0.0, share.end - time.monotonic())
+            os.execv(sys.executable, [sys.executable, __file__, *argv, "--seconds", str(left)])
         return 0 if share.stopped and code == pytest.ExitCode.INTERRUPTED else code
     words = [sys.executable, __file__, str(args.folder), *(["-k", args.k] if args.k else [])]
     running = [subprocess.Popen([*words, "--share", f"{i}/{args.jobs}"], cwd=ROOT) for i in range(args.jobs)]

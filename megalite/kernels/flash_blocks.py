@@ -1,0 +1,76 @@
+"""What attention's kernels (kernels/flash_attention.py) share: which keys a query sees, tiles in memory, the walk over
+blocks.
+
+Along the keys of a block of queries (or the queries of a block of keys), in blocks of STEP:
+
+    begin      whole          whole_end     end
+    | masked   |  seen by all of them |  masked  |
+
+The whole ones are most, and need neither a mask nor a look at what lies inside; on an H200 that made forward 1.3 times
+as fast. The others are one loop too, those before and those after.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.kernels.dispatch import kernel
+from megalite.kernels.dropout import chain
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@kernel
+def first_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS: tl.constexpr):
+    """The first key of each query; beyond the end `keys`, so that no key is left."""
+    low = tl.maximum(rows + shift - window + 1, 0)
+    if DOCUMENTS:
+        low = tl.maximum(low, tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32) - k_first)
+    return tl.where(rows < length, low, keys)
+
+
+@kernel
+def dot(a, b, WIDE: tl.constexpr):
+    if WIDE:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@kernel
+def kept_of(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
+    """Which scores dropout leaves: the mask of kernels/dropout.py, of the shape that rows and columns span."""
+    line = chain(chain(chain(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
+    return chain(line, columns) >= THRESHOLD
+
+
+@kernel
+def tile(X, rows, channels, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
+    """Rows of a head; `ALL`: they are all inside."""
+    at = X + rows.to(tl.int64)[:, None] * stride + channels[None, :]
+    if ALL:
+        return tl.load(at) if HEAD == WIDTH else tl.load(at, mask=(channels < HEAD)[None, :], other=0.0)
+    return tl.load(at, mask=(rows < length)[:, None] & (channels < HEAD)[None, :], other=0.0)
+
+
+@kernel
+def blocks_of_keys(low, rows, length, keys, begin, end, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(begin, whole, whole_end, end) of the blocks of keys that some of these queries see."""
+    begin = begin // COLUMNS * COLUMNS
+    whole_end = tl.maximum(tl.minimum(tl.maximum(end - ROWS + 1, 0), keys) // COLUMNS * COLUMNS, begin)
+    latest = tl.max(tl.where(rows < length, low, 0), 0)
+    whole = tl.minimum((latest + COLUMNS - 1) // COLUMNS * COLUMNS, whole_end)  # type: ignore[operator]
+    return begin, tl.maximum(whole, begin), whole_end, tl.minimum(end, keys)
+
+
+@kernel
+def nth_masked(i, begin, whole, whole_end, STEP: tl.constexpr):
+    """Where the i-th of the blocks begins that need a mask."""
+    before = (whole - begin) // STEP
+    return tl.where(i < before, begin + i * STEP, whole_end + (i - before) * STEP)
+
+
+@kernel
+def count_masked(begin, whole, whole_end, end, STEP: tl.constexpr):
+    """How many there are."""
+    return (whole - begin) // STEP + tl.maximum(end - whole_end + STEP - 1, 0) // STEP
