@@ -27,7 +27,7 @@ RUN if [ "$APEX" = 1 ]; then \
 COPY pyproject.toml constraints.txt ./
 COPY megalite/__init__.py megalite/
 RUN sed -i '/^torch==/d' constraints.txt && touch README.md && \
-    pip install -c constraints.txt ".[tensorboard,plots,data]" && rm -rf build ./*.egg-info
+    pip install -c constraints.txt ".[tensorboard,plots,data,s3,fast]" && rm -rf build ./*.egg-info
 
 COPY README.md LICENSE pretrain_gpt.py ./
 COPY tools tools

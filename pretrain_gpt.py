@@ -16,7 +16,7 @@ import sys
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli, environment
-from megalite.config.console import let_go_of_console
+from megalite.config.console import complain, let_go_of_console
 from megalite.config.options import Config, local_processes
 from megalite.data.files.missing_files import absent
 from megalite.models.families import PRESETS
@@ -30,7 +30,7 @@ from megalite.parallel.launch import (
 )
 from megalite.parallel.local_ranks import INTERRUPTED, cores, start_local
 from megalite.train.restarts import Restarts, locked_run
-from megalite.train.run_dir import Exit, complain, run_folder
+from megalite.train.run_dir import Exit, run_folder, taken
 from megalite.train.stop import hold, stop_signal
 
 MOST_RANKS_PER_CORE = 8
@@ -64,6 +64,8 @@ def main(argv: list[str]) -> int:
         nproc, problems = local_processes(config.parallel), [*unlaunched, *environment.problems()]
         if ranks is None and nproc > MOST_RANKS_PER_CORE * cores() and not config.train.dry_run:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
+        if ranks is None or (ranks.rank == 0 and not ranks.resumes):
+            problems += taken(config)
         files = absent(config.data) if wrong or problems else []  # alone they are told by each rank's start
         return [*problems, *files]
 

@@ -9,8 +9,10 @@ import importlib
 import inspect
 import re
 import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GENERATED, HISTORY = {"flags.md", "megatron.md"}, {"decisions.md"}
 PLACEHOLDERS = {"run.toml", "FILE.toml", "report.md", "run_config.toml"}  # of the reader, and what a program writes
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+STARTS = re.compile(r"([A-Z]+=\S+ )*(python|bash|torchrun|srun|sbatch|kubectl|sky) [^`]*\.(py|sh|yaml)\b")
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
@@ -55,6 +58,8 @@ def commands_of(text: str, place: str) -> Iterator[Command]:
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         words = words[: next((i for i, word in enumerate(words) if word in (">", "|", "&&")), len(words))]
+        while words and re.match(r"[A-Z_]+=", words[0]):  # set for this command
+            words.pop(0)
         if words:
             yield Command(f"{place}: {' '.join(words)[:60]}", tuple(words))
 
@@ -70,9 +75,21 @@ def commands() -> list[Command]:
             lines = text if shell else "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
             found += commands_of(lines, path.name)
         for span in spans(path):
-            if re.match(r"(python|bash|torchrun) \S+\.(py|sh)\b", span) and path.name not in HISTORY:
+            if STARTS.match(span) and path.name not in HISTORY:
                 found += commands_of(span, path.name)
     return found
+
+
+def installed_commands() -> list[str]:
+    """Between backquotes: `megalite COMMAND ...`."""
+    found = {span for path in named(ROOT) for span in spans(path) if re.match(r"megalite [a-z]", span)}
+    return sorted(span for span in found if not re.search(r"\.\.\.|completion", span))
+
+
+def is_script(name: str) -> bool:
+    """Whether the file exists and, of a shell's, bash can read it."""
+    path = ROOT / name
+    return path.is_file() and (path.suffix != ".sh" or subprocess.run(["bash", "-n", path], timeout=30).returncode == 0)
 
 
 class Parsed(Exception):
@@ -144,7 +161,7 @@ def named(root: Path) -> Iterator[Path]:
 
 def found_at(root: Path, name: str) -> Path | None:
     """The file that a document means by `name`: from the root, or within one of the folders that documents are about."""
-    places = (root / folder / name for folder in (".", "megalite", "docs", "examples", "tools"))
+    places = (root / folder / name for folder in (".", "megalite", "docs", "examples", "examples/launch", "tools"))
     return next((place for place in places if place.exists()), None)
 
 
@@ -164,6 +181,7 @@ def lost_names(root: Path) -> Iterator[str]:
     """Words with an underscore or a capital in their middle, between backquotes, that are nowhere in the code."""
     sources = [*root.glob("*.py"), root / "pyproject.toml"]
     sources += [p for folder in ("megalite", "tools", "tests", "examples") for p in (root / folder).rglob("*.py")]
+    sources += (root / "examples").rglob("*.yaml")
     texts = [p.read_text(encoding="utf-8") for p in sources if p.is_file() and p.name not in ("test_documents.py",)]
     words = {word for text in texts for word in re.findall(r"\w+", text)}
     for path in named(root):
@@ -244,3 +262,15 @@ def lost_places(root: Path) -> Iterator[str]:
                 caller = source_of(root, place.caller)
                 if caller is not None and not re.search(rf"\b{called}\b", caller, re.IGNORECASE):
                     yield f"{path.name}: {place.caller.name} in {place.caller.file} does not mention {called}"
+
+
+def copy_parts(names: Iterable[str], folder: Path) -> Path:
+    """These files and folders of the repository in `folder`, where they can be built, or broken."""
+    for name in names:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, target)
+    return folder

@@ -33,7 +33,7 @@ def imports(root: Path) -> dict[str, set[str]]:
     """room -> the other rooms that its modules import."""
     rooms: dict[str, set[str]] = {}
     for module, others in taste.graph(root).items():
-        if (parts := module.split("."))[1:]:
+        if (parts := module.split("."))[2:]:  # not the command, megalite/__main__.py, which is in none
             rooms.setdefault(parts[1], set()).update(other.split(".")[1] for other in others if "." in other)
     return {room: others - {room} for room, others in rooms.items()}
 

@@ -134,10 +134,13 @@ def test_its_commands_make_an_environment_that_trains(tmp_path: Path) -> None:
     refused = subprocess.run([*nobody, "touch", "megalite/new"], cwd=work, env=env, capture_output=True)
     assert refused.returncode != 0, "the check can write what a user cannot"
     command = shlex.split(steps[-1].text.strip("[]").replace(",", " "))
-    for words in (command, "torchrun --standalone --nproc_per_node 2 pretrain_gpt.py".split() + run_flags()):
+    env["NPROC"] = "2"  # of the script, which Kubernetes starts
+    ways = ("torchrun --standalone --nproc_per_node 2 pretrain_gpt.py", "bash examples/launch/torchrun.sh runs/job")
+    for words in (command, ["megalite", "--version"], *(way.split() + run_flags() for way in ways)):
         done = subprocess.run([*nobody, *words], cwd=work, env=env, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-    assert "reached the last step" in done.stdout and (work / "runs/last/metrics.jsonl").is_file()
+        assert words[-2:] != run_flags()[-2:] or "reached the last step" in done.stdout
+    assert (work / "runs/last/metrics.jsonl").is_file() and (work / "runs/job/iter_0000002").is_dir()
 
 
 def run_flags() -> list[str]:

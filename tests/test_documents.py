@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +12,13 @@ from pathlib import Path
 import documents
 import pytest
 import torch_range
+import yaml
 from documents import ROOT, Command, commands, parsed_by, start
 
+from megalite import __main__ as COMMAND
 from megalite.config import cli
 from megalite.config.check import check
+from megalite.config.field import spellings
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import local_processes, options
 from megalite.models.families import PRESETS
@@ -29,15 +32,27 @@ STANDS_FOR = {"FLAGS": SMALL, "...": SMALL}  # in the documents: the flags of a 
 
 
 def split_launcher(command: Command) -> tuple[str, list[str], int]:
-    """(script, its words, processes) of `python SCRIPT ...` or `torchrun ... SCRIPT ...`, which torch's parser reads."""
+    """(script, its words, processes) of `python SCRIPT ...`, `megalite COMMAND ...`, or either under a launcher: of
+    torchrun torch's parser reads the words."""
     program, *words = command.words
     world = 1
-    if program == "torchrun":
+    if program in ("bash", "sbatch"):  # of examples/launch: SCRIPT DIR FLAGS, on two nodes
+        assert documents.is_script(words[0])
+        program, words, world = "python", ["pretrain_gpt.py", "--save", words[1], *words[2:]], 16
+    elif program == "srun":
+        flags, world = {a: b for a, b in zip(words, words[1:], strict=False) if a.startswith("--")}, 0
+        world = int(flags["--ntasks"])
+        words = words[words.index("python") + 1 :]
+    elif program == "torchrun":
         from torch.distributed.run import get_args_parser
 
         read = get_args_parser().parse_args(words)
         world = int(read.nnodes.rpartition(":")[2]) * int(read.nproc_per_node)
         words = [read.training_script, *read.training_script_args]
+        program = words.pop(0) if read.module else program
+    if program == "megalite":
+        name = next(n for n in (" ".join(words[:2]), words[0]) if n in COMMAND.COMMANDS)
+        words = [COMMAND.COMMANDS[name][0].replace(".", "/") + ".py", *words[len(name.split()) :]]
     script, *words = words
     assert (ROOT / script).is_file(), f"{script} does not exist"
     return script, [more for word in words for more in STANDS_FOR.get(word, [word])], world
@@ -47,9 +62,18 @@ def split_launcher(command: Command) -> tuple[str, list[str], int]:
 def test_every_command_is_read_by_its_program(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if command.words[0] == "bash":
-        assert subprocess.run(["bash", "-n", command.words[1]], cwd=ROOT, timeout=30).returncode == 0
-        assert all(Path(ROOT / word).is_file() for word in command.words[1:])
+    program, *rest = command.words
+    if program == "pip":
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        asked = [extra for word in rest for found in re.findall(r"\[(.*)\]", word) for extra in found.split(",")]
+        assert rest[0] == "install" and asked and all(extra in known for extra in asked)
+        return
+    if program in ("kubectl", "sky"):
+        assert yaml.safe_load((ROOT / rest[-1]).read_text())
+        return
+    if rest[:2] == ["-m", "pytest"] or (program == "bash" and not rest[0].startswith("examples/launch/")):
+        files = [word for word in rest if word.endswith((".py", ".sh"))]
+        assert files and all(documents.is_script(word) for word in files)
         return
     script, words, world = split_launcher(command)
     if script.startswith("tests/") or "--help" in words:
@@ -61,8 +85,10 @@ def test_every_command_is_read_by_its_program(
     if script != "pretrain_gpt.py":
         parsed_by(script, words, monkeypatch)
         return
-    run_toml = tmp_path / "run.toml"
-    run_toml.write_text("bf16 = true\n")
+    run_toml = tmp_path / "run.toml"  # the document's own, if it has one
+    page = ROOT / "docs" / command.place.partition(":")[0]
+    tomls = [text for language, text in documents.fences(page) if language == "toml"] if page.is_file() else []
+    run_toml.write_text(tomls[0] if tomls else "bf16 = true\n")
     words = [str(run_toml) if word == "run.toml" else word for word in words]
     config, _ = cli.read([str(ROOT / w) if w.startswith("examples/") else w for w in words], PRESETS)
     if config.checkpoint.use_checkpoint_args:  # the rest is in a checkpoint
@@ -75,6 +101,17 @@ def test_every_command_is_read_by_its_program(
     plan = replace(config, data=mock, train=replace(config.train, dry_run=True))
     assert pretrain(plan, Ranks(world=ranks, local_world=ranks)) == 0
     assert "layers per stage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("span", documents.installed_commands())
+def test_every_installed_command_that_is_mentioned_exists(span: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, *words = span.split()
+    name = next((n for n in (" ".join(words[:2]), words[0]) if n in COMMAND.COMMANDS), None)
+    if name is None:
+        assert len(words) == 1 and any(known.startswith(f"{words[0]} ") for known in COMMAND.COMMANDS), span
+    elif rest := words[len(name.split()) :]:
+        script, _, _ = split_launcher(Command(span, tuple(span.split())))
+        parsed_by(script, rest, monkeypatch)
 
 
 def test_there_are_commands_in_readme_and_docs() -> None:
@@ -194,15 +231,15 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
     """Of the trainer, with Megatron-LM's that it answers, of the tools, of torchrun and of the test suite."""
     from torch.distributed.run import get_args_parser
 
-    found = (
-        {flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys() | {"--preset", "--config"}
-    )
+    found = {flag for _, f in options() for flag, _ in spellings(f)} | known_flags().keys() | {"--preset", "--config"}
     found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh", "--capture-range"}  # the last of nsys
     found |= documents.flags_of(torch_range.parser())
     found |= {
-        f"--{word}" for word in "build-arg rm gpus shm-size ulimit user network ipc entrypoint".split()
-    }  # of docker
-    found |= {"--ntasks-per-node"}  # of sbatch
+        f"--{word}" for word in "build-arg rm gpus shm-size ulimit user network ipc entrypoint env".split()
+    }  # of docker, sky
+    found |= {"--ntasks", "--ntasks-per-node", "--signal"}  # of sbatch, srun
+    found |= {"--model", "--model_args", "--tasks"}  # of lm_eval
+    found |= {"--strict"}  # of mkdocs
     for path in sorted((ROOT / "tools").rglob("*.py")):
         if "ArgumentParser(" in path.read_text():
             with documents.stopped(patch, read=False) as here:

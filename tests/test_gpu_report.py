@@ -380,3 +380,26 @@ def test_the_estimate_of_memory_is_what_a_step_takes() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr
     assert [float(line) for line in done.stdout.split()] == pytest.approx([1, 1], rel=0.03)
+
+
+def test_after_a_fault_of_the_card_the_tests_that_are_left_run_in_a_new_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a process computes nothing more: in one report 100 tests failed for 4 that did."""
+    tests = tmp_path / "test_card.py"
+    tests.write_text(
+        "import pytest\npytestmark = pytest.mark.gpu\ndef test_a(): pass\n"
+        "def test_b(): raise RuntimeError('CUDA error: misaligned address')\ndef test_c(): pass\n"
+    )
+    file = tmp_path / "share0.jsonl"
+    monkeypatch.setattr(gpu_report_tests, "cuda_is_broken", lambda: True)
+
+    def turn() -> gpu_report_tests.Share:
+        share = gpu_report_tests.Share(0, 1, file, 60)
+        pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tests)], plugins=[share])
+        return share
+
+    assert turn().broken and gpu_report_tests.read(tmp_path)["passed"] == 1
+    assert not turn().broken
+    found = gpu_report_tests.read(tmp_path)
+    assert (found["passed"], found["failed"], found["did_not_end"]) == (2, 1, 0)

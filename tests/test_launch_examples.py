@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import fsspec
 import pytest
 import yaml
+from test_remote_checkpoints import s3_server  # noqa: F401 (a fixture)
 from train_cases import SMALL
 
 from megalite.config.cli import take_apart
@@ -24,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "examples/launch"
 SRUN = """echo "srun $*" >>"$NOTES"; while [[ $1 == --* ]]; do shift; done; exec "$@" """
 SCONTROL = """echo "scontrol $*" >>"$NOTES"; [ "$1 $2" != "show hostnames" ] || printf 'node-a\\nnode-b\\n'"""
-TORCHRUN = """echo "torchrun $*" >>"$NOTES"; while [[ $1 == --* ]]; do shift; done
+TORCHRUN = """echo "torchrun $*" >>"$NOTES"; echo "grace $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>"$NOTES"; while [[ $1 == --* ]]; do shift; done
 if [ -n "${LEAVES:-}" ]; then mkdir -p "$3"; printf '%s' "$LEAVES" >"$3/status.json"; exit "${CODE:-1}"; fi
 python "$@" & child=$!
 trap 'kill -TERM $child' TERM; trap 'kill -USR1 $child' USR1
@@ -101,6 +105,42 @@ def test_requeues_are_bounded(tmp_path: Path, cluster: dict[str, str], count: st
     assert line.endswith(f"pretrain_gpt.py --save {tmp_path}/run --load {tmp_path}/run --lr 1")
 
 
+OF_TORCH_2_11 = """nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf max-restarts monitor-interval
+ signals-to-handle standalone node-rank master-addr master-port local-addr""".split()
+
+
+def test_torchrun_of_every_release_reads_its_words(
+    tmp_path: Path, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lowest torch has no --shutdown-timeout, and would end with its usage."""
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    env = {**cluster, "LEAVES": leaves("done"), "CODE": "0", "FIRST": "node-a", "NNODES": "1:4", "NPROC": "8"}
+    with script("torchrun.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
+        assert job.wait(timeout=30) == 0
+    words = notes(env, "torchrun")[0].split()[1:]
+    flags = [word[2:].partition("=")[0] for word in words[: words.index("pretrain_gpt.py")]]
+    assert len(flags) >= 8 and [flag for flag in flags if flag not in OF_TORCH_2_11] == []
+    [grace] = notes(env, "grace")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace.split()[1])
+    read = get_args_parser().parse_args(words)
+    assert read.training_script_args == ["--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--lr", "1"]
+    config, _, _ = config_from_args(read)
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 4, 8, 10)
+    assert config.rdzv_configs["last_call_timeout"] == "30" and config.rdzv_configs["join_timeout"] == "900"
+    assert "SIGUSR1" in config.signals_to_handle and getattr(config, "shutdown_timeout", 540) == 540
+
+
+def test_the_page_has_what_the_scripts_read() -> None:
+    texts = "".join(file.read_text() for file in LAUNCH.glob("*.sh"))
+    defaults = dict(re.findall(r"\$\{([A-Z]\w*):-([^}$]*)\}", texts))
+    own = {name: default for name, default in defaults.items() if not name.startswith(("SLURM", "PET"))}
+    page = (ROOT / "docs/launch.md").read_text().partition("## What the scripts read")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page, re.MULTILINE))
+    assert rows.keys() == own.keys() | {"FIRST", "NNODES"}
+    assert {n: rows[n].strip("`") for n in own if own[n].isdigit()} == {n: d for n, d in own.items() if d.isdigit()}
+
+
 def test_a_task_per_card_needs_no_torchrun(tmp_path: Path, cluster: dict[str, str]) -> None:
     env = {**cluster, "SLURM_NTASKS_PER_NODE": "8"}
     with script("slurm.sh", str(tmp_path / "run"), "--help", env=env) as job:
@@ -156,6 +196,8 @@ def test_kubernetes_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     pod = worker["template"]["spec"]
     [container] = pod["containers"]
+    user = re.findall(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[-1]
+    assert pod["securityContext"] == {"runAsNonRoot": user[0] != "0", "fsGroup": int(user[1])}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert not take_apart(container["args"]).problems
     own = {one["name"]: one["value"] for one in container["env"]}
@@ -171,15 +213,38 @@ def test_kubernetes_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
     assert "--nnodes=1:2 --nproc-per-node=8 " in line and "--rdzv-endpoint=megalite-worker-0:23456 " in line
 
 
-def test_skypilot_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
+def skypilot(folder: Path) -> tuple[str, dict[str, str]]:
+    """What its nodes run, and what it tells them."""
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     sky = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6\n", "SKYPILOT_NUM_NODES": str(task["num_nodes"])}
-    sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "t1"}
-    [mount] = task["file_mounts"]
-    command = task["run"].replace(mount, str(tmp_path))
+    sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2], "SKYPILOT_TASK_ID": "t1"}
+    return task["run"], {**sky, **task["envs"], "HOME": str(folder)}
+
+
+def test_skypilot_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
+    command, sky = skypilot(tmp_path)
     env = {**cluster, **sky, "LEAVES": leaves("done"), "CODE": "0"}
     assert subprocess.run(["bash", "-euc", command], cwd=ROOT, env=env, timeout=30).returncode == 0
-    [line] = notes(cluster, "torchrun")
+    [line] = notes(env, "torchrun")
     assert "--nnodes=2 --nproc-per-node=8 " in line and "--rdzv-endpoint=10.0.0.5:29500 --rdzv-id=t1 " in line
-    words = shlex.split(line.partition("pretrain_gpt.py ")[2])
-    assert not take_apart(words).problems
+    words = take_apart(shlex.split(line.partition("pretrain_gpt.py ")[2]))
+    assert not words.problems
+    bucket = "s3://megalite-checkpoints/run"
+    assert (words.given["save"], words.given["load"], words.given["run_dir"]) == (bucket, bucket, f"{tmp_path}/run")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("s3_server")
+def test_skypilots_run_goes_on_from_the_bucket_on_nodes_that_have_nothing(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    command, sky = skypilot(tmp_path)
+    small = shlex.join([*SMALL, "--device", "cpu", "--lr-decay-iters", "4"])
+    bucket = "s3://runs/skypilot"
+    for steps, said in (("2", "starts from scratch"), ("4", "at step 2")):
+        run = command.replace("--config run.toml", f"{small} --train-iters {steps}")
+        env = {**cluster, **sky, "CHECKPOINTS": bucket}
+        done = subprocess.run(["bash", "-euc", run], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+        assert fsspec.filesystem("s3", skip_instance_cache=True).exists(f"{bucket}/iter_000000{steps}/COMPLETE")
+        shutil.rmtree(tmp_path / "run")

@@ -1,7 +1,11 @@
-"""Small command lines that tests share, and a run of one without what a start does around it."""
+"""Small command lines that tests share: a run of one without what a start does around it, and one that gets a signal."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +16,7 @@ if TYPE_CHECKING:
     from megalite.train.run_dir import Exit
     from megalite.train.state import Run
 
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-data --vocab-size 93 --make-vocab-size-divisible-by 8 "
@@ -32,3 +37,36 @@ def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) ->
         return Training(run, config, folder, Silent(), StopSignal(), saver, None, watch).train()
     finally:
         watch.dog.close()
+
+
+def waits(pid: int, number: int) -> bool:
+    """Whether a process has blocked a signal."""
+    [mask] = re.findall(r"SigBlk:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def signalled(
+    *flags: str, number: int, after: str = "step     5/", again_s: float | None = None, alone: bool = False
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a run whose process group gets a signal, as terminals, timeout, scancel and systemd
+    send it, once the run has shown `after`. `again_s`: a second one, so much later. `alone`: only to the launcher."""
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True)
+    shown = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout if after else []:
+            shown.append(line)
+            if after in line:
+                break
+        while not after and not waits(process.pid, number):  # torch is not imported yet
+            time.sleep(0.01)
+        os.kill(process.pid, number) if alone else os.killpg(process.pid, number)
+        if again_s is not None:
+            time.sleep(again_s)
+            os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, "".join(shown) + out, err
+    finally:
+        process.kill()

@@ -69,7 +69,7 @@ def verify(path: Location, every: bool) -> int:
     for folder in folders:
         try:
             manifest = manifests.load(folder)
-            reader.verify(folder, manifest)
+            reader.verify(folder, manifest, f"verifying {folder}")
             print(f"{folder}: {len(manifest.tensors)} tensors in {len(manifest.files)} files, all as they were written")
         except CheckpointError as error:
             bad += 1

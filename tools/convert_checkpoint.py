@@ -37,7 +37,6 @@ from megalite.interop.hugging_face.config_json import choose_family  # noqa: E40
 from megalite.interop.hugging_face.write import write_model  # noqa: E402
 from megalite.interop.megatron import rank_files as megatron  # noqa: E402
 from megalite.interop.megatron import torch_dist as megatron_dist  # noqa: E402
-from megalite.interop.megatron.release import write_megatron  # noqa: E402
 from megalite.models.families import FAMILIES  # noqa: E402
 from megalite.models.specs import specs_of  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
@@ -49,6 +48,7 @@ from megalite.train.state import State  # noqa: E402
 from tools.checks import second_reading  # noqa: E402
 from tools.checks.bits import compare  # noqa: E402
 from tools.checks.logits import compare_logits  # noqa: E402
+from tools.megatron_release import write_megatron  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4

@@ -15,8 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.cli import spellings  # noqa: E402
-from megalite.config.field import base_type, facts_of  # noqa: E402
+from megalite.config.field import (  # noqa: E402
+    base_type,
+    facts_of,
+    spellings,  # noqa: E402
+)
 from megalite.config.megatron_flags import (
     DEPENDENT,
     INSTEAD,

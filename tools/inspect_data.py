@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
+from megalite.config.console import Bar  # noqa: E402
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.files.sidecar import check_tokenizer, read_info  # noqa: E402
@@ -138,8 +139,9 @@ def check_index(data: IndexedDataset) -> None:
             raise DataError(f"{data.prefix}.idx: document_indices[{a + int(steps.argmin()) + 1}] decreases")
 
 
-def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | None, eod: int | None) -> str:
-    """What was checked, in words; DataError with file, document, position and id of the first fault."""
+def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | None, eod: int | None, bar: Bar) -> str:
+    """What was checked, in words; DataError with file, document, position and id of the first fault. `bar`: of the
+    tokens."""
     check_index(data)
     for key, count in (("documents", len(data)), ("tokens", data.num_tokens)):
         if info is not None and info.get(key, count) != count:
@@ -153,6 +155,7 @@ def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | 
         for a in range(begin, end, CHUNK):
             b = min(a + CHUNK, end)
             tokens = np.asarray(data.tokens[a:b])
+            bar.add(b - a)
             if tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size):
                 at = int(np.flatnonzero((tokens < 0) | (tokens >= (vocab_size or 1 << 62)))[0])
                 inside = int(np.searchsorted(ends, a + at, side="right"))
@@ -210,7 +213,9 @@ def main(argv: list[str]) -> int:
                 vocab_size, eod = tokenizer.vocab_size, tokenizer.eod
             elif args.vocab_size is not None:
                 vocab_size = args.vocab_size
-            print(verify(data, info, vocab_size, eod))
+            with Bar(f"verifying {args.prefix}", data.num_tokens, "tokens") as bar:
+                found = verify(data, info, vocab_size, eod, bar)
+            print(found)
         if args.document is not None:
             print(show_document(data, args.document, tokenizer))
         if args.png is not None:

@@ -25,8 +25,8 @@ import numpy as np  # noqa: E402
 
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
 from megalite.data.files.sidecar import read_info  # noqa: E402
+from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
 
 COPY_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16

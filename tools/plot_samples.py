@@ -22,7 +22,6 @@ from numpy.typing import NDArray  # noqa: E402
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
 from megalite.data.samples.blend import split_parts
 from megalite.data.samples.epochs import build_epoch  # noqa: E402
 from megalite.data.samples.gpt_dataset import GptDataset  # noqa: E402
@@ -30,6 +29,7 @@ from megalite.data.samples.packed_dataset import PackedDataset  # noqa: E402
 from megalite.data.samples.permutation import fold, permute  # noqa: E402
 from megalite.data.samples.token_line import Line  # noqa: E402
 from tools.plot import positive  # noqa: E402
+from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
 
 LENGTHS = (14, 5, 9, 3, 22, 7, 4, 11, 6, 16, 8, 5)
 COLOURS = (
@@ -185,14 +185,14 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
     return figure
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=positive, nargs="+", default=list(LENGTHS), help="tokens of each document")
     parser.add_argument("--split", default="10,1,1", help="as in training")
     parser.add_argument("--seq-length", type=positive, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="samples.png")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         draw(args.lengths, args.split, args.seq_length, args.seed).savefig(args.out, dpi=200)
     except (DataError, OSError) as error:
@@ -201,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -7,6 +7,8 @@
 Builds the order of documents of every epoch that training, validation and test will read, and prints the files that are
 new. What exists already is checked and kept, so a second call builds nothing. The run must have the same data, split,
 sequence length, seed and length; what it misses it builds by itself.
+
+The flags: python pretrain_gpt.py --help
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def prepare(config: Config) -> tuple[int, int]:
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
-        print(f"{__doc__}\nThe flags: python pretrain_gpt.py --help, or docs/flags.md")
+        print(__doc__)
         return 0
     try:
         config, _ = cli.read(argv, PRESETS)

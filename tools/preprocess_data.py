@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.preprocess.tokenize_files import preprocess  # noqa: E402
-from megalite.data.preprocess.workers import Job  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import TYPES  # noqa: E402
+from tools.preprocess.tokenize_files import preprocess  # noqa: E402
+from tools.preprocess.workers import Job  # noqa: E402
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,36 +1,81 @@
 #!/usr/bin/env python
-"""Where the time of a run went, and its goodput, from its run directory; also of one that still runs or was killed.
+"""What came of a run: where its time went, as text; and a page with everything it wrote, losses to memory, in pictures.
 
-python tools/report.py RUN_DIR        report.json, of the last process that ended; and the run so far
+python tools/report.py RUN_DIR                      the text, and RUN_DIR/report/index.html with its pictures as PNGs
+python tools/report.py RUN_DIR RUN_DIR --out DIR    several runs in the same pictures, and how far they are apart
+python tools/report.py RUN_DIR --text               the text alone; nothing is written
+
+Also of a run that goes on or was killed. The page is one file without scripts, for any browser; it loads nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.train.figures import table  # noqa: E402
+from megalite.train.run_dir import write_atomically  # noqa: E402
 from megalite.train.watch.report import read_past, summary  # noqa: E402
+from tools.pictures.canvas import NoMatplotlib, save  # noqa: E402
+from tools.pictures.page import DAMAGE, Page  # noqa: E402
+from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
 
 
-def main() -> None:
+def text(run: Run) -> str:
+    """report.json, of the last process that ended; and the run so far. Raises any of DAMAGE."""
+    metrics, made = run.folder / "metrics.jsonl", run.report
+    rows = {"written": str(made["time"]), **summary(made)} if made else {}
+    if not made and not metrics.exists():
+        return table({"outcome": f"{run.outcome}, before its first step"})
+    if (past := read_past(run.folder, metrics.stat().st_mtime)) is not None:
+        rows["run so far"] = f"goodput {past}"
+    return table(rows)
+
+
+def write(runs: list[Run], folder: Path) -> Path:
+    """The page and its PNGs. Raises OSError, NoMatplotlib."""
+    page = Page(runs)
+    made, path = page.text(), folder / "index.html"
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in page.pictures:
+        save(picture, folder / f"{picture.name}.png")
+    write_atomically(path, made)
+    return path
+
+
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", type=Path)
-    folder = parser.parse_args().run_dir
-    path, metrics = folder / "report.json", folder / "metrics.jsonl"
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="of the page and its pictures (RUN_DIR/report)")
+    parser.add_argument("--text", action="store_true", help="print where the time went, and write nothing")
+    args = parser.parse_args(argv)
+    code = 0
     try:
-        made = json.loads(path.read_text("utf-8")) if path.exists() else None
-        rows = {} if made is None else {"written": made["time"], **summary(made)}
-        if (past := read_past(folder, metrics.stat().st_mtime)) is not None:
-            rows["run so far"] = f"goodput {past}"
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:  # as rows may be
-        raise SystemExit(f"report.py: {folder}: {error!r}; give a run directory") from None
-    print(table(rows))
+        runs = read_runs(args.run_dirs)
+    except RunError as error:
+        raise SystemExit(f"report.py: {error}") from None
+    for run in runs:
+        if len(runs) > 1:
+            print(f"\n{run.name}")
+        try:
+            print(text(run))
+        except DAMAGE as error:  # as rows of files may be
+            print(f"report.py: {run.folder}: {error!r}; give a run directory", file=sys.stderr)
+            code = 1
+    if args.text:
+        return code
+    try:
+        print(f"page: {write(runs, args.out or runs[0].folder / 'report')}")
+    except NoMatplotlib as error:
+        print(f"report.py: no page: {error}; --text asks for none", file=sys.stderr)
+        return 1 if args.out else code
+    except OSError as error:
+        raise SystemExit(f"report.py: {error.filename}: {error.strerror}; give another --out") from None
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -25,8 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.preprocess.records import read_texts  # noqa: E402
-from megalite.data.preprocess.text_input import expand  # noqa: E402
+from tools.preprocess.records import read_texts  # noqa: E402
+from tools.preprocess.text_input import expand  # noqa: E402
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it

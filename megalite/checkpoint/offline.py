@@ -19,9 +19,9 @@ from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format import reader, writer
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.format.tensor_file import flat, rows_of
-from megalite.checkpoint.progress import show
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
+from megalite.config.console import Bar, show
 from megalite.parallel.spec import Box, Piece
 
 
@@ -120,8 +120,9 @@ def write_checkpoint(
     part = storage.part_of(folder)
     try:
         storage.begin(part)
-        for number, items in enumerate(files):
-            _write_file(part, number, sorted(items, key=lambda item: -item.dtype.itemsize), shapes)
+        with Bar(f"writing {folder}", sum(map(len, files)), "tensors") as bar:
+            for number, items in enumerate(files):
+                _write_file(part, number, sorted(items, key=lambda item: -item.dtype.itemsize), shapes, bar)
         writer.commit(part, folder, state, step, len(files))
     except BaseException as error:
         writer.abandon(part)
@@ -146,8 +147,10 @@ def _check_cover(items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> N
             )
 
 
-def _write_file(part: Location, number: int, items: Sequence[Item], shapes: dict[str, tuple[int, ...]]) -> None:
+def _write_file(
+    part: Location, number: int, items: Sequence[Item], shapes: dict[str, tuple[int, ...]], bar: Bar
+) -> None:
     """One file, and the list that `writer` makes the manifest of."""
     rows = rows_of((name, shapes[name], item.dtype, box) for item in items for name, box in item.parts)
-    values = (one for item in items for one in item.values())
+    values = (one for item in bar.each(items) for one in item.values())
     writer.write_rank(part, number, rows, flat(rows, values))

@@ -6,6 +6,7 @@ A contradiction is a Problem (problem.py), one line: `name=value breaks rule; re
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -79,6 +80,10 @@ def _ranges(config: Config) -> Iterator[tuple[str, Problem]]:
 
 def _machine(config: Config, say: Say) -> Iterator[Problem]:
     p, o = config.parallel, config.operations
+    if config.log.name is not None and config.log.run_dir is not None:
+        yield say("{name} and {run_dir} exclude each other; give one")
+    if config.log.name is not None and not re.fullmatch(r"\w[\w.+=,-]{0,79}", config.log.name):
+        yield say("{=name!r} is no name of a directory in runs; use at most 80 letters, digits and - _ . + = ,")
     if p.distributed_backend == "mpi":
         yield say("{=distributed_backend} is in no torch wheel; mpirun starts ranks of nccl and gloo too: remove it")
     if p.distributed_backend == "nccl" and p.device == "cpu":

@@ -10,17 +10,17 @@ once, and the exit code is 2, before torch is imported.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalite.config import options as configs
 from megalite.config.check import check, without_effect
-from megalite.config.field import base_type, facts_of, flag_of
+from megalite.config.field import base_type, spellings
+from megalite.config.help import asked_for, help_text
 from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
 from megalite.config.options import Config, ConfigError, options
 from megalite.config.toml import read_toml
@@ -30,47 +30,6 @@ Also = Callable[[Config, list[str]], Sequence[str]]
 World = Callable[[Config], int | None]
 Presets = Mapping[str, Mapping[str, Any]]
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-
-
-def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
-    """Every flag that sets this option: (flag, None) when a value follows, else (flag, the value it stands for)."""
-    flag, result = flag_of(f.name), []
-    if base_type(f) == "bool":
-        plain = flag.removeprefix("--no-")
-        result = [(flag, True)] if plain == flag else [(flag, True), ("--" + plain, False)]
-        if plain == flag:
-            result += [(f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
-    else:
-        result.append((flag, None))
-    for extra in facts_of(f).flags:
-        spelt, _, value = extra.partition("=")
-        result.append((spelt, {"": None, "true": True, "false": False}.get(value, value)))
-    return result
-
-
-def build_parser(presets: Sequence[str]) -> argparse.ArgumentParser:
-    """What prints --help; `read` reads the words itself, since argparse stops at the first that is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="pretrain_gpt.py",
-        description="Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags.",
-        epilog="A switch --x is also --no-x and --x=false. More of Megatron-LM's flags: docs/megatron.md.",
-    )
-    parser.add_argument("--preset", metavar="NAME", help="model shape: " + ", ".join(presets))
-    parser.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
-    groups = {name: parser.add_argument_group(name) for name in configs.SECTIONS}
-    for section, f in options():
-        kind, facts = base_type(f), facts_of(f)
-        shown = "" if f.default is None or kind == "bool" or facts.required else f" (default {f.default})"
-        for flag, constant in spellings(f):
-            negative = kind == "bool" and constant is not f.default
-            text = facts.help + shown if flag == flag_of(f.name) else f"{flag_of(f.name)} {constant}"
-            if constant is not None:
-                if negative or flag == flag_of(f.name) or kind != "bool":  # what is so anyway is not worth a line
-                    groups[section].add_argument(flag, action="store_true", help=text.replace("%", "%%"))
-            else:
-                metavar = "{" + ",".join(facts.choices) + "}" if facts.choices else kind.upper()
-                groups[section].add_argument(flag, metavar=metavar, help=text.replace("%", "%%"))
-    return parser
 
 
 @dataclass
@@ -185,12 +144,13 @@ def read_all(
     problems = [*words.problems, *foreign.problems]
     given, unclear = words.given, words.unclear
     words.misspelt.update(*map(_named_in, foreign.problems))  # which the flag was to say in its own way
-    path, file = given.pop("config", None), {}
+    path, file, follows = given.pop("config", None), {}, []
     if path is not None:
         try:
             file = read_toml(path)
         except ConfigError as error:
             problems += error.problems
+            follows = check(Config())  # an empty command line is told so, too: the file was to say it
     preset = str(given.pop("preset", "") or file.get("preset", ""))
     file.pop("preset", None)
     if preset and preset not in presets:
@@ -204,7 +164,7 @@ def read_all(
         unclear |= set(wrong)
         values.update(made)
     made = configs.build(configs.completed(configs.over_preset(presets.get(preset, {}), values)))
-    problems += check(made, world(made), unclear=unclear)
+    problems += [problem for problem in check(made, world(made), unclear=unclear) if problem not in follows]
     problems += also(made, problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -228,8 +188,12 @@ def read_or_exit(
 ) -> Read:
     """As `read_all`, for a program: prints what is worth telling, or all problems and exits with code 2. `quiet`: a
     rank whose notes another one prints."""
-    if any(word in ("-h", "--help") for word in argv):
-        build_parser(sorted(presets)).print_help()
+    if (topic := asked_for(argv)) is not None:
+        try:
+            print(help_text(topic, sorted(presets)))
+        except ConfigError as error:
+            _tell(f"pretrain_gpt.py: {problem}" for problem in error.problems)
+            raise SystemExit(2) from None
         raise SystemExit(0)
     try:
         found = read_all(argv, presets, also, world)

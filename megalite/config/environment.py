@@ -19,6 +19,7 @@ T = TypeVar("T", str, bool)
 OVERRIDES = dict(
     kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION", shared_memory="MEGALITE_SHARED_MEMORY"
 )
+PLAIN = ("NO_COLOR", "RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 FAMILIES = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "TRITON_", "NVIDIA_TF32", "MEGALITE_")
 OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "MEGALITE_FAULT")
 
@@ -68,6 +69,11 @@ def warnings() -> list[str]:
     """What of the environment nobody may miss who reads the log."""
     asked = variable(VARIABLE)
     return [f"{VARIABLE}={asked}: this run is made to fail; unset it for a run that counts"] if asked else []
+
+
+def wants_plain_lines() -> bool:
+    """No colours and no line that changes: the user says so, or a launcher collects what ranks write."""
+    return any(map(variable, PLAIN)) or variable("TERM", "dumb") == "dumb"
 
 
 def values_of(names: Iterable[str]) -> str:

@@ -95,6 +95,22 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
+    """Every flag that sets this option: (flag, None) when a value follows, else (flag, the value it stands for)."""
+    flag, result = flag_of(f.name), []
+    if base_type(f) == "bool":
+        plain = flag.removeprefix("--no-")
+        result = [(flag, True)] if plain == flag else [(flag, True), ("--" + plain, False)]
+        if plain == flag:
+            result += [(f"--no-{flag[2:]}", False), (f"--disable-{flag[2:]}", False)]
+    else:
+        result.append((flag, None))
+    for extra in facts_of(f).flags:
+        spelt, _, value = extra.partition("=")
+        result.append((spelt, {"": None, "true": True, "false": False}.get(value, value)))
+    return result
+
+
 def unusable(text: str, path: bool) -> str | None:
     """Why a text can be no value: no file of the run could hold it, or no file system such a path."""
     if PASSWORD.search(text):

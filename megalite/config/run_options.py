@@ -292,6 +292,7 @@ class LogConfig:
     timing_log_option: str = free("minmax", "timers over ranks", choices=("max", "minmax", "all"))
     barrier_with_level_1_timing: bool = free(True, "ranks wait for each other at the parts that level 1 times")
     run_dir: str | None = free(None, "directory of logs; default: --save, else runs/last")
+    name: str | None = free(None, "of the run: its logs go to runs/NAME, which no other run may have")
     tensorboard_dir: str | None = free(None, "directory of TensorBoard events")
     tensorboard_log_interval: int = free(1, "steps per TensorBoard point", above=0)
     tensorboard_queue_size: int = free(1000, "TensorBoard events held in memory", above=0)

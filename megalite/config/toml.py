@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
+from megalite.config.megatron_flags import nearest
 from megalite.config.options import SECTIONS, Config, ConfigError, gelu_form, options
 
 
@@ -33,7 +34,9 @@ def parse_toml(text: str, path: str) -> dict[str, Any]:
     def take(name: str, value: Any, section: str | None) -> None:
         name = name.replace("-", "_")
         if name != "preset" and (name not in known or (section is not None and known[name] != section)):
-            hint = f"it belongs in [{known[name]}]" if name in known else "see --help for the options"
+            near = nearest(f"--{name}", [f"--{other}" for other in known])
+            other = f"did you mean {near[2:]}?" if near else "docs/flags.md lists the options"
+            hint = f"it belongs in [{known[name]}]" if name in known else other
             problems.append(f"config={path!r}: unknown key {name} in [{section or 'top level'}]; {hint}")
         elif name in values:
             problems.append(f"config={path!r}: {name} is given twice; keep one")

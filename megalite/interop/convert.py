@@ -6,8 +6,9 @@ all of them: cut it into rectangles of ours and leave the padding of their vocab
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import inside, intersect, views
 from megalite.checkpoint.format.tensor_file import cut
 from megalite.checkpoint.offline import Checkpoint, Item, write_checkpoint
-from megalite.checkpoint.progress import ProgressLines
 from megalite.checkpoint.storage.location import Location, folder_of
 from megalite.checkpoint.storage.protocol import steps_in
 from megalite.config.check import check
+from megalite.config.console import told
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.interop.rules import Recipe, Specs, join, split, unpadded
 from megalite.parallel.spec import Box, ParamSpec, Piece
@@ -121,16 +122,21 @@ def fill_from(
     wanted: dict[str, list[tuple[Box, Tensor]]] = {}
     for piece in pieces:
         wanted.setdefault(_bare(piece), []).extend(views(piece))
-    progress = ProgressLines(f"loading {where}", len(foreign), "tensors") if tell else None
-    for one in foreign:
-        if progress is not None:
-            progress.add(1)
-        if all(intersect(held, box) is None for spec, box in one.recipe.parts for held, _ in wanted.get(spec.name, ())):
-            continue
-        for spec, box, values in split(one.recipe, one.read()):
-            for held, target in wanted.get(spec.name, ()):
-                if (both := intersect(held, box)) is not None:
-                    target[inside(both, held)] = values[inside(both, box)].to(target)
+    progress = told(f"loading {where}", len(foreign), "tensors") if tell else contextlib.nullcontext()
+    with progress as bar:
+        for one in foreign:
+            _fill(one, wanted)
+            if bar is not None:
+                bar.add(1)
+
+
+def _fill(one: Foreign, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]) -> None:
+    if all(intersect(held, box) is None for spec, box in one.recipe.parts for held, _ in wanted.get(spec.name, ())):
+        return
+    for spec, box, values in split(one.recipe, one.read()):
+        for held, target in wanted.get(spec.name, ()):
+            if (both := intersect(held, box)) is not None:
+                target[inside(both, held)] = values[inside(both, box)].to(target)
 
 
 def _bare(piece: Piece) -> str:

@@ -27,7 +27,7 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from megalite.config.console import let_go_of_console
+from megalite.config.console import complain, let_go_of_console
 from megalite.config.run_options import EXIT_SIGNALS
 from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks, die_with_parent, read_first_failure
 
@@ -127,8 +127,7 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder
                 died = "with the fork server, which was killed" if code == NO_SERVER else died
                 failed, cause = _first_failure(folder, failed, f"{process.name} ended {died}{early}")
                 if code not in (2, 3, *ORDERLY, INTERRUPTED):  # these have said what they had to say
-                    with contextlib.suppress(OSError, ValueError):  # its disk may be full, and why they died
-                        print(f"{process.name} ended {died}; ending the others", file=sys.stderr, flush=True)
+                    complain(f"{process.name} ended {died}; ending the others")
                 deadline = time.monotonic() + (ORDERLY_S if code in ORDERLY else grace_s)
         alive = [p for p in alive if p.is_alive()]
     return failed, cause

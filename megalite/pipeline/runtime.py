@@ -47,7 +47,7 @@ def nobody(chunk: int, sinks: Iterable[GradientSink] | None = None) -> None:
 
 @dataclass
 class Timed:
-    """When an action ran, in seconds from the start of the step."""
+    """When an action ran, without its wait for a message, in seconds from the start of the step."""
 
     action: str
     start_s: float
@@ -92,6 +92,7 @@ class Pipeline:
         self.place = Placement(mesh.pp.size, len(self.stages))
         self.last = self.place.num_stages - 1
         self.timeline: list[Timed] | None = None  # set to [] to record the next step
+        self._came = 0.0  # when the last message had come that was waited for
 
     def step(self, batches: Sequence[Any], loss_weight: float, more: bool = False) -> Tensor:
         """Forward and backward of all micro-batches; the sums of their losses and of what is added to them (z-loss):
@@ -155,7 +156,7 @@ class Pipeline:
                 tensor = torch.empty(shape, dtype=self.dtype, device=mesh.device)
                 flight.coming[action.op, *key] = self._post(RECEIVE, action, tensor)
             if self.timeline is not None:
-                self.timeline.append(Timed(str(action), start, self._now(begin)))
+                self.timeline.append(Timed(str(action), max(start, self._came - begin), self._now(begin)))
         for message in flight.sent:
             self._wait(message, "what was sent")
         return total
@@ -163,7 +164,9 @@ class Pipeline:
     def _wait(self, message: Pending, *name: object) -> Tensor:
         """For a message, which comes when its sender is there: most of it is the pipeline's bubble."""
         with self.mesh.clock.span(MESSAGES, "wait for", *name):
-            return message.wait()
+            tensor = message.wait()
+        self._came = self._now(0.0)
+        return tensor
 
     def _forward(self, flight: Flight, key: Key, chunk: int, batch: Any, weight: float | Tensor | None) -> Tensor:
         (stage, _), keep = key, weight is not None

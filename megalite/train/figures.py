@@ -88,20 +88,24 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def megalite_line(i: Interval, speed: Speed, now: datetime.datetime) -> str:
+def rates(i: Interval, speed: Speed) -> str:
     tokens, tflops, mfu = speed.tokens_per_s(i), speed.tflops(i), speed.mfu(i)
+    rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
+    share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
+    return f"{rate} tok/s/gpu  {f'{tflops:.0f}' if tflops >= 100 else f'{tflops:.3g}'} TF/s  MFU {share}"
+
+
+def megalite_line(i: Interval, speed: Speed, now: datetime.datetime) -> str:
     loss = "n/a" if i.loss is None else f"{i.loss:.4f}"
     loss += "" if i.z_loss is None else f"  z-loss {i.z_loss:.2e}"
     scale = f"  scale {i.loss_scale:.0f}" if i.loss_scale != 1.0 else ""
     scale += "" if i.params_norm is None else f"  pnorm {i.params_norm:.2f}"
     scale += "" if i.zeros is None else f"  zeros {i.zeros}"
-    rate = f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
-    share = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
     skipped = f" | skipped {i.skipped}" if i.skipped else ""
     return (
         f"{now:%H:%M:%S}  step {i.step:5d}/{i.last_step}  loss {loss}  lr {i.lr:.1e}  gnorm {i.grad_norm:.2f}{scale} | "
-        f"{rate} tok/s/gpu  {f'{tflops:.0f}' if tflops >= 100 else f'{tflops:.3g}'} TF/s  MFU {share} | "
-        f"{i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB | data {100 * i.data_s / i.step_s:.1f}% | "
+        f"{rates(i, speed)} | {i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB | "
+        f"data {100 * i.data_s / i.step_s:.1f}% | "
         f"eta {duration((i.last_step - i.step) * i.step_s)}{skipped}"
     )
 

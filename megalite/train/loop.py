@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
+from megalite.config.console import show
 from megalite.config.faults import fault
 from megalite.config.options import Config, log_steps, resolved_style
 from megalite.config.toml import to_toml
@@ -36,8 +36,6 @@ from megalite.train.watch.doubts import Doubts
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.pulse import Pulse
 
-PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
-FIRST_PROGRESS_S = 2.0
 BEAT_S = 10.0  # between two looks of others at status.json that are worth it
 STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a signal does
 
@@ -65,9 +63,9 @@ def _due(every: int | None, step: int) -> bool:
     return bool(every) and step % (every or 1) == 0
 
 
-def evaluate(run: Run, data: Loader, iters: int, tell: Callable[[int], None] = lambda done: None) -> float:
-    """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `tell`
-    is called with the number that is done."""
+def evaluate(run: Run, data: Loader, iters: int, done: Callable[[int], None] = lambda batches: None) -> float:
+    """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `done`
+    is called with 1 after each."""
     mesh, size = run.mesh, run.eval_batch_size
     fault("eval.begin", mesh.world.rank, run.state.step)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -77,7 +75,7 @@ def evaluate(run: Run, data: Loader, iters: int, tell: Callable[[int], None] = l
         if mesh.pp.is_last and mesh.tp.is_first:
             sums[0] += loss
             sums[1:] += float(sum(host.counted_tokens for host in hosts))
-        tell(i + 1)
+        done(1)
     loss_sum, tokens = all_reduce_(sums, mesh.world).tolist()
     return loss_sum / tokens if tokens else math.nan
 
@@ -144,6 +142,7 @@ class Training:
             stopping = result.stop or bool(unreliable) or _due(t.exit_interval, step)
             logged = _due(self._log_interval, step) or step in (self._first, run.last_step) or stopping
             self._log(result, logged)
+            self.report.stepped(step, run.last_step, result.loss)
             self._beat()
             with self.watch.phases("profiler"):
                 self.watch.profiler.after(step, logged)
@@ -264,17 +263,11 @@ class Training:
     def _evaluate(self, sets: Sequence[NamedSet[Loader]], what: str) -> None:
         report, state, iters = self.report, self.run.state, self.config.train.eval_iters
         for one in sets if iters > 0 else ():
-            next_line = time.monotonic() + FIRST_PROGRESS_S
             self.watch.dog.at("evaluate", state.step)
-
-            def progress(done: int, name: str = one.name) -> None:
-                nonlocal next_line
-                if done < iters and time.monotonic() > next_line:
-                    next_line = time.monotonic() + PROGRESS_S
-                    report.evaluating(state.step, name, done, iters)
-
-            with self.watch.collector.evaluation(), self.watch.timers("evaluate", 0), self.watch.phases("evaluation"):
-                loss = evaluate(self.run, one.data, iters, progress)
+            watch = self.watch
+            with watch.collector.evaluation(), watch.timers("evaluate", 0), watch.phases("evaluation"):
+                with report.evaluating(state.step, one.name, iters) as bar:
+                    loss = evaluate(self.run, one.data, iters, bar.add)
             now = state.step, state.consumed_samples, state.consumed_tokens
             report.validation(*now, loss, what, name=one.name, bytes_per_token=one.bytes_per_token)
             self._tell_timers(("evaluate",))

@@ -17,21 +17,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.progress import show
+from megalite.config.console import Bar, complain, show
 from megalite.config.options import LogConfig
 from megalite.data.samples.validation_sets import bits_per_byte
 from megalite.train import figures as lines
 from megalite.train.figures import Interval, Speed, perplexity
 from megalite.train.progress_file import ProgressLog
-from megalite.train.run_dir import AppendedFile, complain
+from megalite.train.run_dir import AppendedFile
 from megalite.train.state import State, StepResult
+
+PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
+FIRST_PROGRESS_S = 2.0
 
 
 def missing_packages(tensorboard_dir: str | None, wandb_project: str | None) -> list[str]:
     """One line for each option whose optional package is not installed; imports nothing."""
     wanted = (("tensorboard_dir", tensorboard_dir, "tensorboard"), ("wandb_project", wandb_project, "wandb"))
     return [
-        f"{option}={value!r} needs the package {package}; pip install {package}"
+        f"{option}={value!r} needs the package {package}; pip install {package} (or megalite[{package}])"
         for option, value, package in wanted
         if value is not None and importlib.util.find_spec(package) is None
     ]
@@ -60,6 +63,8 @@ class Reporter:
         self._warnings: list[str] = []
         self._results: dict[str, str] = {}
         self._too_fast = False
+        self._bar: Bar | None = None
+        self._rates = ""
         missing = missing_packages(log.tensorboard_dir, log.wandb_project)
         if missing:
             raise RuntimeError("\n".join(missing))
@@ -114,6 +119,7 @@ class Reporter:
 
     def train(self, i: Interval) -> None:
         speed, now = self.speed, datetime.datetime.now()
+        self._rates = f"{lines.rates(i, speed)}  {i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB"
         if speed.too_fast(i) and not self._too_fast:
             self._too_fast = True
             self.say(
@@ -151,6 +157,11 @@ class Reporter:
         self._row(i.step, i.consumed_tokens, row | {k: v for k, v in more.items() if v is not None})
         self._scalars({"iteration-time": i.step_s, "throughput": speed.tflops(i)}, i.step)
 
+    def stepped(self, step: int, last_step: int, loss: float) -> None:
+        """The bar at the bottom of a terminal: this step's loss, and rates and memory as the last line has them."""
+        self._bar = self._bar or Bar("step", last_step, done=step - 1)
+        self._bar.at(step, f"loss {loss:.4f}  {self._rates}")
+
     def step(
         self, state: State, r: StepResult, loss_scale: float, params_norm: float | None, memory: dict[str, float]
     ) -> None:
@@ -176,13 +187,19 @@ class Reporter:
         if self.log.log_timers_to_tensorboard:
             self._scalars({f"{name}-time": max(times) for name, times in seconds.items() if any(times)}, step)
 
-    def evaluating(self, step: int, name: str, done: int, iters: int) -> None:
-        which = f" {name}" if name else ""
-        if self.megatron:
-            self.say(f"Evaluating iter {done}/{iters}")
-        else:
-            now = datetime.datetime.now()
-            self.say(f"{now:%H:%M:%S}  step {step:5d}  evaluating{which}: {done} of {iters} batches")
+    def evaluating(self, step: int, name: str, iters: int) -> Bar:
+        """Of the batches of an evaluation."""
+        what = f"evaluating {name}".rstrip()
+
+        def plain(done: float) -> None:
+            if done == iters:  # its loss follows
+                return
+            if self.megatron:
+                self.say(f"Evaluating iter {done:.0f}/{iters}")
+            else:
+                self.say(f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  {what}: {done:.0f} of {iters} batches")
+
+        return Bar(what, iters, "batches", every_s=PROGRESS_S, first_s=FIRST_PROGRESS_S, plain=plain)
 
     def validation(
         self,
@@ -225,6 +242,8 @@ class Reporter:
 
     def summary(self, rows: dict[str, str]) -> None:
         """The end of the run: `rows`, the last losses, where the files are, and what was warned of."""
+        if self._bar is not None:
+            self._bar.close()
         where = {
             "log": str(self._log.path),
             "metrics": str(self._rows.path),
@@ -276,6 +295,11 @@ class Silent(Reporter):
         super().__init__(Path(), Speed(0.0, 1, None))
 
     def say(self, text: str) -> None: ...
+
+    def stepped(self, step: int, last_step: int, loss: float) -> None: ...
+
+    def evaluating(self, step: int, name: str, iters: int) -> Bar:
+        return Bar(name, iters, quiet=True)
 
     def warn(self, text: str) -> None: ...
 

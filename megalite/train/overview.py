@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
 
 from megalite.kernels.attention import describe_attention
 from megalite.kernels.dispatch import describe_kernels
@@ -12,6 +16,7 @@ from megalite.train import figures as lines
 from megalite.train.arrangement import Arrangement
 from megalite.train.peak_rates import Peak
 from megalite.train.sources import Sources
+from megalite.train.watch.fingerprint import facts_of_machine
 
 MOST_ROWS = 16  # of the table of memory
 
@@ -48,6 +53,26 @@ def describe(
     if peak is not None:
         rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
     return lines.table(rows) + "\n" + lines.columns(memory_rows(plan))
+
+
+def facts(plan: Arrangement, sources: Sources, hosts: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """The same for programs, as JSON has it: what a run's page is made of. `layers` of every stage, from and to; bytes
+    of every rank of each pipeline position; `hosts`: of all ranks."""
+    parts = ("weights", "gradients", "optimizer")
+    memory = [{part: getattr(held, part) for part in parts} for held in plan.holdings]
+    return {
+        "command": sys.argv,
+        "mesh": {"world": plan.world, "pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp},
+        "dp_outermost": plan.sizes.get("dp_outermost", False),
+        "layers": [[layers.start, layers.stop] for layers in plan.stages],
+        "memory": [one | {"activations": more} for one, more in zip(memory, plan.activations, strict=True)],
+        "parameters": plan.parameters,
+        "steps": plan.steps,
+        "data": sources.train.describe(plan.samples),
+        "hosts": list(dict.fromkeys(hosts)),
+        "device": device.type,
+        "machine": facts_of_machine(device),
+    }
 
 
 def runs(counts: Iterable[int]) -> str:

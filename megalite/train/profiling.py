@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megalite.config.console import complain
 from megalite.config.options import OperationsConfig
 from megalite.parallel.comm import all_reduce_, gather_texts
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
-from megalite.train.run_dir import complain, write_atomically
+from megalite.train.run_dir import write_atomically
 
 
 class Profiler:

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from megalite.config.console import complain
 from megalite.parallel.launch import FIRST_FAILURE, Ranks, read_first_failure
-from megalite.train.run_dir import complain
 
 FOLDER, MOST_LINES = "ranks", 30
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from megalite.checkpoint.storage.file_system import Lock
 from megalite.checkpoint.storage.location import CheckpointError, parse
 from megalite.checkpoint.storage.protocol import folder_of, steps_in
+from megalite.config.console import complain
 from megalite.config.options import Config
 from megalite.parallel.local_ranks import End
 from megalite.train.rank_log import FOLDER, stack_of
-from megalite.train.run_dir import Events, Exit, complain, run_folder, settle_status
+from megalite.train.run_dir import Events, Exit, run_folder, settle_status
 
 LOCK, WINDOW_S = ".run.lock", 3600.0
 FRUITLESS = 3  # ends in a row without a new checkpoint

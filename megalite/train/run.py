@@ -13,19 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
-from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_url
 from megalite.config import environment
+from megalite.config.console import complain, show
 from megalite.config.faults import VARIABLE, fault
 from megalite.config.options import Config, resolved_style
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
+from megalite.parallel.comm import all_reduce_
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, process_group
 from megalite.parallel.self_test import check_collectives
 from megalite.train import figures as lines
@@ -35,14 +37,14 @@ from megalite.train.figures import Speed
 from megalite.train.loop import Training, Watch
 from megalite.train.memory import keep_freed_memory
 from megalite.train.metrics import Reporter, Silent
-from megalite.train.overview import describe
+from megalite.train.overview import describe, facts
 from megalite.train.peak_rates import find_peak
 from megalite.train.phases import Phases
 from megalite.train.preflight import check_machine, check_save, choose_device, preflight
 from megalite.train.progress_file import ProgressLog
 from megalite.train.rank_log import complain_aside, complain_of, rank_log, told_first
 from megalite.train.replicas import ReplicaError
-from megalite.train.run_dir import Exit, complain, keep_rows_until, leave_status, run_folder, write_atomically
+from megalite.train.run_dir import Exit, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import SetupError, build_run
 from megalite.train.sources import Sources
 from megalite.train.start import foreign_weights as foreign
@@ -111,7 +113,6 @@ def _pretrain(
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config, t = plan.config, plan.config.train
     hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
-    warnings = [*warnings, *unlike]
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
     check_collectives(run.mesh)
     phases = Phases(run.mesh, started)
@@ -131,8 +132,9 @@ def _pretrain(
         saved, more = begin_branch(run, config, saver, loaded)
         notes += more
         if ranks.rank == 0:
-            report = _reporter(plan, config, run, sources, folder, ranks, warnings)
-            account = Account(folder, run, phases, report.speed.flops_per_token, config, plan)
+            report = _reporter(plan, config, run, sources, folder, ranks, [*warnings, *unlike])
+            about = report.attempt("events.jsonl", facts, plan, sources, hosts, device)
+            account = Account(folder, run, phases, report.speed.flops_per_token, config, plan, about or {})
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
             for note in notes:
@@ -169,7 +171,9 @@ def _get_ready(run: Run, config: Config, report: Reporter) -> None:
     report.moment("after model, optimizer, and learning rate scheduler are built")
     report.moment("after dataloaders are built")
     if config.train.compile:  # now, and not in the first step: its time is of the training
-        report.say(f"compiled in {warm_up(run, config):.1f} s")
+        seconds = torch.tensor(warm_up(run, config), device=run.mesh.device)
+        slowest = float(all_reduce_(seconds, run.mesh.world, dist.ReduceOp.MAX))  # waits until every rank has compiled
+        report.say(f"compiled in {slowest:.1f} s")
     if report.megatron:
         report.say("done with setup ...\ntraining ...")
         report.moment("before the start of training step")
@@ -245,6 +249,7 @@ def _conclude(
                 "tokens": f"{run.state.consumed_tokens:,}",
                 "time": lines.duration(time.monotonic() - watch.begin),
                 "checkpoint": newest_checkpoint(config),
+                **({"to go on": to_go_on(config)} if outcome in (Exit.REQUEUE, Exit.INTERRUPTED) else {}),
                 **(told or {}),
             }
         )
@@ -252,7 +257,8 @@ def _conclude(
     if not run.mesh.world.is_first and outcome is not Exit.HANG:  # a rank 0 that hangs cannot tell
         return
     if outcome is Exit.INTERRUPTED:
-        complain(f"pretrain_gpt.py: interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}")
+        where = f"interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)}"
+        complain(f"pretrain_gpt.py: {where}; to go on: {to_go_on(config)}")
     if folder.is_dir():
         steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
         leave_status(folder, outcome.outcome, checkpoint=config.checkpoint.save, reason=reason, **steps)
@@ -274,6 +280,14 @@ def newest_checkpoint(config: Config) -> str:
         return f"none in {c.save} yet"
     step, root = max(found)
     return str(storage.folder_of(root, step))
+
+
+def to_go_on(config: Config) -> str:
+    """What to type for the steps that are left."""
+    c = config.checkpoint
+    if c.save is None:
+        return "from step 1 by the same command; --save DIR keeps what a run has done"
+    return "the same command" + ("" if c.load == c.save else f" with --load {c.save}")
 
 
 def _reporter(

@@ -11,19 +11,19 @@ torchrun turns every exit code but 0 into 1, so scripts that requeue a run read 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import itertools
 import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.storage.location import is_url
+from megalite.config.console import complain
 from megalite.config.options import Config
 
 
@@ -52,13 +52,6 @@ class Exit(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-def complain(text: str) -> None:
-    """On stderr, where that can be written: its disk may be the one that is full."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(text + "\n")  # at once: other ranks write there, too
-        sys.stderr.flush()
-
-
 def at_once(path: str | Path, flags: int) -> int:
     """An opener that never waits, as that of a pipe would for one who reads it: it raises OSError."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -69,7 +62,19 @@ def run_folder(config: Config) -> Path:
     save = config.checkpoint.save
     if save is not None and is_url(save):
         save = f"runs/{save.rstrip('/').rpartition('/')[2]}"
-    return Path(config.log.run_dir or save or "runs/last")
+    return Path(config.log.run_dir or (config.log.name and f"runs/{config.log.name}") or save or "runs/last")
+
+
+def taken(config: Config) -> list[str]:
+    """A line where --name is that of another run; one that --load continues is none."""
+    name, folder, c = config.log.name, run_folder(config), config.checkpoint
+    if name is None or config.train.dry_run or not os.path.exists(folder / "status.json"):
+        return []
+    if c.load is not None and c.load == c.save:
+        return []
+    free = next(f"{name}-{n}" for n in itertools.count(2) if not os.path.exists(f"{folder}-{n}"))
+    goes_on = f"--load {c.save} to continue it" if c.save else "remove it"
+    return [f"name={name!r}: {folder} holds a run already; give --name {free}, or {goes_on}"]
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:

@@ -243,7 +243,7 @@ def undisturbed(words: list[str], out: Path) -> int:
 def make_data(prefix: Path) -> None:
     """Documents that have something to learn."""
     sys.path.insert(0, str(ROOT))
-    from megalite.data.files.indexed_writer import IndexedWriter
+    from tools.preprocess.indexed_writer import IndexedWriter
 
     rng, writer = np.random.default_rng(3), IndexedWriter(prefix, np.uint16)
     for _ in range(2000):

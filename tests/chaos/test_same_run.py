@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from drill import drill
 
-from megalite.data.files.indexed_writer import IndexedWriter
+from tools.preprocess.indexed_writer import IndexedWriter
 
 SAMPLES, BATCH = 240, 8  # of an epoch
 READ = "--split 1,0,0 --eval-iters 0 --save-interval 2 --global-batch-size 8 --micro-batch-size 2".split()

@@ -30,12 +30,12 @@ import megalite  # noqa: E402
 from megalite.checkpoint import offline  # noqa: E402
 from megalite.config import cli  # noqa: E402
 from megalite.config.toml import to_toml  # noqa: E402
-from megalite.data.files.indexed_writer import IndexedWriter  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 from megalite.train.start.resume import open_saver, save  # noqa: E402
 from megalite.train.step import train_step  # noqa: E402
+from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "fixtures"
 PREFIX = "tokens"  # relative: where the data was does not matter

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_start import SMALL, built
 
-from megalite.checkpoint import progress
 from megalite.checkpoint.format import blocks
+from megalite.config import console
 from megalite.interop import convert
 from megalite.train.start.origin import start_run
 
@@ -22,8 +22,8 @@ def test_a_line_now_and_then_and_none_for_what_is_short(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    one = progress.ProgressLines("loading X", 50, "tensors")
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    one = console.told("loading X", 50, "tensors")
     for _ in range(50):
         now[0] += 0.5
         one.add(1)
@@ -68,7 +68,7 @@ def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytes
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     if style == "megalite":  # and how far, where it takes long
         for module in (blocks, convert):
-            monkeypatch.setattr(module, "ProgressLines", lambda *a: progress.ProgressLines(*a, every_s=0))
+            monkeypatch.setattr(module, "told", lambda *a: console.told(*a, every_s=0))
         run, _ = built("--load", where, "--lr-decay-iters", "9")
         capsys.readouterr()
         start_run(*built("--load", where, "--lr-decay-iters", "9"))

@@ -153,7 +153,7 @@ def test_a_misspelt_load_names_what_is_near_and_holds_checkpoints(saved: tuple[P
     found, notes = start_run(run, config)
     assert found is None
     assert notes == [
-        f"load={str(wrong)!r} holds no checkpoint, but {tmp_path}/run-seven does: the run starts from scratch"
+        f"load={str(wrong)!r} holds no checkpoint, but {tmp_path}/run-seven does: the run starts from scratch; --exit-on-missing-checkpoint stops it"
     ]
     run.close()
     run, config = built("--load", str(wrong), "--exit-on-missing-checkpoint")

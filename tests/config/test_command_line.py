@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config import cli
-from megalite.config.field import base_type
+from megalite.config.field import base_type, spellings
 from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, answer, known_flags
 from megalite.config.options import ConfigError, options
 from megalite.models.families import PRESETS
@@ -55,10 +55,10 @@ def test_every_switch_can_be_switched_off_over_a_file(tmp_path: Path) -> None:
     switches = [f for _, f in options() if base_type(f) == "bool"]
     assert len(switches) > 20
     for f in switches:
-        for flag, value in cli.spellings(f):
+        for flag, value in spellings(f):
             assert cli.take_apart([flag]).given[f.name] is value
             assert cli.take_apart([f"{flag}=false"]).given[f.name] is not value
-        assert {value for _, value in cli.spellings(f)} == {True, False}
+        assert {value for _, value in spellings(f)} == {True, False}
     path = tmp_path / "run.toml"
     path.write_text("bf16 = true\nno_save_optim = true\nsave = 'x'\n")
     config, _ = cli.read([*GOOD, "--config", str(path), "--no-bf16", "--save-optim"], PRESETS)
@@ -168,9 +168,7 @@ def test_whatever_is_wrong_is_said_at_once(faults: list[tuple[str, str]], order:
 @given(
     st.lists(
         st.one_of(
-            st.sampled_from(
-                sorted({flag for _, f in options() for flag, _ in cli.spellings(f)} | known_flags().keys())
-            ),
+            st.sampled_from(sorted({flag for _, f in options() for flag, _ in spellings(f)} | known_flags().keys())),
             st.sampled_from(
                 [
                     "0",
@@ -243,7 +241,7 @@ def test_the_table_of_flags_is_whole() -> None:
 
 def test_help_names_the_options() -> None:
     run = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [sys.executable, "pretrain_gpt.py", "--help", "all"], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
     assert (
         run.returncode == 0

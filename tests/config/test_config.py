@@ -13,7 +13,7 @@ from megatron_lines import LINES
 
 from megalite.config import cli
 from megalite.config.check import check
-from megalite.config.field import PATHS, base_type, facts_of
+from megalite.config.field import PATHS, base_type, facts_of, spellings
 from megalite.config.megatron_flags import OPTION, known_flags
 from megalite.config.options import ConfigError, build, options, padded_vocab_size
 from megalite.config.toml import parse_toml, to_toml
@@ -400,7 +400,7 @@ def problems_of(words: list[str]) -> list[str]:
 
 
 def test_a_flag_has_one_meaning() -> None:
-    ours = [flag for _, f in options() for flag, _ in cli.spellings(f)]
+    ours = [flag for _, f in options() for flag, _ in spellings(f)]
     assert len(ours) == len(set(ours))
     listed = {flag for flag, known in known_flags().items() if known.verdict == OPTION}
     assert listed <= set(ours), "in megatron_flags.txt as options, and there is none"

@@ -17,12 +17,12 @@ import pytest
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples import epochs as cache
 from megalite.data.samples.epochs import Epoch, build_epoch, load_or_build
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import fold
 from megalite.data.samples.token_line import Line
+from tools.preprocess.indexed_writer import IndexedWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = np.arange(5000, dtype=np.int32) % 97

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.console import Bar
 from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.files.sidecar import make_info, read_info
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.train.sources import open_sources
 from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
 from tools.merge_datasets import document_blocks, expand_prefixes, merge
+from tools.preprocess.indexed_writer import IndexedWriter
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -216,7 +217,10 @@ def test_verify_names_the_first_bad_id(
         patch.setattr(inspect_data, "CHUNK", chunk)
         patch.setattr(merge_datasets, "COPY_TOKENS", run)
         patch.setattr(merge_datasets, "BLOCK_DOCUMENTS", 3)
-        sound = inspect_data.verify(IndexedDataset(write(folder / "a", documents, dtype=np.int32)), None, 21, 0)
+        good = IndexedDataset(write(folder / "a", documents, dtype=np.int32))
+        bar = Bar("", good.num_tokens, quiet=True)
+        sound = inspect_data.verify(good, None, 21, 0, bar)
+        assert bar.done == good.num_tokens
         assert f"id 0: {sum(one[-1] == 0 for one in documents if one)} of {len(filled)}" in sound
         inside = sum(one[:-1].count(0) for one in documents)
         assert f"inside documents: {inside}" in sound and f"empty documents: {len(documents) - len(filled)}" in sound
@@ -230,7 +234,8 @@ def test_verify_names_the_first_bad_id(
         documents[later][-1] = bad  # a later fault must not be the one that is named
         position = sum(map(len, documents[:document])) + token
         with pytest.raises(DataError) as error:
-            inspect_data.verify(IndexedDataset(write(folder / "b", documents, dtype=np.int32)), None, 21, 0)
+            bad_one = IndexedDataset(write(folder / "b", documents, dtype=np.int32))
+            inspect_data.verify(bad_one, None, 21, 0, Bar("", bad_one.num_tokens, quiet=True))
         words = f"b.bin: document {document}, token {token} (position {position} of the file): id {bad} is outside"
         assert words in str(error.value)
 

@@ -11,11 +11,11 @@ import pytest
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples import epochs as cache
 from megalite.data.samples.blend import build_blend, parse_data_path
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.source import Dataset
+from tools.preprocess.indexed_writer import IndexedWriter
 
 
 def write(prefix: Path, documents: int, length: int = 10, first: int = 0) -> str:

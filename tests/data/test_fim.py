@@ -15,7 +15,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.fim import WRITTEN, Fim, FimDataset, rearrange, transform
@@ -25,6 +24,7 @@ from megalite.data.samples.packed_dataset import PackedDataset
 from megalite.data.samples.permutation import fold
 from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
+from tools.preprocess.indexed_writer import IndexedWriter
 
 PRE, MID, SUF, PAD, EOD, SPLIT = range(6)
 SAMPLE = st.lists(st.one_of(st.integers(6, 99), st.sampled_from([EOD, EOD, SPLIT])), min_size=1, max_size=80)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset, token_dtype
-from megalite.data.files.indexed_writer import IndexedWriter
 from tools.bench import data as bench_data
+from tools.preprocess.indexed_writer import IndexedWriter
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]
 
@@ -466,7 +466,7 @@ def test_a_wrong_prefix_names_the_pairs_that_are_there(tmp_path: Path, monkeypat
         "empty": f"empty: is a directory without token files; {makes} them",
         "text.jsonl": f"text.jsonl: is a file, not the prefix of a .bin/.idx pair; {makes} one of text",
         "many/half": f"many/half.bin: {no}, but many/half.idx exists; a pair needs both: write it again",
-        "nowhere/a": f"nowhere/a.idx: {no}; the directory nowhere does not exist",
+        "nowhere/a": f"nowhere/a.idx: {no}; the directory nowhere does not exist; give the prefix of a .bin/.idx pair",
         "other": f"other.idx: {no}; did you mean other_text_document?",
     }
     for prefix, message in said.items():

@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import build_blend
 from megalite.data.samples.ledger import Ledger, Total, table
+from tools.preprocess.indexed_writer import IndexedWriter
 
 
 def write(prefix: Path, lengths: list[int], first: int) -> str:

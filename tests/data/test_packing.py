@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end, label_mask
 from megalite.data.samples.packing import Packing, Pieces, pack
+from tools.preprocess.indexed_writer import IndexedWriter
 
 PAD = 10**6
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=60)

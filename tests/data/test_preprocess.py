@@ -17,14 +17,14 @@ import pytest
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import check_tokenizer, read_info
-from megalite.data.preprocess import text_input
-from megalite.data.preprocess import workers as worker_module
-from megalite.data.preprocess.records import parse_line
-from megalite.data.preprocess.text_input import expand
-from megalite.data.preprocess.tokenize_files import preprocess
-from megalite.data.preprocess.workers import Job
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools import python_corpus, train_tokenizer
+from tools.preprocess import text_input
+from tools.preprocess import workers as worker_module
+from tools.preprocess.records import parse_line
+from tools.preprocess.text_input import expand
+from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.workers import Job
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 BYTES = Job({"tokenizer_type": "ByteTokenizer"})

@@ -14,11 +14,11 @@ from data.test_preprocess import BAD_LINES, BYTES, run_tool, write_jsonl
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from megalite.data.files.sidecar import read_info
-from megalite.data.preprocess import text_input
-from megalite.data.preprocess.journal import Tally
-from megalite.data.preprocess.records import SAMPLE_BYTES
-from megalite.data.preprocess.rejects import judge
-from megalite.data.preprocess.tokenize_files import preprocess
+from tools.preprocess import text_input
+from tools.preprocess.journal import Tally
+from tools.preprocess.records import SAMPLE_BYTES
+from tools.preprocess.rejects import judge
+from tools.preprocess.tokenize_files import preprocess
 
 REASONS = {
     "not json": "not-json",

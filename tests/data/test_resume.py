@@ -23,9 +23,9 @@ from data.test_text_input import write_gz, write_lines, write_parquet, write_zst
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.preprocess import journal, text_input, token_run
-from megalite.data.preprocess.tokenize_files import preprocess
-from megalite.data.preprocess.workers import Job
+from tools.preprocess import journal, text_input, token_run
+from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.workers import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = Job({"tokenizer_type": "ByteTokenizer"})
@@ -179,7 +179,7 @@ def test_killed_before_every_single_step_that_lasts(tmp_path: Path, monkeypatch:
 def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: Path, workers: int) -> None:
     """The tool itself, input `-` among its files, killed with its workers under way."""
     code = (
-        "import sys; from megalite.data.preprocess import text_input, token_run; text_input.BLOCK_BYTES = 3000;"
+        "import sys; from tools.preprocess import text_input, token_run; text_input.BLOCK_BYTES = 3000;"
         "token_run.JOURNAL_BYTES = 30_000; from tools.preprocess_data import main; sys.exit(main(sys.argv[1:]))"
     )
     prefix = tmp_path / "o"

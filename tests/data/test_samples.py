@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.blend import split_parts
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import fold
 from megalite.data.samples.token_line import Line
+from tools.preprocess.indexed_writer import IndexedWriter
 
 
 def write(prefix: Path, lengths: list[int]) -> IndexedDataset:

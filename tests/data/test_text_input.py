@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from megalite.data.preprocess import records, text_input
-from megalite.data.preprocess.records import BadLine, parse_block, parse_line, read_texts
-from megalite.data.preprocess.text_input import Position, expand, pack_rows, read_blocks
+from tools.preprocess import records, text_input
+from tools.preprocess.records import BadLine, parse_block, parse_line, read_texts
+from tools.preprocess.text_input import Position, expand, pack_rows, read_blocks
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalite.data.errors import DataError
-from megalite.data.preprocess.tokenize_files import preprocess
-from megalite.data.preprocess.workers import Job
 from megalite.data.tokenizers.fast_tokenizer import NASTY
 from megalite.data.tokenizers.tiktoken_files import ENCODINGS, PATTERNS
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.workers import Job
 from tools.train_tokenizer import train
 
 TEXTS = ["hello world\n\n\tx = 1  # two  spaces\r\n", "ünïcødé 漢字 \u0000 🙂", "", "</s> <|endoftext|> 12345"]
@@ -344,7 +344,7 @@ def test_missing_tiktoken_is_named(directory: Path, monkeypatch: pytest.MonkeyPa
 def test_libraries_are_imported_only_when_needed() -> None:
     code = (
         "import sys; from megalite.data.tokenizers.tokenizer_types import build_tokenizer; import megalite.data.samples.batches;"
-        "build_tokenizer('NullTokenizer', vocab_size=5); import megalite.data.preprocess.tokenize_files;"
+        "build_tokenizer('NullTokenizer', vocab_size=5); import tools.preprocess.tokenize_files;"
         "print([m for m in ('torch', 'sentencepiece', 'tokenizers', 'tiktoken', 'gigatoken') if m in sys.modules])"
     )
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

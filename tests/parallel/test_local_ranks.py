@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from megalite.config.console import complain
 from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks
 from megalite.parallel.local_ranks import End, start_local
 from megalite.train.rank_log import complain_aside, fails_first, rank_log, stack_of, told_first
-from megalite.train.run_dir import complain
 
 
 def _twice(ranks: Ranks, folder: str) -> None:

@@ -23,17 +23,18 @@ from megalite.config import cli
 from megalite.config.faults import Faults
 from megalite.config.options import ConfigError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import plan_mesh
+from megalite.pipeline import runtime as pipeline_module
 from megalite.train import run as program
 from megalite.train import step as step_module
 from megalite.train.run_dir import Exit
 from megalite.train.step import NonFiniteError, train_step
 from megalite.train.watch import suspect
 from megalite.train.watch.spikes import Spikes
+from tools.preprocess.indexed_writer import IndexedWriter
 
 SKIP = "--no-check-for-nan-in-loss-and-grad"
 
@@ -164,6 +165,27 @@ def test_report_stats_computes_every_step_twice_and_tells_which_differ() -> None
     got, doubts, moved = _struck("--rerun-mode report_stats", "step.after_reduce:0:2:bitflip")
     assert got == good and torch.equal(moved, weights)
     assert doubts[0] is None and doubts[2] is None and doubts[1].reason == "computed twice, with other results"
+
+
+def test_the_timeline_of_a_step_that_is_computed_again_is_that_of_the_first_time() -> None:
+    run = build("--rerun-mode report_stats")
+    run.pipeline.timeline = []
+    train_step(run)
+    actions = [timed.action for timed in run.pipeline.timeline]
+    assert len(actions) == len(set(actions)) > 0
+
+
+def _longest(flags: str) -> float:
+    """Of this rank's forwards and backwards, where rank 0 sends everything late."""
+    run = build(flags)
+    pipeline_module.fault = Faults({"MEGALITE_FAULT": "pipeline.message:0:*:sleep=0.4"})  # type: ignore[attr-defined]
+    run.pipeline.timeline = []
+    train_step(run)
+    return max(timed.end_s - timed.start_s for timed in run.pipeline.timeline if timed.action[0] in "FB")
+
+
+def test_a_timeline_leaves_the_wait_for_a_message_out() -> None:
+    assert max(run_ranks(2, _longest, "--pipeline-model-parallel-size 2")) < 0.3
 
 
 # ---- spikes

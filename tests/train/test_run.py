@@ -116,7 +116,7 @@ def test_bad_input_is_one_clear_error(tmp_path: Path, name: str) -> None:
 def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
     import numpy as np
 
-    from megalite.data.files.indexed_writer import IndexedWriter
+    from tools.preprocess.indexed_writer import IndexedWriter
 
     writer = IndexedWriter(tmp_path / "d", np.uint16)
     for _ in range(20):

@@ -9,48 +9,14 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_cases import SMALL, TP2_PP2
+from train_cases import SMALL, TP2_PP2, signalled
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = [*SMALL, "--train-iters", "100000"]
-
-
-def waits(pid: int, number: int) -> bool:
-    """Whether a process has blocked a signal."""
-    [mask] = re.findall(r"SigBlk:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
-def signalled(
-    *flags: str, number: int, after: str = "step     5/", again_s: float | None = None, alone: bool = False
-) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a run whose process group gets a signal, as terminals, timeout, scancel and systemd
-    send it, once the run has shown `after`. `again_s`: a second one, so much later. `alone`: only to the launcher."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True)
-    shown = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout if after else []:
-            shown.append(line)
-            if after in line:
-                break
-        while not after and not waits(process.pid, number):  # torch is not imported yet
-            time.sleep(0.01)
-        os.kill(process.pid, number) if alone else os.killpg(process.pid, number)
-        if again_s is not None:
-            time.sleep(again_s)
-            os.killpg(process.pid, number)
-        out, err = process.communicate(timeout=60)
-        return process.returncode, "".join(shown) + out, err
-    finally:
-        process.kill()
 
 
 def status_in(folder: Path) -> dict[str, Any]:
@@ -144,7 +110,7 @@ def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name
     status = status_in(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
-    assert line.endswith(f"at step {status['step']}; checkpoint: none, there is no --save")
+    assert f"at step {status['step']}; checkpoint: none, there is no --save; to go on: from step 1" in line
     assert "Traceback" not in err and "outcome " in out
 
 

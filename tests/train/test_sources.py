@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from megalite.config import cli
 from megalite.config.options import Config
 from megalite.data.errors import DataError
-from megalite.data.preprocess.tokenize_files import preprocess
-from megalite.data.preprocess.workers import Job
 from megalite.models.families import PRESETS
 from megalite.train.sources import Sources, open_sources
+from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.workers import Job
 
 SECRET = "ftp://me:hunter2@host/x"
 GPT = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16

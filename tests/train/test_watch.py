@@ -430,13 +430,13 @@ def test_the_memory_line(tmp_path: Path) -> None:
 def test_a_long_evaluation_says_how_far_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megalite.train import loop
+    from megalite.train import metrics
 
     flags = ("--run-dir", str(tmp_path), "--eval-iters", "3", "--train-iters", "1")
     assert pretrain(read(*flags), Ranks()) == Exit.DONE
     assert "evaluating" not in capsys.readouterr().out  # a short one
-    monkeypatch.setattr(loop, "FIRST_PROGRESS_S", -1.0)
-    monkeypatch.setattr(loop, "PROGRESS_S", -1.0)
+    monkeypatch.setattr(metrics, "FIRST_PROGRESS_S", -1.0)
+    monkeypatch.setattr(metrics, "PROGRESS_S", -1.0)
     assert pretrain(read(*flags), Ranks()) == Exit.DONE
     shown = capsys.readouterr().out
     assert shown.count("step     1  evaluating: 1 of 3 batches") == shown.count("evaluating: 2 of 3 batches") == 2

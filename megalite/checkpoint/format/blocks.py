@@ -24,9 +24,9 @@ from megalite.checkpoint.format import hashing
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.format.pieces import inside, intersect, offset_in, rectangles
 from megalite.checkpoint.format.tensor_file import Place, places
-from megalite.checkpoint.progress import ProgressLines
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import OpenFile, storage_of
+from megalite.config.console import told
 from megalite.parallel.spec import Box
 
 _DIRECT = 1 << 16  # bytes; a read of less costs more than copying it
@@ -102,12 +102,14 @@ def read_blocks(
                 progress.add((block.end - block.begin) / 2**30)
 
     total = sum(min(s.block, s.size - i * s.block) for name, i in todo for s in [manifest.files[name]]) / 2**30
-    progress = None if tell is None else ProgressLines(tell, total, "GiB that this rank needs")
+    progress = None if tell is None else told(tell, total, "GiB that this rank needs")
     try:
         with ThreadPoolExecutor(max(1, threads), thread_name_prefix="megalite-read") as pool:
             list(pool.map(work, buffers[:threads]))
     finally:
         files.close()
+        if progress is not None:
+            progress.close()
     if wrong:
         raise wrong[min(wrong)]  # whoever took a block before this one has ended it
 

@@ -22,12 +22,12 @@ from megalite.checkpoint.storage.protocol import storage_of
 from megalite.parallel.spec import Box, Piece
 
 
-def verify(folder: Location, manifest: Manifest) -> None:
+def verify(folder: Location, manifest: Manifest, tell: str | None = None) -> None:
     """Every file has its size, and every block its hash. Raises CheckpointError that names the first file, and the
-    tensors in the block, that are damaged."""
+    tensors in the block, that are damaged. `tell`: as in read_blocks."""
     check_sizes(folder, manifest)
     blocks = [(name, i) for name, stamp in sorted(manifest.files.items()) for i in range(len(stamp.digests))]
-    read_blocks(folder, manifest, blocks)
+    read_blocks(folder, manifest, blocks, tell=tell)
 
 
 def differences(manifest: Manifest, pieces: Sequence[Piece], exact: bool = False) -> list[str]:

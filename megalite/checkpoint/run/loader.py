@@ -17,10 +17,10 @@ from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.blocks import check_sizes
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.format.reader import differences, fill_pieces
-from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location, parse
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
+from megalite.config.console import show
 from megalite.parallel.comm import first_says, reduce_number
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece

@@ -49,7 +49,7 @@ def missing(prefix: str) -> str:
         return f"{prefix}{lost}: {reason}, but {prefix}{there[0]} exists; a pair needs both: write it again"
     folder = Path(prefix).parent
     if not folder.is_dir():
-        return f"{prefix}.idx: {reason}; the directory {folder} does not exist"
+        return f"{prefix}.idx: {reason}; the directory {folder} does not exist; give the prefix of a .bin/.idx pair"
     begun, others = _pairs(folder, Path(stem).name), _pairs(folder, "")
     near = difflib.get_close_matches(Path(stem).name, [Path(other).name for other in others], n=MOST)
     if begun or near:

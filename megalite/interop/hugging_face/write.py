@@ -14,6 +14,7 @@ import torch
 
 from megalite.checkpoint.format import tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import Ours
 from megalite.interop.hugging_face.config_json import Json, write_config
@@ -67,13 +68,14 @@ def _write_shards(part: Path, ours: Ours, wanted: Sequence[Recipe], shard_bytes:
     planned.sort(key=lambda pair: -pair[1].dtype.itemsize)
     files = tensor_file.cut([plan.bytes for _, plan in planned], shard_bytes)
     weight_map: dict[str, str] = {}
-    for number, chosen in enumerate(files, start=1):
-        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        pairs = [planned[i] for i in chosen]
-        plans = [plan for _, plan in pairs]
-        values = tensor_file.flat(plans, (ours.join(recipe) for recipe, _ in pairs))
-        tensor_file.write(part / name, plans, values, align=8)
-        weight_map |= {plan.key: name for _, plan in pairs}
+    with Bar("writing for Hugging Face", len(planned), "tensors") as bar:
+        for number, chosen in enumerate(files, start=1):
+            name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            pairs = [planned[i] for i in chosen]
+            plans = [plan for _, plan in pairs]
+            values = tensor_file.flat(plans, (ours.join(recipe) for recipe, _ in bar.each(pairs)))
+            tensor_file.write(part / name, plans, values, align=8)
+            weight_map |= {plan.key: name for _, plan in pairs}
     if len(files) > 1:
         total = sum(plan.bytes for _, plan in planned)
         _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints of one file per (tp, pp) rank, read without Megatron-LM; release.py writes.
+"""Megatron-LM's checkpoints of one file per (tp, pp) rank, read without Megatron-LM; tools/megatron_release.py writes.
 
     DIR/latest_checkpointed_iteration.txt        a number, or "release"
     DIR/iter_0000500/mp_rank_00/model_optim_rng.pt            mp_rank_TT, or mp_rank_TT_PPP where pp > 1

@@ -58,7 +58,8 @@ def misfit(
         return []
     lines = [f"{folder} does not fit this run:", *options[:MOST], *tokenizer]
     if len(options) > MOST:
-        lines.append(f"and {len(options) - MOST} more options")
+        more = len(options) - MOST
+        lines.append(f"and {more} more option{'s' * (more > 1)}")
     if wrong:
         shapes = [str(shapes.get(wrong[0], "nothing")) for shapes in (here, there)]
         lines.append(f"{len(wrong)} tensors, as {wrong[0][6:]}: {shapes[0]} here, {shapes[1]} in the checkpoint")

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.progress import show
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import is_megatron, is_url
+from megalite.config.console import show
 from megalite.config.options import Config, DataConfig, ModelConfig
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside

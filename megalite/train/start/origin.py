@@ -51,7 +51,8 @@ def start_run(run: Run, config: Config) -> tuple[Location | None, list[str]]:
     if (load := c.load) is None:
         return None, []
     together(run.mesh, lambda: _none_was_left(parse(load)), f"looking for checkpoints in {load}")
-    return None, [f"load={load!r} holds no checkpoint{near_names(load)}: the run starts from scratch"]
+    begins = "the run starts from scratch; --exit-on-missing-checkpoint stops it"
+    return None, [f"load={load!r} holds no checkpoint{near_names(load)}: {begins}"]
 
 
 def near_names(load: str) -> str:
@@ -61,7 +62,9 @@ def near_names(load: str) -> str:
         return ""
     there = [p.name for p in place.parent.iterdir() if p.is_dir() and (storage.steps_in(p) or megatron.holds(p))]
     near = difflib.get_close_matches(place.name, there, n=3)
-    return f", but {' and '.join(str(place.with_name(name)) for name in near)} does" if near else " and does not exist"
+    if not near:
+        return " and does not exist"
+    return f", but {' and '.join(str(place.with_name(name)) for name in near)} {'does' if len(near) == 1 else 'do'}"
 
 
 def _none_was_left(directory: Location) -> None:

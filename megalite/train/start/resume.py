@@ -9,12 +9,12 @@ from typing import Any
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import Manifest
-from megalite.checkpoint.progress import show
 from megalite.checkpoint.run import loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.config.check import check
+from megalite.config.console import show
 from megalite.config.field import MODEL, TRAINING, facts_of
 from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml

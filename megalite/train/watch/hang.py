@@ -34,10 +34,11 @@ import torch
 from torch.distributed import distributed_c10d
 
 import megalite
+from megalite.config.console import complain
 from megalite.parallel.launch import HANG
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.shared_memory import OrderError
-from megalite.train.run_dir import Events, Exit, complain
+from megalite.train.run_dir import Events, Exit
 from megalite.train.timers import Timers
 from megalite.train.watch.diagnosis import View, diagnose, ranks
 

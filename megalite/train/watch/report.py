@@ -164,10 +164,18 @@ def summary(made: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Account:
-    """Rank 0's, of one process: notes that it has started, and what came of it."""
+    """Rank 0's, of one process: notes that it has started, with `about` (train/overview.py: facts), and what came of
+    it."""
 
     def __init__(
-        self, folder: Path, run: Run, phases: Phases, flops_per_token: float, config: Config, plan: Arrangement
+        self,
+        folder: Path,
+        run: Run,
+        phases: Phases,
+        flops_per_token: float,
+        config: Config,
+        plan: Arrangement,
+        about: Mapping[str, Any],
     ):
         self._folder, self._run, self._phases, self._plan = folder, run, phases, plan
         self._price = config.operations.price_per_gpu_hour
@@ -177,7 +185,7 @@ class Account:
         self._flops_per_token, self._begin = flops_per_token, replace(run.state)
         self._events = Events(folder, 0)
         at, state, fresh = time.time() - phases.wall_s, run.state, run.state.step == 0 and not restarts
-        self._events.add(STARTED, step=state.step, at=at, tokens=state.consumed_tokens, fresh=fresh)
+        self._events.add(STARTED, step=state.step, at=at, tokens=state.consumed_tokens, fresh=fresh, about=about)
 
     def close(self, outcome: Exit, saver: Saver | None) -> dict[str, str]:
         """Writes report.json; returns its lines for the summary."""

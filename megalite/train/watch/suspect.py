@@ -69,11 +69,13 @@ def _bits(buffer: ParamBuffer, losses: Tensor) -> list[int]:
 
 def _compute(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding | None]:
     """Forward and backward once more: losses, and what is not finite first on this rank. The gradients are reduced as
-    in the first computation, but after this rank's own were looked at."""
+    in the first computation, but after this rank's own were looked at. A timeline is of the first alone."""
+    kept, run.pipeline.timeline = run.pipeline.timeline, None
     nominal = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.data.size
     run.buffer.zero_grad()
     with _first_bad_output(run) as found:
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal, more=True)  # reduces no bucket on the way
+    run.pipeline.timeline = kept
     run.buffer.begin_all()
     mine = found[0] if found else bad_gradient(run, BACKWARD)
     run.buffer.finish()

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
+from megalite.config.console import complain
 from megalite.data.errors import DataError
-from megalite.data.preprocess.records import BadLine, parse_block
-from megalite.data.preprocess.text_input import expand, format_of, read_blocks
-from megalite.data.preprocess.token_run import TokenRun, tell
-from megalite.data.preprocess.workers import Job, in_process, in_workers
 from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from tools.preprocess.records import BadLine, parse_block
+from tools.preprocess.text_input import expand, format_of, read_blocks
+from tools.preprocess.token_run import TokenRun
+from tools.preprocess.workers import Job, in_process, in_workers
 
 COMPARED = 200  # documents on which gigatoken has to make the ids of the tokenizer it stands for
 COMPARED_LENGTH = 1 << 16  # characters; longer ones would make the start slow
@@ -55,14 +56,14 @@ def preprocess(
         job = replace(job, fast=isinstance(model, FastTokenizer))
     run = TokenRun(files, output_prefix, job, model, max_bad_fraction)
     if resume and not run.journal_path.exists() and run.is_complete():
-        tell(f"{output_prefix}: complete already, there is nothing to resume")
+        complain(f"{output_prefix}: complete already, there is nothing to resume")
         return run.prefixes
     try:
         with run.open(resume, overwrite):
             if resume:
                 p = run.progress
                 done = f"resuming after {p.documents[0]} documents, {sum(p.tokens)} tokens"
-                tell(done if run.resumed else "nothing to resume, starting from the beginning")
+                complain(done if run.resumed else "nothing to resume, starting from the beginning")
             if not run.progress.complete:
                 blocks = read_blocks(files, job.keys, run.progress.position)
                 if workers > 1:

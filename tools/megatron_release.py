@@ -1,4 +1,5 @@
-"""A `release` for Megatron-LM, one file per (tp, pp) rank (rank_files.py), under the names of Megatron core.
+"""A `release` for Megatron-LM, one file per (tp, pp) rank (megalite/interop/megatron/rank_files.py), under the names of
+Megatron core.
 
 The vocabulary is padded to a multiple of 128 x tp, as there. With a tied embedding and pp > 1 the last stage holds a
 copy of it. torch writes a file at once, so the weights of one rank are in memory, not of all.
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
 from megalite.interop.convert import Ours
 from megalite.interop.megatron.args import write_args
@@ -51,7 +53,7 @@ def write_megatron(
     args = write_args(model, **sizes, tokenizer=tokenizer, tp=tp, pp=pp, dtype=dtype)
     each = model.num_layers // pp
     stages = [range(p * each, (p + 1) * each) for p in range(pp)]
-    with new_directory(directory) as part:
+    with new_directory(directory) as part, Bar("writing for Megatron-LM", tp * pp, "ranks") as bar:
         for p, layers in enumerate(stages):
             specs = specs_of(model, vocab_size, padded=padded, stages=stages, number=p)
             for t in range(tp):
@@ -66,6 +68,7 @@ def write_megatron(
                 folder.mkdir(parents=True)
                 state = {"args": args, "checkpoint_version": 3.0, "iteration": 0, "model": weights}
                 torch.save(state, folder / FILES[0])
+                bar.add(1)
         (part / TRACKER).write_text("release\n", encoding="utf-8")
     return directory / "release"
 

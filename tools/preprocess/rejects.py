@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megalite.data.errors import DataError
 from megalite.data.locks import sync
-from megalite.data.preprocess.journal import Tally
-from megalite.data.preprocess.workers import SAMPLES, Result
+from tools.preprocess.journal import Tally
+from tools.preprocess.workers import SAMPLES, Result
 
 JUDGED_AFTER = 1000  # records, before which no share is taken for that of the whole input
 

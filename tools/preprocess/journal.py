@@ -15,7 +15,7 @@ from typing import Any
 
 from megalite.data.errors import DataError
 from megalite.data.locks import open_locked, sync, sync_directory
-from megalite.data.preprocess.text_input import Position
+from tools.preprocess.text_input import Position
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megalite.data.errors import DataError
-from megalite.data.preprocess.text_input import LINES, MAX_DOCUMENT_BYTES, ROWS, read_blocks
+from tools.preprocess.text_input import LINES, MAX_DOCUMENT_BYTES, ROWS, read_blocks
 
 SAMPLE_BYTES = 200  # of a bad line that are kept to look at
 

@@ -9,30 +9,26 @@ A crash at any point leaves either a journal, from which the same files come out
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.config.console import Bar, complain
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import token_dtype
-from megalite.data.files.indexed_writer import IndexedWriter
 from megalite.data.files.sidecar import make_info, read_info
 from megalite.data.locks import sync_directory
-from megalite.data.preprocess.journal import Journal, Tally
-from megalite.data.preprocess.rejects import Rejects, judge
-from megalite.data.preprocess.text_input import MAX_DOCUMENT_BYTES, TextBlock
-from megalite.data.preprocess.workers import Job, Result
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from tools.preprocess.indexed_writer import IndexedWriter
+from tools.preprocess.journal import Journal, Tally
+from tools.preprocess.rejects import Rejects, judge
+from tools.preprocess.text_input import MAX_DOCUMENT_BYTES, TextBlock
+from tools.preprocess.workers import Job, Result
 
 JOURNAL_SECONDS = 30.0  # work that an interruption can cost; an entry costs one fsync of what was written since
 JOURNAL_BYTES = 256 << 20  # of tokens
 READ_AHEAD = 1 << 14  # a decompressor has taken in at most this much more than it has given out
-
-
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class TokenRun:
@@ -160,7 +156,7 @@ class TokenRun:
         if p.bad or any(p.empty):
             bad = ", ".join(f"{count} {reason}" for reason, count in sorted(p.bad.items())) or "none"
             see = f" (samples in {self._rejects_path})" if p.bad else ""
-            tell(f"left out: {sum(p.empty)} texts without tokens; bad lines: {bad}{see}")
+            complain(f"left out: {sum(p.empty)} texts without tokens; bad lines: {bad}{see}")
 
     # the work
 
@@ -168,20 +164,25 @@ class TokenRun:
         """Append every result, and an entry to the journal now and then; the last entry says that all is written."""
         p, meter = self.progress, Meter(self.progress, self._sizes)
         noted, noted_bytes, told = time.monotonic(), 0, p.documents[0]
-        for block, result in results:
-            if result.bad and not self.max_bad:
-                line, _, detail, _ = result.samples[0]
-                raise DataError(f"{self.files[block.file]}:{line}: {detail}; --max-bad-fraction leaves bad lines out")
-            noted_bytes += self._append(block, result)
-            meter.read(block)
-            if time.monotonic() - noted >= JOURNAL_SECONDS or noted_bytes >= JOURNAL_BYTES:
-                self._note()
-                noted, noted_bytes = time.monotonic(), 0
-            if p.documents[0] - told >= log_interval:
-                told = p.documents[0]
-                tell(meter.line())
-            if meter.share is not None:
-                self._judge(min(meter.share, 0.999))
+        with Bar(f"tokenizing {self._names()[0]}", 100, "%") as bar:
+            for block, result in results:
+                if result.bad and not self.max_bad:
+                    line, _, detail, _ = result.samples[0]
+                    raise DataError(
+                        f"{self.files[block.file]}:{line}: {detail}; --max-bad-fraction leaves bad lines out"
+                    )
+                noted_bytes += self._append(block, result)
+                meter.read(block)
+                if time.monotonic() - noted >= JOURNAL_SECONDS or noted_bytes >= JOURNAL_BYTES:
+                    self._note()
+                    noted, noted_bytes = time.monotonic(), 0
+                if bar.live:
+                    bar.at(100 * (meter.share or 0), meter.rates())
+                elif p.documents[0] - told >= log_interval:
+                    told = p.documents[0]
+                    complain(meter.line())
+                if meter.share is not None:
+                    self._judge(min(meter.share, 0.999))
         self._judge(1.0)
         if not any(p.tokens):
             raise DataError(f"input={' '.join(self.files[:9])} holds no text")
@@ -242,14 +243,20 @@ class Meter:
             if self._first is None:
                 self._first = self.share
 
-    def line(self) -> str:
-        seconds = max(time.perf_counter() - self._begin, 1e-9)
-        documents, tokens = self._now.documents[0], sum(self._now.tokens)
-        text = (
-            f"{documents} documents, {tokens} tokens: {(documents - self._documents) / seconds:.0f} documents/s, "
-            f"{(self._now.input_bytes - self._bytes) / seconds / 1e6:.1f} MB/s, "
-            f"{(tokens - self._tokens) / seconds:.3g} tokens/s"
+    def _seconds(self) -> float:
+        return max(time.perf_counter() - self._begin, 1e-9)
+
+    def rates(self) -> str:
+        seconds, now = self._seconds(), self._now
+        return (
+            f"{(now.documents[0] - self._documents) / seconds:.0f} documents/s, "
+            f"{(now.input_bytes - self._bytes) / seconds / 1e6:.1f} MB/s, "
+            f"{(sum(now.tokens) - self._tokens) / seconds:.3g} tokens/s"
         )
+
+    def line(self) -> str:
+        seconds = self._seconds()
+        text = f"{self._now.documents[0]} documents, {sum(self._now.tokens)} tokens: {self.rates()}"
         if self.share is None or self._first is None:
             return text
         text += f"; {100 * self.share:.1f} % of the input"

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from megalite.config.environment import set_defaults
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import token_dtype
-from megalite.data.preprocess.records import BadLine, parse_block
-from megalite.data.preprocess.text_input import TextBlock
 from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate, surround
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from tools.preprocess.records import BadLine, parse_block
+from tools.preprocess.text_input import TextBlock
 
 AHEAD = 3
 SAMPLES = 100  # bad lines of one reason that are shown, of a block and of a run; all are counted

@@ -1,4 +1,5 @@
-"""Writes a `.bin/.idx` pair (indexed.py), resumable at any point; a visible index always has its own data beside it."""
+"""Writes a `.bin/.idx` pair (megalite/data/files/indexed.py), resumable at any point; a visible index always has its
+own data beside it."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ class IndexedWriter:
         return self.num_documents, self.num_tokens
 
     def finish(self, info: dict[str, Any] | None = None) -> None:
-        """Make the pair visible, with `prefix.json` holding `info` (see data/files/sidecar.py) when given."""
+        """Make the pair visible, with `prefix.json` holding `info` (see megalite/data/files/sidecar.py) when given."""
         self.sync()
         index, sidecar = Path(self.prefix + ".idx"), Path(self.prefix + ".json")
         index_partial, sidecar_partial = Path(str(index) + ".partial"), Path(str(sidecar) + ".partial")

@@ -1,0 +1,127 @@
+"""The command `megalite`: pretrain_gpt.py and the programs in tools/ under one name, wherever it is installed.
+
+megalite train FLAGS                                  as python pretrain_gpt.py FLAGS
+torchrun --nproc_per_node 8 -m megalite train FLAGS   the same under torchrun; srun megalite train FLAGS under SLURM
+
+A wheel holds these programs as a clone does, below megalite/programs (setup.py puts them there). The folder that they
+are in becomes the first of sys.path, as it is when they are started by their files, and what they start finds them
+there. Nothing but the command that is asked for is imported. Exit codes are the programs' own; 2: no such command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import select
+import signal
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+from megalite import __version__
+from megalite.config.console import let_go_of_console
+
+_HERE = Path(__file__).resolve().parent
+PROGRAMS = _HERE / "programs" if (_HERE / "programs").is_dir() else _HERE.parent
+COMMANDS = {  # name: (module below PROGRAMS, what it does)
+    "train": ("pretrain_gpt", "pretrain a GPT; one process, --nproc N, or under a launcher"),
+    "preprocess": ("tools.preprocess_data", "text to token files"),
+    "tokenizer": ("tools.train_tokenizer", "train a tokenizer on text"),
+    "convert": ("tools.convert_checkpoint", "weights from and to Hugging Face and Megatron-LM"),
+    "checkpoint": ("tools.checkpoint", "inspect, verify, diff, reshard, average, prune"),
+    "generate": ("tools.generate", "text from a checkpoint or a model of Hugging Face"),
+    "plot": ("tools.plot", "pictures: schedules, timelines, losses, memory"),
+    "report": ("tools.report", "what came of a run or several: text, and a page with pictures"),
+    "runs": ("tools.runs", "a table of the runs in a folder: outcome, losses, tokens/s"),
+    "diff": ("tools.diff", "in which options two runs or TOML files differ"),
+    "sweep": ("tools.sweep", "a TOML file over lists of values, a run for each"),
+    "logs": ("tools.logs", "what the ranks of a run said, and which failed first"),
+    "data inspect": ("tools.inspect_data", "look into a token file, or verify it"),
+    "data merge": ("tools.merge_datasets", "several token files to one"),
+    "data index": ("tools.prepare_cache", "build the index cache of a run before it begins"),
+    "data seen": ("tools.ledger", "what a checkpoint's run has trained on"),
+    "data picture": ("tools.plot_samples", "how documents become samples, drawn"),
+    "data corpus": ("tools.python_corpus", "real text to try things out: Python's own source"),
+    "cluster": ("tools.check_cluster", "check ranks, nodes and links before a run"),
+    "bench": ("tools.benchmark", "tokens/s, MFU, memory, and where a step's time goes"),
+    "completion": ("", "what completes commands and flags in bash and zsh"),
+}
+
+
+def overview(group: str = "") -> str:
+    """The help of all commands, or of those that begin with `group`, which ends in a space."""
+    names = [name for name in COMMANDS if name.startswith(group)]
+    words = ",".join(dict.fromkeys(name.removeprefix(group).partition(" ")[0] for name in names))
+    lines = [f"  {name:<14}{COMMANDS[name][1]}" for name in names]
+    return "\n".join([f"usage: megalite {group}{{{words}}} ...", "", *lines, "", "megalite COMMAND --help: its flags"])
+
+
+def as_commands(text: str) -> str:
+    """Examples that start programs by their files, with the commands that are there without a clone."""
+    for name, (module, _) in COMMANDS.items():
+        file = re.escape(module.replace(".", "/") + ".py")
+        text = re.sub(rf"python {file}", f"megalite {name}", text)
+        text = re.sub(rf"(torchrun .*){file}", rf"\1-m megalite {name}", text)
+    return text
+
+
+def run(words: list[str]) -> int:
+    """What `megalite WORDS` does, to its exit code. SystemExit as programs raise it."""
+    name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None)
+    if name is None:
+        return _without_command(words)
+    rest, module = words[len(name.split()) :], COMMANDS[name][0]
+    if not module:
+        return _completion(rest)
+    sys.argv = [f"megalite {name}", *rest]  # what programs call themselves
+    sys.path.insert(0, str(PROGRAMS))
+    program = importlib.import_module(module)
+    program.__doc__ = as_commands(program.__doc__ or "")  # which their --help prints
+    return program.main(rest) or 0
+
+
+def _completion(words: list[str]) -> int:
+    """One script serves both shells, and asks which one reads it."""
+    if words in (["bash"], ["zsh"]):
+        print((_HERE / "completion.sh").read_text("utf-8"), end="")
+        return 0
+    wants_help = bool({"-h", "--help"} & {*words})
+    usage = "usage: megalite completion {bash,zsh} ..."
+    print(usage, file=sys.stdout if wants_help else sys.stderr)
+    return 0 if wants_help else 2
+
+
+def _without_command(words: list[str]) -> int:
+    first, *rest = words or [""]
+    group = f"{first} " if any(name.startswith(f"{first} ") for name in COMMANDS) else ""
+    if first == "--version":
+        print(f"megalite {__version__}")
+    elif first in ("-h", "--help") or (group and {"-h", "--help"} & {*rest}):
+        print(overview(group))
+    else:
+        near = get_close_matches(" ".join(words[:2] if group else words[:1]), COMMANDS, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        wrong = f"no command {' '.join(words[: 2 if group else 1])!r}{meant}" if words else "no command is given"
+        print(f"megalite: {wrong}\n{overview(group)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def main() -> int:
+    try:
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:
+        os._exit(130)
+    except BrokenPipeError:
+        stdout = select.poll()
+        stdout.register(1, 0)
+        if stdout.poll(0):  # whoever reads it has enough, as head has
+            return 128 + signal.SIGPIPE
+        raise
+    finally:
+        let_go_of_console()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

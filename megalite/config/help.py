@@ -1,0 +1,121 @@
+"""What --help prints: first what a newcomer needs, then a group of flags, or all of them. Imports no torch.
+
+--help          fifteen flags, three examples, the groups
+--help GROUP    the flags of a section of options.py
+--help all      every flag
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from megalite.config.field import base_type, facts_of, flag_of, spellings
+from megalite.config.options import SECTIONS, ConfigError, options
+
+FIRST = (
+    *("preset", "config", "data_path", "tokenizer_type", "tokenizer_model", "mock_data", "micro_batch_size"),
+    *("global_batch_size", "train_iters", "lr", "bf16", "nproc", "tensor_model_parallel_size", "save", "load"),
+)
+GROUPS = {
+    "model": "shape, attention, positions, dropout",
+    "parallel": "ranks and their layout, pipeline, overlap, kernels",
+    "train": "batch sizes, length, evaluation, recomputation, spikes",
+    "optim": "optimizer, learning rate, weight decay",
+    "precision": "bf16, fp16 and its loss scale",
+    "data": "token files, blends, splits, tokenizer",
+    "checkpoint": "what is saved, kept, loaded, exported",
+    "log": "lines, TensorBoard, W&B, profiles",
+    "operations": "restarts, health, time limits, checks while it runs",
+}
+EXAMPLES = (
+    ("try it, without data", "--preset tiny --mock-data --micro-batch-size 4 --train-iters 20 --eval-iters 0"),
+    (
+        "train on token files, on two processes, and continue by typing it again",
+        "--preset tiny --data-path data/mine_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+        "tokenizer.json --micro-batch-size 4 --train-iters 1000 --nproc 2 --save runs/mine --save-interval 100 --load "
+        "runs/mine",
+    ),
+    (
+        "see the plan of a large run, without its machines",
+        "--preset llama3-8b --bf16 --nproc 64 --tp 8 --mock-data --micro-batch-size 1 --global-batch-size 512 "
+        "--train-iters 1000 --lr 3e-4 --dry-run",
+    ),
+)
+
+
+def asked_for(argv: Sequence[str]) -> str | None:
+    """Which page: "", a group, all, or a word that is none; None where no help is asked for."""
+    for i, word in enumerate(argv):
+        name, _, topic = word.partition("=")
+        if name in ("-h", "--help"):
+            following = argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("-") else ""
+            return topic or following
+    return None
+
+
+def help_text(topic: str, presets: Sequence[str]) -> str:
+    """Raises ConfigError where there is no such page."""
+    if topic not in ("", "all", *SECTIONS):
+        near = difflib.get_close_matches(topic, ("all", *SECTIONS), 1)
+        meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SECTIONS)}, all"
+        raise ConfigError([f"--help {topic}: there is no such page; {meant}"])
+    parser = argparse.ArgumentParser(usage="%(prog)s FLAGS", add_help=False, formatter_class=_Formatter)
+    parser.description = "Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags."
+    parser.epilog = "A switch --x is also --no-x and --x=false. More of Megatron-LM's flags: docs/megatron.md."
+    if topic == "":
+        _add(parser.add_argument_group("to begin with"), FIRST, presets, short=True)
+        parser.epilog = _rest(parser.prog)
+    for section in SECTIONS if topic == "all" else [topic] if topic else ():
+        group = parser.add_argument_group(section, GROUPS[section])
+        names = [f.name for of, f in options() if of == section]
+        _add(group, ["preset", "config", *names] if section == "model" else names, presets)
+    return parser.format_help().rstrip()
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32)
+
+
+def _rest(prog: str) -> str:
+    start = prog if prog.startswith("megalite") else f"python {os.path.relpath(sys.argv[0]) if sys.argv[0] else prog}"
+    counts = {name: sum(section == name for section, _ in options()) for name in SECTIONS}
+    lines = ["examples:", *(_example(start, *example) for example in EXAMPLES), "", "more:"]
+    lines += [f"  --help {name:<13} {GROUPS[name]} ({count} options)" for name, count in counts.items()]
+    return "\n".join([*lines, f"  --help {'all':<13} every flag"])
+
+
+def _example(start: str, what: str, flags: str) -> str:
+    lines = textwrap.wrap(f"{start} {flags}", 110, break_long_words=False, break_on_hyphens=False)
+    return f"  # {what}\n  " + " \\\n      ".join(lines)
+
+
+def _add(group: Any, names: Sequence[str], presets: Sequence[str], short: bool = False) -> None:
+    """The flags of these options. `short`: one line for each, with its shortest spelling beside it."""
+    fields = {f.name: f for _, f in options()}
+    for name in names:
+        if name == "preset":
+            group.add_argument("--preset", metavar="NAME", help="model shape: " + ", ".join(presets))
+            continue
+        if name == "config":
+            group.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
+            continue
+        f = fields[name]
+        kind, facts = base_type(f), facts_of(f)
+        shown = "" if f.default is None or kind == "bool" or facts.required else f" (default {f.default})"
+        spelt = [flag for flag, constant in spellings(f) if constant is None or not short]
+        for flag, constant in spellings(f)[: 1 if short else None]:
+            negative = kind == "bool" and constant is not f.default
+            text = facts.help + shown if flag == flag_of(name) else f"{flag_of(name)} {constant}"
+            if constant is not None:
+                if negative or flag == flag_of(name) or kind != "bool":  # what is so anyway is not worth a line
+                    group.add_argument(flag, action="store_true", help=text.replace("%", "%%"))
+            else:
+                metavar = "{" + ",".join(facts.choices) + "}" if facts.choices and not short else kind.upper()
+                group.add_argument(*(spelt if short else [flag]), metavar=metavar, help=text.replace("%", "%%"))

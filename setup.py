@@ -1,0 +1,27 @@
+"""What pyproject.toml cannot say: a wheel also holds the programs that stand beside the package in a clone, below
+megalite/programs, where the command `megalite` finds them (megalite/__main__.py). An editable install needs none.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+PROGRAMS = ["pretrain_gpt.py", *sorted(map(str, Path("tools").rglob("*.py")))]
+
+
+class WithPrograms(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for name in PROGRAMS:
+                target = Path(self.build_lib, "megalite", "programs", name)
+                self.mkpath(str(target.parent))
+                self.copy_file(name, str(target), preserve_mode=False)
+
+    def get_source_files(self) -> list[str]:
+        """For a source distribution, of which a wheel can then be built."""
+        return [*super().get_source_files(), *PROGRAMS]
+
+
+setup(cmdclass={"build_py": WithPrograms})

@@ -1,0 +1,226 @@
+"""The bar at the bottom of a terminal, on a real one (os.forkpty), and plain lines everywhere else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from megalite.config import console
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 2 --lr 0.01 --mock-data --vocab-size 93 --log-interval 1 --device cpu"
+).split()
+LOGGED = re.compile(r"^\d\d:\d\d:\d\d  step +(\d+)/\d+  loss [\d.]+", re.MULTILINE)
+SHOWN = re.compile(r"^step .*?(\d+)/\d+ .*loss [\d.]+.*tok/s/gpu.*MFU.*GiB")
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
+
+
+class Terminal:
+    """A program on a terminal of 24 lines: `raw`, what it has written; `shown`: what a person would see of it."""
+
+    def __init__(self, words: list[str], *, columns: int = 160, cwd: Path = ROOT, **variables: str):
+        unset = {"NO_COLOR", "RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"}
+        env = {name: value for name, value in os.environ.items() if name not in unset}
+        self.raw, self.code = "", None
+        self.pid, self.number = os.forkpty()
+        if self.pid == 0:  # pragma: no cover
+            os.chdir(cwd)
+            os.execve(words[0], words, {**env, "TERM": "xterm-256color", **variables})
+        fcntl.ioctl(self.number, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def read(self, until: str = "", timeout_s: float = 90.0) -> str:
+        """All that comes, until this pattern has, or the program has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not (until and re.search(until, self.raw)):
+            assert time.monotonic() < deadline, self.raw
+            try:
+                if select.select([self.number], [], [], 0.2)[0]:
+                    self.raw += os.read(self.number, 1 << 16).decode(errors="replace")
+            except OSError:  # the other end is closed
+                break
+        return self.raw
+
+    def end(self) -> int:
+        self.read()
+        self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.number)
+        return self.code
+
+    def shown(self) -> list[str]:
+        """The lines of a screen with endless memory: what was erased is not there any more."""
+        lines = [""]
+        for part in re.split(r"(\r\n|\n|\r|\x1b\[2K)", COLOURS.sub("", self.raw)):
+            if part in ("\r\n", "\n"):
+                lines.append("")
+            elif part in ("\r", "\x1b[2K"):
+                lines[-1] = lines[-1] if part == "\r" and not lines[-1] else ""
+            else:
+                lines[-1] += part
+        return lines
+
+    def bars(self) -> list[str]:
+        """What stood on the line that stays, one after the other."""
+        return [part.partition("\r")[0] for part in COLOURS.sub("", self.raw).split(console.ERASE)[1:]]
+
+
+def python(*words: str) -> list[str]:
+    return [sys.executable, *words]
+
+
+def trained(*flags: str, **how: str) -> Terminal:
+    return Terminal(python("pretrain_gpt.py", *RUN, *flags), **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_run_on_a_terminal_shows_its_state_below_its_lines(nproc: str, tmp_path: Path) -> None:
+    run = trained("--train-iters", "60", "--eval-iters", "3", "--nproc", nproc, "--run-dir", str(tmp_path))
+    assert run.end() == 0, run.raw
+    text = "\n".join(run.shown())
+    assert [int(step) for step in LOGGED.findall(text)] == list(range(1, 61))
+    bars = [found for found in map(SHOWN.match, run.bars()) if found]
+    assert len({int(found[1]) for found in bars}) > 1 and all(len(found[0]) < 160 for found in bars)
+    assert any(bar.startswith("evaluating") for bar in run.bars())
+    assert not any(map(SHOWN.match, run.shown())), "no bar is left"
+    assert "\x1b[?25l" not in run.raw, "the cursor was hidden"
+    assert "\x1b" not in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_leaves_a_clean_terminal(saves: bool, tmp_path: Path) -> None:
+    flags = ["--save", str(tmp_path), "--save-interval", "50000"] if saves else ["--run-dir", str(tmp_path)]
+    run = trained("--train-iters", "100000", *flags)
+    run.read(until=r"step .*? 5/100000 .*MFU")
+    os.write(run.number, b"\x03")
+    assert run.end() == (75 if saves else 130), run.raw
+    last = run.shown()
+    assert "\x1b[?25l" not in run.raw and "Traceback" not in run.raw
+    assert not any(map(SHOWN.match, last)) and last[-1] == "" and "to go on" in "\n".join(last)
+
+
+def test_tools_show_how_far_they_are(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "some words"}\n' * 2000)
+    saved = subprocess.run(
+        python("pretrain_gpt.py", *RUN, "--train-iters", "1", "--save", str(tmp_path / "s")), cwd=ROOT
+    )
+    assert saved.returncode == 0
+    text = "--input t.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1"
+    for line, bar, last in (
+        (
+            f"preprocess_data.py {text}",
+            r"tokenizing t.jsonl \S+ [\d.]+/100 % .*documents/s",
+            "mine_text_document: 2000",
+        ),
+        (
+            "inspect_data.py mine_text_document --verify",
+            r"verifying mine_text_document \S+ \S+ tokens",
+            "empty documents",
+        ),
+        ("checkpoint.py verify s", r"verifying s/iter_0000001 \S+ \S+ GiB", "all as they were written"),
+        ("convert_checkpoint.py --load s --to-hf hf", r"writing for Hugging Face \S+ \d+/\d+ tensors", "hf"),
+        ("convert_checkpoint.py --from-hf hf --save back", r"writing back/iter_0000000 \S+ \d+/\d+ tensors", "back"),
+        ("convert_checkpoint.py --load s --to-megatron old", r"writing for Megatron-LM \S+ 1/1 ranks", "old"),
+    ):
+        name, *words = line.split()
+        run = Terminal(python(str(ROOT / "tools" / name), *words), cwd=tmp_path)
+        assert run.end() == 0, run.raw
+        assert any(re.match(bar, shown) for shown in run.bars()), (line, run.raw)
+        assert last in "\n".join(run.shown()) and not any(re.match(bar, shown) for shown in run.shown())
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_a_terminal_that_wants_none_gets_plain_lines(variables: dict[str, str], tmp_path: Path) -> None:
+    run = trained("--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path), **variables)
+    assert run.end() == 0 and "\x1b" not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
+
+
+def test_under_torchrun_and_in_a_pipe_lines_are_plain(tmp_path: Path) -> None:
+    flags = [*RUN, "--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path)]
+    run = Terminal(python("-m", "torch.distributed.run", "--standalone", "pretrain_gpt.py", *flags))
+    assert run.end() == 0 and console.ERASE not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
+    env = {**os.environ, "TERM": "xterm"}
+    done = subprocess.run(python("pretrain_gpt.py", *flags), cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "\x1b" not in done.stdout + done.stderr and "\r" not in done.stdout and len(LOGGED.findall(done.stdout)) == 3
+
+
+WORK = """
+import sys, time
+from megalite.config.console import Bar, complain, show
+with Bar("outer", 50, "things") as outer:
+    for i in range(50):
+        outer.at(i + 1, "some [red] text " + "and more " * 20)
+        if i == 20:
+            with Bar("inner", 3, "parts") as inner:
+                for _ in inner.each(range(3)):
+                    time.sleep(0.3)
+                    show("a line")
+        if i == 30:
+            complain("a complaint")
+        time.sleep(0.02)
+print("end")
+"""
+
+
+@pytest.mark.parametrize("columns", [160, 60, 0])
+def test_lines_scroll_above_a_bar_that_fits(columns: int) -> None:
+    run = Terminal(python("-c", WORK), columns=columns)
+    assert run.end() == 0, run.raw
+    assert run.shown() == ["a line"] * 3 + ["a complaint", "end", ""]
+    bars = run.bars()
+    assert any(re.match(r"outer \S+ \d+/50 things", bar) for bar in bars) and any(
+        bar.startswith("inner") for bar in bars
+    )
+    assert max(map(len, bars)) < (columns or 80), bars
+    assert len([bar for bar in bars if bar.startswith("outer")]) < 15  # of 50
+    assert columns != 160 or "some [red] text" in run.raw
+
+
+def test_a_bar_without_a_terminal_writes_nothing() -> None:
+    done = subprocess.run(python("-c", WORK), cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("a line\n" * 3 + "end\n", "a complaint\n")
+
+
+def test_a_terminal_that_goes_away_or_takes_nothing_holds_up_nobody(tmp_path: Path) -> None:
+    """A window that is closed, seen by a run that nohup protects, and one whose output is stopped (Ctrl-S)."""
+    work = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{WORK}"
+    for gone in (True, False):
+        done = tmp_path / str(gone)
+        alone = (
+            work.replace("        if i == 30", "        if i == 300").replace("show(", "str(").replace("print(", "str(")
+        )
+        run = Terminal(python("-c", f"{alone}\nopen({str(done)!r}, 'w').close()"))
+        run.read(until="outer")
+        if gone:
+            os.close(run.number)
+        else:
+            termios.tcflow(run.number, termios.TCOOFF)
+        deadline = time.monotonic() + 60
+        while not done.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert done.exists(), gone
+        if not gone:
+            termios.tcflow(run.number, termios.TCOON)
+            run.end()
+        else:
+            os.waitpid(run.pid, 0)
+
+
+def test_a_bar_that_two_threads_close_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find at once that the terminal is gone; what they do is a run's."""
+    monkeypatch.setattr(console, "watched", lambda: True)
+    outer, bar = console.Bar("outer", 10), console.Bar("inner", 10)
+    console._bars.remove(bar)  # as far as the other one has come
+    bar.close()
+    outer.close()
+    assert not console._bars

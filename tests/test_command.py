@@ -1,0 +1,192 @@
+"""The command `megalite` in a clone; tests/test_installed.py has it from a wheel."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import documents
+import pytest
+
+from megalite import __main__ as command
+from megalite import __version__
+from megalite.config.field import spellings
+from megalite.config.options import options
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = {name: module for name, (module, _) in command.COMMANDS.items() if module}
+OF_A_CLONE = {"tools.document_flags", "tools.gpu_report"}  # they write its documents, and run its tests
+
+
+def megalite(*words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, *python, "-m", "megalite", *words]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_every_program_has_a_command() -> None:
+    programs = {f"tools.{path.stem}" for path in (ROOT / "tools").glob("*.py") if "def main(argv" in path.read_text()}
+    assert {*MODULES.values()} == programs - OF_A_CLONE - {"tools.benchmark_rank"} | {"pretrain_gpt"}
+
+
+def said_by(words: list[str], patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *topic: str) -> str:
+    """What `megalite WORDS --help TOPIC` prints, in lines that are not wrapped."""
+    with patch.context() as here:
+        here.setenv("COLUMNS", "1000")
+        here.setattr(sys, "argv", [])
+        here.setattr(sys, "path", [*sys.path])
+        module = importlib.import_module(MODULES[" ".join(words)])
+        here.setattr(module, "__doc__", module.__doc__)
+        try:
+            code = command.run([*words, "--help", *topic])
+        except SystemExit as end:
+            code = end.code
+    assert code == 0
+    return capsys.readouterr().out
+
+
+def test_the_documents_list_every_command() -> None:
+    page = (ROOT / "docs/running.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `megalite ")]
+    listed = []
+    for row in rows:
+        first, *more = re.findall(r"`([^`]+)`", row.split("|")[1])
+        group = first.split()[1:-1]
+        names = [" ".join([*group, word.split()[-1]]) for word in (first, *more)]
+        listed += zip(names, re.findall(r"`([^`]+)\.py`", row.split("|")[2]), strict=True)
+    assert {name: file.replace("/", ".") for name, file in listed} == MODULES
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"train", "data index"}))
+def test_help_is_that_of_the_program(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All its flags, under the name that was typed, and examples that can be typed where there is no clone."""
+    said = said_by(name.split(), monkeypatch, capsys)
+    assert said.startswith(f"usage: megalite {name} ") and not re.search(r"(python|torchrun .*) \S+\.py", said), said
+    with documents.stopped(monkeypatch, read=False) as here, pytest.raises(documents.Parsed) as parsed:
+        documents.start(MODULES[name].replace(".", "/") + ".py", [], here)
+    flags = re.findall(r"(?<![\w-])--?[\w-]+", said)
+    for action in parsed.value.parser._actions:
+        if action.help != argparse.SUPPRESS:
+            assert set(action.option_strings) <= set(flags)
+            assert (action.help or "") % vars(action) in said
+
+
+def test_help_of_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first = said_by(["train"], monkeypatch, capsys)
+    assert first.startswith("usage: megalite train ") and "megalite train --preset" in first
+    said = said_by(["train"], monkeypatch, capsys, "all")
+    assert {flag for _, f in options() for flag in [spellings(f)[0][0]]} <= set(re.findall(r"--[\w-]+", said))
+    index = said_by(["data", "index"], monkeypatch, capsys)
+    assert "megalite data index --config run.toml" in index and "megalite train --help" in index
+
+
+def test_the_list_comes_at_once_and_without_torch() -> None:
+    seconds = []
+    for _ in range(5):  # of a machine that others use as well: the best
+        begin = time.perf_counter()
+        done = megalite("--help")
+        seconds.append(time.perf_counter() - begin)
+        assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in command.COMMANDS)
+    assert min(seconds) < 0.5
+    imported = megalite("--help", python=("-X", "importtime")).stderr
+    assert "megalite.config.console" in imported and not re.search(r"\| +(torch|numpy|multiprocessing)\b", imported)
+
+
+WRONG = [
+    ("", 2, "no command is given\nusage: megalite {train,"),
+    ("trian --lr 1", 2, "no command 'trian'; did you mean train?"),
+    ("data", 2, "no command 'data'"),
+    ("data mrge a", 2, "no command 'data mrge'; did you mean data merge?"),
+    ("completion fish", 2, "usage: megalite completion {bash,zsh}"),
+    ("train --lr abc", 2, "abc"),
+    ("preprocess", 2, "usage: megalite preprocess"),
+    ("data inspect {}/nothing", 3, "nothing"),
+    ("plot loss {}", 1, "give a run directory"),
+    ("logs {}/nothing", 2, "give that of a run"),
+]
+
+
+@pytest.mark.parametrize("line,code,text", WRONG, ids=[w[0] or "nothing" for w in WRONG])
+def test_exit_codes_are_those_of_the_programs(line: str, code: int, text: str, tmp_path: Path) -> None:
+    done = megalite(*line.format(tmp_path).split())
+    assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr, done.stderr
+    name = next((n for n in MODULES if line.startswith(n + " ")), None)
+    if name is not None:
+        words = [
+            str(ROOT / (MODULES[name].replace(".", "/") + ".py")),
+            *line.format(tmp_path).split()[len(name.split()) :],
+        ]
+        assert subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, timeout=60).returncode == code
+
+
+def test_ctrl_c_ends_a_program_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = "import signal, sys; import megalite.__main__ as m; m.run = lambda words: signal.raise_signal(signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", f"{stop}; m.main()"], cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+def test_the_version_is_said_once_and_the_changes_begin_with_it() -> None:
+    assert megalite("--version").stdout == f"megalite {__version__}\n"
+    changes = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert changes[0] == __version__
+    others = [p for p in (*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *(ROOT / "megalite").rglob("*.py"))]
+    assert [str(p.relative_to(ROOT)) for p in others if f'"{__version__}"' in p.read_text()] == ["megalite/__init__.py"]
+
+
+# what is typed before TAB: (words that are offered, words that are not)
+COMPLETED = {
+    "": ("train data completion", "inspect --help"),
+    "pre": ("preprocess", "train"),
+    "data ": ("inspect merge corpus", "train"),
+    "checkpoint ": ("inspect verify prune", "--tensors"),
+    "checkpoint inspect --": ("--tensors", "--files"),
+    "plot schedule --m": ("--microbatches", "--out"),
+    "train --tensor-model": ("--tensor-model-parallel-size", "--lr"),
+    "train --lr 1 --no-load": ("--no-load-optim", "--load"),
+    "tokenizer --model-prefix": ("--model-prefix", "--input"),
+}
+
+
+def test_words_are_completed(tmp_path: Path) -> None:
+    """bash, as it is when TAB is hit: COMP_WORDS and COMP_CWORD are set, and COMPREPLY is shown."""
+    script = megalite("completion", "bash").stdout
+    assert script == megalite("completion", "zsh").stdout and "complete " in script
+    tries = "".join(
+        f"COMP_WORDS=(megalite {line.strip()}{' ' if line.endswith(' ') or not line else ''}"
+        f"{chr(34) * 2 if line.endswith(' ') or not line else ''}); "
+        'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _megalite; echo "${COMPREPLY[*]}"\n'
+        for line in COMPLETED
+    )
+    (tmp_path / "megalite").write_text(f'#!/bin/sh\nexec {sys.executable} -m megalite "$@"\n')
+    (tmp_path / "megalite").chmod(0o755)
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run(
+        [bash, "-eu", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{tries}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    for (line, (there, absent)), said in zip(COMPLETED.items(), done.stdout.splitlines(), strict=True):
+        words = set(said.split())
+        assert set(there.split()) <= words and not set(absent.split()) & words, (line, said)
+
+
+def test_who_reads_what_a_command_prints_may_stop_early(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"outcome": "done"}')
+    line = [sys.executable, "-m", "megalite", "runs", str(tmp_path), "--json"]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as much as does not fit into a buffer
+    process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # as head does, here before the first line
+    assert process.stderr.read() == "" and process.wait() == 141

@@ -1,0 +1,140 @@
+"""What a page tells a newcomer to type, typed in an empty folder in the page's order: with fewer steps, else as it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import documents
+import pytest
+from documents import ROOT
+from test_documents import random_qwen, text
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+REQUEUE = 75
+# flags after those of the page win
+TUTORIAL = {
+    "megalite train": "--train-iters 8 --eval-interval 4 --eval-iters 2 --save-interval 4 --device cpu",
+    "--exit-interval": "--exit-interval 4",
+    "megalite preprocess": "--workers 2",
+    "megalite generate": "--max-new-tokens 4",
+}
+QWEN = {
+    "megalite train": "--seq-length 32 --global-batch-size 4 --train-iters 2 --eval-iters 1 --device cpu --peak-tflops 1",
+    "megalite preprocess": "--workers 1",
+    "megalite generate": "--max-new-tokens 3",
+}
+
+MEGATRON = {
+    "--pretrained-checkpoint": "--global-batch-size 4 --train-iters 2 --eval-iters 1 --device cpu --peak-tflops 1",
+    "--from-megatron": "--vocab-size 300",
+}
+BEFORE = """megalite tokenizer --input text/*.jsonl --vocab-size 300 --model-prefix data/spm --workers 1
+megalite preprocess --input text/*.jsonl --output-prefix data/mine --tokenizer-type SentencePieceTokenizer \\
+  --tokenizer-model data/spm.model --append-eod --workers 1
+megalite train --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 \\
+  --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --attention-dropout 0 \\
+  --hidden-dropout 0 --untie-embeddings-and-output-weights --data-path data/mine_text_document --micro-batch-size 2 \\
+  --tokenizer-type SentencePieceTokenizer --tokenizer-model data/spm.model --global-batch-size 2 --train-iters 1 \\
+  --lr 1e-3 --save runs/tiny --device cpu --peak-tflops 1
+megalite convert --load runs/tiny --to-megatron old/checkpoints --target-tensor-parallel-size 2
+"""
+
+
+class Shell:
+    """Runs a page's lines in `folder`. `said`: by command, without its flags."""
+
+    def __init__(self, folder: Path, shorter: dict[str, str]):
+        self.folder, self.shorter, self.said = folder, shorter, dict[str, str]()
+
+    def type(self, command: documents.Command, code: int = 0) -> str:
+        line = " ".join(command.words)
+        program, *words = command.words
+        assert program == "megalite"
+        words += [word for part, more in self.shorter.items() if part in line for word in more.split()]
+        return self.python("-m", "megalite", *words, code=code)
+
+    def python(self, *words: str, code: int = 0) -> str:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *words], cwd=self.folder, env=env, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == code, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [text for kind, text in documents.fences(ROOT / "docs" / page) if kind == language]
+
+
+def typed(page: str) -> list[documents.Command]:
+    """The commands of a page's blocks, in order, without the installation."""
+    found = [command for block in blocks(page, "bash") for command in documents.commands_of(block, page)]
+    return [command for command in found if command.words[0] != "pip"]
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, TUTORIAL)
+    (config,) = blocks("tutorial.md", "toml")
+    (tmp_path / "run.toml").write_text(config)
+    for command in typed("tutorial.md"):
+        stopped = "--exit-interval" in command.words
+        said = shell.type(command, code=REQUEUE if stopped else 0)
+        if "convert" in command.words:
+            assert "all bits equal" in said and "likeliest token the same in 100.00%" in said
+        if "generate" in command.words:
+            assert said.startswith("[step 8] def __init__(self")
+        if "verify" in command.words:
+            assert said.count("all as they were written") == 2
+        if "--dry-run" in command.words:
+            assert not (tmp_path / "runs").exists() and "layers per stage" in said
+        elif "--pipeline-model-parallel-size" in command.words:
+            assert "resumed from runs/first/iter_0000004 at step 4" in said
+    assert json.loads((tmp_path / "runs/first/status.json").read_text())["outcome"] == "done"
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+    (program,) = blocks("tutorial.md", "python")
+    assert shell.python("-c", program).startswith("import os")
+    said = [shell.python("-c", program) for program in blocks("api.md", "python")]  # in the tutorial's folder
+    tokens = str((tmp_path / "data/python_text_document.bin").stat().st_size // 2)
+    parts = (tokens, "model/embedding.word (8000, 128) torch.float32", "1 RF1.0")
+    assert all(part in one for part, one in zip(parts, said, strict=True)), said
+
+
+def test_from_hugging_face_and_back(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shell = Shell(tmp_path, QWEN)
+    text(tmp_path / "text", 2_000)
+    random_qwen(tmp_path / "models/Qwen3-8B")
+    said = {" ".join(command.words[:4]): shell.type(command) for command in typed("from_hugging_face.md")}
+    assert sum("all bits equal" in one for one in said.values()) == 2
+    for folder in ("models/Qwen3-8B-mine", "models/Qwen3-8B-step"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / folder).config.num_hidden_layers == 2
+    # the same command again continues, as the page says, with nothing left to do
+    (train,) = [command for command in typed("from_hugging_face.md") if command.words[1] == "train"]
+    words = [word for word in train.words if word not in ("--export-hf", "models/Qwen3-8B-mine")]
+    again = shell.type(documents.Command(train.place, tuple(words)))
+    assert "iter_0000002" in again and "begin afresh" not in again
+
+
+def test_from_megatron(tmp_path: Path) -> None:
+    """`old/checkpoints` is in Megatron-LM's format, for two ranks."""
+    shell = Shell(tmp_path, MEGATRON)
+    text(tmp_path / "text", 2_000)
+    for command in documents.commands_of(BEFORE, "before"):
+        shell.type(command)
+    plan, train, to_us, to_them = typed("from_megatron.md")
+    assert "6,738,415,616" in shell.type(plan)  # a Llama 2 of 7 B
+    assert "weights of" in shell.type(train) and (tmp_path / "runs/mine/iter_0000002").is_dir()
+    assert "all bits equal" in shell.type(to_us)
+    shell.type(to_them)
+    assert {path.name for path in (tmp_path / "new/checkpoints/release").iterdir()} == {"mp_rank_00", "mp_rank_01"}
+
+
+def test_the_first_page(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, {"megalite train": "--train-iters 2 --eval-iters 1 --device cpu --peak-tflops 1"})
+    (command,) = typed("index.md")
+    assert "done: reached the last step" in shell.type(command)

@@ -1,0 +1,316 @@
+"""The page of a run and its pictures, without a browser: what is said of which files, and what damage does to it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_cases import STAGES, rows, write_run
+
+from megalite.models.families import PRESETS
+from megalite.parallel.mesh import plan_mesh
+from tools import plot, report
+from tools.pictures import curves, pipeline, shares
+from tools.pictures.canvas import COLOURS, NARROW, WIDE, Picture, clean, svg
+from tools.pictures.page import Page, key_figures
+from tools.pictures.run import COLUMNS, RunError, differences, read_run, read_runs, thin, whence
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("metrics.jsonl", "events.jsonl", "status.json", "report.json", "timeline.json", "run_config.toml")
+
+
+def shown(picture: Picture | None, width: float = WIDE) -> list[str]:
+    """The texts of a picture."""
+    assert picture is not None
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg(picture, width, picture.name))
+
+
+# ---- what is read
+
+
+def test_ranks_of_a_position_are_those_of_the_mesh(tmp_path: Path) -> None:
+    sizes = {"world": 24, "pp": 3, "dp": 2, "cp": 2, "tp": 2}
+    for outermost in (False, True):
+        run = read_run(write_run(tmp_path / str(outermost), 10, mesh=sizes, dp_outermost=outermost), "run")
+        axes = {"tp": 2, "pp": 3, "cp": 2, "dp_outermost": outermost}
+        by_mesh: list[list[int]] = [[], [], []]
+        for rank in range(24):
+            by_mesh[plan_mesh(24, rank, **axes).pp.rank].append(rank)  # type: ignore[arg-type]
+        assert shares.positions(run) == by_mesh
+
+
+def test_a_step_that_came_again_counts_once_and_the_last_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 10)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 7, "tokens": 3584, "train/loss": 99.0}) + "\n{torn")
+    loss = read_run(folder, "run").curve("train/loss")
+    assert [step for step, *_ in loss] == list(range(1, 11)) and loss[6][2] == 99.0
+
+
+def test_resumes_and_doubts_are_those_since_the_run_began(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 100)
+    before = [{"event": "started", "step": 0, "fresh": True}, {"event": "spike", "step": 3}]
+    text = (folder / "events.jsonl").read_text()
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in before) + text)
+    run = read_run(folder, "run")
+    assert (run.resumed, run.doubts) == ([50.0], [(25.0, "spike")])
+    assert run.peaks_gib == [5.1, 5.2, 5.3, 5.4, 5.5, 5.6, 5.7, 5.8]
+    assert {"resumed", "doubted"} <= {*shown(curves.loss([run]))}
+
+
+def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+    import os
+    import socket
+
+    folder = write_run(tmp_path / "run", 10)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for pid, outcome in ((os.getpid(), "running"), (ended.pid, "killed")):
+        told = {"outcome": "running", "pid": pid, "host": socket.gethostname(), "step": 2, "tokens": 1024}
+        (folder / "status.json").write_text(json.dumps(told))
+        run = read_run(folder, "run")
+        assert run.outcome == outcome
+        assert dict(key_figures(run))["steps"] == "10 of 1,000"  # status.json is older than the last line
+
+
+def test_where_an_option_was_said(tmp_path: Path) -> None:
+    toml = tmp_path / "mine.toml"
+    toml.write_text('preset = "tiny"\n[train]\nmicro_batch_size = 2\neval_iters = 7\n[optim]\nlr = 0.5\n')
+    folder = write_run(tmp_path / "run", 10, command=["x", "--config", str(toml), "--lr", "1e-3", "--eval-iters", "7"])
+    tiny = PRESETS["tiny"]["hidden_size"]
+    config = f"[model]\nhidden_size = {tiny}\nnum_layers = 99\n[train]\nmicro_batch_size = 2\neval_iters = 7\n"
+    config += "[optim]\nlr = 0.001\n"
+    (folder / "run_config.toml").write_text(config)
+    said = {name: source for _, name, _, source in whence(read_run(folder, "run"), PRESETS)}
+    assert said["lr"] == said["eval_iters"] == "flag" and said["micro_batch_size"] == str(toml)
+    assert said["hidden_size"] == "--preset tiny" and said["num_layers"] == "follows from others"
+
+
+def test_names_that_are_alike_take_more_of_their_path(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name / "run", 5) for name in ("a", "b")]
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
+    with pytest.raises(RunError, match="give a run directory"):
+        read_runs([tmp_path])
+
+
+# ---- what pictures show
+
+
+def test_the_agreement_is_the_largest_difference_and_its_step(tmp_path: Path) -> None:
+    one, two = (read_run(write_run(tmp_path / name, 50), name) for name in ("one", "two"))
+    assert curves.in_words(differences(one, two)) == "equal to the last bit over 50 common log lines"
+    step, tokens, loss = two.curves["train/loss"][20]
+    two.curves["train/loss"][20] = step, tokens, loss + 0.25
+    del two.curves["train/loss"][30:]
+    assert curves.in_words(differences(one, two)) == "at most 2.50e-01, at step 21, over 30 common log lines"
+    assert "Points on the lower edge are equal." in curves.agreement([one, two]).caption
+
+
+def test_what_is_thinned_keeps_every_extreme() -> None:
+    random.seed(1)
+    points = [(float(i), float(i), random.random()) for i in range(100_000)]
+    points[31_007] = 31_007.0, 31_007.0, 1e3
+    points[77_777] = 77_777.0, 77_777.0, -1e3
+    kept = thin(points)
+    assert len(kept) <= 2 * COLUMNS + 2 and kept == sorted(kept) and {*kept} <= {*points}
+    assert {points[0], points[-1], points[31_007], points[77_777]} <= {*kept}
+
+
+def test_the_layout_names_ranks_and_layers_and_a_stage_of_the_head_alone(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", 5), "run")
+    texts = shown(shares.layout(run))
+    assert {"ranks 0-1", "ranks 6-7", "E", "H", "0-4", "5-8", "9-12"} <= {*texts}
+    assert [*STAGES[-1]] == [13, 13] and texts.count("H") == 1
+    assert "pp 4 × dp 1 × cp 1 × tp 2 = 8 ranks" in shares.layout(run).caption  # type: ignore[union-attr]
+
+
+def test_memory_on_cards_shows_what_was_measured_and_on_cpu_says_it(tmp_path: Path) -> None:
+    card, cpu = (read_run(write_run(tmp_path / on, 5, device=on), on) for on in ("cuda", "cpu"))
+    assert "measured" in shown(shares.memory(card)) and "measured" not in shown(shares.memory(cpu))
+    assert "rank 7 had 5.80 GiB at most" in shares.memory(cpu).caption  # type: ignore[union-attr]
+
+
+def test_planned_and_measured_of_a_timeline_have_their_own_times(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", 5), "run")
+    spans, work, ideal = pipeline.read_timeline(run.timeline)
+    assert len(spans) == 4 * 6 * 2 == len(ideal.spans) and work == pytest.approx(len(spans) * 0.01)
+    head = [span for span in run.timeline["ranks"][3]["spans"] if span["action"].startswith("F3.")]
+    for span in head:  # the head alone is four times as long as any other forward
+        span["end_s"] = span["start_s"] + 0.04
+    _, _, slow = pipeline.read_timeline(run.timeline)
+    lengths = {s.action.stage: round(s.end - s.start, 9) for s in slow.spans if s.action.op.name == "F"}
+    assert lengths == {0: 0.01, 1: 0.01, 2: 0.01, 3: 0.04}
+    assert any(text.startswith("planned: ") for text in shown(pipeline.timeline(run.timeline)))
+
+
+def test_colours_of_a_page_are_variables_and_its_text_is_text(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", 40), "<b>&$x_1$")
+    made = svg(curves.loss([run]), NARROW, "loss")
+    assert "var(--blue)" in made and "var(--ink)" in made and "<text" in made and "font-family" not in made
+    for light, _ in COLOURS.values():
+        assert light not in made
+    labels = shown(curves.loss([run, run]))
+    assert "&lt;b&gt;&amp;$x_1$: training 2.903" in labels or any("&lt;b&gt;&amp;$x_1$" in t for t in labels)
+
+
+def test_texts_from_outside_are_one_line_that_can_be_written() -> None:
+    assert (
+        clean("a\nb\x1b[31m") == "a\ufffdb\ufffd[31m" and clean("x" * 200).endswith("…") and len(clean("x" * 200)) == 90
+    )
+    assert clean("\udcff").encode() == "\ufffd".encode()
+
+
+# ---- the page and the program
+
+
+def test_the_page_escapes_and_forbids(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>\"'&"
+    folder = write_run(tmp_path / "run", 5, data=evil, hosts=[evil], command=[evil], machine={evil: evil})
+    status = {"outcome": evil, "reason": evil, "host": evil, "time": evil}
+    (folder / "status.json").write_text(json.dumps(status))
+    (folder / "run_config.toml").write_text(f"[model]\n'<i>' = '''{evil}'''\n")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": evil, "text": evil, "time": evil, "step": 3}) + "\n")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "tokens": 2560, f"val/{evil}/loss": 3.0}) + "\n")
+    page = Page([read_run(folder, evil)]).text()
+    assert "<img" not in page and "<i>" not in page and "&lt;img" in page
+    assert "default-src 'none'" in page and "http" not in re.sub(r'(xmlns[:a-z]*|http-equiv)="[^"]*"', "", page)
+
+
+def test_text_alone_writes_nothing_and_the_page_has_its_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", 5)
+    before = sorted(folder.iterdir())
+    assert report.main([str(folder), "--text"]) == 0 and sorted(folder.iterdir()) == before
+    assert "time went to" in capsys.readouterr().out
+    assert report.main([str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert f"page: {tmp_path / 'out' / 'index.html'}" in capsys.readouterr().out
+    names = {path.stem for path in (tmp_path / "out").glob("*.png")}
+    assert names == {"loss", "steps", "time", "timeline", "layout", "memory"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "out").glob("*.png"))
+
+
+@pytest.mark.parametrize("picture", ["pipeline", "loss", "steps", "time", "memory", "layout", "agreement"])
+def test_each_picture_alone(tmp_path: Path, picture: str) -> None:
+    folders = [str(write_run(tmp_path / name, 20)) for name in ("one", "two")]
+    many = folders if plot.PICTURES[picture][2] else folders[:1]
+    plot.main([picture, *many, "--out", str(tmp_path / "made.svg"), "--narrow"])
+    assert "<svg" in (tmp_path / "made.svg").read_text()
+
+
+def test_a_run_that_ended_before_its_first_step_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "status.json").write_text('{"outcome": "usage", "step": 0}')
+    assert report.main([str(tmp_path), "--text"]) == 0
+    told = capsys.readouterr()
+    assert told.out.split() == ["outcome", "usage,", "before", "its", "first", "step"] and not told.err
+
+
+def test_without_matplotlib_there_is_the_text_and_one_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 5)
+    hidden = "import sys, runpy; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; "
+    start = [sys.executable, "-c", hidden + "runpy.run_path(sys.argv[0], run_name='__main__')", "tools/report.py"]
+    for more, code in (([], 0), (["--out", str(tmp_path / "out")], 1)):
+        done = subprocess.run([*start, str(folder), *more], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert done.returncode == code and "time went to" in done.stdout
+        assert done.stderr.startswith("report.py: no page: matplotlib is missing") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+# ---- damage
+
+ANYTHING: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1e308,
+    10**400,
+    "text",
+    "",
+    [],
+    [[]],
+    {},
+    {"a": {}},
+    [None, "x"],
+    float("nan"),
+]
+
+
+def mangle(value: Any, luck: random.Random) -> Any:
+    """`value` with something else in one place."""
+    if luck.random() < 0.15 or not isinstance(value, dict | list) or not value:
+        return luck.choice(ANYTHING)
+    key = luck.choice(list(value)) if isinstance(value, dict) else luck.randrange(len(value))
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[key] = mangle(value[key], luck)
+    return changed
+
+
+def damage(folder: Path, luck: random.Random) -> str:
+    file = folder / luck.choice(FILES)
+    text = file.read_text()
+    if luck.random() < 0.25 or file.suffix == ".toml":
+        cut = luck.randrange(len(text))
+        file.write_bytes(text.encode()[:cut] + luck.randbytes(luck.randrange(9)))
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(mangle(json.loads(text), luck)))
+    else:
+        lines = text.splitlines()
+        for i in luck.sample(range(len(lines)), min(len(lines), 3)):
+            lines[i] = json.dumps(mangle(json.loads(lines[i]), luck))
+        file.write_text("\n".join(lines))
+    return file.name
+
+
+def survives(folder: Path, luck: random.Random, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = damage(folder, luck)
+    code = report.main([str(folder), "--out", str(folder / "page")])
+    out, err = capsys.readouterr()
+    page = (folder / "page/index.html").read_text()
+    assert code in (0, 1) and "page: " in out and err.count("\n") <= 1, (damaged, err)
+    assert page.count("<section>") >= 5 and page.endswith("</html>\n"), damaged
+
+
+def test_a_damaged_run_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    survives(write_run(tmp_path / "run", 8), random.Random(3), capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_runs_damaged_in_many_ways_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(20):
+        survives(write_run(tmp_path / str(seed), 8), random.Random(seed), capsys)
+
+
+def test_a_damaged_section_says_so_and_leaves_the_others(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 8)
+    told = json.loads((folder / "timeline.json").read_text())
+    told["ranks"][0]["spans"][0]["action"] = "F.0"
+    (folder / "timeline.json").write_text(json.dumps(told))
+    (folder / "status.json").write_text('{"outcome": ')
+    page = Page([read_run(folder, "run")])
+    text = page.text()
+    assert "Cannot be shown: ValueError: &#x27;F.0&#x27; is no action" in text
+    assert "Damaged files" in text and "status.json cannot be read" in text
+    assert [picture.name for picture in page.pictures] == ["loss", "steps", "time", "layout", "memory"]
+
+
+@pytest.mark.long
+def test_a_long_run_has_a_small_page_at_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 10)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(100_000)))
+    begin = time.monotonic()
+    words = [sys.executable, "tools/report.py", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    took, size = time.monotonic() - begin, (folder / "report/index.html").stat().st_size
+    assert done.returncode == 0 and size < 1_000_000
+    assert took < 20, f"{took:.1f} s"  # alone on two cores: see docs/running.md

@@ -1,0 +1,252 @@
+"""Runs to compare: --name, and the commands runs, diff and sweep."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.cli import read
+from megalite.models.families import PRESETS
+from megalite.train.run_dir import run_folder, taken
+from tools import diff, runs, sweep
+
+ROOT = Path(__file__).resolve().parent.parent
+TOML = """
+[model]
+num_layers = 2
+hidden_size = 16
+num_attention_heads = 2
+seq_length = 8
+max_position_embeddings = 8
+[parallel]
+device = "cpu"
+[train]
+micro_batch_size = 2
+train_iters = 4
+eval_iters = 1
+[optim]
+lr = 1e-3
+[data]
+mock_data = true
+vocab_size = 64
+"""
+
+
+def typed(program: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, str(ROOT / program), *words]
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=100)
+
+
+def left(folder: Path, outcome: str = "done", step: int = 4, **status: Any) -> Path:
+    """A run directory as runs leave it."""
+    folder.mkdir(parents=True)
+    words = dict(outcome=outcome, step=step, time="2026-11-23T03:00:00+00:00", host="elsewhere", pid=1) | status
+    (folder / "status.json").write_text(json.dumps(words))
+    rows = [
+        {"step": 2, "train/loss": 4.0, "perf/tokens_per_s_per_gpu": 100.0},
+        {"step": 3, "train/loss": 3.5, "perf/tokens_per_s_per_gpu": 300.0, "perf/x": None},
+        {"step": 4, "train/loss": 3.25, "perf/tokens_per_s_per_gpu": 200.0},
+        {"step": 4, "val/valid/loss": 3.75, "val/valid/ppl": 42.5},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn')
+    (folder / "run_config.toml").write_text(TOML)
+    return folder
+
+
+def config(*flags: str, toml: Path) -> Any:
+    return read(["--config", str(toml), *flags], PRESETS)[0]
+
+
+def test_a_name_is_a_folder_that_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    toml = tmp_path / "run.toml"
+    toml.write_text(TOML)
+    mine = config("--name", "mine", toml=toml)
+    assert run_folder(mine) == Path("runs/mine") and taken(mine) == []
+    left(Path("runs/mine"))
+    left(Path("runs/mine-2"))
+    [problem] = taken(mine)
+    assert problem == "name='mine': runs/mine holds a run already; give --name mine-3, or remove it"
+    saved = ("--name", "mine", "--save", "kept", "--save-interval", "2")
+    assert "--load kept to continue it" in taken(config(*saved, toml=toml))[0]
+    assert taken(config(*saved, "--load", "kept", toml=toml)) == []
+    assert taken(config(*saved, "--load", "other", toml=toml)) != []
+    assert taken(config("--name", "mine", "--dry-run", toml=toml)) == taken(config(toml=toml)) == []
+    left(Path("runs/a/b"))
+    for words, said in (
+        (("--name", "a/b"), "name='a/b' is no name of a directory"),
+        (("--name", "a" * 300), "is no name of a directory"),
+        (("--name", ".."), "is no name"),
+        (("--name", "a", "--run-dir", "b"), "name and run_dir exclude each other"),
+    ):
+        done = typed("pretrain_gpt.py", "--config", str(toml), *words, cwd=tmp_path)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_a_run_with_a_name_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(TOML)
+    line = ("--config", "run.toml", "--name", "mine", "--eval-iters", "0", "--nproc", "2")
+    first = typed("pretrain_gpt.py", *line, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    before = (tmp_path / "runs/mine/log.txt").read_bytes()
+    again = typed("pretrain_gpt.py", *line, cwd=tmp_path)
+    assert again.returncode == 2 and "give --name mine-2" in again.stderr
+    assert (tmp_path / "runs/mine/log.txt").read_bytes() == before
+
+
+def test_the_table_of_runs(tmp_path: Path) -> None:
+    left(tmp_path / "runs/b", time="2026-11-23T01:00:00+00:00")
+    left(tmp_path / "runs/group/a", outcome="requeue", step=3)
+    left(tmp_path / "runs/dead", outcome="running", host=os.uname().nodename, pid=2**22 + 1)
+    left(tmp_path / "runs/far", outcome="running")
+    (tmp_path / "runs/empty").mkdir()
+    left(tmp_path / "runs/torn")
+    (tmp_path / "runs/torn/status.json").write_text("{")
+    done = typed("tools/runs.py", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr.startswith("runs.py: runs/torn: ")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows[0] == ["run", "outcome", "steps", "loss", "validation", "tokens/s", "when"]
+    assert rows[1] == ["b", "done", "4", "of", "4", "3.2500", "3.7500", "200", "2026-11-23", "01:00"]
+    assert {row[0]: row[1] for row in rows[2:]} == {"group/a": "requeue", "dead": "killed", "far": "running"}
+    [first, *_] = typed("tools/runs.py", "runs", "--json", cwd=tmp_path).stdout.splitlines()
+    assert json.loads(first) == dict(
+        run="runs/b", outcome="done", step=4, steps=4, loss=3.25, validation={"valid": 3.75}, tokens_per_s=200.0,
+        time="2026-11-23T01:00:00+00:00",
+    )  # fmt: skip
+    wrong = typed("tools/runs.py", "nowhere", cwd=tmp_path)
+    assert wrong.returncode == 2 and "nowhere: No such file or directory; give the folder" in wrong.stderr
+
+
+def test_a_run_that_diverged_or_whose_files_are_odd_spoils_no_table(tmp_path: Path) -> None:
+    rows = [
+        {"step": 9, "train/loss": None, "val/valid/loss": None},  # as nan and inf are written
+        {"step": "x", "val/odd/loss": "y", "perf/tokens_per_s_per_gpu": math.nan},
+    ]
+    folder = left(tmp_path / "runs/diverged", step=5)
+    with open(folder / "metrics.jsonl", "w") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    (left(tmp_path / "runs/odd") / "status.json").write_text("[1]")
+    (left(tmp_path / "runs/killed", outcome="running", step=1, time="2026-11-24") / "report.json").write_text("[]")
+    done = typed("tools/runs.py", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "runs.py: runs/odd: status.json is damaged\n", done.stderr
+    first, second = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert first[:9] == "diverged done 9 of 4 n/a valid n/a, odd".split()
+    assert second[:5] == "killed running 4 of 4".split(), "further than status.json, which is written now and then"
+    rows = [json.loads(line) for line in typed("tools/runs.py", "--json", cwd=tmp_path).stdout.splitlines()]
+    assert rows[0]["loss"] is None and rows[0]["validation"] == {"valid": None, "odd": None}
+
+
+def test_what_differs_and_what_of_it_changes_the_training(tmp_path: Path) -> None:
+    run = left(tmp_path / "one")
+    changes = {
+        "lr = 1e-3": "lr = 3e-4",
+        "hidden_size = 16": "hidden_size = 32",
+        'device = "cpu"': "split_backward = true",
+    }
+    text = TOML + "[log]\nlog_interval = 7\n"
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    other = tmp_path / "two.toml"
+    other.write_text(text)
+    found = {row["option"]: row for row in diff.differences(diff.config_of(run), diff.config_of(other))}
+    assert {name: row["changes"] for name, row in found.items()} == {
+        "hidden_size": "the model",
+        "lr": "the training",
+        "device": "how it is computed",
+        "split_backward": "how it is computed",
+        "log_interval": "neither",
+    }
+    assert (found["lr"]["a"], found["lr"]["b"]) == (1e-3, 3e-4)
+    done = typed("tools/diff.py", "one", "two.toml", cwd=tmp_path)
+    assert done.returncode == 1 and re.search(r"^what changes the training\n  lr +0.001 +0.0003$", done.stdout, re.M)
+    same = typed("tools/diff.py", "one", "one", cwd=tmp_path)
+    assert (same.returncode, same.stdout) == (0, "no option differs\n")
+    assert json.loads(typed("tools/diff.py", "one", "two.toml", "--json", cwd=tmp_path).stdout)
+    wrong = typed("tools/diff.py", "one", "three.toml", cwd=tmp_path)
+    assert wrong.returncode == 2 and "config='three.toml' cannot be read" in wrong.stderr
+
+
+def test_the_same_option_under_two_presets_is_none(tmp_path: Path) -> None:
+    for name, preset in (("a", "tiny"), ("b", "small")):
+        (tmp_path / f"{name}.toml").write_text(f'preset = "{preset}"\n[train]\nmicro_batch_size = 2\n')
+    found = {row["option"] for row in diff.differences(*(diff.config_of(tmp_path / f"{x}.toml") for x in "ab"))}
+    assert {"num_layers", "hidden_size"} <= found and not {"vocab_size", "lr", "activation"} & found
+
+
+def test_combinations_of_lists() -> None:
+    made = sweep.combinations(sweep.lists_of("--lr 1e-4,3e-4 --nproc 2 --bf16 --seed=1,2".split()))
+    assert [name for name, _ in made] == ["lr=1e-4,seed=1", "lr=1e-4,seed=2", "lr=3e-4,seed=1", "lr=3e-4,seed=2"]
+    assert made[0][1] == ["--lr=1e-4", "--nproc=2", "--bf16", "--seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lr 1,2 --lr 3", "--lr is given twice"),
+        ("--lr 1 2", "unexpected word '2'"),
+        ("--run-dir x", "--run-dir is given by the sweep"),
+        ("--lr 1e-3,abc", "lr=abc: lr='abc' is not a float"),
+        ("--learning-rate 1e-3,1e-4", "unknown flag --learning-rate; use --lr"),
+    ],
+)
+def test_a_sweep_that_cannot_be_starts_nothing(words: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(TOML)
+    done = typed("tools/sweep.py", "run.toml", *words.split(), cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(TOML + "[checkpoint]\nsave_interval = 2\nsave = 'shared'\n")
+    line = ("run.toml", "--lr", "1e-3,3e-3", "--eval-iters", "0", "--folder", "out")
+    done = typed("tools/sweep.py", *line, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folders = [tmp_path / "out" / name for name in ("lr=1e-3", "lr=3e-3")]
+    assert (
+        all((folder / "iter_0000004/COMPLETE").is_file() for folder in folders) and not (tmp_path / "shared").exists()
+    )
+    rows = [line.split()[:2] for line in done.stdout.splitlines()[-2:]]
+    assert rows == [["lr=1e-3", "done"], ["lr=3e-3", "done"]]
+    (folders[1] / "iter_0000004").rename(tmp_path / "gone")  # as if it had been stopped after its first checkpoint
+    (folders[1] / "latest_checkpointed_iteration.txt").write_text("2")
+    status = json.loads((folders[1] / "status.json").read_text())
+    (folders[1] / "status.json").write_text(json.dumps(status | {"outcome": "requeue", "step": 2}))
+    again = typed("tools/sweep.py", *line, cwd=tmp_path)
+    assert "1 of 2: out/lr=1e-3 is done already" in again.stdout
+    assert "resumed from out/lr=3e-3/iter_0000002 at step 2" in again.stdout, again.stdout + again.stderr
+    assert runs.row_of(folders[1])["outcome"] == "done"
+    changed = typed("tools/sweep.py", *line, "--weight-decay", "0.5", cwd=tmp_path)
+    assert "done already" not in changed.stdout and changed.returncode == 1  # another training: its checkpoints stay
+    lines = [line for line in changed.stderr.splitlines() if line.startswith("sweep.py: ")]
+    assert lines == [
+        "sweep.py: out/lr=1e-3, out/lr=3e-3: not done, and the runs there have another weight_decay; give another "
+        "--folder for a new sweep"
+    ]
+
+
+def test_a_sweep_that_is_interrupted_waits_until_its_run_has_saved(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(TOML + "[log]\nlog_interval = 1\n")
+    words = ("run.toml", "--lr", "1e-3,3e-3", "--train-iters", "100000", "--folder", "out", "--save", "x")
+    env = {**os.environ, "MEGALITE_FAULT": "ckpt.shard_written:0:*:sleep=1.5"}  # a checkpoint takes its time
+    line = [sys.executable, str(ROOT / "tools/sweep.py"), *words]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(line, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert any("step     3/" in line for line in process.stdout)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "interrupted; the same command goes on" in err, err
+    assert list((tmp_path / "out/lr=1e-3").glob("iter_*/COMPLETE")) and not (tmp_path / "out/lr=3e-3").exists()
+    assert [line.split()[:2] for line in out.splitlines()[-1:]] == [["lr=1e-3", "requeue"]]

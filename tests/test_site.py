@@ -1,0 +1,199 @@
+"""The documents as a site: built as strictly as CI builds it, without torch and without a network; and its pages that
+tell what the code says: messages, variables."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import documents
+import pytest
+from documents import ROOT
+
+PARTS = ("mkdocs.yml", "docs", "megalite", "README.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md")
+HEAVY = ("torch", "numpy", "safetensors", "tokenizers")  # what docstrings are read without
+
+
+def copied(folder: Path) -> Path:
+    """What a build reads, in a folder where it can be broken, and packages that cannot be imported."""
+    documents.copy_parts((*PARTS, "tests/chaos/README.md", "tests/test_layouts.py"), folder)
+    for name in HEAVY:
+        (folder / "heavy" / name).mkdir(parents=True)
+        (folder / "heavy" / name / "__init__.py").write_text("raise SystemExit('imported')\n")
+    return folder
+
+
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    nowhere = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https")}
+    env = {**os.environ, **nowhere, "PYTHONPATH": str(folder / "heavy"), "NO_MKDOCS_2_WARNING": "1"}
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")]
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = copied(tmp_path_factory.mktemp("site"))
+    done = build(folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+class Page(HTMLParser):
+    """`fetched`: what a browser loads by itself; `paragraphs`: their texts; `ids`: of headings and objects."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.fetched: list[str] = []
+        self.paragraphs: list[str] = []
+        self.ids: set[str] = set()
+        self._inside = False
+        self.feed(file.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids.add(given.get("id") or "")
+        link = given.get("href") if tag == "link" and given.get("rel") != "canonical" else None
+        self.fetched += [found for found in (given.get("src"), link) if found]
+        if tag == "p":
+            self._inside = True
+            self.paragraphs.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag != "p"
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.paragraphs[-1] += data
+
+
+def lost_lists(page: Page) -> list[str]:
+    """Paragraphs with a line of a list or a table in them: on the site these need an empty line before."""
+    return [text for text in page.paragraphs if re.search(r"^\s*([-*] |\|)", text, re.MULTILINE)]
+
+
+@pytest.mark.long
+def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
+    pages = {file.stem: Page(file) for file in site.glob("*.html") if file.stem != "404"}
+    assert pages.keys() >= {path.stem for path in (ROOT / "docs").glob("*.md")} | {"changelog", "security", "chaos"}
+    for name, page in pages.items():
+        assert page.fetched and [found for found in page.fetched if "//" in found] == [], name
+        assert lost_lists(page) == [], name
+        lost = [found for found in page.fetched if not (site / found.partition("?")[0]).is_file()]
+        assert lost == [], name
+    assert not re.search(r"@import|url\((?!data:)['\"]?https?:", "".join(f.read_text() for f in site.rglob("*.css")))
+    asked = re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert len(asked) > 20 and {*asked} <= pages["api"].ids
+
+
+def test_a_lost_list_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "a.html"
+    file.write_text("<p>first:\n- <code>one</code>\n- two</p><p>a - b | c</p>")
+    assert len(lost_lists(Page(file))) == 1
+
+
+BROKEN = "[a](nothing.md) [b](data.md#nothing) [c](../tests/nothing.md) [d](/data.md)"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "planted,told",
+    [
+        (BROKEN, ["alone.md", "'nothing.md'", "data.md#nothing", "../tests/nothing.md", "/data.md"]),
+        ("::: megalite.config.cli.nothing", ["megalite.config.cli.nothing"]),
+    ],
+)
+def test_what_leads_nowhere_fails_the_build(tmp_path: Path, planted: str, told: list[str]) -> None:
+    folder = copied(tmp_path)
+    (folder / "docs/alone.md").write_text("# In no menu\n")
+    with (folder / "docs/api.md").open("a") as page:
+        page.write(f"\n{planted}\n")
+    done = build(folder)
+    assert done.returncode != 0 and [word for word in told if word not in done.stderr] == [], done.stderr
+
+
+# ---- messages
+
+
+def texts_of(tree: ast.AST) -> Iterator[str]:
+    """Every text of a source, with … for what is put in: by an f-string, or later, as {name} and %s."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)  # type: ignore[misc]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"\{[^{}]*\}|%s", "…", node.value)
+
+
+@functools.cache
+def said_in_code() -> list[str]:
+    files = [ROOT / "pretrain_gpt.py", *(ROOT / "megalite").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
+    return [text for file in files for text in texts_of(ast.parse(file.read_text("utf-8")))]
+
+
+def says(text: str, message: str) -> bool:
+    """Whether the parts of the message between its … stand in the text, in this order."""
+    parts, at = [part for part in message.split("…") if part.strip(" ;:.,?")], 0
+    for part in parts:
+        at = text.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return bool(parts)
+
+
+def messages() -> list[str]:
+    page = (ROOT / "docs/troubleshooting.md").read_text("utf-8").partition("## Said by others")[0]
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    return [span for row in rows for span in documents.SPAN.findall(row)]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_every_message_stands_in_the_code(message: str) -> None:
+    assert any(says(text, message) for text in said_in_code())
+
+
+def test_a_message_that_has_changed_is_noticed() -> None:
+    assert len(messages()) > 60
+    text, *_ = texts_of(ast.parse('f"load={x} holds no {y} checkpoint; " "give another"'))
+    assert text == "load=… holds no … checkpoint; give another"
+    assert says(text, "load=… holds no … checkpoint") and says(text, "give another")
+    assert not says(text, "load=… holds a checkpoint") and not says(text, "checkpoint … holds")
+    assert says("… is not below …; raise it", "… is not below …; raise it") and not says("anything", "…: …")
+
+
+# ---- the environment
+
+
+def read_of_the_environment() -> set[str]:
+    """Names that look like a variable's among the texts of the package and its scripts."""
+    found = set()
+    preprocess = (ROOT / "tools/preprocess").rglob("*.py")  # its workers set what their libraries read
+    for file in [ROOT / "pretrain_gpt.py", *(ROOT / "megalite").rglob("*.py"), *preprocess]:
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            names = (
+                [node.value] if isinstance(node, ast.Constant) else [node.arg] if isinstance(node, ast.keyword) else []
+            )
+            found |= {n for n in names if isinstance(n, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+_?", n)}
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("variable") and node.args:
+                found |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
+    for file in (*(ROOT / "tools").glob("*.sh"), ROOT / "tests/run.sh"):
+        found |= {*re.findall(r"\bMEGALITE_[A-Z_]+", file.read_text("utf-8"))}
+    return {name for name in found if not name.startswith("SC_")} | {"RANK", "OMPI_MCA_ess_base_jobid"}  # of sysconf
+
+
+def test_the_page_has_every_variable_that_is_read() -> None:
+    page = (ROOT / "docs/environment.md").read_text("utf-8")
+    listed = {n for n in documents.SPAN.findall(page) if re.fullmatch(r"[A-Z][A-Za-z0-9]*(_[A-Za-z0-9]+)*_?", n)}
+    # read by libraries
+    passed_on = {"NCCL_DEBUG", "NCCL_IB_DISABLE", "AWS_PROFILE", "FSSPEC_S3_ENDPOINT_URL", "NO_COLOR", "TERM"}
+    assert passed_on <= listed
+    families = {n.removesuffix("...") for n in documents.SPAN.findall(page) if n.endswith("...")}
+    assert {f.removesuffix("_") for f in families} >= {"NCCL", "CUDA", "GLOO", "TORCH", "NVIDIA_TF32", "OMP"}
+    read = {name for name in read_of_the_environment() if name not in families}
+    assert listed - passed_on <= read <= listed

@@ -1,0 +1,84 @@
+#!/usr/bin/env python
+"""In which options two runs differ, and which of those change the training.
+
+python tools/diff.py runs/a runs/b        two run directories (their run_config.toml)
+python tools/diff.py run.toml runs/b      or TOML files of --config
+
+Each option has a class: the training (its losses are others), how the same step is computed (layout, kernels), or
+neither (logs, saves, evaluation). Options with the same effect under two names are the same. Exit codes: 0 they are
+the same; 1 they differ; 2 one of them cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.config.field import HOW, MODEL, TRAINING, facts_of  # noqa: E402
+from megalite.config.options import Config, ConfigError, build, completed, options, over_preset  # noqa: E402
+from megalite.config.toml import read_toml  # noqa: E402
+from megalite.models.families import PRESETS  # noqa: E402
+
+CHANGES = {MODEL: "the model", TRAINING: "the training", HOW: "how it is computed"}
+ORDER = (*CHANGES.values(), "neither")
+
+
+def config_of(path: Path) -> Config:
+    """Raises ConfigError."""
+    file = path / "run_config.toml" if path.is_dir() else path
+    values = read_toml(str(file))
+    preset = values.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError([f"{file}: preset={preset!r} is unknown; use one of {', '.join(sorted(PRESETS))}"])
+    return build(completed(over_preset(PRESETS.get(preset, {}) if preset else {}, values)))
+
+
+def differences(a: Config, b: Config) -> list[dict[str, Any]]:
+    """Option, both values and what it changes, the model first."""
+    rows = []
+    for section, f in options():
+        facts, parts = facts_of(f), (getattr(a, section), getattr(b, section))
+        one, two = (getattr(part, f.name) for part in parts)
+        if one == two or (facts.same_as and len({str(getattr(part, facts.same_as)) for part in parts}) == 1):
+            continue
+        rows.append({"option": f.name, "a": one, "b": two, "changes": CHANGES.get(facts.resume, "neither")})
+    return sorted(rows, key=lambda row: ORDER.index(row["changes"]))
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def text_of(rows: list[dict[str, Any]], a: Path, b: Path) -> str:
+    lines = []
+    for changes in ORDER:
+        mine = [row for row in rows if row["changes"] == changes]
+        if mine:
+            lines += [{"neither": "what changes neither"}.get(changes, f"what changes {changes}")]
+            lines += [f"  {row['option']:<36} {_shown(row['a']):<28} {_shown(row['b'])}" for row in mine]
+    return "\n".join([f"{'':<38} {a!s:<28} {b}", *lines]) if rows else "no option differs"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("a", type=Path, help="a run directory, or a TOML file")
+    parser.add_argument("b", type=Path, help="the other one")
+    parser.add_argument("--json", action="store_true", help="a list of objects")
+    args = parser.parse_args(argv)
+    try:
+        rows = differences(config_of(args.a), config_of(args.b))
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"diff.py: {problem}", file=sys.stderr)
+        return 2
+    print(json.dumps(rows) if args.json else text_of(rows, args.a, args.b))
+    return 1 if rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""Curves of one run or several: losses, the figures of a step, and how far two runs are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tools.pictures.canvas import MARKERS, SERIES, Picture, figure, ink, legend, short
+from tools.pictures.run import Point, Run, differences, thin
+
+
+def _numbers(axis: Any, *which: str) -> None:
+    for name in which:
+        getattr(axis, f"{name}axis").set_major_formatter(lambda value, _: short(value))
+
+
+DASHES = ("-", "--", ":", "-.")  # of more runs than there are colours
+MARKED = 60  # points of a line that are drawn as points, too
+
+
+def _log(axis: Any) -> None:
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value < 0.01 else short(value))
+    axis.yaxis.set_minor_formatter(lambda value, _: "")
+
+
+def _line(axis: Any, points: Sequence[Point], x: int, number: int, **how: Any) -> None:
+    """`number`: of the run, or the set, which decides the colour."""
+    how = {"linewidth": 1.5, "linestyle": DASHES[number // len(SERIES) % len(DASHES)], **how}
+    if len(points) == 1:
+        how = {"marker": "o", **how}
+    colour = ink(SERIES[number % len(SERIES)])
+    axis.plot([p[x] for p in points], [p[2] for p in points], color=colour, **how)
+
+
+def _marks(axis: Any, run: Run, x: int, colour: str, name: str) -> None:
+    """Resumes and doubted steps of a run on the lower edge."""
+    doubts = [step for step, _ in run.doubts]
+    for steps, marker, what in ((run.resumed, "^", "resumed"), (doubts, "X", "doubted")):
+        if steps:
+            at = [step if x == 0 else run.tokens_at(step) for step in steps]
+            label = f"{name}{what}{f', {len(steps)} times' * (len(steps) > 1)}"
+            edge = axis.get_xaxis_transform()
+            axis.plot(at, [0.03] * len(at), marker, color=ink(colour), transform=edge, markersize=6, label=label)
+
+
+def _top(runs: Sequence[Run]) -> float | None:
+    """Where the axis of losses ends, if the first steps of a long run or some spikes would press the rest down."""
+    series = [run.curve("train/loss") for run in runs] + [points for run in runs for points in run.validation.values()]
+    losses = [sorted(y for *_, y in points) for points in series if points]
+    usual = max((some[int(0.99 * (len(some) - 1))] for some in losses), default=0.0)
+    least, most = (which((which(some) for some in losses), default=0.0) for which in (min, max))
+    return usual + 0.15 * (usual - least) if most > usual + 0.3 * (usual - least) else None
+
+
+def _linear(runs: Sequence[Run]) -> float | None:
+    """Tokens per step, if that is the same in all steps of all runs."""
+    each = {round(tokens / step, 6) for run in runs for step, tokens, _ in run.curve("train/loss") if step > 0}
+    return each.pop() if len(each) == 1 else None
+
+
+def loss(runs: Sequence[Run]) -> Picture:
+    """Over steps, with the tokens of each below; where batches differ, over steps and over tokens."""
+    runs = [run for run in runs if run.curve("train/loss") or run.validation]
+    thick, each, top = _alike(runs), _linear(runs), _top(runs)
+
+    def draw(width: float) -> Any:
+        made, axes = figure(width, [3.4] if each is not None else [3.4, 2.8])
+        for x, axis in enumerate(axes):
+            for i in range(len(runs)):
+                _losses(axis, runs, i, x, 3.2 if thick and i == 0 else 1.4)
+            axis.set_ylabel("loss, nats per token")
+            axis.set_xlabel(("steps", "tokens")[x])
+            axis.set_ylim(top=top)
+            _numbers(axis, "x")
+            axis.margins(x=0.02)
+        if each is not None:
+            axes[0].xaxis.set_major_formatter(lambda step, _: f"{short(step)}\n{short(step * each)}" if step else "0")
+            axes[0].set_xlabel("steps, and tokens below")
+        legend(made, axes[0], width)
+        return made
+
+    marks = " Above the edge lies less than a hundredth of the points." * (top is not None)
+    marks += " Triangle: another process took over." * any(run.resumed for run in runs)
+    marks += " Cross: a step whose loss or gradient was doubted." * any(run.doubts for run in runs)
+    return Picture("loss", f"Training loss, mean since the line before, and validation losses as dots.{marks}", draw)
+
+
+def _alike(runs: Sequence[Run]) -> bool:
+    """Whether curves hide each other, unless the first is thicker."""
+    apart = [points for run in runs[1:] if (points := differences(runs[0], run))]
+    return any(max(y for *_, y in points) < 0.02 for points in apart)
+
+
+def _losses(axis: Any, runs: Sequence[Run], number: int, x: int, thick: float) -> None:
+    """Of a run: one colour per run, or per set where there is one run."""
+    run, alone = runs[number], len(runs) == 1
+    name = "" if alone else f"{run.label}: "
+    if points := run.drawn("train/loss"):
+        _line(axis, points, x, number, label=f"{name}training {points[-1][2]:.3f}", linewidth=thick)
+    for i, (which, points) in enumerate(run.validation.items()):
+        how: dict[str, Any] = dict(marker=MARKERS[i % len(MARKERS)], markersize=4.5, markeredgecolor=ink("paper"))
+        how = dict(linewidth=0.9) | (how if len(points) <= MARKED else {})
+        label = f"{name}{'validation' if which == 'valid' else which} {points[-1][2]:.3f}"
+        _line(axis, thin(points), x, i + 1 if alone else number, label=label, zorder=3, **how)
+    _marks(axis, run, x, "ink" if alone else SERIES[number % len(SERIES)], name)
+
+
+STRIP = (("train/lr", "learning rate"), ("train/grad_norm", "gradient norm"), ("perf/tokens_per_s_per_gpu", "tokens/s"))
+
+
+def strip(runs: Sequence[Run]) -> Picture:
+    """Learning rate, gradient norm and speed over steps."""
+
+    def draw(width: float) -> Any:
+        made, axes = figure(width, [1.35] * 3, share_x=True)
+        for axis, (key, name) in zip(axes, STRIP, strict=True):
+            lowest, highest = math.inf, 0.0
+            for number, run in enumerate(runs):
+                scale = run.devices if key.startswith("perf") else 1
+                points = [(step, tokens, scale * y) for step, tokens, y in run.drawn(key)]
+                label = run.label if axis is axes[0] and len(runs) > 1 else None
+                _line(axis, points, 0, number, linewidth=1.2, label=label)
+                lowest = min([lowest, *(y for *_, y in points if y > 0)])
+                highest = max([highest, *(y for *_, y in points)])
+            if key == "train/grad_norm" and highest > 50 * lowest:
+                _log(axis)
+                _numbers(axis, "x")
+            else:
+                axis.set_ylim(bottom=0)
+                _numbers(axis, "x", "y")
+            axis.set_title(name, loc="left", color=ink("muted"))
+            axis.margins(x=0.02)
+        if len(runs) > 1:
+            legend(made, axes[0], width)
+        axes[-1].set_xlabel("steps")
+        return made
+
+    return Picture("steps", "Learning rate, gradient norm before clipping, and tokens per second of all devices.", draw)
+
+
+def agreement(runs: Sequence[Run]) -> Picture:
+    """Distance of every run's training loss from the first run's."""
+    first, *others = runs
+    apart = [(other.label, points) for other in others if (points := differences(first, other))]
+    drawn = [(name, thin(points)) for name, points in apart]
+    least = min((max(y, 1e-30) for _, points in apart for *_, y in points if y > 0), default=1e-8)
+
+    def draw(width: float) -> Any:
+        made, (axis,) = figure(width, [2.6])
+        floor = 10.0 ** math.floor(math.log10(least) - 0.3)
+        for number, (name, points) in enumerate(drawn):
+            shown = [(step, tokens, max(y, floor)) for step, tokens, y in points]
+            _line(axis, shown, 0, number + 1, label=name, linewidth=1.1, marker="o", markersize=3)
+        _log(axis)
+        axis.set_ylim(bottom=floor / 1.5)
+        axis.set_xlabel("steps")
+        axis.set_ylabel("nats per token")
+        _numbers(axis, "x")
+        legend(made, axis, width)
+        return made
+
+    equal = " Points on the lower edge are equal." * any(y == 0 for _, points in apart for *_, y in points)
+    return Picture("agreement", f"Distance of each run's training loss from that of {first.name}.{equal}", draw)
+
+
+def in_words(points: Sequence[Point]) -> str:
+    step, _, most = max(points, key=lambda p: p[2])
+    over = f"over {len(points):,} common log line{'s' * (len(points) > 1)}"
+    return f"equal to the last bit {over}" if most == 0 else f"at most {most:.2e}, at step {step:,.0f}, {over}"

@@ -1,0 +1,271 @@
+"""The page of a run or of several: one HTML file with everything in it, no script, nothing loaded from anywhere.
+
+Everything that comes from a run's files is escaped where it enters, and the page's own policy forbids scripts and
+addresses besides. A section whose facts are damaged says so and leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Sequence
+
+from megalite.checkpoint.storage.location import CheckpointError
+from megalite.data.errors import DataError
+from megalite.models.families import PRESETS
+from megalite.train.figures import duration
+from tools.pictures import curves, pipeline, shares
+from tools.pictures.canvas import NARROW, WIDE, Picture, clean, short, svg
+from tools.pictures.run import Run, differences, listed, number, table, whence
+from tools.pictures.style import STYLE
+
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError)
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+GOOD, GOING = ("done",), ("running", "requeue", "interrupted", "unknown")
+Section = tuple[str, Callable[[], Iterator["str | Picture"]]]  # title; its parts, HTML or pictures
+
+
+def escape(text: object, most: int = 400) -> str:
+    return html.escape(clean(text, most))
+
+
+class Page:
+    """`pictures`: those it shows, once `text` is asked for."""
+
+    def __init__(self, runs: Sequence[Run]):
+        self.runs, self.pictures = list(runs), list[Picture]()
+
+    def text(self) -> str:
+        body = "\n".join(filter(None, (self._section(*one) for one in self._sections())))
+        title = escape(" and ".join(run.name for run in self.runs[:3]))
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{title}: report of a run</title><style>{STYLE}</style></head><body><main>\n"
+            f"{self._head()}\n{body}\n<footer>Made by <code>megalite report</code> from the files of "
+            f"{', '.join(f'<code>{escape(run.folder)}</code>' for run in self.runs)}.</footer>\n</main></body></html>\n"
+        )
+
+    def _sections(self) -> list[Section]:
+        run, several = self.runs[0], len(self.runs) > 1
+        of = f" of {escape(run.name)}" if several else ""
+        return [
+            ("Runs side by side", self._side_by_side),
+            ("Loss", self._loss),
+            ("Agreement", self._agreement),
+            ("Step by step", self._steps),
+            ("Where the time went", self._time),
+            (f"Pipeline{of}", lambda: _timeline(run)),
+            (f"Which rank holds which layers{of}", lambda: _layout(run)),
+            (f"Memory{of}", lambda: _memory(run)),
+            (f"Data{of}", lambda: _data(run)),
+            (f"What happened{of}", lambda: _events(run)),
+            (f"Options that differ from the defaults{of}", lambda: _options(run)),
+            (f"Environment{of}", lambda: _environment(run)),
+        ]
+
+    def _section(self, title: str, parts: Callable[[], Iterator[str | Picture]]) -> str:
+        """Empty where there is nothing to it."""
+        made: list[str] = []
+        try:
+            for part in parts():
+                made.append(self._figure(part, title) if isinstance(part, Picture) else part)
+        except DAMAGE as error:
+            made.append(f'<p class="bad">Cannot be shown: {escape(f"{type(error).__name__}: {error}")}</p>')
+        return f"<section><h2>{title}</h2>{''.join(made)}</section>" if made else ""
+
+    def _figure(self, picture: Picture, title: str) -> str:
+        wide, narrow = (svg(picture, width, title) for width in (WIDE, NARROW))
+        self.pictures.append(picture)
+        shown = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+        return f"<figure>{shown}<figcaption>{escape(picture.caption, 1000)}</figcaption></figure>"
+
+    def _head(self) -> str:
+        run = self.runs[0]
+        if len(self.runs) > 1:
+            title = f"{len(self.runs)} runs compared"
+            lead = ", ".join(f"{escape(one.name)}: {_outcome(one)}" for one in self.runs)
+            cards = ""
+        else:
+            title, lead, cards = f"{escape(run.name)}: {_outcome(run)}", _lead(run), _cards(run)
+        problems = [f"{one.name}: {problem}" for one in self.runs for problem in one.problems]
+        told = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
+        bad = f'<section><h2 class="bad">Damaged files</h2><ul>{told}</ul></section>' if told else ""
+        return f'<h1>{title}</h1><p class="lead">{lead}</p>{cards}{bad}'
+
+    # ---- sections of all runs
+
+    def _side_by_side(self) -> Iterator[str]:
+        if len(self.runs) < 2:
+            return
+        figures = [{"outcome": _outcome(run)} | dict(key_figures(run)) for run in self.runs]
+        names = list(dict.fromkeys(name for one in figures for name in one))
+        rows = [[f"<th>{name}</th>", *(one.get(name, "") for one in figures)] for name in names]
+        yield _table(rows, ["", *(escape(run.name) for run in self.runs)])
+
+    def _loss(self) -> Iterator[str | Picture]:
+        if any(run.curve("train/loss") or run.validation for run in self.runs):
+            yield curves.loss(self.runs)
+        else:
+            yield "<p>No loss was logged yet.</p>"
+
+    def _agreement(self) -> Iterator[str | Picture]:
+        first, *others = self.runs
+        common = [(other, points) for other in others if (points := differences(first, other))]
+        for other, points in common:
+            yield f'<p class="say">{escape(first.name)} and {escape(other.name)}: {curves.in_words(points)}.</p>'
+        if common:
+            yield curves.agreement([first, *(other for other, _ in common)])
+
+    def _steps(self) -> Iterator[str | Picture]:
+        if any(run.curve(key) for run in self.runs for key, _ in curves.STRIP):
+            yield curves.strip(self.runs)
+
+    def _time(self) -> Iterator[str | Picture]:
+        told = [run for run in self.runs if shares.phases(run)]
+        for run in told:
+            if run.report.get("bottleneck"):
+                name = f"{escape(run.name)}: " if len(self.runs) > 1 else ""
+                advice = escape(run.report.get("advice", ""))
+                yield f'<p class="say">{name}<b>{escape(run.report["bottleneck"])}</b>: {advice}.</p>'
+        if told:
+            yield shares.time_split(told)
+        else:
+            yield "<p>Not known before a process has ended in order: report.json is not there.</p>"
+
+
+# ---- sections of one run
+
+
+def _timeline(run: Run) -> Iterator[str | Picture]:
+    if run.timeline is not None:
+        yield pipeline.timeline(run.timeline)
+    elif run.mesh["pp"] > 1:
+        yield "<p>No step was timed; <code>--profile-pipeline STEP</code> does it.</p>"
+
+
+def _layout(run: Run) -> Iterator[str | Picture]:
+    if picture := shares.layout(run):
+        yield picture
+    elif stages := shares.layers(run):
+        yield f"<p>{len(stages):,} stages over {run.mesh['pp']:,} pipeline ranks: too many for a picture.</p>"
+
+
+def _memory(run: Run) -> Iterator[str | Picture]:
+    if picture := shares.memory(run):
+        yield picture
+
+
+def _data(run: Run) -> Iterator[str]:
+    if isinstance(told := run.about.get("data"), str):
+        lines = told.splitlines()
+        yield f'<p class="say">Asked for: {"<br>".join(escape(line) for line in lines[:50])}</p>'
+    from tools.ledger import show
+
+    try:
+        seen = show(str(run.folder)).splitlines() if any(run.folder.glob("iter_*")) else []
+    except (CheckpointError, DataError) as error:
+        seen = [str(error)]
+    if seen:
+        lines = "<br>".join(escape(line, 200) for line in seen[:60])
+        yield f"<p>Taken, by the newest checkpoint:</p><pre>{lines}</pre>"
+
+
+def _events(run: Run) -> Iterator[str]:
+    rows = []
+    for event in run.events:
+        what, step = escape(event.get("event", ""), 30), number(event.get("step"))
+        if what == "heartbeat":
+            continue
+        more = event.get("text") or event.get("cause") or event.get("reason") or event.get("outcome") or ""
+        rows.append([_when(event.get("time")), f"{step:,.0f}" if step is not None else "", what, escape(more)])
+    most = 40
+    if rows:
+        yield _table(rows[-most:], ["time", "step", "event", ""])
+    if len(rows) > most:
+        yield f"<p>The last {most} of {len(rows):,} events.</p>"
+
+
+def _options(run: Run) -> Iterator[str]:
+    rows = [
+        [f"<th>{name}</th>", f"<code>{value}</code>", source]
+        for _, name, value, source in (tuple(map(html.escape, one)) for one in whence(run, PRESETS))
+    ]
+    if rows:
+        yield _table(rows, ["option", "value", "said by"])
+    if command := listed(run.about.get("command")):
+        words = escape(" ".join(map(str, command)), 5000)
+        yield f"<details><summary>Command line</summary><pre>{words}</pre></details>"
+
+
+def _environment(run: Run) -> Iterator[str]:
+    machine, about = table(run.about.get("machine")), run.about
+    hosts = listed(about.get("hosts"))
+    facts = {"hosts": ", ".join(map(str, hosts[:20])) + (f" and {len(hosts) - 20} more" if len(hosts) > 20 else "")}
+    facts |= {"device": about.get("device", ""), **machine}
+    facts = {name: value for name, value in facts.items() if value and name != "environment"}
+    if facts:
+        yield _table([[f"<th>{escape(name)}</th>", escape(value)] for name, value in facts.items()])
+    if variables := str(machine.get("environment") or ""):
+        lines = "<br>".join(escape(line) for line in variables.splitlines()[:200])
+        yield f"<details><summary>Environment variables</summary><pre>{lines}</pre></details>"
+
+
+# ---- pieces
+
+
+def _table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Cells are HTML; one that brings its own <th> is taken as it is."""
+    top = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr></thead>" if head else ""
+    cells = ("".join(cell if cell.startswith("<th>") else f"<td>{cell}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+
+
+def _outcome(run: Run) -> str:
+    kind = "good" if run.outcome in GOOD else "" if run.outcome in GOING else "bad"
+    return f'<span class="{kind}">{escape(run.outcome)}</span>'
+
+
+def _lead(run: Run) -> str:
+    parts = [escape(run.status.get("reason") or ""), escape(run.status.get("host") or "")]
+    return " · ".join(filter(None, [*parts, _when(run.status.get("time"))]))
+
+
+def _when(time: object) -> str:
+    """As it is written in files, to the second."""
+    return escape(str(time or "")[:19].replace("T", " "))
+
+
+def key_figures(run: Run) -> Iterator[tuple[str, str]]:
+    """(name, value) as HTML, of what is known."""
+    most, report = number(run.about.get("steps")), run.report
+    rows = run.curve("train/loss")  # beyond status.json, which is written now and then
+    step, tokens = (
+        max([n for n in (number(run.status.get(name)), *(row[i] for row in rows[-1:])) if n is not None], default=None)
+        for i, name in enumerate(("step", "tokens"))
+    )
+    past = table(report.get("run"))
+
+    def of(name: str, value: float | None, shown: Callable[[float], str]) -> Iterator[tuple[str, str]]:
+        if value is not None:
+            yield name, shown(value)
+
+    yield from of("training loss", run.last("train/loss"), lambda v: f"{v:.4f}")
+    for name, points in list(run.validation.items())[:3]:
+        yield f"{'validation' if name == 'valid' else html.escape(name)} loss", f"{points[-1][2]:.4f}"
+    yield from of("steps", step, lambda v: f"{v:,.0f}" + (f" of {most:,.0f}" if most else ""))
+    yield from of("tokens", tokens, short)
+    yield from of("parameters", number(run.about.get("parameters")), short)
+    speed = run.last("perf/tokens_per_s_per_gpu")
+    yield from of("tokens/s", None if speed is None else speed * run.devices, short)
+    yield from of("MFU", run.last("perf/mfu"), lambda v: f"{100 * v:.1f} %")
+    yield from of("time of the run", number(past.get("wall_s") or report.get("wall_s")), duration)
+    yield from of("goodput", number(past.get("goodput")), lambda v: f"{100 * v:.1f} %")
+    yield from of("peak memory", run.last("mem/max_allocated_gib"), lambda v: f"{v:.2f} GiB")
+    yield from of("cost", number(past.get("cost")), lambda v: f"{v:,.2f}")
+
+
+def _cards(run: Run) -> str:
+    cards = "".join(f'<div class="card"><b>{value}</b><span>{name}</span></div>' for name, value in key_figures(run))
+    return f'<div class="cards">{cards}</div>'

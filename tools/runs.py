@@ -1,0 +1,131 @@
+#!/usr/bin/env python
+"""The runs in a folder, newest last: how each ended, how far it came, its losses and its speed.
+
+python tools/runs.py                  those in runs/
+python tools/runs.py FOLDER --json    one JSON object a line
+
+A run is a folder with a status.json, up to three levels down. An outcome "running" whose process is gone from this
+machine is shown as "killed". Loss and validation are the last of metrics.jsonl, tokens/s the median of its lines, of
+all devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.config.options import ConfigError  # noqa: E402
+from megalite.config.toml import read_toml  # noqa: E402
+from megalite.train.figures import columns  # noqa: E402
+from megalite.train.run_dir import json_rows  # noqa: E402
+from tools.pictures.run import number  # noqa: E402
+
+DEPTH = 3
+HEAD = ("run", "outcome", "steps", "loss", "validation", "tokens/s", "when")
+
+
+def found_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Folders of runs, this one included; not those inside a run."""
+    if (folder / "status.json").is_file():
+        yield folder
+    elif depth:
+        for below in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+            yield from found_in(below, depth - 1)
+
+
+def _alive(status: dict[str, Any]) -> bool:
+    if status.get("host") != socket.gethostname():
+        return True  # nobody here knows
+    return Path(f"/proc/{status.get('pid')}").exists() or not Path("/proc/self").exists()
+
+
+def row_of(folder: Path) -> dict[str, Any]:
+    """What its files say; None for what they do not, and for what is not finite. Raises OSError and ValueError where
+    there is no status."""
+    status = json.loads((folder / "status.json").read_text("utf-8"))
+    if not isinstance(status, dict):
+        raise ValueError("status.json is damaged")
+    outcome, step = status.get("outcome"), number(status.get("step"))
+    if outcome == "running" and not _alive(status):
+        outcome = "killed"
+    loss, validation, speeds, world = None, {}, [], 1
+    for _, row in json_rows(folder / "metrics.jsonl"):
+        step = max(filter(None, (step, number(row.get("step")))), default=step)  # status.json is written now and then
+        loss = number(row.get("train/loss", loss))
+        losses = {key: value for key, value in row.items() if key.startswith("val/") and key.endswith("/loss")}
+        validation |= {key.split("/")[1]: number(value) for key, value in losses.items()}
+        if (speed := number(row.get("perf/tokens_per_s_per_gpu"))) is not None:
+            speeds.append(speed)
+    try:
+        options = read_toml(str(folder / "run_config.toml"))
+    except ConfigError:
+        options = {}
+    try:
+        world = int(json.loads((folder / "report.json").read_text("utf-8"))["devices"])
+    except (OSError, ValueError, KeyError, TypeError):
+        world = int(options.get("nproc") or 1)
+    return {
+        "run": str(folder),
+        "outcome": outcome,
+        "step": None if step is None else int(step),
+        "steps": options.get("train_iters"),
+        "loss": loss,
+        "validation": validation,
+        "tokens_per_s": statistics.median(speeds) * world if speeds else None,
+        "time": status.get("time"),
+    }
+
+
+def _loss(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
+
+
+def table(rows: list[dict[str, Any]], base: Path) -> str:
+    """For people; names are those below `base`."""
+    shown: list[tuple[str, ...]] = [HEAD]
+    for row in rows:
+        folder = Path(row["run"])
+        name = str(folder.relative_to(base)) if folder != base and folder.is_relative_to(base) else str(folder)
+        losses = {name: _loss(value) for name, value in row["validation"].items()}
+        said = losses.values() if len(losses) < 2 else (f"{name} {value}" for name, value in losses.items())
+        of = f" of {row['steps']}" if row["steps"] else ""
+        speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
+        when = str(row["time"] or "").replace("T", " ")[:16]
+        steps = f"{row['step']}{of}"
+        shown.append((name, str(row["outcome"]), steps, _loss(row["loss"]), ", ".join(said), speed, when))
+    return columns(shown)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
+    parser.add_argument("--json", action="store_true", help="one object a line, every number in full")
+    args = parser.parse_args(argv)
+    rows = []
+    try:
+        for folder in found_in(args.folder):
+            try:
+                rows.append(row_of(folder))
+            except (OSError, ValueError) as error:
+                print(f"runs.py: {folder}: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"runs.py: {args.folder}: {error.strerror}; give the folder that the runs are in", file=sys.stderr)
+        return 2
+    rows.sort(key=lambda row: str(row["time"]))
+    if args.json:
+        print("\n".join(json.dumps(row) for row in rows), end="\n" * bool(rows))
+    else:
+        print(table(rows, args.folder) if rows else f"no run in {args.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+#!/usr/bin/env python
+"""One TOML file over lists of values: each combination is a run, one after the other, and a table ends it.
+
+python tools/sweep.py run.toml --lr 1e-4,3e-4,1e-3 --seed 1,2          six runs, in runs/sweep-run
+python tools/sweep.py run.toml --lr 1e-4,3e-4 --nproc 4 --folder out   a flag with one value is every run's
+
+Each run has a folder, named for what varies, as lr=1e-4,seed=2. Typed again, the same command skips what is done and
+goes on with the rest, from its checkpoints where the file or the command saves some. All combinations are checked
+before the first one starts. Exit codes: 0 all are done; 1 some are not; 2 usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megalite.config import cli  # noqa: E402
+from megalite.config.field import MODEL, TRAINING  # noqa: E402
+from megalite.config.options import Config, ConfigError, training_of  # noqa: E402
+from megalite.models.families import PRESETS  # noqa: E402
+from tools import diff, runs  # noqa: E402
+
+OWN = ("--run-dir", "--name", "--load")  # which each run has for itself
+
+
+def lists_of(words: list[str]) -> dict[str, list[str]]:
+    """Flag -> its values, none of a switch alone. Raises ConfigError."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--"):
+            if flag in found or flag in OWN:
+                why = "is given by the sweep" if flag in OWN else "is given twice"
+                raise ConfigError([f"{flag} {why}; leave it out"])
+            found[flag] = value.split(",") if equals else []
+        elif not found or next(reversed(found.values())):
+            raise ConfigError([f"unexpected word {word!r}; write a list as --lr 1e-4,3e-4"])
+        else:
+            found[next(reversed(found))] = word.split(",")
+    return found
+
+
+def combinations(flags: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
+    """(the folder's name, flags) of each run."""
+    made = []
+    for values in itertools.product(*(given or [""] for given in flags.values())):
+        pairs = list(zip(flags, values, strict=True))
+        name = ",".join(f"{flag[2:]}={value.replace('/', '_')}" for flag, value in pairs if len(flags[flag]) > 1)
+        made.append((name or "only", [f"{flag}={value}" if value else flag for flag, value in pairs]))
+    return made
+
+
+def finished(folder: Path, config: Config) -> bool:
+    """Whether this same training is done there."""
+    try:
+        status = json.loads((folder / "status.json").read_text("utf-8"))
+        return status["outcome"] == "done" and training_of(diff.config_of(folder)) == training_of(config)
+    except (OSError, ValueError, LookupError, TypeError, ConfigError):
+        return False
+
+
+def changed(folder: Path, config: Config) -> list[str]:
+    """Options that make another training of it than the one there, if there is one."""
+    try:
+        rows = diff.differences(diff.config_of(folder), config) if folder.is_dir() else []
+    except ConfigError:
+        return []
+    return [row["option"] for row in rows if row["changes"] in (diff.CHANGES[MODEL], diff.CHANGES[TRAINING])]
+
+
+def line_of(toml: Path, flags: list[str], folder: Path) -> tuple[list[str], Config]:
+    """The command line of one run, and what it comes to. Raises ConfigError."""
+    line = ["--config", str(toml), *flags, "--run-dir", str(folder)]
+    config, _ = cli.read(line, PRESETS)
+    if config.checkpoint.save is not None or config.checkpoint.save_interval is not None:
+        line += ["--save", str(folder), "--load", str(folder)]
+        config, _ = cli.read(line, PRESETS)
+    return line, config
+
+
+def run_to_its_end(line: list[str]) -> int:
+    """Its exit code; 130 after Ctrl-C, which it gets, too, and may answer with a checkpoint that takes its time."""
+    interrupted = False
+    with subprocess.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), *line]) as process:
+        while True:
+            try:
+                code = process.wait()
+                return 130 if interrupted else code
+            except KeyboardInterrupt:
+                interrupted = True
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("toml", type=Path, help="as --config of a run")
+    parser.add_argument("--folder", type=Path, help="where the runs go; default: runs/sweep-NAME of the TOML file")
+    args, words = parser.parse_known_args(argv)
+    folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
+    planned, problems = [], []
+    try:
+        for name, flags in combinations(lists_of(words)):
+            try:
+                planned.append((folder / name, *line_of(args.toml, flags, folder / name)))
+            except ConfigError as error:
+                problems += [f"{name}: {problem}" for problem in error.problems]
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
+        print(*(f"sweep.py: {problem}" for problem in dict.fromkeys(problems)), sep="\n", file=sys.stderr)
+        return 2
+    code, others = 0, {}
+    for number, (place, line, config) in enumerate(planned, 1):
+        if finished(place, config):
+            print(f"{number} of {len(planned)}: {place} is done already", flush=True)
+            continue
+        print(f"{number} of {len(planned)}: {place}", flush=True)
+        options = changed(place, config)
+        ended = run_to_its_end(line)
+        code = code or (1 if ended else 0)
+        if ended and ended not in (75, 130) and options:
+            others[place] = options
+        if ended in (75, 130):
+            print("sweep.py: interrupted; the same command goes on", file=sys.stderr)
+            code = 130
+            break
+    if others:
+        names = ", ".join(dict.fromkeys(name for options in others.values() for name in options))
+        why = f"not done, and the runs there have another {names}; give another --folder for a new sweep"
+        print(f"sweep.py: {', '.join(map(str, others))}: {why}", file=sys.stderr)
+    rows = [runs.row_of(place) for place, _, _ in planned if (place / "status.json").is_file()]
+    print(runs.table(rows, folder))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
