@@ -58,7 +58,7 @@ def layout() -> tuple[str, list[str], int]:
     import torch
 
     cards = torch.cuda.device_count()
-    config, steps = ("examples/quickstart_gpu.toml", 600) if cards else ("examples/quickstart.toml", 540)
+    config, steps = ("examples/quickstart_gpu.toml", 600) if cards else ("examples/quickstart.toml", 240)
     ranks = 4 if cards == 0 or cards >= 4 else cards
     if ranks < 2:
         return config, [], steps
@@ -103,18 +103,13 @@ def main() -> int:
     generate = ("tools/generate.py", "--load", RUN, "--max-new-tokens", "60", "--prompt")
     prompts = ("def __init__(self", "import os\n", "class Test")
     samples = [re.sub(r"^\[step \d+\] ", "", command(*generate, p, quiet=True)) for p in prompts]
-    pictures = []
-    command("tools/plot.py", "loss", RUN, "--out", RUN / "loss.png")
-    pictures.append(RUN / "loss.png")
-    if (RUN / "timeline.json").is_file():
-        command("tools/plot.py", "pipeline", RUN, "--out", RUN / "pipeline.png")
-        pictures.append(RUN / "pipeline.png")
+    command("tools/report.py", RUN)
     alike = f"largest loss difference {difference:.2e} over {compared} steps"
-    summary(int(ranks[1]) if ranks else 1, alike, samples, pictures, time.perf_counter() - begin)
+    summary(int(ranks[1]) if ranks else 1, alike, samples, time.perf_counter() - begin)
     return 0
 
 
-def summary(ranks: int, alike: str, samples: list[str], pictures: list[Path], seconds: float) -> None:
+def summary(ranks: int, alike: str, samples: list[str], seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -133,7 +128,7 @@ def summary(ranks: int, alike: str, samples: list[str], pictures: list[Path], se
     table.add_row("the same run on one process", alike)
     table.add_row("log, metrics", f"{RUN}/log.txt, {RUN}/metrics.jsonl")
     table.add_row("TensorBoard", f".venv/bin/tensorboard --logdir {RUN}/tensorboard")
-    table.add_row("pictures", ", ".join(str(p) for p in pictures))
+    table.add_row("page and pictures", f"{RUN}/report/index.html")
     table.add_row("checkpoints", f"{RUN}/iter_*, the newest named in {RUN}/latest_checkpointed_iteration.txt")
     table.add_row("time", f"{seconds:.0f} s")
     console = Console()

@@ -19,11 +19,13 @@ if [ -z "${FIRST:-}" ] && [ -n "${PET_RDZV_ENDPOINT:-}" ]; then address=$PET_RDZ
 
 # a store per attempt: with torchrun's own, a node that comes back is not told where the others are
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# seconds for a save after a signal; --shutdown-timeout is the same, but not before torch 2.12, where 30 is fixed
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE:-540}
 begin "$dir"
 torchrun --nnodes="$nodes" --nproc-per-node="${NPROC:-gpu}" --max-restarts="${RESTARTS:-10}" \
   --rdzv-backend=c10d --rdzv-endpoint="$address" --rdzv-id="${JOB:-megalite}" \
   --rdzv-conf="last_call_timeout=${LAST_CALL:-30},join_timeout=${START_WITHIN:-900}" \
-  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout="${GRACE:-540}" \
+  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
   pretrain_gpt.py --save "$dir" --load "$dir" "$@" &
 torchrun=$!
 for name in TERM INT HUP USR1; do trap "kill -$name $torchrun" "$name"; done
