@@ -139,6 +139,9 @@ class OptimConfig:
     min_lr: float = training(0.0, "learning rate at the end of decay")
     decoupled_lr: float | None = training(None, "peak learning rate of the word embedding and the head", least=0)
     decoupled_min_lr: float | None = training(None, "theirs at the end of decay; default: --min-lr", least=0)
+    lr_base_batch_size: int | None = training(
+        None, "global batch size that the rates are given for; the rates of another are in proportion to it"
+    )
     lr_decay_style: str = training(
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )

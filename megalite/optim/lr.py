@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 STYLES = {
@@ -42,6 +42,12 @@ class LrSchedule:
     warm_up_init: float = 0.0
     wsd: float = 0.0
     wsd_style: str = "exponential"
+
+    def times(self, factor: float) -> LrSchedule:
+        """The same curve at other heights: a batch that is `factor` times as large moves as far with as many times the
+        rate (linear scaling, arXiv:1706.02677)."""
+        heights = {name: getattr(self, name) * factor for name in ("peak", "minimum", "warm_up_init")}
+        return replace(self, **heights)
 
     def at(self, n: float) -> float:
         if self.warm_up and n <= self.warm_up:

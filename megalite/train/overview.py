@@ -41,6 +41,9 @@ def describe(
         "steps": f"{plan.steps:,} of {batch} x {m.seq_length} tokens: {plan.samples * m.seq_length:,} tokens",
         "data": sources.train.describe(plan.samples),
     }
+    if (base := config.optim.lr_base_batch_size) is not None and config.optim.lr is not None:
+        peak_rate = config.optim.lr * sizes.final / base
+        rows["learning rate"] = f"{config.optim.lr:g} at a batch of {base}, so {peak_rate:g} at one of {sizes.final}"
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
         rows["attention"] = describe_attention(device_type, m.attention_dropout > 0)

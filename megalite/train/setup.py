@@ -66,6 +66,9 @@ def rates(made: Arrangement) -> Rates:
     apart = None
     if o.decoupled_lr is not None:
         apart = replace(lr, peak=o.decoupled_lr, minimum=o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr)
+    if o.lr_base_batch_size is not None:
+        factor = made.batch_sizes.final / o.lr_base_batch_size
+        lr, apart = lr.times(factor), apart and apart.times(factor)
     start, end = o.weight_decay, o.weight_decay
     if o.start_weight_decay is not None and o.end_weight_decay is not None:
         start, end = o.start_weight_decay, o.end_weight_decay

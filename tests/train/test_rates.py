@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from train_cases import SMALL, train
+from train_cases import ROOT, SMALL, train
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.config import cli
@@ -96,6 +98,38 @@ def test_a_resume_with_other_rates_is_refused(saved: tuple[Path, dict], flags: s
     for line in lines:
         assert f"{line} the checkpoint" in str(error.value)
     assert "--override-opt-param-scheduler takes those here" in str(error.value)
+
+
+RAMP = "--rampup-batch-size 8 8 32 --global-batch-size 16"
+CURVE = "--lr-decay-style cosine --lr-warmup-iters 2"
+
+
+@pytest.mark.parametrize("batch", ["--global-batch-size 16", RAMP])
+def test_rates_of_a_base_batch_size_are_in_proportion_to_the_last_batch(batch: str) -> None:
+    given = "--lr 0.004 --min-lr 0.001 --lr-warmup-init 0.0004 --decoupled-lr 0.002 --lr-base-batch-size 4"
+    want = "--lr 0.016 --min-lr 0.004 --lr-warmup-init 0.0016 --decoupled-lr 0.008"
+    scaled, _ = built(*f"{given} {batch} {CURVE}".split())
+    plain, _ = built(*f"{want} {batch} {CURVE}".split())
+    for n in range(0, 97, 8):
+        assert scaled.rates.lr.at(n) == pytest.approx(plain.rates.lr.at(n), rel=1e-12)
+        assert scaled.rates.decoupled and plain.rates.decoupled
+        assert scaled.rates.decoupled.at(n) == pytest.approx(plain.rates.decoupled.at(n), rel=1e-12)
+    assert scaled.rates.weight_decay == plain.rates.weight_decay
+
+
+def test_a_base_batch_size_is_told_and_trains_as_the_rate_that_it_makes(tmp_path: Path) -> None:
+    shown, losses = [], []
+    for name, flags in (("scaled", "--lr 0.0025 --lr-base-batch-size 4"), ("plain", "--lr 0.01")):
+        words = [*SMALL, *"--global-batch-size 16 --train-iters 3 --nproc 2 --device cpu".split(), *flags.split()]
+        words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--run-dir", str(tmp_path / name)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        shown.append(done.stdout)
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["train/loss"] for row in rows if "train/loss" in row])
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
+    assert "0.0025 at a batch of 4, so 0.01 at one of 16" in " ".join(shown[0].split())
+    assert "at a batch of" not in shown[1]
 
 
 def test_a_longer_run_goes_on_where_its_decay_stays(saved: tuple[Path, dict]) -> None:
