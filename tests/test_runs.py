@@ -126,6 +126,14 @@ def test_the_table_of_runs(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "nowhere: No such file or directory; give the folder" in wrong.stderr
 
 
+def test_tokens_of_a_run_that_ended_without_a_report_are_those_of_all_its_devices(tmp_path: Path) -> None:
+    folder = left(tmp_path / "killed", outcome="running", host=os.uname().nodename, pid=2**22 + 1)
+    started = {"event": "started", "step": 0, "about": {"mesh": {"world": 4, "pp": 2, "dp": 2, "cp": 1, "tp": 1}}}
+    (folder / "events.jsonl").write_text(json.dumps(started) + "\n")
+    row = runs.row_of(folder)
+    assert (row["outcome"], row["tokens_per_s"], row["steps"]) == ("killed", 4 * 200.0, 4)
+
+
 def test_a_run_that_diverged_or_whose_files_are_odd_spoils_no_table(tmp_path: Path) -> None:
     rows = [
         {"step": 9, "train/loss": None, "val/valid/loss": None},  # as nan and inf are written
@@ -203,6 +211,13 @@ def test_a_sweep_that_cannot_be_starts_nothing(words: str, said: str, tmp_path: 
     done = typed("tools/sweep.py", "run.toml", *words.split(), cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_of_a_file_that_is_not_there_says_so_once(tmp_path: Path) -> None:
+    done = typed("tools/sweep.py", "none.toml", "--lr", "1e-3,2e-3", "--seed", "1,2", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.splitlines() == [
+        "sweep.py: config='none.toml' cannot be read (No such file or directory); give a TOML file"
+    ]
 
 
 def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> None:

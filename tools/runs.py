@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import sys
 from collections.abc import Iterator
@@ -22,11 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.options import ConfigError  # noqa: E402
-from megalite.config.toml import read_toml  # noqa: E402
 from megalite.train.figures import columns  # noqa: E402
-from megalite.train.run_dir import json_rows  # noqa: E402
-from tools.pictures.run import number  # noqa: E402
+from tools.pictures.run import RunError, number, read_run  # noqa: E402
+from tools.pictures.run import table as table_of  # noqa: E402
 
 DEPTH = 3
 HEAD = ("run", "outcome", "steps", "loss", "validation", "tokens/s", "when")
@@ -41,46 +38,30 @@ def found_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
             yield from found_in(below, depth - 1)
 
 
-def _alive(status: dict[str, Any]) -> bool:
-    if status.get("host") != socket.gethostname():
-        return True  # nobody here knows
-    return Path(f"/proc/{status.get('pid')}").exists() or not Path("/proc/self").exists()
-
-
 def row_of(folder: Path) -> dict[str, Any]:
-    """What its files say; None for what they do not, and for what is not finite. Raises OSError and ValueError where
-    there is no status."""
-    status = json.loads((folder / "status.json").read_text("utf-8"))
-    if not isinstance(status, dict):
-        raise ValueError("status.json is damaged")
-    outcome, step = status.get("outcome"), number(status.get("step"))
-    if outcome == "running" and not _alive(status):
-        outcome = "killed"
-    loss, validation, speeds, world = None, {}, [], 1
-    for _, row in json_rows(folder / "metrics.jsonl"):
+    """What its files say; None for what they do not, and for what is not finite. Raises RunError where there is no
+    status."""
+    run = read_run(folder, folder.name)
+    if not run.status:
+        raise RunError(f"{folder}: {'; '.join(run.problems) or 'status.json is damaged'}")
+    step = number(run.status.get("step"))
+    loss, validation, speeds = None, {}, []
+    for row in run.rows:
         step = max(filter(None, (step, number(row.get("step")))), default=step)  # status.json is written now and then
         loss = number(row.get("train/loss", loss))
         losses = {key: value for key, value in row.items() if key.startswith("val/") and key.endswith("/loss")}
         validation |= {key.split("/")[1]: number(value) for key, value in losses.items()}
         if (speed := number(row.get("perf/tokens_per_s_per_gpu"))) is not None:
             speeds.append(speed)
-    try:
-        options = read_toml(str(folder / "run_config.toml"))
-    except ConfigError:
-        options = {}
-    try:
-        world = int(json.loads((folder / "report.json").read_text("utf-8"))["devices"])
-    except (OSError, ValueError, KeyError, TypeError):
-        world = int(options.get("nproc") or 1)
     return {
         "run": str(folder),
-        "outcome": outcome,
+        "outcome": run.outcome,
         "step": None if step is None else int(step),
-        "steps": options.get("train_iters"),
+        "steps": table_of(run.config.get("train")).get("train_iters"),
         "loss": loss,
         "validation": validation,
-        "tokens_per_s": statistics.median(speeds) * world if speeds else None,
-        "time": status.get("time"),
+        "tokens_per_s": statistics.median(speeds) * run.devices if speeds else None,
+        "time": run.status.get("time"),
     }
 
 
@@ -114,8 +95,8 @@ def main(argv: list[str]) -> int:
         for folder in found_in(args.folder):
             try:
                 rows.append(row_of(folder))
-            except (OSError, ValueError) as error:
-                print(f"runs.py: {folder}: {error}", file=sys.stderr)
+            except RunError as error:
+                print(f"runs.py: {error}", file=sys.stderr)
     except OSError as error:
         print(f"runs.py: {args.folder}: {error.strerror}; give the folder that the runs are in", file=sys.stderr)
         return 2

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from megalite.config import cli  # noqa: E402
 from megalite.config.field import MODEL, TRAINING  # noqa: E402
 from megalite.config.options import Config, ConfigError, training_of  # noqa: E402
+from megalite.config.toml import read_toml  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from tools import diff, runs  # noqa: E402
 
@@ -107,6 +108,7 @@ def main(argv: list[str]) -> int:
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
     planned, problems = [], []
     try:
+        read_toml(str(args.toml))  # what is wrong with it is told once
         for name, flags in combinations(lists_of(words)):
             try:
                 planned.append((folder / name, *line_of(args.toml, flags, folder / name)))
