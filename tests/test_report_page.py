@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -305,12 +304,9 @@ def test_a_damaged_section_says_so_and_leaves_the_others(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_long_run_has_a_small_page_at_once(tmp_path: Path) -> None:
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 10)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(100_000)))
-    begin = time.monotonic()
     words = [sys.executable, "tools/report.py", str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    took, size = time.monotonic() - begin, (folder / "report/index.html").stat().st_size
-    assert done.returncode == 0 and size < 1_000_000
-    assert took < 20, f"{took:.1f} s"  # alone on two cores: see docs/running.md
+    assert done.returncode == 0 and (folder / "report/index.html").stat().st_size < 1_000_000
