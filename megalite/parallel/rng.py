@@ -45,7 +45,8 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int) -> Tenso
     def fill(block: int) -> None:
         first, last = block * size, min((block + 1) * size, spec.shape[dim])
         generator = torch.Generator().manual_seed(seed_of(seed, spec.name, block))
-        values = torch.randn(last - first, *row, generator=generator) * std
+        # the whole block, also at the end: torch draws the last of a number that is no multiple of 16 otherwise
+        values = torch.randn(size, *row, generator=generator) * std
         a, b = max(first, start), min(last, stop)
         rows[a - start : b - start].copy_(values[(slice(a - first, b - first), *mine)])
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import run_ranks
 
 from megalite.parallel import comm
@@ -171,3 +173,11 @@ def late_message() -> str:
 def test_a_message_takes_no_longer_than_a_collective_may() -> None:
     """gloo asks how long messages may take when it makes the group, and never again."""
     assert "Timed out waiting 1000ms" in run_ranks(2, late_message)[0]
+
+
+@given(rows=st.integers(1, 300), padding=st.integers(0, 40), columns=st.integers(1, 33))
+@settings(deadline=None, max_examples=60)
+def test_initial_weights_do_not_depend_on_the_padding(rows: int, padding: int, columns: int) -> None:
+    bare, padded = (ParamSpec("embedding.word", (n, columns), shards=((0, "tp"),)) for n in (rows, rows + padding))
+    want, got = (initialize_(torch.empty(spec.shape), spec, Mesh.alone(), seed=7) for spec in (bare, padded))
+    assert torch.equal(want, got[:rows])
