@@ -27,6 +27,7 @@ from tools.checks.recording import Item, Recording
 Array = NDArray[Any]
 Key = tuple[int, str, str]  # step, kind, name
 KINDS = ("input", "forward", "loss", "gradient", "norm", "weight")  # in the order of a step
+INPUTS = ("tokens", "positions", "labels", "loss mask")
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 ALLOWED, GROWTH, OPERATIONS, FLOOR = 32.0, 4.0, 12, 0.1
 
@@ -61,6 +62,11 @@ class Piece:
     def error(self) -> float:
         return float(np.linalg.norm(self.here - self.there))
 
+    def bad(self, tolerance: float) -> Array:
+        """Which elements differ."""
+        size = float(np.abs(self.there).max()) if self.there.size else 0.0
+        return np.abs(self.here - self.there) > tolerance * size
+
 
 @dataclass
 class Row:
@@ -84,7 +90,7 @@ class Reference:
     """What the one process had."""
 
     def __init__(self, recording: Recording):
-        self.parameters = recording.parameters
+        self.parameters = sorted(recording.parameters, key=lambda name: name == "head")  # used last
         self.arrays: dict[Key, dict[int, Array]] = {}
         for item, data in recording.items:
             samples = self.arrays.setdefault((item.step, item.kind, item.name), {})
@@ -104,7 +110,7 @@ class Reference:
         rms = math.sqrt(sum(_square(one) for one in each) / max(1, sum(one.size for one in each)))
         return max(rms, self.floors[key[0]] if key[1] == "gradient" else 0.0, 1e-300)
 
-    def order(self, key: Key) -> tuple[int, int, int]:
+    def order(self, key: Key) -> tuple[int, int, int, str]:
         """When it is computed: gradients in the order of backward."""
         step, kind, name = key
         at = 0
@@ -112,7 +118,9 @@ class Reference:
             at = self.parameters.index(name) * (-1 if kind == "gradient" else 1)
         elif kind == "forward" and name in self.forward:
             at = self.forward.index(name)
-        return step, KINDS.index(kind), at
+        elif name in INPUTS:
+            at = INPUTS.index(name)
+        return step, KINDS.index(kind), at, name
 
 
 def _square(data: Array) -> float:
@@ -205,8 +213,8 @@ def second_reading(reference: Reference, steps: int, tolerance: Tolerance) -> It
             total, count = total + loss, count + float(mask.sum())
             if abs(loss - float(told[sample])) > bound * max(abs(loss), 1.0):
                 yield (
-                    f"step {step}: the loss of the micro-batch of sample {sample} is {float(told[sample]):.9g}, and by its "
-                    f"definition {loss:.9g}: {int(mask.sum())} of {mask.size} labels count, of {head.shape[0]} ids"
+                    f"step {step}: the loss of the micro-batch of sample {sample} is {float(told[sample]):.9g}, and "
+                    f"by its definition {loss:.9g}: {int(mask.sum())} of {mask.size} labels count, of {len(head)} ids"
                 )
                 return
         mean = float(reference.arrays[step, "loss", "loss"][-1])

@@ -17,6 +17,7 @@ import numpy as np
 
 from tools.checks.agreement import Key, Piece, Reference, Row
 from tools.checks.places import Layout
+from tools.checks.recording import ADDED
 
 CLOSE = 1e-3  # relative: a pattern holds; half precision has no better numbers
 
@@ -83,7 +84,7 @@ def _where(row: Row) -> str:
     spans: list[tuple[int, int]] = []
     count, total = 0, 0
     for piece in row.wrong:
-        bad = np.abs(piece.here - piece.there) > max(row.tolerance * _size(piece), 0.0)
+        bad = piece.bad(row.tolerance)
         count, total = count + int(bad.sum()), total + bad.size
         if not bad.any() or not piece.slices:
             continue
@@ -96,10 +97,6 @@ def _where(row: Row) -> str:
             spans[dim] = min(spans[dim][0], low), max(spans[dim][1], high)
     box = ", ".join(str(low) if low == high else f"{low}..{high}" for low, high in spans)
     return f"[{box}], {count:,} of {total:,} elements" if spans else ""
-
-
-def _size(piece: Piece) -> float:
-    return float(np.abs(piece.there).max()) if piece.there.size else 0.0
 
 
 def _causes(seen: Seen) -> list[str]:
@@ -125,10 +122,10 @@ def _forward(seen: Seen) -> list[str]:
         )
     elif delta and delta[0].shape[1] > 1 and all(_constant(one, (1,)) for one in delta):
         found.append("the difference depends on the position alone: an offset of positions")
-    within = [one.name for one in seen.rows if one.name.startswith(f"{row.name}.") and one.name != row.name]
-    joins = re.fullmatch(r"layers\.\d+", row.name) and within
-    if joins or row.name == "embedding":
-        found.append("dropout: another mask, one drawn without the rank's own place in the sequence, or in the sample")
+    if row.name == "loss":
+        found.append("the final hidden states agree: padding of the vocabulary, labels that count, or the head's sums")
+    if not found and (row.name.endswith(ADDED) or re.fullmatch(r"layers\.\d+|embedding", row.name)):
+        found.append("dropout or what is added: a mask that is drawn without the rank's place in sequence or batch")
     if seen.layout.tp > 1 and not first_tp and row.wrong:
         found.append(
             "tp rank 0 is right and others are not: an offset into positions, heads or ids that forgets the rank"
@@ -152,25 +149,21 @@ def _constant(delta: Any, over: tuple[int, ...]) -> bool:
 
 def _stale(seen: Seen) -> bool:
     return seen.row.step > 1 and any(
-        _old(piece, seen.reference)
+        _old(piece, seen.reference, seen.row.tolerance)
         for (step, kind, _), some in seen.pieces.items()
         if (step, kind) == (seen.row.step - 1, "weight")
         for piece in some
     )
 
 
-def _old(piece: Piece, reference: Reference) -> bool:
-    """Whether it is closer to the reference of the step before than to its own."""
+def _old(piece: Piece, reference: Reference, tolerance: float) -> bool:
+    """Whether the elements that differ are the reference's of the step before."""
     before = reference.arrays.get((piece.item.step - 1, piece.item.kind, piece.item.name), {}).get(-1)
     if before is None or not piece.here.size:
         return False
     there = before[piece.slices].reshape(-1)[piece.item.first : piece.item.first + piece.here.size]
-    old = piece.here != piece.there
-    return bool(old.any()) and _near(piece.here[old], there[old].astype(np.float64))
-
-
-def _near(a: Any, b: Any) -> bool:
-    return float(np.linalg.norm(a - b)) <= 1e-6 * float(np.linalg.norm(b)) if a.size else False
+    bad = piece.bad(tolerance)
+    return bool(bad.any()) and _close(piece.here[bad], there[bad].astype(np.float64))
 
 
 def _loss(seen: Seen) -> list[str]:
@@ -258,7 +251,7 @@ def _dp_alone(row: Row) -> bool:
         cut = tuple((one.start, one.stop) for one in piece.slices)
         stretches.setdefault((piece.place.pp, piece.place.tp, cut, piece.item.first, piece.here.size), []).append(piece)
     for some in stretches.values():
-        bad = np.any([np.abs(piece.here - piece.there) > row.tolerance * _size(piece) for piece in some], 0)
+        bad = np.any([piece.bad(row.tolerance) for piece in some], 0)
         total = sum(piece.here for piece in some)[bad] if len(some) > 1 else np.zeros(0)
         if not _close(total, some[0].there[bad]):
             return False
@@ -288,7 +281,7 @@ def _weight(seen: Seen) -> list[str]:
     if seen.row.step == 0:
         return ["the weights begin otherwise: how initial values are drawn, or how a rank's share of them is cut"]
     dp = sorted({piece.place.dp for piece in wrong})
-    if all(_old(piece, seen.reference) for piece in wrong):
+    if all(_old(piece, seen.reference, seen.row.tolerance) for piece in wrong):
         return [f"these elements are those of the step before on dp ranks {dp}: the gather of weights left them stale"]
     if len(dp) < seen.layout.dp:
         return [f"only on dp ranks {dp}: the gather of weights, or an update of their own share"]

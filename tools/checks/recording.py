@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megalite.train.state import Run
 
 Array = NDArray[Any]
+ADDED = ".attention_added"  # hidden states between the two halves of a block
 APART = 0.1  # how far weights that begin as constants (biases, norms) are moved, so that a wrong one shows at once
 
 
@@ -97,8 +98,10 @@ class _Recorder:
         self.sample = None
 
     def _out(self, name: str) -> Callable[..., None]:
-        def hook(_module: Any, _given: Any, y: Any) -> None:
+        def hook(_module: Any, given: tuple[Any, ...], y: Any) -> None:
             if self.sample is not None:
+                if name.endswith(ADDED):  # what the second norm takes, or has added up itself
+                    y = y[0] if isinstance(y, tuple) else given[0]
                 self._once("forward", name, y.reshape(-1)[0] if name == "loss" else y)
 
         return hook
@@ -143,7 +146,8 @@ def _parts(stage: Any) -> list[tuple[str, Any]]:
     found = [] if stage.embedding is None else [("embedding", stage.embedding)]
     for block in stage.blocks:
         name = f"layers.{block.layer}"
-        found += [(f"{name}.attention", block.attention), (f"{name}.mlp", block.mlp), (name, block)]
+        found += [(f"{name}.attention", block.attention), (f"{name}{ADDED}", block.mlp_norm)]
+        found += [(f"{name}.mlp", block.mlp), (name, block)]
     return found if stage.head is None else [*found, ("final_norm", stage.head.norm), ("loss", stage.head)]
 
 

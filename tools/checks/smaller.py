@@ -2,10 +2,10 @@
 
     kept      every kind of layer, norm, position, activation, loss and dropout; ties; windows and patterns by layer;
               shards, schedule, chunks, uneven stages, split backward, recomputation, precision, overlap
-    smaller   hidden, heads, groups, feed-forward, layers, sequence, vocabulary, batch, buckets, and the axes of the
+    smaller   hidden, heads, groups, feed-forward, layers, sequence, vocabulary, batch, buckets, the axes of the
               layout: one that is above 1 stays above 1 as long as the ranks suffice
-    other     generated data; one learning rate for all steps, and Adam's eps at least 1e-3: an update is g / (|g| + eps)
-              at first, which makes of a gradient that is rounding alone a whole step
+    other     generated data; one learning rate for all steps, and Adam's eps at least 1e-3: the first update is
+              g / (|g| + eps), which makes of a gradient that is rounding alone a whole step
 
 `twin` is the same training in one process by the plainest path: all that is how a step is computed is at its default,
 kernels are torch's, and the vocabulary has no padding.
@@ -39,7 +39,7 @@ RATE, EPS = 0.01, 1e-3
 
 @dataclass(frozen=True)
 class Smaller:
-    """`wanted`: the layout that was asked for; `layout`: the one that is verified. `notes`: what is other than asked."""
+    """`wanted`: the layout that was asked for; `layout`: the verified one. `notes`: what is other than asked."""
 
     config: Config
     wanted: Layout
@@ -66,8 +66,8 @@ def fewer_ranks(wanted: Layout, most: int) -> Layout:
     """The layout of at most `most` ranks that keeps most of the axes above 1, then a stage between the first and the
     last, then most ranks, tp first.
 
-    >>> str(fewer_ranks(Layout(8, 16, 32), 8)), str(fewer_ranks(Layout(1, 16, 4), 8)), str(fewer_ranks(Layout(2, 1, 2), 8))
-    ('tp 2, pp 2, dp 2', 'tp 1, pp 4, dp 2', 'tp 2, pp 1, dp 2')
+    >>> [str(fewer_ranks(Layout(*sizes), 8)) for sizes in ((8, 16, 32), (1, 16, 4), (2, 1, 2))]
+    ['tp 2, pp 2, dp 2', 'tp 1, pp 4, dp 2', 'tp 2, pp 1, dp 2']
     """
     if wanted.world <= most:
         return wanted
@@ -91,8 +91,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Smaller:
-    """Of a configuration that was checked. `whole`: sizes stay, and so do data and layout. Raises ValueError, `name=value
-    breaks rule; remedy`."""
+    """Of a configuration that was checked. `whole`: sizes stay, and so do data and layout. Raises ValueError,
+    `name=value breaks rule; remedy`."""
     wanted, note = layout_of(config)
     notes = [note] if note else []
     if whole:
@@ -162,7 +162,9 @@ def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> t
     shared = min(m.num_attention_heads // m.groups, 4)
     groups = max(1, tp // max(2, wanted.tp // m.groups)) if copied else tp * (1 if m.groups == wanted.tp else 2)
     each = -(-shared * groups // math.lcm(tp, groups)) * math.lcm(tp, groups) if copied else shared * groups
-    head = next((k for k in range(HEAD, m.head_size) if _even(k, m.rotary_percent)), m.head_size)
+    unit = 1 if m.kv_channels else math.gcd(m.hidden_size, 16)  # torch draws normal numbers by sixteens
+    heads = (k for k in range(HEAD, m.head_size) if _even(k, m.rotary_percent) and not each * k % unit)
+    head = next(heads, m.head_size)
     hidden = 8 * HEAD if m.kv_channels else each * head
     ffn = tp * max(3, round(m.ffn_size / m.hidden_size * hidden / tp))
     length = min(m.seq_length, -(-LENGTH // tp) * tp)

@@ -48,6 +48,8 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
         how = dict(color=ink("ink"), linewidth=1.4, linestyle="--")
         axis.plot([x for x, _ in edges], [y for _, y in edges], label="allowed", **how)
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+        axis.yaxis.set_minor_formatter(lambda value, _: "")
         axis.set_ylim(floor / 3, None)
         axis.set_xticks(steps, [str(step) if step else "start" for step in steps])
         axis.set_xlabel("steps")
