@@ -132,7 +132,7 @@ MISTAKES = [
             ("    valid = max(0, min(logits_nv.shape[1], vocab_size - first))\n", "    valid = logits_nv.shape[1]\n"),
         ),
         RUN + TP,
-        {"kind": "forward", "step": 1, "name": "loss", "causes": "padding of the vocabulary"},
+        {"kind": "loss", "step": 1, "name": "micro-batch", "causes": "padding of the vocabulary"},
     ),
     Mistake(
         _of(

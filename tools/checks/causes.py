@@ -17,9 +17,9 @@ import numpy as np
 
 from tools.checks.agreement import Key, Piece, Reference, Row
 from tools.checks.places import Layout
-from tools.checks.recording import ADDED
+from tools.checks.recording import ADDED, MICROBATCH, SUMMED
 
-CLOSE = 1e-3  # relative: a pattern holds; half precision has no better numbers
+CLOSE = 1e-3  # relative: a pattern holds, or the tolerance of half precision, which has no better numbers
 
 
 @dataclass(frozen=True)
@@ -116,21 +116,20 @@ def _forward(seen: Seen) -> list[str]:
     if _stale(seen):
         found.append("weights that this forward used are those of a step before: see the weights of the last step")
     delta = [_tokens(piece) for piece in row.wrong if len(piece.item.shape) == 3]
-    if delta and all(_constant(one, (0, 1)) for one in delta):
+    close = max(CLOSE, row.tolerance)
+    if delta and all(_constant(one, (0, 1), close) for one in delta):
         found.append(
             "the same vector is missing or too much at every token: a bias added another number of times than 1"
         )
-    elif delta and delta[0].shape[1] > 1 and all(_constant(one, (1,)) for one in delta):
+    elif delta and delta[0].shape[1] > 1 and all(_constant(one, (1,), close) for one in delta):
         found.append("the difference depends on the position alone: an offset of positions")
-    if row.name == "loss":
-        found.append("the final hidden states agree: padding of the vocabulary, labels that count, or the head's sums")
     if not found and (row.name.endswith(ADDED) or re.fullmatch(r"layers\.\d+|embedding", row.name)):
         found.append("dropout or what is added: a mask that is drawn without the rank's place in sequence or batch")
     if seen.layout.tp > 1 and not first_tp and row.wrong:
         found.append(
             "tp rank 0 is right and others are not: an offset into positions, heads or ids that forgets the rank"
         )
-    if seen.layout.tp > 1 and first_tp and row.name.endswith((".attention", ".mlp")):
+    if seen.layout.tp > 1 and first_tp and row.name.endswith(SUMMED):
         found.append("a sum over tp that is missing, or made twice, in this layer")
     if len({piece.place.dp for piece in row.wrong}) < seen.layout.dp:
         found.append("some dp ranks are right: their weights, or the coordinates of their samples")
@@ -142,57 +141,56 @@ def _tokens(piece: Piece) -> Any:
     return (piece.here - piece.there).reshape([cut.stop - cut.start for cut in piece.slices])
 
 
-def _constant(delta: Any, over: tuple[int, ...]) -> bool:
+def _constant(delta: Any, over: tuple[int, ...], close: float) -> bool:
     rest = delta - delta.mean(over, keepdims=True)
-    return float(np.linalg.norm(rest)) < CLOSE * float(np.linalg.norm(delta))
+    return float(np.linalg.norm(rest)) < close * float(np.linalg.norm(delta))
 
 
 def _stale(seen: Seen) -> bool:
-    return seen.row.step > 1 and any(
-        _old(piece, seen.reference, seen.row.tolerance)
-        for (step, kind, _), some in seen.pieces.items()
-        if (step, kind) == (seen.row.step - 1, "weight")
-        for piece in some
-    )
-
-
-def _old(piece: Piece, reference: Reference, tolerance: float) -> bool:
-    """Whether the elements that differ are the reference's of the step before."""
-    before = reference.arrays.get((piece.item.step - 1, piece.item.kind, piece.item.name), {}).get(-1)
-    if before is None or not piece.here.size:
+    if seen.row.step < 2:
         return False
-    there = before[piece.slices].reshape(-1)[piece.item.first : piece.item.first + piece.here.size]
-    bad = piece.bad(tolerance)
-    return bool(bad.any()) and _close(piece.here[bad], there[bad].astype(np.float64))
+    last = [key for key in seen.pieces if key[:2] == (seen.row.step - 1, "weight")]
+    return any(piece.bad(seen.row.tolerance).any() and _old(piece, seen) for key in last for piece in seen.pieces[key])
+
+
+def _old(piece: Piece, seen: Seen) -> bool:
+    """Whether the elements that differ are, to the bit, what this rank had a step before."""
+    item, bad = piece.item, piece.bad(seen.row.tolerance)
+    before = seen.pieces.get((item.step - 1, item.kind, item.name), [])
+    own = [one for one in before if one.place == piece.place and one.slices == piece.slices]
+    return bool(own) and bool(bad.any()) and bool((own[0].here[bad] == piece.here[bad]).all())
 
 
 def _loss(seen: Seen) -> list[str]:
-    return ["every hidden state agrees: the tokens that are counted, or how the losses of ranks become one"]
+    if seen.row.name == MICROBATCH:
+        return ["the final hidden states agree: padding of the vocabulary, labels that count, or the head's sums"]
+    return ["every micro-batch agrees: how many tokens are counted, or how the losses of ranks become one"]
 
 
 def _factor(row: Row) -> float | None:
     """By which all that differs is the reference times."""
-    factors = []
+    factors, close = [], max(CLOSE, row.tolerance)
     for piece in row.wrong:
         size = float(piece.there @ piece.there)
         if size <= 0:
             return None
         factor = float(piece.here @ piece.there) / size
-        if np.linalg.norm(piece.here - factor * piece.there) > CLOSE * max(1e-300, float(np.linalg.norm(piece.here))):
+        if np.linalg.norm(piece.here - factor * piece.there) > close * max(1e-300, float(np.linalg.norm(piece.here))):
             return None
         factors.append(factor)
-    if not factors or max(factors) - min(factors) > CLOSE * max(map(abs, factors)):
+    if not factors or max(factors) - min(factors) > close * max(map(abs, factors)):
         return None
     return sum(factors) / len(factors)
 
 
 def _named(factor: float, seen: Seen) -> str:
     """2, 1/4, ... as what they are in this layout."""
+    close = max(CLOSE, seen.row.tolerance / 2)
     sizes = {"dp": seen.layout.dp, "tp": seen.layout.tp, "pp": seen.layout.pp, "micro-batches": seen.microbatches}
     for name, size in [*sizes.items(), ("two", 2)]:
-        if size > 1 and math.isclose(factor, size, rel_tol=CLOSE):
+        if size > 1 and math.isclose(factor, size, rel_tol=close):
             return f"{size} times what it should be, the number of {name}: added up once too often"
-        if size > 1 and math.isclose(factor, 1 / size, rel_tol=CLOSE):
+        if size > 1 and math.isclose(factor, 1 / size, rel_tol=close):
             return f"1/{size} of what it should be, the number of {name}: averaged once too often, or a share alone"
     return f"{factor:.4g} times what it should be"
 
@@ -201,10 +199,9 @@ def _gradient(seen: Seen) -> list[str]:
     wrong, found = [row for row in seen.rows if row.differs], []
     every = len(wrong) == len(seen.rows)
     factors = [_factor(row) for row in wrong]
-    if None not in factors and max(factors) - min(factors) < CLOSE * max(map(abs, factors)):  # type: ignore[type-var, operator]
-        which = (
-            "every gradient" if every else f"the gradient of {wrong[0].name}" if len(wrong) == 1 else "each of these"
-        )
+    if None not in factors and max(factors) - min(factors) < max(CLOSE, seen.row.tolerance) * max(map(abs, factors)):  # type: ignore[type-var, operator]
+        one = f"the gradient of {wrong[0].name}" if len(wrong) == 1 else "each of these"
+        which = "every gradient" if every else one
         found.append(f"{which} is {_named(factors[0] or 0.0, seen)}")
     if all(_sums(row, "tp") for row in wrong) and seen.layout.tp > 1:
         found.append(
@@ -212,9 +209,9 @@ def _gradient(seen: Seen) -> list[str]:
         )
     if all(_copied(row, seen.layout) for row in wrong) and not every and seen.layout.tp > 1:
         found.append("only what all tp ranks hold alike: norms, biases after a sum, learned positions")
-    if {row.name for row in wrong} == {"embedding.word"}:
+    if {row.name for row in wrong} <= {*seen.reference.vocabulary}:
         found.append(
-            "only the word embedding: the sum over the first and the last stage, if it is tied, or its padding"
+            "only what has a row per id: if it is tied, the sum over the first and the last stage; its padding"
         )
     if all(_dp_alone(row) for row in wrong):
         found.append("the gradients of one dp rank alone: the sum over dp does not reach these elements")
@@ -238,10 +235,7 @@ def _sums(row: Row, axis: str) -> bool:
         rest = (p.pp, p.dp) if axis == "tp" else (p.pp, p.tp)
         stretches.setdefault((*rest, cut, piece.item.first, piece.here.size), []).append(piece)
     sums = [(sum(piece.here for piece in some), some) for some in stretches.values() if some[0].here.size]
-    return bool(sums) and all(
-        len(some) > 1 and np.linalg.norm(total - some[0].there) <= CLOSE * max(1e-300, np.linalg.norm(some[0].there))
-        for total, some in sums
-    )
+    return bool(sums) and all(len(some) > 1 and _close(total, some[0].there, row.tolerance) for total, some in sums)
 
 
 def _dp_alone(row: Row) -> bool:
@@ -253,13 +247,14 @@ def _dp_alone(row: Row) -> bool:
     for some in stretches.values():
         bad = np.any([piece.bad(row.tolerance) for piece in some], 0)
         total = sum(piece.here for piece in some)[bad] if len(some) > 1 else np.zeros(0)
-        if not _close(total, some[0].there[bad]):
+        if not _close(total, some[0].there[bad], row.tolerance):
             return False
     return bool(stretches)
 
 
-def _close(a: Any, b: Any) -> bool:
-    return a.shape == b.shape and float(np.linalg.norm(a - b)) <= CLOSE * float(np.linalg.norm(b))
+def _close(a: Any, b: Any, tolerance: float) -> bool:
+    close = max(CLOSE, tolerance) * float(np.linalg.norm(b))
+    return a.shape == b.shape and float(np.linalg.norm(a - b)) <= close
 
 
 def _copied(row: Row, layout: Layout) -> bool:
@@ -281,7 +276,7 @@ def _weight(seen: Seen) -> list[str]:
     if seen.row.step == 0:
         return ["the weights begin otherwise: how initial values are drawn, or how a rank's share of them is cut"]
     dp = sorted({piece.place.dp for piece in wrong})
-    if all(_old(piece, seen.reference, seen.row.tolerance) for piece in wrong):
+    if all(_old(piece, seen) for piece in wrong):
         return [f"these elements are those of the step before on dp ranks {dp}: the gather of weights left them stale"]
     if len(dp) < seen.layout.dp:
         return [f"only on dp ranks {dp}: the gather of weights, or an update of their own share"]

@@ -33,13 +33,16 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 ADDED = ".attention_added"  # hidden states between the two halves of a block
+SUMMED = (".attention", ".mlp")  # ends of the names of what ends in a sum over tp
+FINAL = "final_norm"  # hidden states that the head takes
+STEP, MICROBATCH = "step", "micro-batch"
 APART = 0.1  # how far weights that begin as constants (biases, norms) are moved, so that a wrong one shows at once
 
 
 @dataclass(frozen=True)
 class Item:
     """kind   input, forward, loss, norm, gradient, weight
-    name    of the parameter, or of the module whose output it is
+    name    of the parameter, or of the module whose output it is; of losses STEP or MICROBATCH
     sample  the first of the micro-batch, -1 where there is none
     shape   of the rank's own tensor, of which [first, first + len(data)) of the flattened one is there"""
 
@@ -53,9 +56,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Recording:
-    """In the order in which they were taken. `parameters`: names in the order of use."""
+    """In the order in which they were taken. `parameters`: names in the order of use; `vocabulary`: those that have a
+    row per id."""
 
     parameters: list[str]
+    vocabulary: list[str]
     items: list[tuple[Item, Array]]
 
 
@@ -94,7 +99,9 @@ class _Recorder:
             if data is not None:
                 self._once("input", name, data)
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, stage: Any, _given: Any, y: Tensor) -> None:
+        if stage.head is not None:  # with a z-loss [2], the loss first
+            self._once("loss", MICROBATCH, y.reshape(-1)[0])
         self.sample = None
 
     def _out(self, name: str) -> Callable[..., None]:
@@ -102,7 +109,7 @@ class _Recorder:
             if self.sample is not None:
                 if name.endswith(ADDED):  # what the second norm takes, or has added up itself
                     y = y[0] if isinstance(y, tuple) else given[0]
-                self._once("forward", name, y.reshape(-1)[0] if name == "loss" else y)
+                self._once("forward", name, y)
 
         return hook
 
@@ -148,7 +155,7 @@ def _parts(stage: Any) -> list[tuple[str, Any]]:
         name = f"layers.{block.layer}"
         found += [(f"{name}.attention", block.attention), (f"{name}{ADDED}", block.mlp_norm)]
         found += [(f"{name}.mlp", block.mlp), (name, block)]
-    return found if stage.head is None else [*found, ("final_norm", stage.head.norm), ("loss", stage.head)]
+    return found if stage.head is None else [*found, (FINAL, stage.head.norm)]
 
 
 def _set_apart(run: Run) -> None:
@@ -186,17 +193,28 @@ def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> N
             recorder.step = step
             result = train_step(run)
             for kind, value in (("loss", result.loss), ("norm", result.grad_norm)):
-                recorder.add(kind, kind, torch.tensor(value, dtype=torch.float64))
+                recorder.add(kind, STEP, torch.tensor(value, dtype=torch.float64))
         run.buffer.wait_gather()
         recorder.weights(steps)
         run.close()
-        names = [entry.spec.name for entry in run.buffer.layout.entries]
-        _write(Path(folder) / f"rank-{ranks.rank:05d}.npz", names, recorder.items)
+        found = Recording(*_names(run), recorder.items)
+        _write(Path(folder) / f"rank-{ranks.rank:05d}.npz", found)
 
 
-def _write(path: Path, parameters: list[str], items: list[tuple[Item, Array]]) -> None:
-    index = json.dumps({"parameters": parameters, "items": [asdict(item) for item, _ in items]})
-    arrays: dict[str, Any] = {str(i): data for i, (_, data) in enumerate(items)}
+def _names(run: Run) -> tuple[list[str], list[str]]:
+    """Of parameters in the order of use, the head's own weight after its norm, and of those of the vocabulary."""
+    heads = [stage.head.weight for stage in run.pipeline.stages if stage.head is not None]
+    words = [stage.embedding.word for stage in run.pipeline.stages if stage.embedding is not None]
+    own = {id(weight) for weight in heads} - {id(word) for word in words}
+    pairs = zip(run.buffer.storage.parameters, run.buffer.layout.entries, strict=True)
+    used = [entry.spec for _, entry in sorted(pairs, key=lambda pair: id(pair[0]) in own)]
+    return [spec.name for spec in used], [spec.name for spec in used if spec.vocabulary]
+
+
+def _write(path: Path, found: Recording) -> None:
+    names = {"parameters": found.parameters, "vocabulary": found.vocabulary}
+    index = json.dumps({**names, "items": [asdict(item) for item, _ in found.items]})
+    arrays: dict[str, Any] = {str(i): data for i, (_, data) in enumerate(found.items)}
     np.savez(path, index=np.frombuffer(index.encode(), np.uint8), **arrays)
 
 
@@ -204,4 +222,5 @@ def read(path: Path) -> Recording:
     with np.load(path, allow_pickle=False) as file:
         index = json.loads(file["index"].tobytes())
         items = [Item(**{**one, "shape": tuple(one["shape"])}) for one in index["items"]]
-        return Recording(index["parameters"], [(item, file[str(i)]) for i, item in enumerate(items)])
+        arrays = [(item, file[str(i)]) for i, item in enumerate(items)]
+        return Recording(index["parameters"], index["vocabulary"], arrays)
