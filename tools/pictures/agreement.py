@@ -43,10 +43,10 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
             axis.plot(along, [y for _, y, _ in points], linewidth=1.0, label=name, **how)
             bad = [(x, y) for x, (_, y, differs) in zip(along, points, strict=True) if differs]
             axis.plot([x for x, _ in bad], [y for _, y in bad], marker, color=colour, markersize=7)
-        allowed = {row.step: row.tolerance for row in rows if row.kind in ("weight", "gradient")}
+        allowed = {row.step: row.tolerance for row in rows if row.kind == "gradient" or row.step == 0}
         edges = [(step + side, allowed[step]) for step in sorted(allowed) for side in (-0.3, 0.3)]
         how = dict(color=ink("ink"), linewidth=1.4, linestyle="--")
-        axis.plot([x for x, _ in edges], [y for _, y in edges], label="allowed", **how)
+        axis.plot([x for x, _ in edges], [y for _, y in edges], label="allowed, of gradients", **how)
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
         axis.yaxis.set_minor_formatter(lambda value, _: "")
