@@ -326,7 +326,7 @@ HEALTHY = [
 
 @pytest.mark.long
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("flags", HEALTHY)
+@pytest.mark.parametrize("flags", HEALTHY, ids=["gpt", "405b", "qwen", "neox", "bf16", "fp32"])
 def test_a_healthy_layout_agrees(flags: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     done = verify(f"{RUN} {flags}", "--json", str(told), "--out", str(tmp_path / "agreement.svg"))

@@ -123,8 +123,9 @@ def text_of(verdict: Verdict, dtype: str, steps: int) -> str:
     from megalite.train.figures import columns
 
     made, m, t = verdict.made, verdict.made.config.model, verdict.made.config.train
+    chunks = _chunks(made)
     lines = [
-        f"asked for: {made.wanted}; verified: {made.layout}, {dtype}, {steps} steps",
+        f"asked for: {made.wanted}; verified: {made.layout}{chunks}, {dtype}, {steps} steps",
         f"of {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.groups} groups, "
         f"feed-forward {m.ffn_size}, {m.seq_length} tokens, batch {t.global_batch_size} in micro-batches of "
         f"{t.micro_batch_size}",
@@ -145,6 +146,13 @@ def text_of(verdict: Verdict, dtype: str, steps: int) -> str:
     if verdict.agrees:
         lines.append(f"agreed: {made.layout} trains as one process does ({number} parameters, every copy of them)")
     return "\n".join(lines)
+
+
+def _chunks(made: Smaller) -> str:
+    p = made.config.parallel
+    spelt, pp = p.pipeline_model_parallel_layout, p.pipeline_model_parallel_size
+    number = (spelt.count("|") + 1) // pp if spelt else p.num_virtual_stages_per_pipeline_rank or 1
+    return f", {number} chunks" if number > 1 else ""
 
 
 def _told(found: Finding) -> list[str]:

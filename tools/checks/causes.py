@@ -246,7 +246,7 @@ def _dp_alone(row: Row) -> bool:
         stretches.setdefault((piece.place.pp, piece.place.tp, cut, piece.item.first, piece.here.size), []).append(piece)
     for some in stretches.values():
         bad = np.any([piece.bad(row.tolerance) for piece in some], 0)
-        total = sum(piece.here for piece in some)[bad] if len(some) > 1 else np.zeros(0)
+        total = np.sum([piece.here for piece in some], 0)[bad] if len(some) > 1 else np.zeros(0)
         if not _close(total, some[0].there[bad], row.tolerance):
             return False
     return bool(stretches)

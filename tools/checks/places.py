@@ -33,7 +33,7 @@ class Layout:
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Layout:
         """`sizes`: of a mesh's axes."""
-        return cls(*(sizes.get(axis, 1) for axis in ("tp", "pp", "dp")))
+        return cls(sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("dp", 1))
 
     @property
     def world(self) -> int:

@@ -203,8 +203,9 @@ def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> N
 
 def _names(run: Run) -> tuple[list[str], list[str]]:
     """Of parameters in the order of use, the head's own weight after its norm, and of those of the vocabulary."""
-    heads = [stage.head.weight for stage in run.pipeline.stages if stage.head is not None]
-    words = [stage.embedding.word for stage in run.pipeline.stages if stage.embedding is not None]
+    stages: list[Any] = run.pipeline.stages
+    heads = [stage.head.weight for stage in stages if stage.head is not None]
+    words = [stage.embedding.word for stage in stages if stage.embedding is not None]
     own = {id(weight) for weight in heads} - {id(word) for word in words}
     pairs = zip(run.buffer.storage.parameters, run.buffer.layout.entries, strict=True)
     used = [entry.spec for _, entry in sorted(pairs, key=lambda pair: id(pair[0]) in own)]
