@@ -1,4 +1,4 @@
-"""Ten classical mistakes of distributed training (and two more of two of them), for tools/verify.py to find.
+"""Classical mistakes of distributed training, for tools/verify.py to find and to locate.
 
 Each is planted into a copy of the sources, as the breakages are, and `verify.py` of the copy is run as users run it.
 """
@@ -161,6 +161,22 @@ MISTAKES = [
         ),
         RUN + DP,
         {"kind": "input", "step": 1, "name": "tokens", "where": "on no rank", "causes": "samples"},
+    ),
+    Mistake(
+        _of(
+            "the gradient of one micro-batch is halved on its way to the stage before",
+            ("            flight.ready[key] = x.grad\n", "            flight.ready[key] = x.grad * (1.0 if key[1] else 0.5)\n"),
+        ),
+        RUN + PP,
+        {"kind": "gradient", "step": 1, "name": "layers.0.mlp.down_bias", "ranks.pp": [0], "causes": "pp rank 0 goes on with what pp rank 1 sends"},
+    ),
+    Mistake(
+        _of(
+            "backward of the feed-forward block is counted on every tp rank",
+            ("        return du_SBf, dweight, None, None, dbias[0] if dbias", "        return du_SBf * ctx.tp.size, dweight, None, None, dbias[0] if dbias"),
+        ),
+        RUN + TP,
+        {"kind": "gradient", "step": 1, "name": "layers.1.mlp.up_bias", "layer": 1, "causes": "backward of this layer"},
     ),
 ]  # fmt: skip
 

@@ -22,6 +22,9 @@ from tools.checks.recording import ADDED, MICROBATCH, SUMMED
 CLOSE = 1e-3  # relative: a pattern holds, or the tolerance of half precision, which has no better numbers
 
 
+NAMED = 6  # micro-batches that are listed
+
+
 @dataclass(frozen=True)
 class Finding:
     """The first difference in the order of computation. `layer`: None outside of the layers. `ranks`: those that
@@ -96,7 +99,12 @@ def _where(row: Row) -> str:
                 spans.append((low, high))
             spans[dim] = min(spans[dim][0], low), max(spans[dim][1], high)
     box = ", ".join(str(low) if low == high else f"{low}..{high}" for low, high in spans)
-    return f"[{box}], {count:,} of {total:,} elements" if spans else ""
+    told = f"[{box}], {count:,} of {total:,} elements" if spans else ""
+    every, wrong = ({piece.item.sample for piece in some} for some in (row.pieces, row.wrong))
+    if wrong == every:
+        return told
+    first = ", ".join(map(str, sorted(wrong)[:NAMED])) + ", ..." * (len(wrong) > NAMED)
+    return f"{told}{', ' * bool(told)}in micro-batches of samples {first} alone"
 
 
 def _causes(seen: Seen) -> list[str]:
@@ -106,15 +114,31 @@ def _causes(seen: Seen) -> list[str]:
     return by_kind.get(seen.row.kind, _weight)(seen)
 
 
+def _border(seen: Seen) -> list[str]:
+    """Whether what differs first is the first of its pipeline rank, where the rank before it is right."""
+    at = [row.name for row in seen.rows].index(seen.row.name)
+    if at == 0:
+        return []
+    before, here = ({piece.place.pp for piece in row.pieces} for row in (seen.rows[at - 1], seen.row))
+    if before & here:
+        return []
+    sender, receiver = sorted(before), sorted(here)
+    return [
+        f"it begins where pp rank {receiver[0]} goes on with what pp rank {sender[0]} sends: the message between them"
+    ]
+
+
 def _input(seen: Seen) -> list[str]:
     return [f"the {seen.row.name} of a micro-batch are others: how ranks read or cut their samples"]
 
 
 def _forward(seen: Seen) -> list[str]:
-    row, found = seen.row, []
+    row, found = seen.row, _border(seen)
     first_tp = [piece for piece in row.wrong if piece.place.tp == 0]
-    if _stale(seen):
-        found.append("weights that this forward used are those of a step before: see the weights of the last step")
+    if row.step > 1:
+        found.append(
+            "step 1 and the weights after it are right: weights used before they have come, or what a step keeps"
+        )
     delta = [_tokens(piece) for piece in row.wrong if len(piece.item.shape) == 3]
     close = max(CLOSE, row.tolerance)
     if delta and all(_constant(one, (0, 1), close) for one in delta):
@@ -144,13 +168,6 @@ def _tokens(piece: Piece) -> Any:
 def _constant(delta: Any, over: tuple[int, ...], close: float) -> bool:
     rest = delta - delta.mean(over, keepdims=True)
     return float(np.linalg.norm(rest)) < close * float(np.linalg.norm(delta))
-
-
-def _stale(seen: Seen) -> bool:
-    if seen.row.step < 2:
-        return False
-    last = [key for key in seen.pieces if key[:2] == (seen.row.step - 1, "weight")]
-    return any(piece.bad(seen.row.tolerance).any() and _old(piece, seen) for key in last for piece in seen.pieces[key])
 
 
 def _old(piece: Piece, seen: Seen) -> bool:
@@ -196,7 +213,7 @@ def _named(factor: float, seen: Seen) -> str:
 
 
 def _gradient(seen: Seen) -> list[str]:
-    wrong, found = [row for row in seen.rows if row.differs], []
+    wrong, found = [row for row in seen.rows if row.differs], _border(seen)
     every = len(wrong) == len(seen.rows)
     factors = [_factor(row) for row in wrong]
     if None not in factors and max(factors) - min(factors) < max(CLOSE, seen.row.tolerance) * max(map(abs, factors)):  # type: ignore[type-var, operator]
