@@ -41,6 +41,14 @@ WHAT = {
     "norm": "gradient norm",
     "weight": "weights",
 }
+OF = {
+    "input": "the {} of a micro-batch",
+    "forward": "the output of {}",
+    "loss": "the loss of a {}",
+    "gradient": "the gradient of {}",
+    "norm": "the gradient norm of the {}",
+    "weight": "the weights {}",
+}
 NAMED = 6  # names of what differs that are listed
 
 
@@ -158,14 +166,16 @@ def _chunks(made: Smaller) -> str:
 def _told(found: Finding) -> list[str]:
     ranks = "; ".join(f"{axis} {' '.join(map(str, some))}" for axis, some in found.ranks.items() if some)
     others = ", ".join(found.others[:NAMED]) + f" and {len(found.others) - NAMED} more" * (len(found.others) > NAMED)
+    when = f"after step {found.step}" if found.kind == "weight" else f"at step {found.step}"
+    when = when if found.step else "before the first step"
     lines = [
-        f"DIFFERS first at step {found.step}: {found.kind} of {found.name}, {found.apart:.3g} apart where "
+        f"DIFFERS first {when}: {OF[found.kind].format(found.name)}, {found.apart:.3g} apart where "
         f"{found.tolerance:.1e} is allowed",
         f"  on ranks: {ranks or 'none'}",
         f"  where: {found.where}",
     ]
     if len(found.others) > 1:
-        lines.append(f"  at this step also: {others}")
+        lines.append(f"  all of that kind there: {others}")
     return [*lines, *(f"  likely: {cause}" for cause in found.causes)]
 
 
