@@ -83,14 +83,16 @@ class Verdict:
 
 def train(config: Config, dtype: str, steps: int, world: int, timeout_s: float) -> list[Recording]:
     """On `world` local ranks, what each of them had. Raises Failed."""
-    from megalite.parallel.local_ranks import start_local
+    from megalite.parallel.local_ranks import End, start_local
     from tools.checks.recording import read, take
 
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as folder:
-        code = start_local(world, take, (config, dtype, steps, folder), timeout_s=timeout_s)
+        ends: list[End] = []
+        code = start_local(world, take, (config, dtype, steps, folder), timeout_s=timeout_s, ended=ends.append)
         if code:
-            late = f"it is not done after {timeout_s:g} s; give more with --timeout" if code == 124 else "see above"
-            raise Failed(f"the run on {world} rank{'s' * (world > 1)} ended with exit code {code}: {late}")
+            late = f"it is not done after {timeout_s:g} s; give more with --timeout"
+            why = late if code == 124 else f"{ends[-1].cause}; its error is above"
+            raise Failed(f"the run on {world} rank{'s' * (world > 1)} failed: {why}")
         return [read(path) for path in sorted(Path(folder).glob("rank-*.npz"))]
 
 
