@@ -44,6 +44,7 @@ COMMANDS = {  # name: (module below PROGRAMS, what it does)
     "data picture": ("tools.plot_samples", "how documents become samples, drawn"),
     "data corpus": ("tools.python_corpus", "real text to try things out: Python's own source"),
     "cluster": ("tools.check_cluster", "check ranks, nodes and links before a run"),
+    "verify": ("tools.verify", "whether a layout trains as one process does, and where it begins to differ"),
     "bench": ("tools.benchmark", "tokens/s, MFU, memory, and where a step's time goes"),
     "completion": ("", "what completes commands and flags in bash and zsh"),
 }

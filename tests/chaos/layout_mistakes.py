@@ -1,0 +1,243 @@
+"""Classical mistakes of distributed training, for tools/verify.py to find and to locate.
+
+Each is planted into a copy of the sources, as the breakages are, and `verify.py` of the copy is run as users run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from breakages import Breakage, plant
+
+LIMIT_S = 120.0
+RUN = """--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 2
+ --global-batch-size 32 --train-iters 1000 --lr 3e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50257
+ --hidden-dropout 0 --attention-dropout 0"""
+LLAMA = """ --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights"""
+DROPOUT = " --hidden-dropout 0.1"
+TP, PP, DP = (f" --{axis} 2 --nproc 2" for axis in ("tp", "pp", "dp"))
+DP_DDP = DP + " --no-use-distributed-optimizer"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`first`: what of the first difference must be so, by key: equal, or for `causes` a part of one. `alone`: a word that
+    is in the names of all that differ there. `odd`: a word of what is wrong with the one process, too."""
+
+    breakage: Breakage
+    flags: str
+    first: dict[str, Any]
+    alone: str = ""
+    odd: str = ""
+
+
+def _of(name: str, *lines: tuple[str, str]) -> Breakage:
+    return Breakage(name, "", lines)
+
+
+MISTAKES = [
+    Mistake(
+        _of(
+            "norms' gradients are not summed over tp",
+            (
+                "for axis in (*[replica] * (shard.size > 1), *map(self.mesh.axis, bucket.kind.partial)):",
+                "for axis in [replica] * (shard.size > 1):",
+            ),
+        ),
+        RUN + LLAMA + TP,
+        {"kind": "gradient", "step": 1, "name": "final_norm.weight", "causes": "all-reduce over tp"},
+        alone="norm",
+    ),
+    Mistake(
+        _of(
+            "a tied embedding is summed over the ends twice",
+            (
+                "                all_reduce_(self.storage.owned_grad(bucket), self.mesh.ends)\n",
+                "                all_reduce_(self.storage.owned_grad(bucket), self.mesh.ends)\n" * 2,
+            ),
+        ),
+        RUN + PP,
+        {"kind": "gradient", "step": 1, "name": "embedding.word", "causes": "is 2 times"},
+        alone="embedding.word",
+    ),
+    Mistake(
+        _of(
+            "a bias is added on every tp rank before the sum",
+            (
+                "return add_bias(y_sBD, self.out_bias)",
+                "return add_bias(y_sBD, self.out_bias if self.out_bias is None else self.out_bias * self.tp.size)",
+            ),
+        ),
+        RUN + TP,
+        {"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "a bias"},
+    ),
+    Mistake(
+        _of(
+            "every rank weights its micro-batches by the tokens that it counts itself",
+            (
+                "losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)",
+                "own = sum(host.counted_tokens for host in hosts) / sum(h.batch.tokens_SB.numel() for h in hosts)\n"
+                "        losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal / own)",
+            ),
+        ),
+        RUN + LLAMA + DP + " --eod-mask-loss",
+        {"kind": "gradient", "step": 1, "name": "head", "causes": "weight of micro-batches"},
+    ),
+    Mistake(
+        _of(
+            "gradients are averaged over dp, and once more by the number of tokens",
+            ("        self.reducing.clear()\n", "        self.reducing.clear()\n        self.storage.grads.div_(self.mesh.data.size)\n"),
+        ),
+        RUN + DP,
+        {"kind": "gradient", "step": 1, "causes": "every gradient is 1/2 of what it should be, the number of dp"},
+    ),
+    Mistake(
+        _of(
+            "one rank keeps its old weights of the others' shards",
+            (
+                "            whole = self.storage.weights[bucket.start : bucket.stop]\n",
+                "            whole = self.storage.weights[bucket.start : bucket.stop]\n"
+                "            whole = whole.clone() if self.storage.mesh.data.rank == 1 else whole\n",
+            ),
+        ),
+        RUN + DP,
+        {"kind": "weight", "step": 1, "ranks.dp": [1], "causes": "left them stale"},
+    ),
+    Mistake(
+        _of(
+            "every rank draws its dropout as rank 0 does",
+            ("where.sample_ids_B, self.tp.rank * x_sBD.shape[0])", "where.sample_ids_B, 0)"),
+        ),
+        RUN + DROPOUT + TP,
+        {"kind": "forward", "step": 1, "name": "layers.0.attention_added", "ranks.tp": [1], "causes": "dropout"},
+    ),
+    Mistake(
+        _of(
+            "positions begin at 0 on every rank",
+            ("            here = slice(first, first + x_sBD.shape[0])\n", "            here = slice(0, x_sBD.shape[0])\n"),
+        ),
+        RUN + TP,
+        {"kind": "forward", "step": 1, "name": "embedding", "ranks.tp": [1], "causes": "offset of positions"},
+    ),
+    Mistake(
+        _of(
+            "padding of the vocabulary takes probability",
+            ("    valid = max(0, min(logits_nv.shape[1], vocab_size - first))\n", "    valid = logits_nv.shape[1]\n"),
+        ),
+        RUN + TP,
+        {"kind": "loss", "step": 1, "name": "micro-batch", "causes": "padding of the vocabulary"},
+    ),
+    Mistake(
+        _of(
+            "labels that do not count are counted",
+            ("count_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)", "count_N = torch.ones_like(loss_N)"),
+        ),
+        RUN + DP + " --eod-mask-loss",
+        {},
+        odd="labels count",
+    ),
+    Mistake(
+        _of(
+            "the end of every bucket is not reduced",
+            (
+                "        whole, owned = storage.grads[bucket.start : bucket.stop], storage.owned_grad(bucket)\n",
+                "        whole, owned = storage.grads[bucket.start : bucket.stop - 256], storage.owned_grad(bucket)\n",
+            ),
+        ),
+        RUN + LLAMA + DP_DDP,
+        {"kind": "gradient", "step": 1, "causes": "the sum over dp does not reach these elements"},
+    ),
+    Mistake(
+        _of(
+            "with several dp ranks the last micro-batch is dropped",
+            ("            for m, ids_B in enumerate(ids_MB)\n", "            for m, ids_B in enumerate(ids_MB[: len(ids_MB) - self._dp + 1])\n"),
+        ),
+        RUN + DP,
+        {"kind": "input", "step": 1, "name": "tokens", "where": "on no rank", "causes": "samples"},
+    ),
+    Mistake(
+        _of(
+            "the gradient of one micro-batch is halved on its way to the stage before",
+            ("            flight.ready[key] = x.grad\n", "            flight.ready[key] = x.grad * (1.0 if key[1] else 0.5)\n"),
+        ),
+        RUN + PP,
+        {"kind": "gradient", "step": 1, "name": "layers.0.mlp.down_bias", "ranks.pp": [0], "causes": "pp rank 0 goes on with what pp rank 1 sends"},
+    ),
+    Mistake(
+        _of(
+            "backward of the feed-forward block is counted on every tp rank",
+            ("        return du_SBf, dweight, None, None, dbias[0] if dbias", "        return du_SBf * ctx.tp.size, dweight, None, None, dbias[0] if dbias"),
+        ),
+        RUN + TP,
+        {"kind": "gradient", "step": 1, "name": "layers.1.mlp.up_bias", "layer": 1, "causes": "backward of this layer"},
+    ),
+]  # fmt: skip
+
+
+def verify(folder: Path, flags: str, more: str = "") -> tuple[int, dict[str, Any], str]:
+    """Exit code, what --json tells, and what was printed, of verify.py in `folder`."""
+    told = folder / "told.json"
+    told.unlink(missing_ok=True)
+    words = [*flags.split(), "--steps", "2", *more.split(), "--json", str(told)]
+    command = [sys.executable, str(folder / "tools" / "verify.py"), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder, env=environment)
+    found = json.loads(told.read_text("utf-8")) if told.is_file() else {}
+    return done.returncode, found, done.stdout + done.stderr
+
+
+def missed(mistake: Mistake, code: int, found: dict[str, Any], said: str) -> list[str]:
+    """What is not as it should be in the answer; empty where the mistake was found and located."""
+    if code != 1 or not found:
+        return [f"exit code {code}: {said[-3000:]}"]
+    wrong, first = [], found["first"] or {}
+    for key, value in mistake.first.items():
+        outer, _, inner = key.partition(".")
+        got = first.get(outer, {}).get(inner) if inner else first.get(outer)
+        right = got == value
+        if key in ("causes", "where"):
+            right = any(value in text for text in ([got] if isinstance(got, str) else got or []))
+        if not right:
+            wrong.append(f"{key} is {got!r} and should be {value!r}")
+    if mistake.alone and not all(mistake.alone in name for name in first.get("others", [""])):
+        wrong.append(f"{first.get('others')} differ, and not {mistake.alone} alone")
+    if mistake.odd and not any(mistake.odd in line for line in found["one_process"]):
+        wrong.append(f"of the one process is said: {found['one_process']}")
+    return wrong
+
+
+def planted_in(mistake: Mistake, folder: Path) -> Path:
+    """A copy of the sources with the mistake in it."""
+    copy = folder / "copy"
+    copy.mkdir()
+    plant(mistake.breakage, copy)
+    return copy
+
+
+def main(words: list[str]) -> int:
+    """Of all mistakes, or of those whose name has `words[0]` in it; the rest: more flags, as --dtype bfloat16."""
+    import tempfile
+    import time
+
+    more = " ".join(words[1:])
+    for mistake in MISTAKES:
+        if words and words[0] not in mistake.breakage.name:
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            begin = time.monotonic()
+            answer = verify(planted_in(mistake, Path(name)), mistake.flags, more)
+            told = (answer[1].get("first") or {}, answer[1].get("one_process"))
+            print(f"{mistake.breakage.name}: {missed(mistake, *answer) or 'found'} ({time.monotonic() - begin:.1f} s)")
+            print("   ", {key: value for key, value in told[0].items() if key != "others"}, told[1], flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

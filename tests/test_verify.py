@@ -1,0 +1,354 @@
+"""tools/verify.py: what is left of a run at its small size, what counts as a difference, and healthy layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.options import Config
+from megalite.config.stage_layers import given_stages
+from megalite.models.families import PRESETS
+from tools.checks.agreement import Reference, Tolerance, compare, second_reading
+from tools.checks.causes import Finding, find
+from tools.checks.places import Layout, place
+from tools.checks.recording import Item, Recording
+from tools.checks.smaller import Smaller, smaller, twin
+from tools.pictures.agreement import picture
+from tools.pictures.canvas import save
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = """--micro-batch-size 2 --global-batch-size 1024 --train-iters 1000 --lr 3e-4 --mock-data
+ --tokenizer-type NullTokenizer --lr-warmup-iters 10 --lr-decay-style cosine --clip-grad 0.7"""
+GPT = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 "
+
+
+def made(flags: str, most: int = 8, whole: bool = False) -> tuple[Config, Smaller]:
+    config, _ = cli.read(f"{RUN} {flags}".split(), PRESETS)
+    return config, smaller(config, most, 3, whole)
+
+
+# ---- at its small size
+
+
+AXES = [(8, 16, 32), (1, 1, 8), (4, 1, 2), (1, 2, 1), (2, 4, 1), (1, 8, 2), (1, 1, 1)]
+
+
+def fits(preset: str, tp: int, pp: int) -> bool:
+    sizes = PRESETS[preset]
+    split = [sizes["num_attention_heads"], sizes.get("ffn_hidden_size", 0)]
+    return not any(size % tp for size in split) and sizes["num_layers"] >= pp
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, int, int]) -> None:
+    tp, pp, dp = axes if fits(preset, *axes[:2]) else (2, 2, axes[2])
+    axes = (tp, pp, dp) if fits(preset, tp, pp) else (1, 2, dp)
+    tp, pp, dp = axes
+    config, found = made(f"--preset {preset} --tp {tp} --pp {pp} --dp {dp}")
+    a, b = config.model, found.config.model
+    assert not check(found.config, found.layout.world) and not check(twin(found.config), 1)
+    assert found.layout.world <= 8
+    for wanted, left in zip(axes, (found.layout.tp, found.layout.pp, found.layout.dp), strict=True):
+        assert (wanted > 1) == (left > 1) and left <= wanted
+    assert b.hidden_size <= 128 and b.num_layers <= 9 and b.seq_length == 16
+    assert (a.groups < a.num_attention_heads) == (b.groups < b.num_attention_heads)
+    kept = ("activation", "normalization", "position_embedding_type", "add_bias_linear", "qk_layernorm", "add_qkv_bias")
+    for name in (*kept, "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "rotary_base"):
+        assert getattr(a, name) == getattr(b, name), name
+    assert found.config.optim.clip_grad == 0.7 and found.config.train.train_iters == 3
+
+
+def test_groups_that_ranks_share_stay_shared() -> None:
+    config, found = made("--preset llama3-8b --tp 32 --dp 1 --global-batch-size 64 --num-query-groups 4", 4)
+    assert config.model.groups < 32 and found.config.model.groups < found.layout.tp
+
+
+@pytest.mark.parametrize(
+    "flags,counts",
+    [
+        ("--num-layers 24 --pp 4 --decoder-first-pipeline-num-layers 3 --dp 1", [1, 2, 2, 2]),
+        ("--num-layers 30 --pp 16 --dp 2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [1, 2, 2, 1]),
+        ("--num-layers 24 --pp 2 --dp 1 --num-layers-per-virtual-pipeline-stage 3", [2, 2, 2, 2]),
+        ("--num-layers 3 --pp 2 --dp 1 --pipeline-model-parallel-layout E|tttL", [0, 2]),
+        ("--num-layers 14 --pp 2 --dp 1 --num-virtual-stages-per-pipeline-rank 4 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [1, 2, 2, 1]),
+    ],
+)  # fmt: skip
+def test_stages_keep_who_has_fewer_layers(flags: str, counts: list[int]) -> None:
+    _, found = made(f"{GPT} {flags}")
+    assert given_stages(found.config.model.num_layers, found.config.parallel) == counts
+
+
+@pytest.mark.parametrize(
+    "batch,pp,number",
+    [(64, 4, 8), (6, 4, 3), (20, 4, 5), (64, 1, 3), (2, 1, 1)],
+    ids=["a multiple", "fewer than stages", "no multiple", "no pipeline", "one"],
+)
+def test_micro_batches_relate_to_stages_as_they_did(batch: int, pp: int, number: int) -> None:
+    _, found = made(f"{GPT} --global-batch-size {batch} --pp {pp} --dp 1")
+    t = found.config.train
+    assert t.global_batch_size == number * t.micro_batch_size
+
+
+def test_patterns_of_layers_keep_both_kinds() -> None:
+    _, found = made(f"{GPT} --window-size 256,0 --window-attn-skip-freq [1]*23+[0] --tp 2 --dp 1")
+    windows = found.config.model.windows
+    assert None in windows and 5 in windows and len(windows) < 24
+
+
+def test_the_twin_computes_by_the_plainest_path() -> None:
+    flags = f"{GPT} --pp 2 --tp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --split-backward --bf16"
+    _, found = made(f"{flags} --recompute-granularity selective --no-use-distributed-optimizer --z-loss-coeff 0.1")
+    one = twin(found.config)
+    assert one.parallel == replace(Config().parallel, nproc=1, device="cpu", kernels="torch", attention_kernel="torch")
+    assert one.train.recompute_granularity is None and one.train.z_loss_coeff == 0.1 and one.precision.bf16
+    assert one.train.global_batch_size == found.config.train.global_batch_size and one.optim == found.config.optim
+
+
+def test_what_stays_whole_keeps_its_sizes() -> None:
+    config, found = made("--preset tiny --tp 2 --dp 2", whole=True)
+    assert found.config.model == config.model and found.config.data == config.data
+    with pytest.raises(ValueError, match=r"world=16 .*--most-ranks 8"):
+        made("--preset tiny --dp 16", whole=True)
+
+
+# ---- what counts as a difference: a matrix split over tp, a norm that tp ranks copy, ZeRO shards over dp
+
+SHAPES = {"word": (12, 4), "up": (8, 4), "norm": (4,)}
+TOLERANCE = Tolerance("float64", 64, 2)
+LAYOUT = Layout(tp=2, dp=2)
+
+
+def numbers(name: str, step: int, kind: str) -> Any:
+    seed = [*map(ord, name), step, ord(kind[0])]
+    return np.random.default_rng(seed).standard_normal(SHAPES[name])
+
+
+def _part(whole: Any, name: str, tp: int) -> Any:
+    rows = len(whole) // 2
+    return whole if name == "norm" else whole[tp * rows : (tp + 1) * rows]
+
+
+def recordings(steps: int = 2) -> tuple[Reference, list[Recording]]:
+    """What a run without mistakes leaves."""
+    names = [*SHAPES]
+    one: list[tuple[Item, Any]] = []
+    ranks: list[list[tuple[Item, Any]]] = [[] for _ in range(LAYOUT.world)]
+    for step in range(steps + 1):
+        for kind in ("weight", *(["gradient"] if step else [])):
+            for name in names:
+                whole = numbers(name, step, kind)
+                one.append((Item(step, kind, name, -1, whole.shape, 0), whole.reshape(-1)))
+                for rank, items in enumerate(ranks):
+                    dp, tp = divmod(rank, 2)
+                    mine = _part(whole, name, tp)
+                    flat, half = mine.reshape(-1), mine.size // 2
+                    cut = slice(dp * half, dp * half + half) if kind == "gradient" else slice(0, flat.size)
+                    items.append((Item(step, kind, name, -1, mine.shape, cut.start), flat[cut].copy()))
+    return Reference(Recording(names, ["word"], one)), [Recording(names, ["word"], items) for items in ranks]
+
+
+def found_in(reference: Reference, ranks: list[Recording]) -> Finding | None:
+    rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
+    return find(rows, pieces, reference, LAYOUT, microbatches=3)
+
+
+def change(ranks: list[Recording], step: int, kind: str, name: str, how: Any, who: Any = range(4)) -> None:
+    for rank in who:
+        for item, data in ranks[rank].items:
+            if (item.step, item.kind, item.name) == (step, kind, name):
+                data[...] = how(data)
+
+
+def test_what_is_equal_agrees_and_rounding_is_allowed() -> None:
+    reference, ranks = recordings()
+    assert found_in(reference, ranks) is None
+    change(ranks, 2, "gradient", "up", lambda data: data * (1 + 4 * 2.0**-52))
+    assert found_in(reference, ranks) is None
+    change(ranks, 2, "gradient", "up", lambda data: data * (1 + 1e-10))
+    assert found_in(reference, ranks) is not None
+
+
+def test_one_element_of_one_copy_is_found_and_named() -> None:
+    reference, ranks = recordings()
+    item, data = next(one for one in ranks[3].items if (one[0].step, one[0].kind, one[0].name) == (1, "weight", "up"))
+    data[6] += 1e-6  # of 4 x 4 elements of tp rank 1: row 1 of it, which is row 5, column 2
+    found = found_in(reference, ranks)
+    assert found is not None and (found.step, found.kind, found.name) == (1, "weight", "up")
+    assert found.ranks == {"rank": [3], "pp": [0], "dp": [1], "tp": [1]}
+    assert found.where == "[5, 2], 1 of 16 elements" and "only on dp ranks [1]" in found.causes[0]
+
+
+@pytest.mark.parametrize(
+    "names,factor,told",
+    [
+        ([*SHAPES], 2.0, "every gradient is 2 times what it should be, the number of dp"),
+        ([*SHAPES], 1 / 3, "every gradient is 1/3 of what it should be, the number of micro-batches"),
+        (["word"], 2.0, "the gradient of word is 2 times"),
+        (["up"], 1.25, "the gradient of up is 1.25 times"),
+    ],
+)
+def test_factors_are_named(names: list[str], factor: float, told: str) -> None:
+    reference, ranks = recordings()
+    for name in names:
+        change(ranks, 1, "gradient", name, lambda data: factor * data)
+    found = found_in(reference, ranks)
+    assert found is not None and found.kind == "gradient" and {*found.others} == {*names}
+    assert told in found.causes[0]
+
+
+def test_summands_of_a_copied_weight_lack_their_sum() -> None:
+    reference, ranks = recordings()
+    change(ranks, 1, "gradient", "norm", lambda data: data - 0.3, (0, 2))
+    change(ranks, 1, "gradient", "norm", lambda data: 0.3 + 0 * data, (1, 3))
+    found = found_in(reference, ranks)
+    assert found is not None and found.name == "norm" and found.ranks["tp"] == [0, 1]
+    assert "sum is right: the all-reduce over tp" in found.causes[0]
+
+
+def test_weights_of_the_step_before_are_stale() -> None:
+    reference, ranks = recordings()
+    old = {name: _part(numbers(name, 1, "weight"), name, 0).reshape(-1) for name in SHAPES}
+    change(ranks, 2, "weight", "word", lambda data: old["word"], (2,))
+    found = found_in(reference, ranks)
+    assert found is not None and (found.step, found.ranks["dp"], found.ranks["tp"]) == (2, [1], [0])
+    assert "left them stale" in found.causes[0]
+
+
+def test_copies_of_a_weight_are_equal_to_the_bit() -> None:
+    reference, ranks = recordings()
+    change(ranks, 1, "weight", "norm", lambda data: data + [0, 0, 2.0**-50, 0], (1,))  # of 4, over dp and tp
+    found = found_in(reference, ranks)
+    assert found is not None and (found.kind, found.name, found.ranks["rank"]) == ("weight", "norm", [1])
+    assert found.where == "[2], 1 of 4 elements" and found.apart < found.tolerance
+
+
+def test_what_no_rank_has_is_missing_and_what_only_a_rank_has_too() -> None:
+    reference, ranks = recordings()
+    for rank in ranks[2:]:  # the shards of dp rank 1
+        rank.items[:] = [(i, d) for i, d in rank.items if (i.step, i.kind, i.name) != (1, "gradient", "up")]
+    found = found_in(reference, ranks)
+    assert found is not None and found.where == "16 of 32 elements are on no rank"
+    reference, ranks = recordings()
+    ranks[1].items.append((Item(1, "input", "tokens", 7, (4, 1), 0), np.zeros(4)))
+    found = found_in(reference, ranks)
+    assert found is not None and "which one process has not" in found.where
+
+
+def test_a_number_that_is_none_differs() -> None:
+    reference, ranks = recordings()
+    change(ranks, 1, "gradient", "up", lambda data: math.nan * data)
+    found = found_in(reference, ranks)
+    assert found is not None and found.apart == math.inf
+
+
+def test_places_are_shares_in_order_and_padding_is_cut() -> None:
+    whole = (97, 6)  # two ranks of 52 rows each
+    assert [place((52, 6), whole, tp, Layout(tp=2)) for tp in (0, 1)] == [
+        (slice(0, 52), slice(0, 6)),
+        (slice(52, 97), slice(0, 6)),
+    ]
+    with pytest.raises(ValueError, match="less than"):
+        place((40, 6), whole, 0, Layout(tp=2))
+
+
+# ---- the loss by its definition
+
+
+def _read(scale: float = 1.0, masked: bool = True, count: float | None = None) -> list[str]:
+    """Of one step with one micro-batch, 3 tokens, 2 of which count."""
+    rng = np.random.default_rng(3)
+    hidden, head = rng.standard_normal((3, 1, 4)), rng.standard_normal((5, 4))
+    labels, mask = np.array([[1], [4], [2]]), np.array([[1.0], [0.0], [1.0]])
+    losses = []
+    for position in range(3):
+        logits = [math.fsum(hidden[position, 0] * row) for row in head]
+        losses.append(math.log(math.fsum(map(math.exp, logits))) - logits[labels[position, 0]])
+    total = scale * (losses[0] + losses[2] + (0.0 if masked else losses[1]))
+    arrays = [
+        (Item(0, "weight", "head", -1, (5, 4), 0), head),
+        (Item(1, "input", "labels", 0, (3, 1), 0), labels),
+        (Item(1, "input", "loss mask", 0, (3, 1), 0), mask),
+        (Item(1, "forward", "final_norm", 0, (3, 1, 4), 0), hidden),
+        (Item(1, "loss", "micro-batch", 0, (), 0), np.array(total)),
+        (Item(1, "loss", "step", -1, (), 0), np.array(total / (count or 2.0))),
+    ]
+    return [*second_reading(Reference(Recording(["head"], ["head"], arrays)), 1, TOLERANCE)]
+
+
+def test_losses_are_read_a_second_time() -> None:
+    assert _read() == []
+    assert "2 of 3 labels count" in _read(masked=False)[0]
+    assert "by its definition" in _read(scale=1.0001)[0]
+    assert "over the 2 labels that count" in _read(count=3.0)[0]
+
+
+# ---- as users type it
+
+
+def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "verify.py"), *flags.split(), *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT, env=environment)
+
+
+def test_a_bad_line_is_refused_at_once() -> None:
+    done = verify(f"{GPT} {RUN} --tp 3 --dp 1 --no-such-flag 1")
+    assert done.returncode == 2 and "tensor_model_parallel_size=3 does not divide" in done.stderr
+    assert "unknown flag --no-such-flag" in done.stderr and "Traceback" not in done.stderr
+    done = verify(f"{GPT} {RUN} --steps 0")
+    assert done.returncode == 2 and done.stderr == "verify.py: steps=0 is below 1; give 1 or more\n"
+
+
+ROPE = """--position-embedding-type rope --rotary-percent 0.25 --parallel-residual --activation gelu_erf
+ --untie-embeddings-and-output-weights"""
+BORDERS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
+HEALTHY = [
+    f"{GPT} --tp 2 --pp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --no-use-distributed-optimizer",
+    "--preset llama3-405b --num-layers 128 --tp 8 --pp 16 --dp 32 --global-batch-size 2048 --split-backward",
+    f"--preset qwen3-8b --tp 2 --dp 4 {BORDERS} --recompute-granularity selective --recompute-modules mlp layernorm",
+    f"{GPT} {ROPE} --pp 3 --dp 2 --decoder-first-pipeline-num-layers 4 --global-batch-size 48",
+    f"{GPT} --tp 2 --pp 2 --dp 2 --bf16 --dtype bfloat16 --use-tp-pp-dp-mapping",
+    "--preset llama2-70b --tp 16 --dp 2 --window-size 512,0 --window-attn-skip-freq 4 --dtype float32",
+]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("flags", HEALTHY, ids=["gpt", "405b", "qwen", "neox", "bf16", "fp32"])
+def test_a_healthy_layout_agrees(flags: str, tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    done = verify(f"{RUN} {flags}", "--json", str(told), "--out", str(tmp_path / "agreement.svg"))
+    assert done.returncode == 0 and "agreed: tp" in done.stdout, done.stdout + done.stderr
+    found = json.loads(told.read_text("utf-8"))
+    assert found["agrees"] and not found["one_process"] and found["first"] is None
+    assert {row["step"] for row in found["rows"] if row["kind"] == "gradient"} == {1, 2, 3}
+    assert any(row["apart"] > 0 for row in found["rows"] if row["kind"] == "gradient")  # it compares two runs
+    assert "<svg" in (tmp_path / "agreement.svg").read_text("utf-8")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_a_layout_that_dies_is_told() -> None:
+    done = verify(f"{RUN} {GPT} --tp 2 --dp 1 --timeout 0.01")
+    assert done.returncode == 1 and "it is not done after 0.01 s" in done.stderr
+
+
+def test_the_picture_shows_what_differs(tmp_path: Path) -> None:
+    reference, ranks = recordings()
+    change(ranks, 2, "gradient", "up", lambda data: 3 * data)
+    rows, _ = compare(reference, ranks, LAYOUT, TOLERANCE)
+    save(picture(rows, str(LAYOUT), "float64"), tmp_path / "agreement.svg")
+    text = (tmp_path / "agreement.svg").read_text("utf-8")
+    assert "gradients" in text and "allowed" in text

@@ -1,0 +1,296 @@
+"""A run made small enough to be trained twice in seconds, with everything that its layout is about left in it. Pure.
+
+    kept      every kind of layer, norm, position, activation, loss and dropout; ties; windows and patterns by layer;
+              shards, schedule, chunks, uneven stages, split backward, recomputation, precision, overlap
+    smaller   hidden, heads, groups, feed-forward, layers, sequence, vocabulary, batch, buckets, the axes of the
+              layout: one that is above 1 stays above 1 as long as the ranks suffice
+    other     generated data; one learning rate for all steps, and Adam's eps at least 1e-3: the first update is
+              g / (|g| + eps), which makes of a gradient that is rounding alone a whole step
+
+`twin` is the same training in one process by the plainest path: all that is how a step is computed is at its default,
+kernels are torch's, and the vocabulary has no padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megalite.config.field import HOW, facts_of
+from megalite.config.options import (
+    SECTIONS,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OperationsConfig,
+    ParallelConfig,
+)
+from megalite.config.pattern import read_pattern
+from megalite.config.stage_layers import given_stages
+from tools.checks.places import Layout
+
+HEAD, LENGTH, VOCABULARY, BUCKET = 4, 16, 97, 2000  # channels, tokens, ids (a prime: it is padded), elements
+RATE, EPS = 0.01, 1e-3
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """`wanted`: the layout that was asked for; `layout`: the verified one. `notes`: what is other than asked."""
+
+    config: Config
+    wanted: Layout
+    layout: Layout
+    notes: list[str]
+
+
+def layout_of(config: Config) -> tuple[Layout, str]:
+    """The layout that a command line means, and what is worth telling about it. Without --nproc and --dp a launcher
+    decides how many ranks there are: dp 2 then, where the batch lets it."""
+    p, t = config.parallel, config.train
+    tp, pp, note = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, ""
+    dp = p.data_parallel_size
+    if dp is None and p.nproc is not None:
+        dp = max(1, p.nproc // (tp * pp))
+    elif dp is None:
+        parts = (t.global_batch_size or 2 * t.micro_batch_size) // max(1, t.micro_batch_size)
+        dp = 2 if parts % 2 == 0 else 1
+        note = f"neither --nproc nor --dp is given: dp {dp}"
+    return Layout(tp, pp, dp, p.use_tp_pp_dp_mapping), note
+
+
+def fewer_ranks(wanted: Layout, most: int) -> Layout:
+    """The layout of at most `most` ranks that keeps most of the axes above 1, then a stage between the first and the
+    last, then most ranks, tp first.
+
+    >>> [str(fewer_ranks(Layout(*sizes), 8)) for sizes in ((8, 16, 32), (1, 16, 4), (2, 1, 2))]
+    ['tp 2, pp 2, dp 2', 'tp 1, pp 4, dp 2', 'tp 2, pp 1, dp 2']
+    """
+    if wanted.world <= most:
+        return wanted
+    tried = [
+        Layout(tp, pp, dp, wanted.dp_outermost)
+        for tp in _divisors(wanted.tp)
+        for pp in range(1, min(wanted.pp, most) + 1)
+        for dp in range(1, min(wanted.dp, most) + 1)
+        if tp * pp * dp <= most
+    ]
+
+    def worth(one: Layout) -> tuple[int, ...]:
+        kept = sum(size > 1 for size in (one.tp, one.pp, one.dp))
+        return kept, one.pp > 2, one.world, one.tp, one.dp
+
+    return max(tried, key=worth)
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Smaller:
+    """Of a configuration that was checked. `whole`: sizes stay, and so do data and layout. Raises ValueError,
+    `name=value breaks rule; remedy`."""
+    wanted, note = layout_of(config)
+    notes = [note] if note else []
+    if whole:
+        if wanted.world > most:
+            raise ValueError(f"world={wanted.world} ({wanted}) is above --most-ranks {most}; raise it, or drop --whole")
+        return Smaller(_short(config, config, wanted, steps), wanted, wanted, notes)
+    layout = fewer_ranks(wanted, most)
+    lost = [f"{axis} {size}" for axis, size, left in _axes(wanted, layout) if size > 1 and left == 1]
+    if lost:
+        notes.append(f"not verified, for want of ranks: {' and '.join(lost)}; give --most-ranks 8 or more")
+    chosen = _stages(config, wanted, layout)
+    model, layers = _model(config, wanted, layout, chosen)
+    made = replace(
+        config,
+        model=model,
+        parallel=_parallel(config, wanted, layout, chosen),
+        train=_batch(config, wanted, layout, layers),
+        data=_generated(config.data),
+    )
+    return Smaller(_short(made, config, layout, steps), wanted, layout, notes)
+
+
+def _axes(a: Layout, b: Layout) -> Iterator[tuple[str, int, int]]:
+    yield from (("tp", a.tp, b.tp), ("pp", a.pp, b.pp), ("dp", a.dp, b.dp))
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """`counts`: layers of every stage, where the options give them. `layers`: of the real model that are left."""
+
+    counts: list[int] | None
+    layers: list[int]
+    chunks: int
+
+
+def _stages(config: Config, wanted: Layout, layout: Layout) -> _Stages:
+    """The first, the last and some between them, of ranks and of their chunks; the fullest of these has 2 layers (1
+    where there are many stages), the others as many or 1, and what has none stays without."""
+    given = given_stages(config.model.num_layers, config.parallel)
+    chunks = len(given) // wanted.pp if given else config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    left = min(chunks, 2)
+    number, total = left * layout.pp, config.model.num_layers
+    most = 2 if number <= 4 else 1
+    if given is None:
+        uneven = total % (chunks * wanted.pp) > 0
+        count = min(total, most * number + (uneven and number > 1))
+        return _Stages(None, _spread(total, count), left)
+    ranks, rounds = _spread(wanted.pp, layout.pp), _spread(chunks, left)
+    real = [given[c * wanted.pp + r] for c in rounds for r in ranks]
+    counts = [0 if n == 0 else most if n == max(real) else 1 for n in real]
+    counts = counts if sum(counts) <= total else real
+    return _Stages(counts, _spread(total, sum(counts)), left)
+
+
+def _spread(of: int, count: int) -> list[int]:
+    """`count` of range(of), the first and the last among them, where there are two.
+
+    >>> _spread(16, 4), _spread(5, 1), _spread(3, 3)
+    ([0, 5, 10, 15], [0], [0, 1, 2])
+    """
+    return [round(i * (of - 1) / (count - 1)) for i in range(count)] if count > 1 else [0][:count]
+
+
+def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> tuple[ModelConfig, int]:
+    m, tp, layers = config.model, layout.tp, len(stages.layers)
+    copied = wanted.tp > m.groups  # keys and values of a group on several ranks
+    shared = min(m.num_attention_heads // m.groups, 4)
+    groups = max(1, tp // max(2, wanted.tp // m.groups)) if copied else tp * (1 if m.groups == wanted.tp else 2)
+    each = -(-shared * groups // math.lcm(tp, groups)) * math.lcm(tp, groups) if copied else shared * groups
+    unit = 1 if m.kv_channels else math.gcd(m.hidden_size, 16)  # torch draws normal numbers by sixteens
+    heads = (k for k in range(HEAD, m.head_size) if _even(k, m.rotary_percent) and not each * k % unit)
+    head = next(heads, m.head_size)
+    hidden = 8 * HEAD if m.kv_channels else each * head
+    ffn = tp * max(3, round(m.ffn_size / m.hidden_size * hidden / tp))
+    length = min(m.seq_length, -(-LENGTH // tp) * tp)
+    windowed = m.window_size is not None and 0 < m.window_size[0] < m.seq_length - 1
+    changes: dict[str, Any] = dict(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=each,
+        kv_channels=head if m.kv_channels else None,
+        num_query_groups=groups if m.group_query_attention else None,
+        ffn_hidden_size=ffn,
+        seq_length=length,
+        max_position_embeddings=length if m.positions == m.seq_length else 2 * length,
+        make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
+        window_size=(max(1, min(m.window_size[0], length // 4)), m.window_size[1]) if windowed else m.window_size,  # type: ignore[index]
+        window_attn_skip_freq=_pattern(m.window_attn_skip_freq, m.num_layers, stages.layers),
+        no_rope_freq=_pattern(m.no_rope_freq, m.num_layers, stages.layers),
+        yarn_original_max_position_embeddings=min(m.yarn_original_max_position_embeddings, length // 2),
+        init_method_std=max(m.init_method_std, hidden**-0.5),
+    )
+    return replace(m, **changes), layers
+
+
+def _even(head: int, share: float) -> bool:
+    turned = int(head * share)
+    return turned > 0 and turned % 2 == 0
+
+
+def _pattern(pattern: str | None, of: int, layers: Sequence[int]) -> str | None:
+    """Of the layers that are left; both kinds, where there were two."""
+    if pattern is None or len(layers) == of:
+        return pattern
+    if pattern.strip().isdigit():
+        return str(min(int(pattern), len(layers)))
+    bits = read_pattern(pattern, of)
+    left = [int(bits[layer]) for layer in layers]
+    if len(set(bits)) == 2 and len(set(left)) == 1 and len(left) > 1:
+        left[-2] = 1 - left[-2]
+    return str(left).replace(" ", "")
+
+
+def _parallel(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> ParallelConfig:
+    p, pp = config.parallel, layout.pp
+    chunks, spelt = (stages.chunks if stages.chunks > 1 and pp > 1 else None), None
+    if stages.counts is not None and pp > 1:
+        chunks, spelt = None, "E" + "|".join("t" * n for n in stages.counts) + "L"
+    size = p.microbatch_group_size_per_virtual_pipeline_stage
+    return replace(
+        p,
+        pipeline_model_parallel_layout=spelt,
+        num_virtual_stages_per_pipeline_rank=chunks,
+        num_layers_per_virtual_pipeline_stage=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=pp,
+        microbatch_group_size_per_virtual_pipeline_stage=None if size is None else pp + (size > wanted.pp),
+        ddp_bucket_size=BUCKET,
+    )
+
+
+def _batch(config: Config, wanted: Layout, layout: Layout, layers: int) -> Any:
+    """Fewer micro-batches than stages, as many, or no multiple, as they were."""
+    t, pp = config.train, layout.pp
+    real = t.batch_size(wanted.dp) // max(1, t.micro_batch_size * wanted.dp)
+    number = min(real, 3) if pp == 1 else pp - 1 if real < wanted.pp else 2 * pp if real % wanted.pp == 0 else pp + 1
+    size = min(t.micro_batch_size, 2)
+    again = t.recompute_num_layers
+    return replace(
+        t,
+        micro_batch_size=size,
+        global_batch_size=max(1, number) * size * layout.dp,
+        recompute_num_layers=None if again is None else min(again, max(1, layers // pp - 1)),
+    )
+
+
+def _generated(d: DataConfig) -> DataConfig:
+    """Data without files, with ends of documents where these are asked for."""
+    marks = {name: getattr(d, name) for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")}
+    return DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=VOCABULARY, **marks)
+
+
+def _short(config: Config, asked: Config, layout: Layout, steps: int) -> Config:
+    """Some steps of it that leave nothing behind."""
+    t, o, p = config.train, config.optim, config.parallel
+    nothing = dict(exit_interval=None, exit_duration_in_mins=None, iterations_to_skip=None, rerun_mode="disabled")
+    steady = dict(check_for_spiky_loss=False, check_for_large_grads=False, spike_action="log", dry_run=False)
+    sizes: dict[str, Any] = dict(rampup_batch_size=None, step_batch_size_schedule=None, train_samples=None)
+    train = replace(
+        t,
+        **nothing,  # type: ignore[arg-type]
+        **steady,  # type: ignore[arg-type]
+        **sizes,
+        train_iters=steps,
+        eval_iters=0,
+        skip_train=False,
+        compile=False,
+        global_batch_size=t.global_batch_size or t.batch_size(layout.dp),
+    )
+    rate: dict[str, Any] = {f.name: f.default for f in fields(o) if f.name.startswith(("lr_", "min_lr"))}
+    rate |= dict(lr=RATE, lr_decay_style="constant", adam_eps=max(o.adam_eps, EPS), decoupled_min_lr=None)
+    rate |= dict(decoupled_lr=None if o.decoupled_lr is None else 3 * RATE)
+    cpu = p.device != "cuda"
+    here: dict[str, Any] = dict(device="cpu", distributed_backend=None) if cpu else {}
+    if cpu and p.attention_kernel not in ("blocked", "torch"):
+        here |= dict(attention_kernel="auto")
+    return replace(
+        config,
+        train=replace(train, cuda_graph_impl="none") if cpu else train,
+        optim=replace(o, **rate),
+        parallel=replace(p, **here, nproc=layout.world, data_parallel_size=None, context_parallel_size=1),
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
+        operations=OperationsConfig(),
+    )
+
+
+def twin(config: Config) -> Config:
+    """The same training in one process."""
+    parts: dict[str, Any] = {}
+    for section in SECTIONS:
+        part = getattr(config, section)
+        plain = {f.name: f.default for f in fields(part) if facts_of(f).resume == HOW}
+        parts[section] = replace(part, **plain)
+    here = replace(parts["parallel"], nproc=1, device=config.parallel.device, kernels="torch", attention_kernel="torch")
+    model = replace(parts["model"], make_vocab_size_divisible_by=1)
+    return Config(**{**parts, "parallel": here, "model": model})

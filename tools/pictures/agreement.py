@@ -1,0 +1,66 @@
+"""How far a layout is from one process, step by step, beside what rounding allows (tools/verify.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tools.pictures.canvas import MARKERS, SERIES, Picture, figure, ink, legend
+
+if TYPE_CHECKING:
+    from tools.checks.agreement import Row
+
+KINDS = {
+    "forward": "hidden states",
+    "loss": "loss",
+    "gradient": "gradients",
+    "norm": "gradient norm",
+    "weight": "weights",
+}
+EQUAL = 1e-17  # where points that are equal to the last bit are drawn
+
+
+def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
+    """Of each kind and step what is furthest apart; filled where it differs. Empty circles: within the tolerance."""
+    steps = sorted({row.step for row in rows})
+
+    def draw(width: float) -> Any:
+        made, (axis,) = figure(width, [3.0])
+        floors = [row.apart for row in rows if row.apart > 0 and math.isfinite(row.apart)]
+        floor = 10.0 ** math.floor(math.log10(min([*floors, EQUAL * 10])))
+        for number, (kind, name) in enumerate(KINDS.items()):
+            worst = [
+                max((row for row in rows if (row.kind, row.step) == (kind, step)), key=_apart, default=None)
+                for step in steps
+            ]
+            points = [(row.step, min(max(row.apart, floor), 1e3), row.differs) for row in worst if row is not None]
+            if not points:
+                continue
+            colour, marker = ink(SERIES[number]), MARKERS[number]
+            along = [x + 0.05 * (number - 2) for x, *_ in points]
+            how: dict[str, Any] = dict(color=colour, marker=marker, markersize=5, markerfacecolor=ink("paper"))
+            axis.plot(along, [y for _, y, _ in points], linewidth=1.0, label=name, **how)
+            bad = [(x, y) for x, (_, y, differs) in zip(along, points, strict=True) if differs]
+            axis.plot([x for x, _ in bad], [y for _, y in bad], marker, color=colour, markersize=7)
+        allowed = {row.step: row.tolerance for row in rows if row.kind == "gradient" or row.step == 0}
+        edges = [(step + side, allowed[step]) for step in sorted(allowed) for side in (-0.3, 0.3)]
+        how = dict(color=ink("ink"), linewidth=1.4, linestyle="--")
+        axis.plot([x for x, _ in edges], [y for _, y in edges], label="allowed, of gradients", **how)
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+        axis.yaxis.set_minor_formatter(lambda value, _: "")
+        axis.set_ylim(floor / 3, None)
+        axis.set_xticks(steps, [str(step) if step else "start" for step in steps])
+        axis.set_xlabel("steps")
+        axis.set_ylabel("furthest apart, relative")
+        legend(made, axis, width)
+        return made
+
+    equal = " On the lower edge: equal to the last bit." * any(row.apart == 0 for row in rows if row.kind in KINDS)
+    text = f"{layout} against one process in {dtype}, of each kind what is furthest apart; filled: it differs.{equal}"
+    return Picture("verify", text, draw)
+
+
+def _apart(row: Row) -> tuple[bool, float]:
+    return row.differs, row.apart

@@ -1,0 +1,281 @@
+#!/usr/bin/env python
+"""Does a layout train as one process does? Your command line at a small size, both ways, everything compared.
+
+python tools/verify.py --config run.toml --tp 2 --pp 4 --dp 8              any flags of pretrain_gpt.py
+python tools/verify.py --preset llama3-8b --tp 2 --pp 2 --nproc 8 ...      --nproc: ranks of the run, not of the check
+python tools/verify.py FLAGS --dtype bfloat16 --out agreement.png          in bf16, with a picture
+python tools/verify.py FLAGS --whole                                       at its own size, on its own data
+
+Trains --steps steps in one process and on the layout, from the same weights, and compares every hidden state, loss,
+gradient and weight of every rank. Sizes and ranks are reduced (--most-ranks) with all that the layout is about left in
+them. Where something differs: the first step, layer and parameter, its ranks and elements, and what leaves such a
+pattern. On a CPU unless --device cuda. Exit codes: 0 they agree; 1 they differ, or the layout failed; 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from megalite.config.options import Config
+    from tools.checks.agreement import Row, Tolerance
+    from tools.checks.causes import Finding
+    from tools.checks.recording import Recording
+    from tools.checks.smaller import Smaller
+
+DTYPES = ("float64", "float32", "bfloat16")
+WHAT = {
+    "input": "what micro-batches hold",
+    "forward": "hidden states and losses",
+    "loss": "loss",
+    "gradient": "gradients",
+    "norm": "gradient norm",
+    "weight": "weights",
+}
+OF = {
+    "input": "the {} of a micro-batch",
+    "forward": "the output of {}",
+    "loss": "the loss of a {}",
+    "gradient": "the gradient of {}",
+    "norm": "the gradient norm of the {}",
+    "weight": "the weights {}",
+}
+NAMED = 6  # names of what differs that are listed
+
+
+class Failed(Exception):
+    """One process, or the layout, ended with an error, which it has told itself."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`odd`: what is wrong with the one process itself."""
+
+    made: Smaller
+    tolerance: Tolerance
+    rows: list[Row]
+    finding: Finding | None
+    odd: list[str]
+
+    @property
+    def agrees(self) -> bool:
+        return self.finding is None and not self.odd
+
+    @property
+    def worst(self) -> list[Row]:
+        """Of every kind and step: what is furthest beyond its tolerance."""
+        found: dict[tuple[str, int], Row] = {}
+        for row in self.rows:
+            old = found.setdefault((row.kind, row.step), row)
+            if (row.differs, row.apart) > (old.differs, old.apart):
+                found[row.kind, row.step] = row
+        return [found[kind, step] for kind in WHAT for step in range(10_000) if (kind, step) in found]
+
+
+def train(config: Config, dtype: str, steps: int, world: int, timeout_s: float) -> list[Recording]:
+    """On `world` local ranks, what each of them had. Raises Failed."""
+    from megalite.parallel.local_ranks import End, start_local
+    from tools.checks.recording import read, take
+
+    with tempfile.TemporaryDirectory(prefix="megalite-verify-") as folder:
+        ends: list[End] = []
+        code = start_local(world, take, (config, dtype, steps, folder), timeout_s=timeout_s, ended=ends.append)
+        if code:
+            late = f"it is not done after {timeout_s:g} s; give more with --timeout"
+            why = late if code == 124 else f"{ends[-1].cause}; its error is above"
+            raise Failed(f"the run on {world} rank{'s' * (world > 1)} failed: {why}")
+        return [read(path) for path in sorted(Path(folder).glob("rank-*.npz"))]
+
+
+def verify(made: Smaller, dtype: str, steps: int, timeout_s: float) -> Verdict:
+    """Train both ways and compare. Raises Failed."""
+    from megalite.config.console import Bar
+    from tools.checks.agreement import Reference, Tolerance, compare, second_reading
+    from tools.checks.causes import find
+    from tools.checks.smaller import twin
+
+    m, t = made.config.model, made.config.train
+    batch = t.global_batch_size or 1
+    tolerance = Tolerance(dtype, max(m.seq_length * batch, m.ffn_size, m.hidden_size), m.num_layers)
+    with Bar("verify", 3, "parts") as bar:
+        bar.at(0, "one process")
+        (one,) = train(twin(made.config), dtype, steps, 1, timeout_s)
+        bar.at(1, str(made.layout))
+        ranks = train(made.config, dtype, steps, made.layout.world, timeout_s)
+        bar.at(2, "comparing")
+        reference = Reference(one)
+        rows, pieces = compare(reference, ranks, made.layout, tolerance)
+        odd = list(second_reading(reference, steps, tolerance))
+        number = batch // (t.micro_batch_size * made.layout.dp)
+        return Verdict(made, tolerance, rows, find(rows, pieces, reference, made.layout, number), odd)
+
+
+def in_precision(config: Config, dtype: str) -> Config:
+    """float64 leaves the options as they are (a loss scale, bf16 moments); only tensors are wider."""
+    from dataclasses import replace
+
+    if dtype == "float64":
+        return config
+    return replace(config, precision=replace(config.precision, bf16=dtype == "bfloat16", fp16=False))
+
+
+def text_of(verdict: Verdict, dtype: str, steps: int) -> str:
+    """For people."""
+    from megalite.train.figures import columns
+
+    made, m, t = verdict.made, verdict.made.config.model, verdict.made.config.train
+    chunks = _chunks(made)
+    lines = [
+        f"asked for: {made.wanted}; verified: {made.layout}{chunks}, {dtype}, {steps} steps",
+        f"of {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.groups} groups, "
+        f"feed-forward {m.ffn_size}, {m.seq_length} tokens, batch {t.global_batch_size} in micro-batches of "
+        f"{t.micro_batch_size}",
+        *(f"note: {note}" for note in made.notes),
+    ]
+    rows: list[tuple[str, ...]] = [("compared", "step", "furthest apart", "by", "allowed", "differ")]
+    for row in verdict.worst:
+        alike = [one for one in verdict.rows if (one.kind, one.step) == (row.kind, row.step)]
+        count = f"{sum(one.differs for one in alike)} of {len(alike)}"
+        name = row.name if row.apart or row.differs else "equal"
+        rows.append((WHAT[row.kind], str(row.step), name, f"{row.apart:.1e}", f"{row.tolerance:.1e}", count))
+    lines += ["", columns(rows), ""]
+    if verdict.odd:
+        lines += ["one process itself is wrong:", *(f"  {line}" for line in verdict.odd)]
+    if verdict.finding is not None:
+        lines += _told(verdict.finding)
+    number = len({row.name for row in verdict.rows if row.kind == "weight"})
+    if verdict.agrees:
+        lines.append(f"agreed: {made.layout} trains as one process does ({number} parameters, every copy of them)")
+    return "\n".join(lines)
+
+
+def _chunks(made: Smaller) -> str:
+    p = made.config.parallel
+    spelt, pp = p.pipeline_model_parallel_layout, p.pipeline_model_parallel_size
+    number = (spelt.count("|") + 1) // pp if spelt else p.num_virtual_stages_per_pipeline_rank or 1
+    return f", {number} chunks" if number > 1 else ""
+
+
+def _told(found: Finding) -> list[str]:
+    ranks = "; ".join(f"{axis} {' '.join(map(str, some))}" for axis, some in found.ranks.items() if some)
+    others = ", ".join(found.others[:NAMED]) + f" and {len(found.others) - NAMED} more" * (len(found.others) > NAMED)
+    when = f"after step {found.step}" if found.kind == "weight" else f"at step {found.step}"
+    when = when if found.step else "before the first step"
+    lines = [
+        f"DIFFERS first {when}: {OF[found.kind].format(found.name)}, {found.apart:.3g} apart where "
+        f"{found.tolerance:.1e} is allowed",
+        f"  on ranks: {ranks or 'none'}",
+        f"  where: {found.where}",
+    ]
+    if len(found.others) > 1:
+        lines.append(f"  all of that kind there: {others}")
+    return [*lines, *(f"  likely: {cause}" for cause in found.causes)]
+
+
+def as_json(verdict: Verdict, dtype: str, steps: int) -> dict[str, Any]:
+    keys = ("step", "kind", "name", "apart", "tolerance", "differs", "missing")
+    return {
+        "agrees": verdict.agrees,
+        "dtype": dtype,
+        "steps": steps,
+        "wanted": asdict(verdict.made.wanted),
+        "verified": asdict(verdict.made.layout),
+        "notes": verdict.made.notes,
+        "first": None if verdict.finding is None else asdict(verdict.finding),
+        "one_process": verdict.odd,
+        "rows": [{key: getattr(row, key) for key in keys} for row in verdict.rows],
+    }
+
+
+def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--steps", type=int, default=3, help="of training; default: 3")
+    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="in float64, the default, nothing hides")
+    parser.add_argument("--most-ranks", type=int, default=8, help="processes of the layout, at most; default: 8")
+    parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each of the two runs; default: 600")
+    parser.add_argument("--json", type=Path, help="FILE with all that was compared")
+    parser.add_argument("--out", help="FILE for a picture of the agreement, .png or .svg")
+    return parser.parse_known_args(argv)
+
+
+def prepare(args: argparse.Namespace, words: list[str]) -> Smaller:
+    """Raises ConfigError, with every problem."""
+    from dataclasses import replace
+
+    from megalite.config import cli
+    from megalite.config.check import check
+    from megalite.config.options import ConfigError
+    from megalite.models.families import PRESETS
+    from tools.checks.smaller import layout_of, smaller
+
+    low = [f"{name}={value} is below 1; give 1 or more" for name, value in _counts(args) if value < 1]
+    if low:
+        raise ConfigError(low)
+    found = cli.read_all(words, PRESETS, world=lambda config: layout_of(config)[0].world)
+    if found.config.checkpoint.use_checkpoint_args:
+        raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
+    try:
+        made = smaller(in_precision(found.config, args.dtype), args.most_ranks, args.steps, args.whole)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    if wrong := check(made.config, made.layout.world):
+        raise ConfigError([f"at its small size: {line}; or give --whole" for line in wrong])
+    dropped = ["--compile is not verified: blocks run as they are"] if found.config.train.compile else []
+    return replace(made, notes=[*made.notes, *dropped])
+
+
+def _counts(args: argparse.Namespace) -> list[tuple[str, int]]:
+    return [("steps", args.steps), ("most_ranks", args.most_ranks)]
+
+
+def main(argv: list[str]) -> int:
+    args, words = _arguments(argv)
+    from megalite.config.options import ConfigError
+
+    try:
+        made = prepare(args, words)
+    except ConfigError as error:
+        print(*(f"verify.py: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
+        return 2
+    try:
+        verdict = verify(made, args.dtype, args.steps, args.timeout)
+    except Failed as error:
+        print(f"verify.py: {error}", file=sys.stderr)
+        return 1
+    print(text_of(verdict, args.dtype, args.steps), flush=True)
+    try:
+        if args.json is not None:
+            args.json.write_text(json.dumps(as_json(verdict, args.dtype, args.steps)), "utf-8")
+        if args.out is not None:
+            _draw(verdict, args.out, args.dtype)
+    except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
+        print(f"verify.py: {error}", file=sys.stderr)
+        return 2
+    return 0 if verdict.agrees else 1
+
+
+def _draw(verdict: Verdict, path: str, dtype: str) -> None:
+    """Raises OSError and ValueError."""
+    from tools.pictures.agreement import picture
+    from tools.pictures.canvas import NoMatplotlib, save
+
+    try:
+        save(picture(verdict.rows, str(verdict.made.layout), dtype), path)
+    except NoMatplotlib as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
