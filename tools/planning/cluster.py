@@ -1,19 +1,21 @@
 """Devices, nodes and the links between them: a table, or a TOML file of one's own.
 
-device = "h100"              # a name of the table, or a table [device] as below
-nodes = 16
-per_node = 8                 # default: the table's
+    device = "h100"              # of the table; for what it does not know a table [device] in place of this line
+    nodes = 16
+    per_node = 8                 # default: the table's
 
-[device]                     # all of it, for what the table does not know
-name = "mine"
-memory_gib = 96
-memory_gb_per_s = 4000       # of its own memory
-price_per_hour = 2.5         # US dollars
-peak_tflops = { bf16 = 500, fp32 = 60 }    # dense; default: megalite/train/peak_rates.py by `name`
+    # [device]
+    # name = "mine"
+    # memory_gib = 96
+    # memory_gb_per_s = 4000     # of its own memory
+    # price_per_hour = 2.5       # US dollars; peak_tflops: default by `name`, megalite/train/peak_rates.py
+    # peak_tflops = { bf16 = 500, fp32 = 60 }
 
-[inside]                     # a link within a node; [between] nodes. Each default is the table's
-gb_per_s = 360               # 10^9 bytes, per device, one direction, as large collectives reach
-latency_us = 8
+    [inside]                     # a link within a node; [between] nodes. Each default is the table's
+    gb_per_s = 360               # 10^9 bytes, per device, one direction, as large collectives reach
+    latency_us = 8
+
+A file's sections and keys are all optional.
 """
 
 from __future__ import annotations

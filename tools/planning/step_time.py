@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepTime:
-    """parts        seconds of the ranks' mean, exposed only, that sum to `seconds`: compute, bubble, tp, pp, dp, optimizer
-    mfu             of train_flops_per_token, per device, causal, as the trainer logs it
-    tokens_per_s    of the whole cluster
+    """parts      seconds of the ranks' mean that sum to `seconds`: compute, bubble, optimizer, what shows of tp, pp, dp
+    mfu           of train_flops_per_token, per device, causal, as the trainer logs it
+    tokens_per_s  of the whole cluster
     """
 
     seconds: float
