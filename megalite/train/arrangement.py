@@ -333,7 +333,7 @@ class Arrangement:
     def _weights(self) -> tuple[float, float, float]:
         """Bytes of a layer, of the embedding and of the head, with gradients and optimizer."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self._bytes
-        first, last = (_build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
+        first, last = (build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
 
         def of(module: nn.Module | None) -> float:
             numel = sum(p.numel() for p in module.parameters()) if module is not None else 0
@@ -384,10 +384,10 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
 def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
     """This rank's chunks of the model; `meta`: without memory."""
     make = Maker(mesh, dtype, made.config.train.seed, meta)
-    return [_build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
+    return [build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
 
 
-def _build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
+def build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
     return Stage(
         make,
         made.config.model,
