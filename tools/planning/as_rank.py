@@ -49,6 +49,8 @@ from megalite.train.step import train_step
 META = torch.device("meta")
 PACKAGE = Path(megalite.__file__).resolve().parent
 SIZES = (CHUNK_BYTES, BLOCK_BYTES)  # of a kernel's parts, by the device
+NOTE = "bytes: of the tensor that the rank gives, or gets as a message; logs, evaluation and saves are not in a step"
+MOST_SIZES = 4
 INNERMOST = 3  # places in the code that an error names
 REFUSED = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 
@@ -300,32 +302,32 @@ def tell(plan: Arrangement, sources: Sources, local_world: int) -> str:
         + f"; node {rank // local_world:,}, its rank {rank % local_world} of {local_world}",
         "stages": ", ".join(f"{n} (layers {r.start} to {r.stop - 1})" if r else f"{n}" for n, r in done.layers.items()),
         "parameters": f"{done.parameters:,}",
-        **{name: f"{size:,} bytes, {_gib(size)}" for name, size in done.parts.items()},
-        "peak": f"{_gib(done.peak)}: {_gib(done.state)} of these, {_gib(done.in_flight)} that micro-batches keep, and "
-        f"{_gib(done.peak - done.state - done.in_flight)} for a moment",
+        **{name: f"{size:,} bytes, {_size(size)}" for name, size in done.parts.items()},
+        "peak": f"{_size(done.peak)}: {_size(done.state)} of these, {_size(done.in_flight)} that micro-batches keep, "
+        f"and {_size(done.peak - done.state - done.in_flight)} for a moment",
         "assumed": f"on {device} with kernels in their torch forms and fused attention; loss and gradient are finite"
         + (f"; without {' and '.join(left_out)}" if left_out else ""),
     }
     return "\n".join([figures.table(rows), *([figures.columns(_table(done.issued)), NOTE] if done.issued else [])])
 
 
-NOTE = "bytes: of the tensor that the rank gives, or gets as a message; logs, evaluation and saves are not in a step"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB"
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
 
 
 def _table(calls: Counter[Issued]) -> list[tuple[str, ...]]:
-    """One row for all sizes of a kind, its head first."""
+    """Its head first. A kind that has more than MOST_SIZES sizes of tensors has one row for all of them."""
     kinds: dict[Issued, dict[int, int]] = {}
     for one, times in sorted(calls.items()):
         kinds.setdefault(replace(one, bytes=0), {})[one.bytes] = times
     rows = [("in a step", "ranks", "dtype", "bytes each", "times", "GiB in all")]
     for kind, times in kinds.items():
         peer = f" {kind.peer:,}" if kind.peer >= 0 else ""
-        each = " - ".join(f"{size:,}" for size in dict.fromkeys((min(times), max(times))))
-        total = sum(size * n for size, n in times.items()) / 2**30
         name = f"{kind.axis}: {kind.op}{peer}"
-        rows.append((name, f"{kind.ranks:,}", kind.dtype, each, f"{sum(times.values()):,}", f"{total:,.3f}"))
+        parts = [{size: n} for size, n in times.items()] if len(times) <= MOST_SIZES else [times]
+        for some in parts:
+            each = " - ".join(f"{size:,}" for size in dict.fromkeys((min(some), max(some))))
+            total = sum(size * n for size, n in some.items()) / 2**30
+            counts = (f"{sum(some.values()):,}", f"{total:,.3f}")
+            rows.append((name, f"{kind.ranks:,}", kind.dtype, each, *counts))
     return rows
