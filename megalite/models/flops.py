@@ -81,10 +81,10 @@ def mean_keys(model: ModelConfig, seq_length: int) -> float:
 
 def layer_flops(model: ModelConfig, seq_length: int) -> float:
     """Forward FLOPs per token of one layer; where only some have a window, of the mean of them."""
-    return sum(_layer_parts(model, seq_length))
+    return sum(layer_parts(model, seq_length))
 
 
-def _layer_parts(model: ModelConfig, seq_length: int) -> tuple[float, float, float]:
+def layer_parts(model: ModelConfig, seq_length: int) -> tuple[float, float, float]:
     """Of a layer's forward FLOPs: projections of attention, feed-forward block, scores."""
     m = model
     D, F = m.hidden_size, m.ffn_size
@@ -102,7 +102,7 @@ def stage_flops(
     """FLOPs per token of a stage of `layers` layers: forward; backward to its input, with what is computed again; the
     gradients of its weights. `padded_vocab_size`: of the last stage, which has the head; else None."""
     granularity, method, n, modules = recompute
-    projections, mlp, scores = _layer_parts(model, seq_length)
+    projections, mlp, scores = layer_parts(model, seq_length)
     layer, again = projections + mlp + scores, 0.0
     if granularity == "full":
         again = layer * (min(n, layers) if method == "block" else layers)
