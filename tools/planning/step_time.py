@@ -24,7 +24,7 @@ from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.schedule import Op
 from megalite.pipeline.simulate import Simulation
-from megalite.train.arrangement import Arrangement
+from megalite.train.arrangement import LONG, Arrangement
 from tools.planning.cluster import Cluster
 from tools.planning.cost import Costs, Seconds
 from tools.planning.links import Group, Links
@@ -71,13 +71,14 @@ class _Step:
         busy = made.microbatches * sum(sum(stage.all) for stage in stages) / made.pp
         tp = made.microbatches * sum(sum(stage.tp) for stage in stages) / made.pp
         costs = [stage.all for stage in stages]
-        alone, simulation = made.run(costs, made.split)
+        groups = LONG if made.split is None else made.told  # what waits of a split backward may take long to settle
+        alone, simulation = made.run(costs, made.split, groups)
         sent = with_gathers = alone
         if made.pp > 1:
-            sent, simulation = made.run(costs, made.split, delay=self.delay)
+            sent, simulation = made.run(costs, made.split, groups, delay=self.delay)
         if begin := self.gathers():
             more = {"delay": self.delay} if made.pp > 1 else {}
-            with_gathers, simulation = made.run(costs, made.split, begin=begin, **more)
+            with_gathers, simulation = made.run(costs, made.split, groups, begin=begin, **more)
             with_gathers = max(sent, with_gathers)
         else:
             with_gathers = sent
