@@ -39,7 +39,7 @@ def known(of: Arrangement, **more: Any) -> Profile:
     nothing = (0.0, 0.0, 0.0)
     blocks = {"layer": (1.0, 2.0, 0.0), "layer, split": (1.0, 1.0, 1.0), "embedding": nothing, "head": nothing}
     blocks["update"] = nothing
-    base = dataclasses.replace(default_profile("h100"), shape=shape_of(of), blocks=blocks, step_s=0.0)
+    base = dataclasses.replace(default_profile("h100"), shape=shape_of(of), blocks=blocks, step_s=0.0, contention=0.0)
     return dataclasses.replace(base, **more)
 
 
@@ -139,6 +139,20 @@ def test_tp_waits_for_what_no_matmul_hides() -> None:
         found = step_time(of, fast(2, inside=Link(0.0, rate)), base)
         assert found.parts["tp"] == pytest.approx(4 * (8 * per_layer + 4) * n / rate, rel=0.01)
         check_sum(found)
+
+
+def test_what_hides_slows_down_what_hides_it() -> None:
+    of = made("--global-batch-size 4 --ddp-bucket-size 1000000", 2)
+    free, dear = (step_time(of, fast(2, inside=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5))
+    whole = (of.holdings[0].weights + of.holdings[0].gradients) / 2 / 1e9
+    assert dear.parts["dp"] - free.parts["dp"] == pytest.approx(0.5 * (whole - free.parts["dp"]), rel=0.01)
+
+
+def test_a_tied_embedding_is_summed_over_both_ends() -> None:
+    tied = made(f"{PP2} --global-batch-size 4", 2)
+    own = made(f"{PP2} --global-batch-size 4 --untie-embeddings-and-output-weights", 2)
+    a, b = (step_time(of, fast(2, inside=Link(0.0, 1e9)), known(of)).parts["dp"] for of in (tied, own))
+    assert a - b == pytest.approx(1024 * 1024 * 4 / 1e9)  # fp32, 2 (N - 1) / N = 1
 
 
 def test_a_recompute_takes_a_forward_more() -> None:
