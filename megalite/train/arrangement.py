@@ -240,7 +240,7 @@ class Arrangement:
     @cached_property
     def in_flight(self) -> list[int]:
         """Of every pipeline rank: forwards of a chunk that wait for their backward, at most."""
-        return [round(most) for most in self._most_alive(None, self.split, self._told)]
+        return [round(most) for most in self._most_alive(None, self.split, self.told)]
 
     @cached_property
     def activations(self) -> list[int]:
@@ -248,7 +248,7 @@ class Arrangement:
         m, last = self.config.model, len(self.stages) - 1
         args = (self.recompute, self.dtype.itemsize, self.tp)
         again = [stage_saved(m, len(layers), s == last, *args)[1] for s, layers in enumerate(self.stages)]
-        alive = self._most_alive(self.held, self.split, self._told)
+        alive = self._most_alive(self.held, self.split, self.told)
         return [
             round(kept) + round(max(again[s] for s in self.placement.stages(rank)) * self.tokens)
             for rank, kept in enumerate(alive)
@@ -258,7 +258,7 @@ class Arrangement:
     def bubble(self) -> float:
         """Share of the time that ranks idle, by FLOPs."""
         times = sum(map(sum, self.costs))
-        idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split, self._told))
+        idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split, self.told))
         return max(0.0, idle)  # rounding: not -0.0%
 
     def _time(self, costs: Sequence[Cost], split: Split | None, groups: int = LONG) -> float:
@@ -348,7 +348,7 @@ class Arrangement:
         return group_sizes(self.microbatches, self.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[0]
 
     @property
-    def _told(self) -> int:
+    def told(self) -> int:
         """How many groups the figures are of."""
         return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self._group))
 

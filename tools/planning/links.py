@@ -20,33 +20,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from tools.planning.cluster import Cluster
-
-# bus bandwidth = bytes / time x factor(ranks): what one link must carry whatever the number of ranks, so that it can be
-# held against the hardware's (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests). Bytes of the whole tensor
-FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
-    {
-        "all_reduce": lambda n: 2 * (n - 1) / n,
-        "all_gather": lambda n: (n - 1) / n,
-        "reduce_scatter": lambda n: (n - 1) / n,
-        "all_to_all": lambda n: (n - 1) / n,
-        "broadcast": lambda n: 1,
-        "message": lambda n: 1,
-    }
-)
-
-
-def bus_bandwidth(kind: str, num_bytes: float, seconds: float, size: int) -> float:
-    """Bytes/s, of a collective (a key of FACTORS) over `size` ranks.
-
-    >>> bus_bandwidth("all_reduce", 8e9, 1.0, 8) / 1e9
-    14.0
-    """
-    return num_bytes / seconds * FACTORS[kind](size)
 
 
 @dataclass(frozen=True)
