@@ -44,7 +44,8 @@ COMMANDS = {  # name: (module below PROGRAMS, what it does)
     "data picture": ("tools.plot_samples", "how documents become samples, drawn"),
     "data corpus": ("tools.python_corpus", "real text to try things out: Python's own source"),
     "cluster": ("tools.check_cluster", "check ranks, nodes and links before a run"),
-    "bench": ("tools.benchmark", "tokens/s, MFU, memory, and where a step's time goes"),
+    "bench": ("tools.benchmark", "tokens/s, MFU, memory, and where a step's time goes; sweeps, scaling"),
+    "bench comm": ("tools.benchmark_comm", "collectives over the groups of a layout, by size; rates of links"),
     "completion": ("", "what completes commands and flags in bash and zsh"),
 }
 
