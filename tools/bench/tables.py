@@ -99,15 +99,13 @@ def with_efficiency(found: list[Figures]) -> list[Figures]:
     for one in found:
         if "tokens_per_s" in one:
             one["per_rank"] = one["tokens_per_s"] / one["ranks"]
+
+    def alike(one: Figures) -> tuple[object, ...]:
+        who = one["contender"].removesuffix(" ddp").removesuffix(" fsdp2")  # ways to several ranks
+        return who, *((name, value) for name, value in one["values"].items() if name != "ranks")
+
     for one in found:
-        rest = {name: value for name, value in one["values"].items() if name != "ranks"}
-        like = [
-            other
-            for other in found
-            if "per_rank" in other
-            and other["contender"] == one["contender"]
-            and {name: value for name, value in other["values"].items() if name != "ranks"} == rest
-        ]
+        like = [other for other in found if "per_rank" in other and alike(other) == alike(one)]
         if "per_rank" in one:
             one["efficiency"] = one["per_rank"] / min(like, key=lambda other: other["ranks"])["per_rank"]
     return found

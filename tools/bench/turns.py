@@ -67,7 +67,8 @@ class Row:
 
     @property
     def label(self) -> str:
-        return ", ".join(f"{SHORT.get(name, name)} {value}" for name, value in self.values.items()) or "as given"
+        words = {name: value.partition(" ")[0] for name, value in self.values.items()}
+        return ", ".join(f"{SHORT.get(name, name)} {value}" for name, value in words.items()) or "as given"
 
     @property
     def identity(self) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tools.pictures.canvas import MARKERS, SERIES, Picture, clean, figure, ink, legend, short
+from tools.pictures.canvas import MARKERS, SERIES, WIDE, Picture, clean, figure, ink, legend, short
 
 Figures = dict[str, Any]  # a row, of tools/bench/tables.py: figures
 STEP = (  # share of a step, its colour, what it is called; in this order from the left
@@ -17,7 +17,7 @@ STEP = (  # share of a step, its colour, what it is called; in this order from t
     (("data",), "purple", "data"),
     (("other",), "line", "other"),
 )
-ROW, MOST = 0.3, 40  # inches of a bar; rows that a picture has room for
+MOST = 40  # rows that a picture has room for
 
 
 def pictures(found: Sequence[Figures]) -> list[Picture]:
@@ -26,9 +26,15 @@ def pictures(found: Sequence[Figures]) -> list[Picture]:
     return [picture for picture in made if picture is not None]
 
 
-def _name(one: Figures, found: Sequence[Figures]) -> str:
-    several = len({other["contender"] for other in found}) > 1
-    return clean(f"{one['label']}: {one['contender']}" if several else one["label"], 60)
+def _names(rows: Sequence[Figures], width: float) -> list[str]:
+    """Of the bars; a narrow picture has a line for each thing that varies. Neighbours that differ in who they are
+    alone have it once."""
+    names = [clean(one["label"], 70).replace(", ", ",\n" if width < WIDE else ", ") for one in rows]
+    return [name if n == 0 or name != names[n - 1] else "" for n, name in enumerate(names)]
+
+
+def _height(names: Sequence[str]) -> float:
+    return 0.35 + len(names) * (0.3 + 0.14 * max(name.count("\n") for name in names))
 
 
 def _bars(axis: Any, names: Sequence[str]) -> None:
@@ -55,7 +61,8 @@ def mfu(found: Sequence[Figures]) -> Picture | None:
         return speed if one["mfu"] is None else f"{100 * one['mfu']:.1f} %   {speed}"
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [ROW * len(rows) + 0.35])
+        names = _names(rows, width)
+        made, (axis,) = figure(width, [_height(names)])
         most = max((unit * (one[f"{key}_most"] or 0) for one in measured), default=1)
         for n, one in enumerate(rows):
             if one.get(key) is None:
@@ -68,8 +75,13 @@ def mfu(found: Sequence[Figures]) -> Picture | None:
             axis.errorbar(value, n, xerr=[[value - ends[0]], [ends[1] - value]], color=ink("ink"), capsize=2.5, lw=1)
             note = text_of(one) + (f", then {one['status']}" if one["status"] != "ok" else "")
             axis.text(ends[1] + 0.015 * most, n, note, va="center", color=ink("ink"), fontsize=8)
-        _bars(axis, [_name(one, found) for one in rows])
-        axis.set_xlim(0, most * (1.5 if width > 5 else 2.2))
+        _bars(axis, names)
+        axis.set_xlabel("MFU" if known else "tokens/s")
+        axis.set_xlim(0, most * (1.5 if width == WIDE else 2.4))
+        if len(contenders) > 1:
+            for n, name in enumerate(contenders):
+                axis.barh(0, 0, color=ink(SERIES[n % len(SERIES)]), label=name)
+            legend(made, axis, width)
         return made
 
     what = "MFU" if known else "Tokens/s"
@@ -85,20 +97,21 @@ def breakdown(found: Sequence[Figures]) -> Picture | None:
         return None
 
     def draw(width: float) -> Any:
-        made, (axis,) = figure(width, [ROW * len(rows) + 0.35])
+        names = _names(rows, width)
+        made, (axis,) = figure(width, [_height(names)])
         end = [0.0] * len(rows)
-        for names, colour, label in STEP:
-            part = [100 * sum(one["breakdown"]["shares"].get(name, 0.0) for name in names) for one in rows]
+        for parts, colour, label in STEP:
+            part = [100 * sum(one["breakdown"]["shares"].get(name, 0.0) for name in parts) for one in rows]
             axis.barh(range(len(rows)), part, left=end, height=0.7, color=ink(colour), label=label)
             for n, share in enumerate(part):
-                if share >= (6 if width > 5 else 14):
+                if share >= (6 if width == WIDE else 14):
                     dark = colour in ("blue", "green", "vermilion", "purple")
                     x = end[n] + share / 2
                     axis.text(
                         x, n, f"{share:.0f}", ha="center", va="center", fontsize=8, color="white" if dark else "black"
                     )
             end = [a + b for a, b in zip(end, part, strict=True)]
-        _bars(axis, [_name(one, found) for one in rows])
+        _bars(axis, names)
         axis.set_xlim(0, 100)
         legend(made, axis, width)
         return made
@@ -109,10 +122,11 @@ def breakdown(found: Sequence[Figures]) -> Picture | None:
 def scaling(found: Sequence[Figures]) -> Picture | None:
     """Tokens/s over ranks, a line for each row that is alike but for the ranks; dashed: as if nothing were lost."""
     lines: dict[str, list[Figures]] = {}
+    several = len({one["contender"] for one in found}) > 1
     for one in found:
         if "efficiency" in one:
-            rest = [f"{name} {value}" for name, value in one["values"].items() if name != "ranks"]
-            lines.setdefault(", ".join([one["contender"], *rest]), []).append(one)
+            rest = one["label"].split(", ")[1:]  # after the ranks
+            lines.setdefault(", ".join([*([one["contender"]] * several), *rest]) or one["contender"], []).append(one)
     if not any(len(some) > 1 for some in lines.values()):
         return None
 
@@ -129,9 +143,8 @@ def scaling(found: Sequence[Figures]) -> Picture | None:
             axis.plot(ranks, ideal, "--", color=how["color"], linewidth=1, label="nothing lost" if n == 0 else None)
             for one in some[1:]:
                 at = (one["ranks"], one["tokens_per_s"])
-                axis.annotate(
-                    f"{one['efficiency']:.0%}", at, (0, -13), textcoords="offset points", ha="center", fontsize=8
-                )
+                how_far = dict(xytext=(-7, 5), textcoords="offset points", ha="right", fontsize=8)
+                axis.annotate(f"{100 * one['efficiency']:.0f} %", at, **how_far)
         axis.set_xlabel("ranks")
         axis.set_ylabel("tokens/s")
         axis.set_xticks(sorted({one["ranks"] for some in lines.values() for one in some}))
