@@ -93,6 +93,26 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None
     assert batches("weak") == [8, 16, 32] and batches("strong") == [8, 8, 8]
 
 
+def test_an_interrupted_sweep_says_so_and_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends: list[Any] = [run({"forward": 0.5, "backward": 0.5}), KeyboardInterrupt()]
+
+    def measure(*_: Any) -> dict[str, Any]:
+        if isinstance(end := ends.pop(0), KeyboardInterrupt):
+            raise end
+        return end
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    line = ["--sweep", "micro-batch-size=1,2,4", "--out", str(tmp_path / "new" / "folder"), *TINY]
+    assert benchmark.main(line) == 130
+    out, err = capsys.readouterr()
+    assert "interrupted; the same command goes on" in err and "1 of 3: micro-batch 2, megalite" in err
+    assert "micro-batch 1" in out and "advice: " in out
+    made = json.loads((tmp_path / "new" / "folder" / "bench.json").read_text())
+    assert not made["complete"] and [row["status"] for row in made["rows"]] == ["ok", "waiting", "waiting"]
+
+
 # ---- how it ended
 
 

@@ -104,7 +104,8 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
     try:
         config, _ = cli.read(flags, PRESETS)
         problems: list[str] = [*check(config, options.nproc)]
-        choose_device(config.parallel.device)
+        if choose_device(config.parallel.device) == "cuda" and options.memory_gib is not None:
+            problems.append(f"memory_gib={options.memory_gib:g} is of a CPU; drop it, or use --device cpu")
     except ConfigError as error:
         return False, error.problems
     except SetupError as error:
@@ -184,10 +185,10 @@ def run_one(options: argparse.Namespace, flags: list[str]) -> int:
 
     runs: dict[str, list[dict[str, Any]]] = {}
 
-    def save(complete: bool) -> None:
+    def save(complete: bool, **more: Any) -> None:
         if options.json:
             facts = {"machine": platform.platform(), "flags": flags, "nproc": options.nproc}
-            write_whole(options.json, facts | {"runs": runs, "complete": complete})
+            write_whole(options.json, facts | {"runs": runs, "complete": complete} | more)
 
     try:
         save(False)  # before anything takes time, and after each run: an interrupted benchmark leaves what it has
@@ -210,7 +211,7 @@ def run_one(options: argparse.Namespace, flags: list[str]) -> int:
     good = {name: [one for one in some if "error" not in one] for name, some in runs.items()}
     if good.get("megalite"):
         report(good)
-        tell_breakdown(good["megalite"][-1], flags, options)
+        save(not interrupted, breakdown=tell_breakdown(good["megalite"][-1], flags, options))
     return 130 if interrupted else 0 if good.get("megalite") else 1
 
 
@@ -238,7 +239,8 @@ def report(runs: dict[str, list[dict[str, Any]]]) -> None:
         print(f"rank {rank}: {', '.join(texts)}")
 
 
-def tell_breakdown(run: dict[str, Any], flags: list[str], options: argparse.Namespace) -> None:
+def tell_breakdown(run: dict[str, Any], flags: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Where its step went, printed, and as JSON has it."""
     from megalite.config import cli
     from megalite.models.families import PRESETS
     from megalite.train.arrangement import arrange
@@ -246,7 +248,9 @@ def tell_breakdown(run: dict[str, Any], flags: list[str], options: argparse.Name
     from tools.bench.tables import told
 
     made = arrange(cli.read(flags, PRESETS)[0], options.nproc, run["vocab_size"])
-    print("\n".join(told(break_down(run, made, run["peak_tflops"], options.price_per_hour))))
+    found = break_down(run, made, run["peak_tflops"], options.price_per_hour)
+    print("\n".join(told(found)))
+    return found
 
 
 if __name__ == "__main__":

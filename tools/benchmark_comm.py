@@ -23,7 +23,7 @@ import datetime
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,6 +31,9 @@ sys.path.insert(0, str(ROOT))
 from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, process_group, read_environment  # noqa: E402
 from megalite.parallel.local_ranks import start_local  # noqa: E402
 from tools.bench.collectives import axes_of, fit, over_groups  # noqa: E402
+
+if TYPE_CHECKING:
+    from megalite.parallel.mesh import Sizes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 COLUMNS = ("axis", "size", "groups", "kind", "bytes", "us", "gb_s", "median", "least", "slowest")
@@ -111,9 +114,9 @@ def problem(world: int, args: argparse.Namespace) -> str:
     return ""
 
 
-def shape_of(args: argparse.Namespace) -> dict[str, int]:
+def shape_of(args: argparse.Namespace) -> Sizes:
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    return dict(tp=tp, pp=pp, cp=cp)
+    return {"tp": tp, "pp": pp, "cp": cp}
 
 
 def bench(ranks: Ranks, args: argparse.Namespace) -> int:

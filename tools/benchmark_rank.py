@@ -52,7 +52,8 @@ def parts_of(phases: dict[str, float]) -> tuple[dict[str, float], dict[str, floa
     >>> parts["communication"], parts["idle"], axes
     (1.0, 0.75, {'dp': 1.0})
     """
-    parts, axes = dict.fromkeys(PARTS, 0.0), {}
+    parts: dict[str, float] = {name: 0.0 for name in PARTS}
+    axes: dict[str, float] = {}
     for phase, seconds in phases.items():
         name, _, axis = phase.partition(" ")
         if axis:

@@ -42,7 +42,7 @@ def lost(of: Mapping[str, float], mfu: float, made: Arrangement) -> dict[str, fl
     measured while the machine was busy."""
     computing, idle = of["forward"] + of["backward"], of["idle"]
     again = again_flops(made)
-    found = dict.fromkeys(LOST, 0.0)
+    found: dict[str, float] = {name: 0.0 for name in LOST}
     for axis in WAITS:
         found[axis] = of.get(axis, 0.0)
     if made.pp > 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 FACTORS: dict[str, Callable[[int], float]] = {
@@ -133,7 +133,7 @@ def axes_of(mesh: Any) -> list[Any]:
     return found
 
 
-def fit(points: Iterable[Sequence[float]]) -> tuple[float, float]:
+def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """Latency in s and bytes/s of a link on which n bytes take latency + n / rate: least squares of the relative
     errors over (bytes, seconds), so that small messages count as much as large ones. Both are positive.
 

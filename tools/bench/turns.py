@@ -105,7 +105,7 @@ def combinations_of(sweeps: Sequence[str], nprocs: Sequence[int]) -> Iterator[tu
     from tools.sweep import lists_of, words_of
 
     lists = lists_of([f"--{name.replace('_', '-')}={values}" for name, _, values in (s.partition("=") for s in sweeps)])
-    for nproc, *values in itertools.product(nprocs, *lists.values()):
+    for nproc, values in itertools.product(nprocs, itertools.product(*lists.values())):
         pairs = list(zip(lists, values, strict=True))
         varied = {"ranks": str(nproc)} if len(nprocs) > 1 else {}
         varied |= {flag[2:]: value for flag, value in pairs}
