@@ -33,7 +33,6 @@ def bench(*flags: str) -> subprocess.CompletedProcess[str]:
         ("reduce_scatter", 8, 7.0),
         ("all_to_all", 2, 4.0),
         ("broadcast", 8, 8.0),
-        ("send_recv", 8, 8.0),
         ("message", 2, 16.0),
     ],
 )
@@ -53,7 +52,7 @@ def test_latency_and_rate_come_back_from_times_with_noise() -> None:
 
 def test_links_are_told_apart_by_where_ranks_are() -> None:
     rows = [
-        {"axis": axis, "kind": "send_recv", "groups": groups, "bytes": n, "us": 1e6 * (latency + n / rate)}
+        {"axis": axis, "size": 2, "kind": "message", "groups": groups, "bytes": n, "us": 2e6 * (latency + n / rate)}
         for axis, latency, rate in (("tp", 1e-6, 4e11), ("dp", 1e-5, 4e10), ("pp", 2e-5, 2e10), ("world", 1e-4, 1e9))
         for groups in ("all", "one")
         for n in (1024, 1 << 26)

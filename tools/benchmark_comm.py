@@ -10,7 +10,7 @@ more only the first one does, so that what they take from each other shows. Byte
 10^9 bytes of it, bus GB/s what one link carries, as nccl-tests counts (tools/bench/collectives.py). On CPU, ranks of a
 machine exchange gathers and scatters through shared memory, as training does, and the rest over gloo.
 
-Links: the latency and the rate that a message of n bytes takes latency + n / rate by, fitted to send_recv over all
+Links: the latency and the rate that a message of n bytes takes latency + n / rate by, fitted to messages of all
 sizes, of the groups inside a machine and of those between machines; --json has them for tools/plan.py, and the
 lines that are printed last stand in a cluster's TOML file. --csv: one line per measurement.
 """
@@ -30,12 +30,12 @@ sys.path.insert(0, str(ROOT))
 
 from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, process_group, read_environment  # noqa: E402
 from megalite.parallel.local_ranks import start_local  # noqa: E402
-from tools.bench.collectives import axes_of, fit, over_groups  # noqa: E402
+from tools.bench.collectives import FACTORS, axes_of, fit, over_groups  # noqa: E402
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import Sizes
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "message")
 COLUMNS = ("axis", "size", "groups", "kind", "bytes", "us", "gb_s", "median", "least", "slowest")
 HEAD = "group  ranks at once      collective        bytes          us      GB/s  bus GB/s   slowest"
 Found = dict[str, Any]
@@ -170,15 +170,16 @@ def measure(mesh: Any, args: argparse.Namespace) -> Found:
 
 
 def links_of(rows: list[dict[str, Any]], inside: dict[str, bool]) -> Found:
-    """Fitted to send_recv: `axes` by name, and of these the slowest `inside` a machine and `between` machines. All
-    groups of an axis at once, as in training, and in bytes/s of one rank in one direction.
+    """Fitted to messages: `axes` by name, of these the slowest `inside` a machine and `between` machines; of one rank
+    in one direction, all groups of an axis at once, as in training.
 
     inside: axis -> whether its ranks are on one machine.
     """
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        if row["kind"] == "send_recv" and row["groups"] == "all":
-            points.setdefault(row["axis"], []).append((row["bytes"], row["us"] / 1e6))
+        if row["kind"] == "message" and row["groups"] == "all":
+            one_way = row["us"] / 1e6 / FACTORS["message"](row["size"])
+            points.setdefault(row["axis"], []).append((row["bytes"], one_way))
     axes = {axis: dict(zip(("latency_s", "bytes_per_s"), fit(some), strict=True)) for axis, some in points.items()}
     made: Found = {"axes": axes}
     for where, wanted in (("inside", True), ("between", False)):

@@ -3,10 +3,10 @@
 Algorithm bandwidth is bytes / time, where bytes are those of the whole tensor. Bus bandwidth is what one link must
 carry whatever the number of ranks n, so that it can be held against the hardware's: algorithm bandwidth times
 
-    all_reduce 2 (n - 1) / n      all_gather, reduce_scatter, all_to_all (n - 1) / n      broadcast, send_recv 1
+    all_reduce 2 (n - 1) / n      all_gather, reduce_scatter, all_to_all (n - 1) / n      broadcast 1      message 2
 
-(doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests). send_recv: every rank sends to the next of the ring and gets from
-the one before at once. message: the same one after the other, as a pipeline without overlap does, hence 2.
+(doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests). message: every rank sends to the next of the ring and gets from
+the one before, one after the other as stages of a pipeline do: one direction takes half of its time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1,
-    "send_recv": lambda n: 1,
     "message": lambda n: 2,
 }
 WARM_UP = 2
@@ -80,20 +79,12 @@ def call_of(kind: str, axis: Any, size: int, device: Any) -> Callable[[], Any]:
     part = torch.zeros(max(1, size // 4 // axis.size), device=device)
     whole = torch.zeros(len(part) * axis.size, device=device)
     other = torch.empty_like(whole)
-    after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
-
-    def send_recv() -> None:
-        both = [dist.P2POp(dist.isend, whole, after, axis.group), dist.P2POp(dist.irecv, other, before, axis.group)]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
-
     return {
         "all_reduce": lambda: comm.all_reduce_(whole, axis),
         "all_gather": lambda: comm.start_all_gather_into(whole, part, axis).wait(),
         "reduce_scatter": lambda: comm.start_reduce_scatter_into(part, whole, axis).wait(),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=axis.group),
         "broadcast": lambda: comm.broadcast_(whole, axis),
-        "send_recv": send_recv,
         "message": lambda: pass_on(axis, whole, 1),
     }[kind]
 

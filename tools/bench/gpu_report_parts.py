@@ -46,7 +46,7 @@ TINY_SHAPES = {
 ELEMENTWISE = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
 # few sizes of many kernels: under the checker a test takes tens of seconds
 SANITIZED = "on_a_card and (bfloat16 or 2049) and not attention and not partial and not erf"
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "message")
 FORWARD_AND_BACKWARD = ("forward", "backward")
 Result = dict[str, Any]
 
