@@ -87,6 +87,7 @@ def test_what_cannot_be_measured_is_refused(words: list[str], text: str, capsys:
     assert code == 2 and text in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> None:
     files = [str(tmp_path / "found.json"), str(tmp_path / "found.csv")]
     sizes = ["--min-bytes", "1024", "--max-bytes", "20000", "--factor", "16", "--times", "2"]
