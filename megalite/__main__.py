@@ -45,7 +45,8 @@ COMMANDS = {  # name: (module below PROGRAMS, what it does)
     "data corpus": ("tools.python_corpus", "real text to try things out: Python's own source"),
     "cluster": ("tools.check_cluster", "check ranks, nodes and links before a run"),
     "verify": ("tools.verify", "whether a layout trains as one process does, and where it begins to differ"),
-    "bench": ("tools.benchmark", "tokens/s, MFU, memory, and where a step's time goes"),
+    "bench": ("tools.benchmark", "tokens/s, MFU, memory, and where a step's time goes; sweeps, scaling"),
+    "bench comm": ("tools.benchmark_comm", "collectives over the groups of a layout, by size; rates of links"),
     "completion": ("", "what completes commands and flags in bash and zsh"),
 }
 

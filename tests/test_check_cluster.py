@@ -37,7 +37,7 @@ def test_sound_ranks_get_a_table_and_0_and_a_changed_bit_1(tmp_path: Path) -> No
     found = json.loads(file.read_text())
     assert found["exit"] == 0 and found["ranks"] == 2 and found["hosts"] == [socket.gethostname()] * 2
     kinds = [(row["axis"], row["kind"], row["bytes"]) for row in found["rows"]]
-    assert kinds == [("world", kind, size) for size in (1024, 65536) for kind in check_cluster.FACTORS]
+    assert kinds == [("world", kind, size) for size in (1024, 65536) for kind in check_cluster.KINDS]
     for row in found["rows"]:  # of 2 ranks
         bus = row["bytes"] / row["us"] / 1e3 * dict(all_gather=0.5, reduce_scatter=0.5, message=2).get(row["kind"], 1.0)
         assert row["least"] == pytest.approx(bus, rel=0.9) and row["least"] <= row["median"]

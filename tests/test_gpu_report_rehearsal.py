@@ -92,7 +92,7 @@ def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
         "all_reduce",
         "all_gather",
         "reduce_scatter",
-        "send_recv",
+        "message",
     }
     assert all(results[name]["memory"] < 1 << 30 for name in results if name.startswith("train"))  # the card's
     assert all(row["extra_mib"] is not None for row in results["kernels"]["rows"])

@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,81 +19,70 @@ from megalite.parallel.launch import Ranks, prepare_cuda  # noqa: E402
 from megalite.parallel.local_ranks import start_local  # noqa: E402
 from tools.bench.gpu_report_parts import write_whole  # noqa: E402
 
+COPIED_BYTES = 1 << 27
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
 
 
-@dataclass
-class Stopwatch:
-    """Seconds by part, each exclusive of the parts inside it. `synchronise` first waits for the device."""
-
-    synchronise: Callable[[], None]
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    stack: list[str] = field(default_factory=list)
-    since: float = 0.0
-    wrapped: list[tuple[Any, str, Any]] = field(default_factory=list)
-
-    def _turn(self) -> None:
-        self.synchronise()
-        now = time.perf_counter()
-        if self.stack:
-            self.seconds[self.stack[-1]] += now - self.since
-        self.since = now
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self._turn()
-        self.stack.append(name)
-        try:
-            yield
-        finally:
-            self._turn()
-            self.stack.pop()
-
-    def wrap(self, owner: Any, name: str, part: str | Callable[[], str]) -> None:
-        """Count all calls of owner.name for `part`."""
-        real = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.part(part if isinstance(part, str) else part()):
-                return real(*args, **kwargs)
-
-        setattr(owner, name, call)
-        self.wrapped.append((owner, name, real))
-
-    def unwrap(self) -> None:
-        for owner, name, real in reversed(self.wrapped):
-            setattr(owner, name, real)
+AXES = {"etp": "tp", "pp_back": "pp", "ends": "pp"} | dict.fromkeys(
+    ("data", "shard", "replica", "edp", "expert_shard", "expert_replica"), "dp"
+)  # axis of the mesh -> the one of a layout that it belongs to
 
 
-def watch(run: Any, synchronise: Callable[[], None]) -> Stopwatch:
-    """A stopwatch on the parts of `run`'s steps. Only for a process that ends soon: methods are replaced. Micro-batches
-    that were replayed as a graph run eagerly from now on: in a replay forward and backward are one."""
-    import torch.distributed as dist
+@contextlib.contextmanager
+def axes_told(clock: Any) -> Iterator[None]:
+    """Spans of communication are phases by their axis, as "communication tp". Only for a process that ends soon."""
+    real = clock.span
 
-    from megalite.nn.later import Later
-    from megalite.parallel import comm
+    def span(phase: str, *name: object) -> Any:
+        axis = str(name[1]) if phase == "communication" else ""
+        return real(f"{phase} {AXES.get(axis, axis)}" if axis else phase, *name)
+
+    clock.span = span
+    try:
+        yield
+    finally:
+        del clock.span
+
+
+def parts_of(phases: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds by PARTS, and of communication by axis. Idle: the wait for a message of the pipeline, and that for the
+    last rank at the step's agreement.
+
+    >>> parts, axes = parts_of({"forward": 2.0, "communication dp": 1.0, "bubble": 0.5, "agreement": 0.25})
+    >>> parts["communication"], parts["idle"], axes
+    (1.0, 0.75, {'dp': 1.0})
+    """
+    parts: dict[str, float] = {name: 0.0 for name in PARTS}
+    axes: dict[str, float] = {}
+    for phase, seconds in phases.items():
+        name, _, axis = phase.partition(" ")
+        if axis:
+            axes[axis] = axes.get(axis, 0.0) + seconds
+        if name in ("bubble", "agreement"):
+            name = "idle"
+        parts[name if name in parts else "other"] += seconds
+    return parts, axes
+
+
+def timed_steps(run: Any, steps: int, synchronise: Callable[[], None]) -> dict[str, float]:
+    """Seconds by phase of further steps, by the run's own clock (parallel/clock.py): on a card of its stream, so that
+    communication is what nothing hides. Micro-batches that were replayed as a graph run eagerly from now on: in a
+    replay forward and backward are one."""
     from megalite.pipeline.graphed import GraphedPipeline
+    from megalite.train.step import train_step
 
-    stopwatch = Stopwatch(synchronise)
     if isinstance(run.pipeline, GraphedPipeline):
         run.pipeline.replays = False
-
-    def waiting() -> str:  # messages between stages are waited for outside of collectives
-        return "communication" if "communication" in stopwatch.stack else "idle"
-
-    stopwatch.wrap(run.data, "get", "data")
-    stopwatch.wrap(run.pipeline, "step", "idle")  # what is left of it is messages and gaps
-    stopwatch.wrap(run.pipeline, "_forward", "forward")
-    stopwatch.wrap(run.pipeline, "_backward", "backward")
-    stopwatch.wrap(Later, "run", "backward")
-    for owner, names in ((run.optimizer, ("step", "local_norm_sq")), (run.buffer, ("zero_grad",))):
-        for name in names:
-            stopwatch.wrap(owner, name, "optimizer")
-    for owner, name in ((run.buffer, "finish"), (run.buffer, "gather"), (run.buffer.param_gather, "_finish")):
-        stopwatch.wrap(owner, name, "communication")
-    stopwatch.wrap(comm.Pending, "wait", "communication")
-    stopwatch.wrap(dist.Work, "wait", waiting)
-    return stopwatch
+    clock, spent = run.mesh.clock, {}
+    with axes_told(clock):
+        for _ in range(steps):
+            clock.begin(run.mesh.device)
+            train_step(run)
+            clock.end()
+            synchronise()
+            for phase, seconds in clock.read().items():
+                spent[phase] = spent.get(phase, 0.0) + seconds
+    return spent
 
 
 def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
@@ -102,16 +90,15 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
 
     import torch
 
-    from megalite.config.options import padded_vocab_size
-    from megalite.models.flops import train_flops_per_token
     from megalite.parallel.launch import process_group
     from megalite.train.memory import keep_freed_memory
-    from megalite.train.peak_rates import find_peak
     from megalite.train.run import choose_device
     from megalite.train.setup import build_run
     from megalite.train.step import train_step
+    from tools.bench.kernel_clock import Clock, copy_rate
 
     config, _ = cli.read(task["flags"], PRESETS)
+    limit_memory(task.get("memory_bytes"))
     wanted = choose_device(config.parallel.device)
     if wanted == "cpu":
         keep_freed_memory()  # as pretrain() does
@@ -130,32 +117,45 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             synchronise()
             steps.append(time.perf_counter() - begin)
         memory = peak_memory(device)
-        stopwatch = watch(run, synchronise)
-        for _ in range(max(2, task["steps"] // 2)):
-            with stopwatch.part("other"):
-                train_step(run)
+        parts, axes = parts_of(timed_steps(run, max(2, task["steps"] // 2), synchronise))
         run.buffer.wait_gather()
-        stopwatch.unwrap()
-        m = config.model
-        padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
-        tokens = run.batch_sizes.at(0) * run.seq_length
-        peak = find_peak(device, run.pipeline.dtype, None) if ranks.rank == 0 else None
         facts: dict[str, Any] = dict(
-            steps=steps[task["warmup"] :],
-            losses=losses,
-            memory=memory,
-            parts=stopwatch.seconds,
-            tokens_per_step=tokens,
-            flops_per_step=train_flops_per_token(m, run.seq_length, padded) * tokens,
-            peak_tflops=peak.tflops if peak else None,
-            devices=ranks.world,  # on CPU the peak is that of one rank's threads
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-            torch=torch.__version__,
+            steps=steps[task["warmup"] :], losses=losses, memory=memory, parts=parts, axes=axes
         )
+        facts |= facts_of(run, config, ranks)
         write(task, ranks.rank, **facts)
-        if device.type == "cuda" and ranks.world > 1:  # last: what is measured stays, whatever becomes of the profiler
+        if ranks.rank == 0:  # of memory that is beyond the caches; what is measured stays, whatever becomes of it
+            facts["copy_bytes_per_s"] = copy_rate(Clock(device, 3, True), COPIED_BYTES) * 1e9
+            write(task, ranks.rank, **facts)
+        if device.type == "cuda" and ranks.world > 1:  # last, as the copy
             write(task, ranks.rank, **facts, timeline=profile(run, Path(task["folder"])))
         run.close()
+
+
+def facts_of(run: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
+    """What a step is of, and what it ran on; the peak, on a CPU that of one rank's threads, by rank 0 alone."""
+    import torch
+
+    from megalite.config.options import padded_vocab_size
+    from megalite.models.flops import train_flops_per_token
+    from megalite.train.memory import memory_there
+    from megalite.train.peak_rates import find_peak
+
+    m, device, size = config.model, run.mesh.device, run.batch_sizes.at(0)
+    padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
+    peak = find_peak(device, run.pipeline.dtype, None, ranks.local_world) if ranks.rank == 0 else None
+    return dict(
+        samples_per_step=size,
+        tokens_per_step=size * run.seq_length,
+        flops_per_step=train_flops_per_token(m, run.seq_length, padded) * size * run.seq_length,
+        peak_tflops=peak.tflops if peak else None,
+        memory_there=memory_there(device),
+        vocab_size=run.vocab_size,
+        devices=ranks.world,
+        threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        torch=torch.__version__,
+    )
 
 
 def profile(run: Any, folder: Path) -> dict[str, float]:
@@ -200,6 +200,15 @@ def hidden(events: list[dict[str, Any]]) -> dict[str, float]:
         running[kind] += change
         since = at
     return {"communication_s": whole / 1e6, "hidden_s": both / 1e6}
+
+
+def limit_memory(size: int | None) -> None:
+    """What this process may hold on a CPU: beyond it memory is out for it alone, before the machine's is."""
+    if size is not None:
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, most))
 
 
 def peak_memory(device: Any) -> int:

@@ -5,9 +5,8 @@
     srun python tools/check_cluster.py                        the same, under SLURM
     python tools/check_cluster.py --nproc 4                   local ranks, started here
 
-Bus bandwidth is what one link must carry whatever the number of ranks: bytes / time x 2 (n - 1) / n for all_reduce,
-(n - 1) / n for all_gather and reduce_scatter, whose bytes are those of the whole tensor, and 1 for broadcast
-(doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests); 2 for messages, which a rank sends and gets one after the other.
+Bus bandwidth is what one link must carry whatever the number of ranks (tools/bench/collectives.py has the factors);
+tools/benchmark_comm.py measures more sizes and kinds, to plan with.
 A collective is as fast as its slowest link, so pairs of ranks tell which one it is: neighbours of the ring, all even
 ones at once, then all odd ones.
 
@@ -22,8 +21,6 @@ import json
 import socket
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, process_group, read_environment  # noqa: E402
 from megalite.parallel.local_ranks import start_local  # noqa: E402
+from tools.bench.collectives import everywhere, over_groups, timed  # noqa: E402
 
-FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1,
-    "message": lambda n: 2,
-}
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
 # GB/s in one direction of one card within a node, from the vendors' data sheets: half of what they call bidirectional
 LINKS = (
     ("B200", 900.0, "NVLink 5"),
@@ -50,8 +42,6 @@ LINKS = (
     ("A100", 300.0, "NVLink 3"),
     ("V100-SXM", 150.0, "NVLink 2"),
 )
-WARM_UP = 2
-Row = dict[str, Any]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -134,7 +124,7 @@ def measure(mesh: Any, device: Any, args: argparse.Namespace) -> dict[str, Any]:
     for axis in (mesh.world, mesh.dp, mesh.tp, mesh.pp):
         if axis.size > 1 and (axis is mesh.world or axis.size < mesh.world.size):  # the same ranks once
             for size in sizes:
-                rows += [over_groups(axis, kind, size, mesh, device, args.times) for kind in FACTORS]
+                rows += [over_groups(axis, kind, size, mesh, args.times) for kind in KINDS]
     of_pairs = pairs(mesh, device, max(sizes), args.times)
     link = expected(mesh, device)
     slow = []
@@ -151,66 +141,6 @@ def measure(mesh: Any, device: Any, args: argparse.Namespace) -> dict[str, Any]:
     found = {"rows": rows, "pairs": of_pairs, "slow": slow}
     best = max(row["median"] for row in rows if row["kind"] == "all_reduce")
     return found | ({"link": f"{link}; all_reduce reaches {best:.3g}"} if link else {})
-
-
-def over_groups(axis: Any, kind: str, size: int, mesh: Any, device: Any, times: int) -> Row:
-    """All groups of an axis at once, as in a run; `least` is the bus bandwidth of the slowest, GB/s."""
-    seconds = everywhere(timed(call_of(kind, axis, size, device), device, times), mesh)
-    rates = [size / s / 1e9 * FACTORS[kind](axis.size) for s in seconds]
-    least = min(rates)
-    return dict(
-        axis=axis.name,
-        size=axis.size,
-        kind=kind,
-        bytes=size,
-        us=1e6 * statistics.median(seconds),
-        median=statistics.median(rates),
-        least=least,
-        slowest=rates.index(least),
-    )
-
-
-def call_of(kind: str, axis: Any, size: int, device: Any) -> Callable[[], Any]:
-    import torch
-    import torch.distributed as dist
-
-    from megalite.parallel import comm
-    from megalite.parallel.self_test import pass_on
-
-    part = torch.zeros(max(1, size // 4 // axis.size), device=device)
-    whole = torch.zeros(len(part) * axis.size, device=device)
-    return {
-        "all_reduce": lambda: dist.all_reduce(whole, group=axis.group),
-        "all_gather": lambda: comm.start_all_gather_into(whole, part, axis).wait(),
-        "reduce_scatter": lambda: comm.start_reduce_scatter_into(part, whole, axis).wait(),
-        "broadcast": lambda: comm.broadcast_(whole, axis),
-        "message": lambda: pass_on(axis, whole, 1),
-    }[kind]
-
-
-def timed(call: Callable[[], Any], device: Any, times: int) -> float:
-    """Seconds of one call: the median of `times`, each with a wait for the device."""
-    from megalite.parallel.streams import synchronize
-
-    took = []
-    for n in range(WARM_UP + times):
-        synchronize(device)
-        begin = time.perf_counter()
-        call()
-        synchronize(device)
-        if n >= WARM_UP:
-            took.append(time.perf_counter() - begin)
-    return statistics.median(took)
-
-
-def everywhere(value: float, mesh: Any) -> list[float]:
-    import torch
-
-    from megalite.parallel.comm import all_reduce_
-
-    table = torch.zeros(mesh.world.size, dtype=torch.float64, device=mesh.device)
-    table[mesh.world.rank] = value
-    return all_reduce_(table, mesh.world).tolist()
 
 
 def pairs(mesh: Any, device: Any, size: int, times: int) -> list[tuple[int, int, float]]:

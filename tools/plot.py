@@ -7,6 +7,8 @@ python tools/plot.py pipeline RUN_DIR --out pipeline.png       measured beside p
 python tools/plot.py loss RUN_DIR [RUN_DIR ...] --out loss.png
 python tools/plot.py agreement RUN_DIR RUN_DIR --out agreement.svg
 
+python tools/plot.py bench DIR --show scaling --out scaling.png   of tools/benchmark.py's --out: mfu, breakdown, scaling
+
 Also steps (learning rate, gradient norm, tokens/s), time, memory, layout. The suffix of --out is the format.
 """
 
@@ -21,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.pipeline.schedule import SCHEDULES, Split, plan  # noqa: E402
 from megalite.pipeline.simulate import draw, simulate  # noqa: E402
-from tools.pictures import curves, pipeline, shares  # noqa: E402
+from tools.pictures import bench, curves, pipeline, shares  # noqa: E402
 from tools.pictures.canvas import NARROW, WIDE, NoMatplotlib, Picture, save  # noqa: E402
 from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
 
@@ -91,6 +93,22 @@ PICTURES: dict[str, tuple[str, Callable[[list[Run]], Picture | None], str | None
 }
 
 
+def of_benchmark(args: argparse.Namespace) -> None:
+    from tools.bench import tables, turns
+
+    try:
+        made = turns.read(args.folder)
+    except (OSError, ValueError) as error:
+        told = f"{args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise SystemExit(f"plot.py: {told}; give what tools/benchmark.py had as --out") from None
+    found = tables.figures(made.rows)
+    found = tables.with_efficiency(found) if made.facts.get("scaling") else found
+    picture = {"mfu": bench.mfu, "breakdown": bench.breakdown, "scaling": bench.scaling}[args.show](found)
+    if picture is None:
+        raise SystemExit(f"plot.py: {args.folder}: no {args.show} was measured there")
+    put(picture, args)
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -117,6 +135,10 @@ def main(argv: list[str]) -> None:
         added = commands.add_parser(name, help=text)
         added.add_argument("run_dirs", nargs=many or 1, metavar="RUN_DIR", type=Path)
         added.set_defaults(run=of_runs, picture=name)
+    two = commands.add_parser("bench", help="a benchmark: MFU by configuration, scaling, what a step is made of")
+    two.add_argument("folder", metavar="DIR", type=Path)
+    two.add_argument("--show", choices=("mfu", "breakdown", "scaling"), default="mfu")
+    two.set_defaults(run=of_benchmark, picture="bench")
     for name, command in commands.choices.items():
         command.add_argument("--out", default=f"{name}.png")
         command.add_argument("--narrow", action="store_true", help="for a column or a telephone")

@@ -4,6 +4,7 @@
 python tools/sweep.py run.toml --lr 1e-4,3e-4,1e-3 --seed 1,2          six runs, in runs/sweep-run
 python tools/sweep.py run.toml --lr 1e-4,3e-4 --nproc 4 --folder out   a flag with one value is every run's
 
+The value "default" leaves the flag out; "full --recompute-method uniform" brings another one with it.
 Each run has a folder, named for what varies, as lr=1e-4,seed=2. Typed again, the same command skips what is done and
 goes on with the rest, from its checkpoints where the file or the command saves some. All combinations are checked
 before the first one starts. Exit codes: 0 all are done; 1 some are not; 2 usage; 130 interrupted.
@@ -28,6 +29,7 @@ from megalite.config.toml import read_toml  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from tools import diff, runs  # noqa: E402
 
+DEFAULT = "default"  # a value: the flag is left out
 OWN = ("--run-dir", "--name", "--load")  # which each run has for itself
 
 
@@ -50,12 +52,21 @@ def lists_of(words: list[str]) -> dict[str, list[str]]:
 
 def combinations(flags: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
     """(the folder's name, flags) of each run."""
-    made = []
+    made: list[tuple[str, list[str]]] = []
     for values in itertools.product(*(given or [""] for given in flags.values())):
         pairs = list(zip(flags, values, strict=True))
         name = ",".join(f"{flag[2:]}={value.replace('/', '_')}" for flag, value in pairs if len(flags[flag]) > 1)
-        made.append((name or "only", [f"{flag}={value}" if value else flag for flag, value in pairs]))
+        made.append((name or "only", [word for flag, value in pairs for word in words_of(flag, value)]))
     return made
+
+
+def words_of(flag: str, value: str) -> list[str]:
+    """
+    >>> words_of("--recompute-granularity", "full --recompute-method uniform"), words_of("--lr", "default")
+    (['--recompute-granularity=full', '--recompute-method', 'uniform'], [])
+    """
+    first, *more = value.split() or [""]
+    return [*([] if first == DEFAULT else [f"{flag}={first}" if first else flag]), *more]
 
 
 def finished(folder: Path, config: Config) -> bool:

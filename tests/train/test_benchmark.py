@@ -42,6 +42,15 @@ def test_parts_sum_up_and_a_failure_costs_one_run(
     (line,) = [line for line in out.splitlines() if line.startswith("rank 0: ")]
     shares = [float(part.split()[-1].rstrip("%")) for part in line.removeprefix("rank 0: ").split(", ")]
     assert len(shares) == 7 and sum(shares) == pytest.approx(100, abs=0.4)
+    found = json.loads(file.read_text())["breakdown"]
+    assert sum(found["shares"].values()) == pytest.approx(1) and f"bound: {found['bound']['by']}: " in out
+
+
+def test_a_limit_of_memory_is_of_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(benchmark, "measure", None)  # is not reached
+    assert benchmark.main([*TINY, "--device", "cuda", "--memory-gib", "2"]) == 2
+    assert "memory_gib=2 is of a CPU; drop it, or use --device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

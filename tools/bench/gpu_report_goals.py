@@ -200,8 +200,8 @@ def markdown(report: dict[str, Any]) -> str:
             failed = [c for c in cases if c["tail"]]
             lines += [line for c in failed for line in ("", f"### {c['name']}", "", "```", *c["tail"], "```")]
     if results.get("nccl", {}).get("rows"):
-        lines += ["", f"## Messages between {results['nccl']['cards']} cards", ""]
-        rows = [[r["kind"], f"{r['bytes'] / 2**20:g}", f"{r['us']:.0f}", f"{r['gb_s']:.1f}", f"{r['bus_gb_s']:.1f}"]
+        lines += ["", f"## Messages between {results['nccl']['ranks']} cards", ""]
+        rows = [[r["kind"], f"{r['bytes'] / 2**20:g}", f"{r['us']:.0f}", f"{r['gb_s']:.1f}", f"{r['median']:.1f}"]
                 for r in results["nccl"]["rows"]]  # fmt: skip
         lines += table(["kind", "MiB", "us", "GB/s", "bus GB/s"], rows)
     for part in ("kernels", "peers"):

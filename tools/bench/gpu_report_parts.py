@@ -46,6 +46,7 @@ TINY_SHAPES = {
 ELEMENTWISE = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
 # few sizes of many kernels: under the checker a test takes tens of seconds
 SANITIZED = "on_a_card and (bfloat16 or 2049) and not attention and not partial and not erf"
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "message")
 FORWARD_AND_BACKWARD = ("forward", "backward")
 Result = dict[str, Any]
 
@@ -105,8 +106,10 @@ def smoke(name: str, limit_s: float, setting: Setting, cards: int = 1) -> Part:
 
 def nccl(limit_s: float, setting: Setting) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
-        more = ["--device", setting.device, "--cards", str(setting.cards), *(["--tiny"] if setting.tiny else [])]
-        return [sys.executable, str(BENCH / "gpu_report_nccl.py"), str(folder / "nccl.json"), *more]
+        least, most = (1 << 12, 1 << 12) if setting.tiny else (1 << 20, 1 << 28)
+        sizes = ["--min-bytes", str(least), "--max-bytes", str(most), "--factor", "16", "--kinds", *KINDS]
+        where = ["--device", setting.device, "--nproc", str(setting.cards), "--json", str(folder / "nccl.json")]
+        return [sys.executable, str(BENCH.parent / "benchmark_comm.py"), *where, *sizes]
 
     return Part("nccl", limit_s, command, lambda folder: load(folder / "nccl.json"))
 

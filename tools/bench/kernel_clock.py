@@ -62,9 +62,9 @@ class Clock:
         return most - after
 
 
-def copy_rate(clock: Clock) -> float:
-    """GB/s of torch's copy of 1 GiB (tiny: 1 MiB), bytes read and written."""
-    size = 1 << (20 if clock.tiny else 30)
+def copy_rate(clock: Clock, size: int | None = None) -> float:
+    """GB/s of torch's copy of `size` bytes (1 GiB; tiny: 1 MiB), bytes read and written."""
+    size = size or 1 << (20 if clock.tiny else 30)
     a, b = (torch.ones(size, dtype=torch.int8, device=clock.device) for _ in range(2))
     return 2 * size / statistics.median(clock(lambda: b.copy_(a))) / 1e3
 

@@ -24,9 +24,10 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
 
     from megalite.parallel.launch import process_group
     from megalite.train.run import choose_device
-    from tools.benchmark_rank import peak_memory, write
+    from tools.benchmark_rank import limit_memory, peak_memory, write
 
     config, _ = cli.read(task["flags"], PRESETS)
+    limit_memory(task.get("memory_bytes"))
     m, t = config.model, config.train
     assert m.seq_length and t.micro_batch_size and t.global_batch_size and config.data.vocab_size
     _, kind, *way = task["contender"].split()

@@ -1,0 +1,119 @@
+"""tools/benchmark_comm.py: bandwidths as nccl-tests counts them, links fitted to times, every group of a layout."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import benchmark_comm
+from tools.bench.collectives import bandwidths, fit
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def bench(*flags: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "tools" / "benchmark_comm.py"), "--device", "cpu", *flags]
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "bus"),
+    [
+        # doc/PERFORMANCE.md of nccl-tests, for 16 MB in 2 ms: 8 GB/s of the algorithm
+        ("all_reduce", 2, 8.0),
+        ("all_reduce", 8, 14.0),
+        ("all_gather", 4, 6.0),
+        ("reduce_scatter", 8, 7.0),
+        ("all_to_all", 2, 4.0),
+        ("broadcast", 8, 8.0),
+        ("message", 2, 16.0),
+    ],
+)
+def test_bandwidths_are_those_of_nccl_tests(kind: str, ranks: int, bus: float) -> None:
+    assert bandwidths(kind, 16_000_000, ranks, 0.002) == (8.0, pytest.approx(bus))
+
+
+def test_latency_and_rate_come_back_from_times_with_noise() -> None:
+    sizes = [1 << n for n in range(10, 27, 2)]
+    noise = [1.02, 0.97, 1.01, 1.03, 0.98, 1.0, 0.99, 1.02, 0.98]
+    latency, rate = fit([(n, (2e-5 + n / 4e10) * f) for n, f in zip(sizes, noise, strict=True)])
+    assert latency == pytest.approx(2e-5, rel=0.05) and rate == pytest.approx(4e10, rel=0.05)
+    assert fit([(1000, 1e-3)]) == (1e-3, 1e6)  # of one size: what is known
+    latency, rate = fit([(1000, 1.0), (10_000_000, 0.5)])  # a slope that cannot be
+    assert (latency, rate) == (1.0, 2e7)
+
+
+def test_links_are_told_apart_by_where_ranks_are() -> None:
+    rows = [
+        {"axis": axis, "size": 2, "kind": "message", "groups": groups, "bytes": n, "us": 2e6 * (latency + n / rate)}
+        for axis, latency, rate in (("tp", 1e-6, 4e11), ("dp", 1e-5, 4e10), ("pp", 2e-5, 2e10), ("world", 1e-4, 1e9))
+        for groups in ("all", "one")
+        for n in (1024, 1 << 26)
+    ]
+    links = benchmark_comm.links_of(rows, dict(tp=True, dp=False, pp=False, world=False))
+    assert links["inside"]["bytes_per_s"] == pytest.approx(4e11)
+    assert links["between"]["bytes_per_s"] == pytest.approx(2e10) and links["between"]["latency_s"] == pytest.approx(
+        2e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--nproc", "0"], "--nproc, --times and sizes of axes are at least 1"),
+        (["--factor", "1"], "--factor 1 is below 2; sizes must grow"),
+        (["--min-bytes", "2"], "--min-bytes 2 is below 4, one number"),
+        (["--max-bytes", "8"], "--max-bytes 8 is below --min-bytes"),
+        (
+            ["--json", "/no/such/folder/x"],
+            "--json /no/such/folder/x cannot be written: its folder does not exist; make it",
+        ),
+        (["--nproc", "4", "--tensor-model-parallel-size", "3"], "world size 4 is not a multiple of tp 3"),
+        (["--nproc", "1", "--device", "cpu"], "one rank has nobody to exchange with; give --nproc 2 or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = benchmark_comm.main(words)
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> None:
+    files = [str(tmp_path / "found.json"), str(tmp_path / "found.csv")]
+    sizes = ["--min-bytes", "1024", "--max-bytes", "20000", "--factor", "16", "--times", "2"]
+    done = bench("--nproc", "2", *sizes, "--json", files[0], "--csv", files[1])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(Path(files[0]).read_text())
+    assert found["complete"] and found["ranks"] == 2 and len(found["hosts"]) == 2
+    kinds = [(row["axis"], row["kind"], row["bytes"]) for row in found["rows"]]
+    assert kinds == [("dp", kind, size) for kind in benchmark_comm.KINDS for size in (1024, 16384)]
+    link = found["links"]["inside"]
+    assert found["links"]["axes"]["dp"] == link and min(link.values()) > 0 and "between" not in found["links"]
+    rows = list(csv.DictReader(Path(files[1]).read_text().splitlines()))
+    assert [float(row["us"]) for row in rows] == [row["us"] for row in found["rows"]]
+    assert done.stdout.count("all_to_all") == 2 and "[inside]\ngb_per_s = " in done.stdout
+
+
+@pytest.mark.long
+def test_groups_work_at_once_and_one_alone() -> None:
+    sizes = ["--min-bytes", "1024", "--max-bytes", "1024", "--times", "2", "--kinds", "all_reduce", "--alone"]
+    done = bench("--nproc", "4", *sizes, "--tensor-model-parallel-size", "2")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split()[:4] for line in done.stdout.splitlines()[1:] if line]
+    assert lines == [
+        ["tp", "2", "all", "all_reduce"],
+        ["tp", "2", "one", "all_reduce"],
+        ["dp", "2", "all", "all_reduce"],
+        ["dp", "2", "one", "all_reduce"],
+        ["world", "4", "all", "all_reduce"],
+    ]

@@ -1,0 +1,370 @@
+"""tools/benchmark.py over many combinations: rows of every kind, what goes on, what a step loses, files and pictures."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config import cli
+from megalite.config.options import ConfigError
+from megalite.models.families import PRESETS
+from megalite.models.flops import head_flops, layer_flops
+from megalite.train.arrangement import Arrangement, arrange
+from tools import benchmark, plot
+from tools.bench import tables
+from tools.bench.advice import advise
+from tools.bench.breakdown import LOST, break_down, least_traffic, lost, shares
+from tools.bench.turns import OtherBenchmark, Row, Table, combinations_of, read
+from tools.pictures import bench
+
+TINY = """--num-layers 4 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --vocab-size 60 --seq-length 8
+ --micro-batch-size 1 --device cpu --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --hidden-dropout 0 --attention-dropout 0""".split()
+FLAGS = [*benchmark.RUN.split(), "--global-batch-size", "8", *TINY]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def plan(world: int, *words: str) -> Arrangement:
+    return arrange(cli.read([*FLAGS, *words], PRESETS)[0], world, 60)
+
+
+def run(parts: dict[str, float], axes: dict[str, float] | None = None, ranks: int = 1, **more: Any) -> dict[str, Any]:
+    """As benchmark.measure returns it; all ranks alike."""
+    whole = dict.fromkeys(("data", "forward", "backward", "optimizer", "communication", "idle", "other"), 0.0) | parts
+    made: dict[str, Any] = dict(parts=[whole] * ranks, axes=[axes or {}] * ranks, step_s=2.0, samples_per_step=8)
+    made |= dict(flops_per_step=4e12, peak_tflops=4.0, devices=ranks, device="CPU", memory=2 << 30, vocab_size=60)
+    return made | dict(memory_there=8 << 30, copy_bytes_per_s=1e10) | more
+
+
+# ---- what is measured
+
+
+def test_lists_make_every_combination() -> None:
+    sweeps = ["micro_batch_size=1,2", "recompute-granularity=default,full --recompute-method uniform"]
+    made = list(combinations_of(sweeps, [2]))
+    assert [words for _, words, _ in made] == [
+        ["--micro-batch-size=1"],
+        ["--micro-batch-size=1", "--recompute-granularity=full", "--recompute-method", "uniform"],
+        ["--micro-batch-size=2"],
+        ["--micro-batch-size=2", "--recompute-granularity=full", "--recompute-method", "uniform"],
+    ]
+    assert Row(made[1][0], "megalite", [], 2).label == "micro-batch 1, recompute full"
+    assert [(values["ranks"], nproc) for values, _, nproc in combinations_of([], [1, 2])] == [("1", 1), ("2", 2)]
+    with pytest.raises(ConfigError, match="--lr is given twice"):
+        list(combinations_of(["lr=1", "lr=2"], [1]))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--nproc", "1,2"], "nproc=[1, 2] is several numbers of ranks; give --scaling weak or strong, or one number"),
+        (["--scaling", "weak"], "scaling=weak needs several numbers of ranks; give --nproc 1,2,4"),
+        (["--sweep", "lr=1,2", "--json", "x"], "json=x is of one combination; give --out DIR"),
+        (["--out", "x"], "out=x is of --sweep and --scaling; give one of them, or --json FILE"),
+        (["--memory-gib", "-1"], "memory-gib, price-per-hour and timeout are above 0"),
+        (["--sweep", "no-such-flag=1,2"], "unknown flag --no-such-flag"),
+        (["--sweep", "micro-batch-size=3,5"], "global_batch_size=8 is not a multiple of micro_batch_size 3"),
+        (["--sweep", "lr=1,2", "--out", "/proc/x"], "--out /proc/x cannot be written"),
+        (["--peer", "megatron-core"], "peer=megatron-core: nobody has tried how it runs here"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "measure", None)  # is not reached
+    try:
+        code = benchmark.main([*TINY, *words])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 2 and text in capsys.readouterr().err
+
+
+def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None:
+    from tools.bench.matrix import rows_of
+
+    def batches(how: str) -> list[int | None]:
+        options, rest = benchmark.parse(["--nproc", "1,2,4", "--scaling", how, *FLAGS])
+        return [cli.read(row.flags, PRESETS)[0].train.global_batch_size for row in rows_of(options, rest)]
+
+    assert batches("weak") == [8, 16, 32] and batches("strong") == [8, 8, 8]
+
+
+def test_an_interrupted_sweep_says_so_and_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends: list[Any] = [run({"forward": 0.5, "backward": 0.5}), KeyboardInterrupt()]
+
+    def measure(*_: Any) -> dict[str, Any]:
+        if isinstance(end := ends.pop(0), KeyboardInterrupt):
+            raise end
+        return end
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    line = ["--sweep", "micro-batch-size=1,2,4", "--out", str(tmp_path / "new" / "folder"), *TINY]
+    assert benchmark.main(line) == 130
+    out, err = capsys.readouterr()
+    assert "interrupted; the same command goes on" in err and "1 of 3: micro-batch 2, megalite" in err
+    assert "micro-batch 1" in out and "advice: " in out
+    made = json.loads((tmp_path / "new" / "folder" / "bench.json").read_text())
+    assert not made["complete"] and [row["status"] for row in made["rows"]] == ["ok", "waiting", "waiting"]
+
+
+# ---- how it ended
+
+
+def test_each_end_of_a_run_is_a_row_of_its_kind() -> None:
+    ends = {
+        "out of memory": [
+            {"error": "x", "stderr": "DefaultCPUAllocator: can't allocate memory: you tried", "status": "failed (1)"},
+            {
+                "error": "x",
+                "stderr": "rank 1 ended by signal SIGKILL; ending the others",
+                "status": "failed (exit code 137)",
+            },
+        ],
+        "out of time": [{"error": "x", "stderr": "MemoryError in a trace", "status": "out of time"}],
+        "failed": [{"error": "x", "stderr": "KernelError: no triton", "status": "failed (exit code 1)"}],
+    }
+    for status, results in ends.items():
+        for result in results:
+            row = Row({}, "megalite", [], 1)
+            row.take(result, 7.0)
+            assert (row.status, row.reason, row.wants(0), row.wants(1)) == (status, "x", False, False)
+
+
+def test_finished_rows_are_taken_over_and_others_go_on(tmp_path: Path) -> None:
+    facts = {"flags": ["a"], "steps": 2, "warmup": 1, "memory_gib": None, "machine": "m", "torch": "t"}
+
+    def rows() -> list[Row]:
+        return [Row({"x": str(n)}, "megalite", ["a", str(n)], 1) for n in range(6)]
+
+    first = Table(facts, rows(), tmp_path)
+    first.rows[0].take(run({"forward": 1.0}), 5.0)
+    for n, status in enumerate(("failed", "out of memory", "out of time", "refused"), 1):
+        first.rows[n].status, first.rows[n].seconds = status, 5.0
+    first.save(False)
+    again = Table(facts, rows()[1:], tmp_path)
+    assert again.resume(timeout=5.0) == 2  # what was out of memory, or of as much time
+    assert [row.status for row in again.rows] == ["waiting", "out of memory", "out of time", "waiting", "waiting", "ok"]
+    assert not again.rows[5].wants(0) and again.rows[5].wants(1)  # a turn more is a run more
+    more = Table(facts, rows(), tmp_path)
+    more.resume(timeout=6.0)
+    assert more.rows[3].status == "waiting"
+    with pytest.raises(OtherBenchmark, match=r"another steps, torch of the figures in .*; give another --out"):
+        Table({**facts, "steps": 3, "torch": "u"}, rows(), tmp_path).resume(5.0)
+    (tmp_path / "bench.json").write_text('{"rows": [{"no": 1}]}')
+    with pytest.raises(OtherBenchmark, match="is damaged"):
+        again.resume(5.0)
+
+
+# ---- where a step went
+
+
+def test_shares_and_losses_sum_to_1() -> None:
+    parts = {
+        "data": 0.1,
+        "forward": 0.5,
+        "backward": 0.9,
+        "optimizer": 0.1,
+        "communication": 0.3,
+        "idle": 0.05,
+        "other": 0.05,
+    }
+    one = run(parts, {"tp": 0.2, "dp": 0.1}, ranks=2)
+    of = shares(one)
+    assert sum(of.values()) == pytest.approx(1) and of["tp"] == pytest.approx(0.1) and "communication" not in of
+    found = break_down(one, plan(2, "--tensor-model-parallel-size", "2"), 4.0, price_per_hour=3.6)
+    assert found["mfu"] == pytest.approx(4e12 / 2.0 / 4e12 / 2)
+    assert found["mfu"] + sum(found["lost"].values()) == pytest.approx(1) and set(found["lost"]) == set(LOST)
+    assert found["lost"]["ranks"] == pytest.approx(0.025) and found["lost"]["kernels"] == pytest.approx(0.7 - 0.25)
+    assert found["efficiency"] == pytest.approx(
+        dict(
+            gpu_utilization=0.75,
+            memory_utilization=0.25,
+            samples_per_s=4.0,
+            cost_per_sample=0.0005,
+            data_time=0.05,
+            forward_time=0.25,
+            backward_time=0.45,
+            communication_time=0.15,
+        )
+    )
+    assert lost(of, 0.71, plan(2, "--tensor-model-parallel-size", "2")) is None  # more than it computed in that time
+    assert break_down(one, plan(2), None)["lost"] is None  # no peak is known
+
+
+def test_idle_time_is_the_planned_bubble_and_then_messages() -> None:
+    made = plan(2, "--pipeline-model-parallel-size", "2")
+    assert 0.05 < made.bubble < 0.3
+    for idle in (0.04, 0.6):
+        of = shares(run({"forward": 0.5 - idle / 2, "backward": 0.5 - idle / 2, "idle": idle}, ranks=2))
+        found = lost(of, 0.01, made)
+        assert found is not None and found["bubble"] == pytest.approx(min(idle, made.bubble))
+        assert found["bubble"] + found["pp"] == pytest.approx(idle)
+
+
+def test_what_is_computed_again_is_no_loss_of_kernels() -> None:
+    made = plan(1, "--recompute-granularity", "full", "--recompute-method", "uniform")
+    m = made.config.model
+    layers, head = m.num_layers * layer_flops(m, 8), head_flops(m, made.padded_vocab)
+    expected = layers / (3 * (layers + head) + layers)  # a forward more of all layers, of what is computed
+    found = lost(shares(run({"forward": 0.3, "backward": 0.7})), 0.2, made)
+    assert found is not None and found["recompute"] == pytest.approx(expected)
+    assert found["kernels"] == pytest.approx(0.8 - expected)
+
+
+def test_the_bound_has_evidence() -> None:
+    made = plan(1)
+    computing = {"forward": 0.4, "backward": 0.6}
+    assert break_down(run(computing), made, 4.0)["bound"]["by"] == "compute"
+    slow = least_traffic(made) / 1.8  # bytes/s at which memory takes 90 % of 2 s, where matmuls take half of it
+    found = break_down(run(computing, copy_bytes_per_s=slow), made, 4.0)["bound"]
+    assert found["by"] == "memory" and "90.0%" in found["evidence"] and "50.0% at the peak" in found["evidence"]
+    assert break_down(run({"forward": 0.3, "data": 0.7}), made, 40.0)["bound"]["by"] == "data"
+    waits = run({"forward": 0.3, "communication": 0.7}, {"dp": 0.7}, ranks=2)
+    assert break_down(waits, plan(2), 40.0)["bound"]["by"] == "network"
+
+
+def test_advice_is_computed() -> None:
+    nothing = dict.fromkeys(LOST, 0.0)
+    one = run({"forward": 0.5, "backward": 0.5}, ranks=2)
+    assert advise(nothing | {"dp": 0.25, "kernels": 0.5}, one, plan(2)) == (
+        "sums of gradients and gathers of weights take 25.0%, once per step: with twice the micro-batches "
+        "(--global-batch-size 16) 14.3%"  # 0.25 of 1 + 0.75
+    )
+    words = ["--pipeline-model-parallel-size", "2"]
+    twice, split = plan(2, *words, "--global-batch-size", "16"), plan(2, *words, "--split-backward")
+    told = advise(nothing | {"bubble": 0.2}, one, plan(2, *words))
+    assert f"(--global-batch-size 16) {twice.bubble:.1%}, with --split-backward {split.bubble:.1%}" in told
+    assert "--num-virtual-stages-per-pipeline-rank 2" in told
+    told = advise(nothing | {"tp": 0.5}, one, plan(2, "--tensor-model-parallel-size", "2"))
+    assert told.startswith("exposed messages of tp take 50.0% of a step: with tp 1 and dp 2 a rank holds")
+    assert "does not fit" not in told and "of 4.0 GiB" in told
+    assert "does not fit" in advise(
+        nothing | {"tp": 0.5}, one | {"memory_there": 100}, plan(2, *words[:0], "--tensor-model-parallel-size", "2")
+    )
+    assert "takes 1000 without" in advise(nothing | {"data": 0.5}, one, plan(2))
+    slow = {**one, "parts": [one["parts"][0], {**one["parts"][0], "forward": 1.5}]}
+    assert "rank 1 computes 33.3% longer" in advise(nothing | {"ranks": 0.5}, slow, plan(2))  # 2 of a mean of 1.5
+    full = plan(1, "--recompute-granularity", "full", "--recompute-method", "uniform")
+    assert "without it a rank holds" in advise(nothing | {"recompute": 0.2}, run({"forward": 1.0}), full)
+    assert "with --micro-batch-size 2" in advise(nothing | {"kernels": 0.9}, run({"forward": 1.0}), plan(1))
+
+
+# ---- files and pictures
+
+
+def measured_table(folder: Path) -> Table:
+    rows = [Row({"ranks": str(n), "micro-batch-size": "1"}, "megalite", FLAGS, n) for n in (1, 2)]
+    rows += [Row({"ranks": str(n), "micro-batch-size": "1"}, "transformers fp32", FLAGS, n) for n in (1, 2)]
+    for row in rows:
+        for step in (2.0, 1.0, 1.5):
+            row.take(run({"forward": 0.6, "backward": 0.4}, ranks=row.nproc, step_s=step), 9.0)
+    rows[3].take({"error": "no room", "stderr": "MemoryError", "status": "failed"}, 9.0)
+    rows.append(
+        Row({"ranks": "2", "micro-batch-size": "64"}, "megalite", FLAGS, 2, status="refused", reason="too large")
+    )
+    made = Table({"scaling": "strong"}, rows, folder)
+    made.save(True)
+    return made
+
+
+def test_figures_are_medians_with_their_spread_and_efficiency(tmp_path: Path) -> None:
+    found = tables.with_efficiency(tables.figures(read_back(tmp_path).rows))
+    first, second, *_, last = found
+    tokens = 8 * 8
+    assert [first[f"tokens_per_s{end}"] for end in tables.SPREAD] == [tokens / 1.5, tokens / 2.0, tokens / 1.0]
+    assert first["efficiency"] == 1.0 and second["efficiency"] == pytest.approx(0.5)  # as fast, with twice the ranks
+    assert found[2]["mfu"] == first["mfu"] and "breakdown" not in found[2]  # of the peer, by the same peak
+    assert last["status"] == "refused" and "tokens_per_s" not in last
+    text = tables.text_table(found)
+    assert "ranks 2, micro-batch 64, megalite: refused: too large" in text and "out of memory: no room" in text
+    tables.write_csv(found, tmp_path / "bench.csv")
+    lines = list(csv.DictReader((tmp_path / "bench.csv").read_text().splitlines()))
+    assert [line["micro-batch-size"] for line in lines] == ["1"] * 4 + ["64"] and lines[4]["status"] == "refused"
+    shares_of = [float(lines[0][name]) for name in lines[0] if name.startswith("share_")]
+    lost_of = [float(lines[0][name]) for name in lines[0] if name.startswith("lost_") and lines[0][name]]
+    assert sum(shares_of) == pytest.approx(1) and sum(lost_of) == pytest.approx(1 - first["breakdown"]["mfu"])
+
+
+def read_back(folder: Path) -> Table:
+    made = measured_table(folder)
+    again = read(folder)
+    assert [row.identity for row in again.rows] == [row.identity for row in made.rows]
+    return again
+
+
+def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured_table(tmp_path)
+    for show in ("mfu", "breakdown", "scaling"):
+        for more in ([], ["--narrow"]):
+            plot.main(["bench", str(tmp_path), "--show", show, "--out", str(tmp_path / "x.png"), *more])
+            assert (tmp_path / "x.png").read_bytes().startswith(PNG)
+    plot.main(["bench", str(tmp_path), "--out", str(tmp_path / "x.svg")])
+    drawn = (tmp_path / "x.svg").read_text()
+    assert "tokens/s" in drawn and "refused" in drawn and "then out of memory" in drawn
+    nothing = tables.figures([Row({}, "megalite", FLAGS, 1)])
+    assert bench.pictures(nothing) == []
+    with pytest.raises(SystemExit, match="No such file.*; give what tools/benchmark.py had as --out"):
+        plot.main(["bench", str(tmp_path / "none")])
+    (tmp_path / "bench.json").write_text("[]")
+    with pytest.raises(SystemExit, match="is no benchmark"):
+        plot.main(["bench", str(tmp_path)])
+
+
+# ---- the whole, in processes
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, begun = benchmark.measure, []
+
+    def measure(name: str, *rest: Any) -> dict[str, Any]:
+        begun.append(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    huge = "2 --hidden-size 8192 --ffn-hidden-size 65536 --num-attention-heads 2"
+    line = ["--steps", "2", "--warmup", "1", "--repeats", "2", "--out", str(tmp_path), "--memory-gib", "4"]
+    line += ["--sweep", f"micro-batch-size=1,3,{huge}", *TINY]
+    assert benchmark.main(line) == 0
+    assert len(begun) == 3  # twice what fits, once what does not, never what is refused
+    rows = read(tmp_path).rows
+    assert [row.status for row in rows] == ["ok", "refused", "out of memory"] and len(rows[0].runs) == 2
+    made = json.loads((tmp_path / "bench.json").read_text())
+    assert made["complete"] and sum(made["figures"][0]["breakdown"]["shares"].values()) == pytest.approx(1)
+    for name in ("mfu", "breakdown"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+    begun.clear()
+    assert benchmark.main(line) == 0 and begun == []
+    assert benchmark.main([word if word != "2" else "3" for word in line[:6]] + line[6:]) == 2  # other steps
+    assert "another steps of the figures" in capsys.readouterr().err
+    line[line.index("--repeats") + 1] = "3"
+    assert benchmark.main(line) == 0 and begun == ["megalite"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_scaling_in_processes_has_ranks_efficiency_and_the_axis_of_messages(tmp_path: Path) -> None:
+    line = ["--steps", "2", "--warmup", "1", "--repeats", "1", "--nproc", "1,2", "--scaling", "weak"]
+    assert benchmark.main([*line, "--out", str(tmp_path), "--peer", "transformers", *TINY]) == 0
+    made = json.loads((tmp_path / "bench.json").read_text())
+    told = {(one["contender"], one["ranks"]): one for one in made["figures"]}
+    assert [*told] == [
+        *[("megalite", 1), ("transformers fp32", 1)],
+        *[("megalite", 2), ("transformers fp32 ddp", 2), ("transformers fp32 fsdp2", 2)],
+    ]
+    assert told["megalite", 1]["efficiency"] == 1.0
+    fewest, ddp = told["transformers fp32", 1], told["transformers fp32 ddp", 2]
+    assert ddp["efficiency"] == pytest.approx(ddp["tokens_per_s"] / 2 / fewest["tokens_per_s"])
+    dp = told["megalite", 2]["breakdown"]["shares"]
+    assert dp["dp"] > 0 and "tp" not in dp and sum(dp.values()) == pytest.approx(1)
+    assert {row["environment"].get("OMP_NUM_THREADS") for row in made["rows"]} <= {"1", "2", "4", None}
+    assert (tmp_path / "scaling.png").read_bytes().startswith(PNG)

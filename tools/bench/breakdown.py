@@ -1,0 +1,138 @@
+"""Where a measured step went, in shares that sum to 1: its parts, what it lost of the peak, and what it is bound by.
+
+    MFU + bubble + tp + cp + dp + pp + ranks + data + optimizer + recompute + kernels + other = 1
+
+Waits are as measured, means over the ranks. In a pipeline a rank waits for messages: as long as the plan says that it
+idles (Arrangement.bubble, by FLOPs) that is the bubble, the rest is pp: messages, and stages that are slower than
+planned. Without one, ranks wait for the slowest at the step's agreement. Forward and backward are MFU, the share of
+their FLOPs that computes again (recompute), and what they miss of the peak (kernels).
+
+A step is bound by what takes the most of it: exposed communication (network), the wait for tokens (data), or its
+computation; that by compute, or by memory where the least that a rank must move to and from its memory takes longer at
+the rate of a copy than its FLOPs do at the peak.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.models.flops import stage_flops, train_flops_per_token
+from megalite.train.arrangement import Arrangement
+
+WAITS = ("tp", "cp", "dp", "pp")
+LOST = ("bubble", *WAITS, "ranks", "data", "optimizer", "recompute", "kernels", "other")
+Measured = Mapping[str, Any]  # a run, as tools/benchmark.py: measure returns it
+
+
+def shares(run: Measured) -> dict[str, float]:
+    """Of a step, means over the ranks; communication by axis. Their sum is 1."""
+    total = sum(sum(parts.values()) for parts in run["parts"])
+    found: dict[str, float] = {}
+    for parts, axes in zip(run["parts"], run["axes"], strict=True):
+        for name, seconds in (*parts.items(), *axes.items()):
+            found[name] = found.get(name, 0.0) + seconds / total
+    del found["communication"]
+    return found
+
+
+def lost(of: Mapping[str, float], mfu: float, made: Arrangement) -> dict[str, float] | None:
+    """What keeps the MFU from 1, by LOST. None where forward and backward have more FLOPs than the peak allows: it was
+    measured while the machine was busy."""
+    computing, idle = of["forward"] + of["backward"], of["idle"]
+    again = again_flops(made)
+    found: dict[str, float] = {name: 0.0 for name in LOST}
+    for axis in WAITS:
+        found[axis] = of.get(axis, 0.0)
+    if made.pp > 1:
+        found["bubble"] = min(idle, made.bubble)
+        found["pp"] += idle - found["bubble"]
+    else:
+        found["ranks"] = idle
+    found["recompute"] = computing * again / (1 + again)
+    found |= {name: of[name] for name in ("data", "optimizer", "other")}
+    found["kernels"] = computing - found["recompute"] - mfu
+    return None if found["kernels"] < 0 else found
+
+
+def again_flops(made: Arrangement) -> float:
+    """What is computed again, as a multiple of the model's FLOPs."""
+    m, (_, *how) = made.config.model, made.recompute
+
+    def backward(recompute: Any) -> float:
+        return sum(stage_flops(m, layers, None, recompute, m.seq_length)[1] for layers in made.counts)
+
+    plain = train_flops_per_token(m, m.seq_length, made.padded_vocab)
+    return (backward(made.recompute) - backward((None, *how))) / plain
+
+
+def least_traffic(made: Arrangement) -> float:
+    """Bytes that a rank at least reads and writes in a step, mean over the pipeline: weights and gradients for each
+    micro-batch (read by forward and backward; read and written), what a forward keeps (written and read), and once
+    what the optimizer holds."""
+    kept = sum(held for held, _ in made.held) / made.cp
+
+    def mean(name: str) -> float:
+        return statistics.mean(getattr(holding, name) for holding in made.holdings)
+
+    each = 2 * mean("weights") + 2 * mean("gradients") + 2 * kept / made.pp
+    return made.microbatches * each + 2 * mean("optimizer") + mean("gradients") + mean("weights")
+
+
+def bound(of: Mapping[str, float], run: Measured, mfu: float | None, made: Arrangement) -> dict[str, Any]:
+    """`by`: compute, memory, network or data; `shares` of a step, of compute and memory the least; `evidence`."""
+    network = sum(of.get(axis, 0.0) for axis in WAITS)
+    network += max(0.0, of["idle"] - made.bubble) if made.pp > 1 else 0.0
+    computing = of["forward"] + of["backward"] + of["optimizer"]
+    known = {"network": network, "data": of["data"]}
+    if mfu is not None:
+        known["compute"] = mfu * (1 + again_flops(made))
+    if rate := run.get("copy_bytes_per_s"):
+        known["memory"] = least_traffic(made) / rate / run["step_s"]
+    by = "compute" if known.get("compute", 1.0) >= known.get("memory", 0.0) else "memory"
+    by = max({by: computing, "network": network, "data": of["data"]}.items(), key=lambda one: one[1])[0]
+    words = {
+        "compute": "its matmuls would take {:.1%} at the peak",
+        "memory": f"its least memory traffic {{:.1%}} at {(rate or 0) / 1e9:.3g} GB/s",
+        "network": "exposed messages take {:.1%}",
+        "data": "the wait for tokens {:.1%}",
+    }
+    told = [text.format(known[name]) for name, text in words.items() if name in known]
+    return {"by": by, "shares": known, "evidence": ", ".join([f"computing takes {computing:.1%} of a step", *told])}
+
+
+def efficiency(of: Mapping[str, float], run: Measured, price_per_hour: float | None) -> dict[str, float | None]:
+    """The eight figures of a training's efficiency. gpu_utilization: share of a step in which devices compute.
+    cost_per_sample: in the currency of the price of one device."""
+    samples = run["samples_per_step"] / run["step_s"]
+    machines = run["devices"] if run["device"] != "CPU" else 1
+    cost = None if price_per_hour is None else price_per_hour * run["devices"] / 3600 / samples
+    return {
+        "gpu_utilization": of["forward"] + of["backward"] + of["optimizer"],
+        "memory_utilization": run["memory"] / (machines * run["memory_there"]),
+        "samples_per_s": samples,
+        "cost_per_sample": cost,
+        "data_time": of["data"],
+        "forward_time": of["forward"],
+        "backward_time": of["backward"],
+        "communication_time": sum(of.get(axis, 0.0) for axis in WAITS),
+    }
+
+
+def mfu_of(run: Measured, step_s: float, peak_tflops: float | None) -> float | None:
+    """Model FLOPs per second over the dense peak of all devices."""
+    return run["flops_per_step"] / step_s / 1e12 / peak_tflops / run["devices"] if peak_tflops else None
+
+
+def break_down(
+    run: Measured, made: Arrangement, peak_tflops: float | None, price_per_hour: float | None = None
+) -> dict[str, Any]:
+    """All of it, with one sentence of advice, as JSON has it."""
+    from tools.bench.advice import advise
+
+    of, mfu = shares(run), mfu_of(run, run["step_s"], peak_tflops)
+    gone = None if mfu is None else lost(of, mfu, made)
+    told: dict[str, Any] = {"shares": of, "mfu": mfu, "lost": gone, "bound": bound(of, run, mfu, made)}
+    told["efficiency"] = efficiency(of, run, price_per_hour)
+    return told | {"advice": advise(gone or lost(of, 0.0, made) or {}, run, made)}

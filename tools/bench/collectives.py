@@ -1,0 +1,147 @@
+"""Times of collectives over the groups of a mesh: what tools/check_cluster.py and tools/benchmark_comm.py measure.
+
+Algorithm bandwidth is bytes / time, where bytes are those of the whole tensor. Bus bandwidth is what one link must
+carry whatever the number of ranks n, so that it can be held against the hardware's: algorithm bandwidth times
+
+    all_reduce 2 (n - 1) / n      all_gather, reduce_scatter, all_to_all (n - 1) / n      broadcast 1      message 2
+
+(doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests). message: every rank sends to the next of the ring and gets from
+the one before, one after the other as stages of a pipeline do: one direction takes half of its time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+    "message": lambda n: 2,
+}
+WARM_UP = 2
+Row = dict[str, Any]
+
+
+def bandwidths(kind: str, size: int, ranks: int, seconds: float) -> tuple[float, float]:
+    """Of the algorithm and of the bus, GB/s (10^9 bytes), of `size` bytes over `ranks` ranks.
+
+    >>> bandwidths("all_reduce", 8_000_000, 4, 0.002)
+    (4.0, 6.0)
+    >>> bandwidths("all_gather", 8_000_000, 4, 0.002)
+    (4.0, 3.0)
+    """
+    rate = size / seconds / 1e9
+    return rate, rate * FACTORS[kind](ranks)
+
+
+def over_groups(axis: Any, kind: str, size: int, mesh: Any, times: int, alone: bool = False) -> Row:
+    """All groups of an axis at once, as in a run, or only that of rank 0; collective over the world.
+
+    us, gb_s, median    time, algorithm and bus bandwidth of the median rank
+    least, slowest      bus bandwidth of the slowest rank, and which one that is
+    """
+    works = not alone or 0 in axis.ranks
+    call = call_of(kind, axis, size, mesh.device)
+    everywhere(0.0, mesh)  # nobody begins while others still measure what was before
+    mine = timed(call, mesh.device, times) if works else 0.0
+    everyone = everywhere(mine, mesh)
+    took = {rank: seconds for rank, seconds in enumerate(everyone) if seconds > 0}
+    seconds = statistics.median(took.values())
+    slowest = max(took, key=lambda rank: took[rank])
+    rate, bus = bandwidths(kind, size, axis.size, seconds)
+    return dict(
+        axis=axis.name,
+        size=axis.size,
+        kind=kind,
+        bytes=size,
+        us=1e6 * seconds,
+        gb_s=rate,
+        median=bus,
+        least=bandwidths(kind, size, axis.size, took[slowest])[1],
+        slowest=slowest,
+    )
+
+
+def call_of(kind: str, axis: Any, size: int, device: Any) -> Callable[[], Any]:
+    """What does it once with `size` bytes in fp32, through the functions that a step uses."""
+    import torch
+    import torch.distributed as dist
+
+    from megalite.parallel import comm
+    from megalite.parallel.self_test import pass_on
+
+    part = torch.zeros(max(1, size // 4 // axis.size), device=device)
+    whole = torch.zeros(len(part) * axis.size, device=device)
+    other = torch.empty_like(whole)
+    return {
+        "all_reduce": lambda: comm.all_reduce_(whole, axis),
+        "all_gather": lambda: comm.start_all_gather_into(whole, part, axis).wait(),
+        "reduce_scatter": lambda: comm.start_reduce_scatter_into(part, whole, axis).wait(),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=axis.group),
+        "broadcast": lambda: comm.broadcast_(whole, axis),
+        "message": lambda: pass_on(axis, whole, 1),
+    }[kind]
+
+
+def timed(call: Callable[[], Any], device: Any, times: int) -> float:
+    """Seconds of one call: the median of `times`, each with a wait for the device."""
+    from megalite.parallel.streams import synchronize
+
+    took = []
+    for n in range(WARM_UP + times):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        synchronize(device)
+        if n >= WARM_UP:
+            took.append(time.perf_counter() - begin)
+    return statistics.median(took)
+
+
+def everywhere(value: float, mesh: Any) -> list[float]:
+    """`value` of every rank, by rank."""
+    import torch
+
+    from megalite.parallel.comm import all_reduce_
+
+    table = torch.zeros(mesh.world.size, dtype=torch.float64, device=mesh.device)
+    table[mesh.world.rank] = value
+    return all_reduce_(table, mesh.world).tolist()
+
+
+def axes_of(mesh: Any) -> list[Any]:
+    """Those of a layout that have several ranks, each set of ranks once; the world only where no axis is it."""
+    names, found = ("tp", "cp", "dp", "pp", "data", "world"), []
+    for axis in map(mesh.axis, names):
+        if axis.size > 1 and all(axis.ranks != other.ranks for other in found):
+            found.append(axis)
+    return found
+
+
+def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Latency in s and bytes/s of a link on which n bytes take latency + n / rate: least squares of the relative
+    errors over (bytes, seconds), so that small messages count as much as large ones. Both are positive.
+
+    >>> latency, rate = fit([(n, 1e-5 + n / 2e9) for n in (1024, 65536, 1 << 24)])
+    >>> round(latency * 1e6, 6), round(rate / 1e9, 6)
+    (10.0, 2.0)
+    """
+    known = list(points)
+    a = b = c = d = e = 0.0
+    for n, seconds in known:
+        weight = 1 / seconds**2
+        a, b, c = a + weight, b + weight * n, c + weight * n * n
+        d, e = d + weight * seconds, e + weight * n * seconds
+    determinant = a * c - b * b
+    latency = (d * c - e * b) / determinant if determinant > 0 else 0.0
+    each = (a * e - b * d) / determinant if determinant > 0 else 0.0
+    if min(latency, each) <= 0:  # noise above the slope, or one size: the smallest and the largest message tell
+        (_, latency), (n, seconds) = min(known), max(known)
+        return latency, n / seconds
+    return latency, 1 / each

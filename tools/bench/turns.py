@@ -1,0 +1,167 @@
+"""The rows of a benchmark: what each is, how its runs ended, and the file from which an interrupted one goes on.
+
+A row is a contender under one combination of flags. How it stands:
+
+    ok               `runs` has what was measured, once per turn
+    refused          the flags contradict each other, or the layout does not fit the ranks; nothing was started
+    out of memory    of the machine, of the card, or of --memory-gib
+    out of time      of --timeout; measured again with more of it
+    failed           anything else; measured again by the next call
+    waiting          not yet
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.bench.gpu_report_parts import write_whole
+
+OK, REFUSED, NO_MEMORY, NO_TIME, FAILED, WAITING = (
+    "ok",
+    "refused",
+    "out of memory",
+    "out of time",
+    "failed",
+    "waiting",
+)
+MEMORY_WORDS = re.compile(r"out of memory|MemoryError|allocate memory|bad_alloc|ENOMEM", re.IGNORECASE)
+KILLED = re.compile(r"exit code (-9|137)\b|signal SIGKILL")  # by the kernel: nobody else kills a rank here
+SAME = ("flags", "steps", "warmup", "memory_gib", "machine", "torch")  # or figures cannot stand in one table
+
+SHORT = {  # in tables and pictures
+    "tensor-model-parallel-size": "tp",
+    "pipeline-model-parallel-size": "pp",
+    "context-parallel-size": "cp",
+    "num-virtual-stages-per-pipeline-rank": "vpp",
+    "micro-batch-size": "micro-batch",
+    "global-batch-size": "batch",
+    "seq-length": "sequence",
+    "recompute-granularity": "recompute",
+}
+
+
+class OtherBenchmark(Exception):
+    """The folder has figures that cannot stand beside these."""
+
+
+@dataclass
+class Row:
+    """`values`: what varies, by flag without dashes. `environment`: beside the usual one. `reason`: why it is not ok.
+    `seconds`: what the run had that was out of time."""
+
+    values: dict[str, str]
+    contender: str
+    flags: list[str]
+    nproc: int
+    environment: dict[str, str] = field(default_factory=dict)
+    status: str = WAITING
+    reason: str = ""
+    seconds: float = 0.0
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        words = {name: value.partition(" ")[0] for name, value in self.values.items()}
+        return ", ".join(f"{SHORT.get(name, name)} {value}" for name, value in words.items()) or "as given"
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.contender, tuple(self.flags), self.nproc, tuple(sorted(self.environment.items()))
+
+    def wants(self, turn: int) -> bool:
+        """Whether the run of this turn, from 0 on, is to be made."""
+        return self.status in (OK, WAITING) and len(self.runs) <= turn
+
+    def take(self, result: dict[str, Any], seconds: float) -> None:
+        """What a run of `seconds` at most came to."""
+        if "error" not in result:
+            self.runs.append(result)
+            self.status, self.reason = OK, ""
+            return
+        self.status, self.reason, self.seconds = kind_of(result), result["error"], seconds
+
+
+def kind_of(result: dict[str, Any]) -> str:
+    """Of a run that has an "error".
+
+    >>> kind_of({"error": "", "stderr": "torch.OutOfMemoryError: CUDA out of memory.", "status": "failed"})
+    'out of memory'
+    """
+    if result.get("status") == NO_TIME:
+        return NO_TIME
+    told = f"{result['stderr']}\n{result.get('status', '')}"
+    return NO_MEMORY if MEMORY_WORDS.search(told) or KILLED.search(told) else FAILED
+
+
+def combinations_of(sweeps: Sequence[str], nprocs: Sequence[int]) -> Iterator[tuple[dict[str, str], list[str], int]]:
+    """(what varies, flags of it, ranks) of each combination, in the order of the lists. `sweeps`: as
+    "micro-batch-size=1,2", - or _ between words. Raises ConfigError."""
+    from tools.sweep import lists_of, words_of
+
+    lists = lists_of([f"--{name.replace('_', '-')}={values}" for name, _, values in (s.partition("=") for s in sweeps)])
+    for nproc, values in itertools.product(nprocs, itertools.product(*lists.values())):
+        pairs = list(zip(lists, values, strict=True))
+        varied = {"ranks": str(nproc)} if len(nprocs) > 1 else {}
+        varied |= {flag[2:]: value for flag, value in pairs}
+        yield varied, [word for flag, value in pairs for word in words_of(flag, value)], nproc
+
+
+@dataclass
+class Table:
+    """All rows of a benchmark, in `folder`/bench.json if there is one. `facts`: of the whole, SAME among them."""
+
+    facts: dict[str, Any]
+    rows: list[Row]
+    folder: Path | None = None
+
+    @property
+    def file(self) -> Path | None:
+        return None if self.folder is None else self.folder / "bench.json"
+
+    def resume(self, timeout: float) -> int:
+        """Take over what the folder has of these rows, and keep its other rows; how many rows are done already. Raises
+        OtherBenchmark."""
+        if self.file is None or not self.file.is_file():
+            return 0
+        try:
+            made = json.loads(self.file.read_text("utf-8"))
+            before = {row.identity: row for row in (Row(**row) for row in made["rows"])}
+        except (ValueError, TypeError, KeyError) as error:
+            raise OtherBenchmark(f"{self.file} is damaged ({error}); give another --out") from None
+        other = [name for name in SAME if made.get(name) != self.facts.get(name)]
+        if other:
+            told = f"{', '.join(other)} of the figures in {self.file}"
+            raise OtherBenchmark(f"another {told}; give another --out, or what was given before")
+        mine = {row.identity for row in self.rows}
+        for n, row in enumerate(self.rows):
+            known = before.get(row.identity)
+            if known is None or row.status == REFUSED or known.status == REFUSED:
+                continue
+            if known.status == FAILED or (known.status == NO_TIME and timeout > known.seconds):
+                known.status = OK if known.runs else WAITING
+            self.rows[n] = known
+        done = sum(row.status not in (WAITING, REFUSED) for row in self.rows)
+        self.rows += [row for identity, row in before.items() if identity not in mine]
+        return done
+
+    def save(self, complete: bool) -> None:
+        if self.file is not None:
+            write_whole(self.file, self.facts | {"rows": [asdict(row) for row in self.rows], "complete": complete})
+
+
+def read(folder: Path) -> Table:
+    """What a benchmark has left there. Raises OSError, and ValueError where it is no such file."""
+    try:
+        made = json.loads((folder / "bench.json").read_text("utf-8"))
+        rows = [Row(**row) for row in made.pop("rows")]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{folder / 'bench.json'} is no benchmark ({error}); make one with tools/benchmark.py"
+        ) from None
+    return Table(made, rows, folder)

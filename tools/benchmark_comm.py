@@ -1,0 +1,221 @@
+#!/usr/bin/env python
+"""Collectives over every group of a layout, by size: time, bandwidth, and the latency and rate of each kind of link.
+
+    python tools/benchmark_comm.py --nproc 2                                       local ranks, one group of all
+    python tools/benchmark_comm.py --nproc 4 --tensor-model-parallel-size 2 --alone --json links.json
+    torchrun --nproc_per_node 8 tools/benchmark_comm.py --tensor-model-parallel-size 8 --max-bytes 268435456
+
+Groups are those that training has, and all groups of an axis work at the same time as they do there; with --alone once
+more only the first one does, so that what they take from each other shows. Bytes are those of the whole tensor, GB/s
+10^9 bytes of it, bus GB/s what one link carries, as nccl-tests counts (tools/bench/collectives.py). On CPU, ranks of a
+machine exchange gathers and scatters through shared memory, as training does, and the rest over gloo.
+
+Links: the latency and the rate that a message of n bytes takes latency + n / rate by, fitted to messages of all
+sizes, of the groups inside a machine and of those between machines; --json has them for tools/plan.py, and the
+lines that are printed last stand in a cluster's TOML file. --csv: one line per measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, process_group, read_environment  # noqa: E402
+from megalite.parallel.local_ranks import start_local  # noqa: E402
+from tools.bench.collectives import FACTORS, axes_of, fit, over_groups  # noqa: E402
+
+if TYPE_CHECKING:
+    from megalite.parallel.mesh import Sizes
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "message")
+COLUMNS = ("axis", "size", "groups", "kind", "bytes", "us", "gb_s", "median", "least", "slowest")
+HEAD = "group  ranks at once      collective        bytes          us      GB/s  bus GB/s   slowest"
+Found = dict[str, Any]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Raises SystemExit(2) where a value cannot be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=int, default=1, help="local ranks, where no launcher has started this")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    for axis in ("tensor-model", "pipeline-model", "context"):
+        parser.add_argument(f"--{axis}-parallel-size", type=int, default=1)
+    parser.add_argument("--min-bytes", type=int, default=1 << 10)
+    parser.add_argument("--max-bytes", type=int, default=1 << 26)
+    parser.add_argument("--factor", type=int, default=4, help="from one size to the next")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--times", type=int, default=10, help="of each; the median counts")
+    parser.add_argument("--alone", action="store_true", help="also the first group of each axis while others rest")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="to meet, and of each collective")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--csv", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    wrong = [
+        *(["--nproc, --times and sizes of axes are at least 1"] if min(args.nproc, args.times, *sizes) < 1 else []),
+        *([f"--factor {args.factor} is below 2; sizes must grow"] if args.factor < 2 else []),
+        *([f"--min-bytes {args.min_bytes} is below 4, one number"] if args.min_bytes < 4 else []),
+        *([f"--max-bytes {args.max_bytes} is below --min-bytes"] if args.max_bytes < args.min_bytes else []),
+        *(
+            f"--{name} {path} cannot be written: its folder does not exist; make it"
+            for name, path in (("json", args.json), ("csv", args.csv))
+            if path is not None and not path.parent.is_dir()
+        ),
+    ]
+    if wrong:
+        parser.error("; ".join(wrong))
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    try:
+        ranks = read_environment()
+    except LaunchError as error:
+        print(f"benchmark_comm.py: {error}", file=sys.stderr)
+        return 3
+    if wrong := problem(args.nproc if ranks is None else ranks.world, args):
+        print(f"benchmark_comm.py: {wrong}", file=sys.stderr)
+        return 2
+    if args.device != "cpu":
+        prepare_cuda(args.tensor_model_parallel_size, Path("."))
+    if ranks is None and args.nproc > 1:
+        return start_local(args.nproc, rank_of, (args,))
+    return bench(ranks or Ranks(), args)
+
+
+def rank_of(ranks: Ranks, args: argparse.Namespace) -> None:
+    sys.exit(bench(ranks, args))
+
+
+def problem(world: int, args: argparse.Namespace) -> str:
+    """Why these ranks cannot be measured so; empty where they can."""
+    from megalite.parallel.mesh import plan_mesh
+    from megalite.train.preflight import choose_device
+    from megalite.train.setup import SetupError
+
+    if world == 1:
+        return "one rank has nobody to exchange with; give --nproc 2 or more"
+    try:
+        plan_mesh(world, 0, **shape_of(args))
+        choose_device(args.device)
+    except ValueError as error:
+        return f"{error}; give another --nproc or layout"
+    except SetupError as error:
+        return str(error)
+    return ""
+
+
+def shape_of(args: argparse.Namespace) -> Sizes:
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    return {"tp": tp, "pp": pp, "cp": cp}
+
+
+def bench(ranks: Ranks, args: argparse.Namespace) -> int:
+    """The exit code, the same on all ranks."""
+    from megalite.parallel.mesh import build_mesh
+    from megalite.train.preflight import choose_device
+
+    limit = datetime.timedelta(seconds=args.timeout_s)
+    try:
+        with process_group(ranks, device=choose_device(args.device), startup_timeout=limit) as here:
+            found = measure(build_mesh(**shape_of(args), device=here, timeout=limit), args)
+    except LaunchError as error:
+        print(f"benchmark_comm.py: {error}", file=sys.stderr)
+        return 3
+    if ranks.rank == 0:
+        tell(found, args)
+    return 0
+
+
+def sizes_of(args: argparse.Namespace) -> list[int]:
+    """From --min-bytes on, the last one --max-bytes or just below."""
+    found, size = [], args.min_bytes
+    while size <= args.max_bytes:
+        found.append(size)
+        size *= args.factor
+    return found
+
+
+def measure(mesh: Any, args: argparse.Namespace) -> Found:
+    """Of all axes, kinds and sizes; collective. On rank 0 --json is written after each row, so that what is cut off
+    leaves what it has."""
+    from megalite.parallel.comm import gather_texts
+    from tools.bench.gpu_report_parts import write_whole
+
+    hosts = gather_texts(socket.gethostname(), mesh.world, mesh.device)
+    found: Found = {"ranks": mesh.world.size, "device": mesh.device.type, "hosts": hosts, "rows": [], "complete": False}
+    if mesh.world.is_first:
+        print(HEAD)
+    for axis in axes_of(mesh):
+        for groups in ("all", "one") if args.alone and axis.size < mesh.world.size else ("all",):
+            for kind in args.kinds:
+                for size in sizes_of(args):
+                    row = over_groups(axis, kind, size, mesh, args.times, alone=groups == "one")
+                    found["rows"].append({"groups": groups, **row})
+                    if mesh.world.is_first:
+                        print(line_of(found["rows"][-1]), flush=True)
+                        if args.json is not None:
+                            write_whole(args.json, found)
+    inside = {axis.name: len({hosts[rank] for rank in axis.ranks}) == 1 for axis in axes_of(mesh)}
+    return found | {"links": links_of(found["rows"], inside), "complete": True}
+
+
+def links_of(rows: list[dict[str, Any]], inside: dict[str, bool]) -> Found:
+    """Fitted to messages: `axes` by name, of these the slowest `inside` a machine and `between` machines; of one rank
+    in one direction, all groups of an axis at once, as in training.
+
+    inside: axis -> whether its ranks are on one machine.
+    """
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["kind"] == "message" and row["groups"] == "all":
+            one_way = row["us"] / 1e6 / FACTORS["message"](row["size"])
+            points.setdefault(row["axis"], []).append((row["bytes"], one_way))
+    axes = {axis: dict(zip(("latency_s", "bytes_per_s"), fit(some), strict=True)) for axis, some in points.items()}
+    made: Found = {"axes": axes}
+    for where, wanted in (("inside", True), ("between", False)):
+        # of the world only where it is a group of the layout: all ranks exchange nothing but the step's agreement
+        if some := [
+            link for axis, link in axes.items() if inside[axis] is wanted and (axis != "world" or len(axes) < 2)
+        ]:
+            made[where] = min(some, key=lambda link: link["bytes_per_s"])
+    return made
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Of the table on the terminal."""
+    cells = (
+        f"{row['axis']:6} {row['size']:5d} {row['groups']:>7} {row['kind']:>15} {row['bytes']:12,} {row['us']:11,.1f}"
+    )
+    return cells + "".join(f" {row[name]:9.3g}" for name in ("gb_s", "median", "least"))
+
+
+def tell(found: Found, args: argparse.Namespace) -> None:
+    """The links on the terminal, and the files."""
+    from tools.bench.gpu_report_parts import write_whole
+
+    for name in ("inside", "between"):
+        if link := found["links"].get(name):
+            print(f"[{name}]\ngb_per_s = {link['bytes_per_s'] / 1e9:.4g}\nlatency_us = {link['latency_s'] * 1e6:.4g}")
+    if args.json is not None:
+        write_whole(args.json, found)
+    if args.csv is not None:
+        with open(args.csv, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(found["rows"])
+
+
+if __name__ == "__main__":
+    from tools import benchmark_comm  # by its own name, so that other processes can import what they run
+
+    sys.exit(benchmark_comm.main(sys.argv[1:]))
