@@ -61,6 +61,7 @@ class Arrangement:
     config: Config
     world: int
     vocab_size: int
+    tried_actions: int = TRIED_ACTIONS  # fewer where many arrangements are compared
 
     @property
     def tp(self) -> int:
@@ -150,7 +151,7 @@ class Arrangement:
             return ranges(evenly(layers, stages))
         actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)), LONG)[1]))
         bounds, rate = self._least_time, self._rate
-        return ranges(fastest(splits(layers, stages), bounds, rate, most=max(1, TRIED_ACTIONS // actions)))
+        return ranges(fastest(splits(layers, stages), bounds, rate, most=max(1, self.tried_actions // actions)))
 
     @property
     def counts(self) -> list[int]:
@@ -281,7 +282,7 @@ class Arrangement:
 
     def _rate(self, split: Sequence[int]) -> tuple[float, float]:
         """Time of a step, and bytes of the fullest rank: layers, embedding, head and what is in flight."""
-        backward, (layer, embedding, head) = self._split_of(split), self._weights
+        backward, (layer, embedding, head) = self._split_of(split), self.module_bytes
         held = self._most_alive(self._held_of(split), backward)
         for rank in range(self.pp):
             held[rank] += layer * sum(split[s] for s in self.placement.stages(rank))
@@ -323,8 +324,9 @@ class Arrangement:
         )
 
     @cached_property
-    def _weights(self) -> tuple[float, float, float]:
-        """Bytes of a layer, of the embedding and of the head, with gradients and optimizer."""
+    def module_bytes(self) -> tuple[float, float, float]:
+        """Of a layer, of the embedding and of the head: bytes of weights, gradients and optimizer on a rank, without the
+        padding of the layout (`holdings` has it)."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self._bytes
         first, last = (_build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
 
@@ -344,6 +346,11 @@ class Arrangement:
     def _told(self) -> int:
         """How many groups the figures are of."""
         return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self._group))
+
+    @property
+    def told_rows(self) -> Sequence[Sequence[Action]]:
+        """What each pipeline rank does of the micro-batches that the figures are of: of a short step all."""
+        return self._rows(self.split, self._told)[1]
 
     def _rows(self, split: Split | None, groups: int) -> tuple[int, Sequence[Sequence[Action]]]:
         """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""
