@@ -54,6 +54,14 @@ class Holding:
         return self.weights + self.gradients + self.optimizer
 
 
+def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, int]:
+    """Of an element: weight, gradient, and what the optimizer keeps of it on the rank that updates it. `states`: the
+    dtypes of its states."""
+    wide = main_dtype(dtype).itemsize
+    main = 0 if wide == dtype.itemsize else wide
+    return dtype.itemsize, wide, main + sum(2 if state == "bf16" else 4 for state in states)
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """`world`: ranks, a multiple of tp x cp x pp. `vocab_size`: the true one."""
@@ -61,7 +69,7 @@ class Arrangement:
     config: Config
     world: int
     vocab_size: int
-    tried_actions: int = TRIED_ACTIONS  # fewer where many arrangements are compared
+    tried_actions: int = TRIED_ACTIONS  # fewer where many arrangements are compared; 0: the layers evenly
 
     @property
     def tp(self) -> int:
@@ -147,7 +155,7 @@ class Arrangement:
         layers, stages = self.config.model.num_layers, self.placement.num_stages
         if self._given is not None:
             return ranges(self._given)
-        if layers <= stages or stages == 1:
+        if layers <= stages or stages == 1 or not self.tried_actions:
             return ranges(evenly(layers, stages))
         actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)), LONG)[1]))
         bounds, rate = self._least_time, self._rate
@@ -213,7 +221,7 @@ class Arrangement:
     @cached_property
     def holdings(self) -> list[Holding]:
         """Of every pipeline rank."""
-        return [self._holding(rank) for rank in range(self.pp)]
+        return [self.holding(rank) for rank in range(self.pp)]
 
     @property
     def worst(self) -> int:
@@ -303,14 +311,12 @@ class Arrangement:
 
     @property
     def _bytes(self) -> tuple[int, int, int]:
-        """Of an element: weight, gradient, and what the optimizer keeps of it on the rank that updates it."""
-        wide = main_dtype(self.dtype).itemsize
-        main = 0 if wide == self.dtype.itemsize else wide
         o = self.config.optim
-        states = ["fp32"] if o.optimizer == "sgd" else [o.exp_avg_dtype, o.exp_avg_sq_dtype]
-        return self.dtype.itemsize, wide, main + sum(2 if dtype == "bf16" else 4 for dtype in states)
+        states = ("fp32",) if o.optimizer == "sgd" else (o.exp_avg_dtype, o.exp_avg_sq_dtype)
+        return element_bytes(self.dtype, states)
 
-    def _holding(self, rank: int) -> Holding:
+    def holding(self, rank: int) -> Holding:
+        """Of one pipeline rank; ranks with as many layers and the same end of the model have the same bytes."""
         mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
         chunks = build_stages(self, mesh, self.dtype, meta=True)
         _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megalite.pipeline.schedule import Action
-    from megalite.train.arrangement import Arrangement
+    from megalite.train.arrangement import Arrangement, Holding
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,13 @@ def memory(made: Arrangement) -> list[RankMemory]:
     """Of every pipeline rank."""
     from megalite.pipeline.schedule import in_flight
 
-    brief, found = moments(made), []
-    for rank, (held, activations, row) in enumerate(zip(made.holdings, made.activations, made.told_rows, strict=True)):
-        more = peak_of(row, made, brief) - in_flight(row, made.held) if row else 0.0
-        found.append(RankMemory(held.weights, held.gradients, held.optimizer, activations, round(max(0.0, more))))
-        assert rank < made.pp
+    brief, states, found = moments(made), dict[Any, Holding](), []
+    for rank, (activations, row) in enumerate(zip(made.activations, made.told_rows, strict=True)):
+        alike = (tuple(made.counts[s] for s in made.placement.stages(rank)), rank == 0, rank == made.pp - 1)
+        if alike not in states:
+            states[alike] = made.holding(rank)
+        held, buffers = states[alike], peak_of(row, made, brief) - in_flight(row, made.held)
+        found.append(RankMemory(held.weights, held.gradients, held.optimizer, activations, round(max(0.0, buffers))))
     return found
 
 
