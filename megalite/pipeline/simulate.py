@@ -10,8 +10,9 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 from megalite.pipeline.schedule import EQUAL, Action, Cost, Op, Placement
 
@@ -43,13 +44,26 @@ class Simulation:
         return 1.0 - busy / (self.ranks * self.end)
 
 
-def simulate(rows: Sequence[Sequence[Action]], costs: Sequence[Cost] | None = None) -> Simulation:
-    """Each action as soon as its rank is free and its input has arrived; messages take no time. `costs` of every
-    stage, as in schedule.Split.
+class Simulated(TypedDict, total=False):
+    """delay  of a message from one rank to another, by default none; a rank's messages in one direction go one after
+           another, behind its work
+    begin  stage -> when its first forward may start at the earliest
+    """
+
+    delay: Callable[[int, int], float]
+    begin: Mapping[int, float]
+
+
+def simulate(
+    rows: Sequence[Sequence[Action]], costs: Sequence[Cost] | None = None, **more: Unpack[Simulated]
+) -> Simulation:
+    """Each action as soon as its rank is free and its input has arrived. `costs` of every stage, as in schedule.Split.
 
     Raises ValueError when a message or an input never comes.
     """
+    delay, begin = more.get("delay", lambda source, target: 0.0), more.get("begin", {})
     clock, position = [0.0] * len(rows), [0] * len(rows)
+    free: dict[tuple[Op, int], float] = {}  # when the last message of a rank's in one direction is through
     sent: dict[Action, float] = {}
     done: dict[Action, float] = {}
     spans: list[Span] = []
@@ -78,12 +92,14 @@ def simulate(rows: Sequence[Sequence[Action]], costs: Sequence[Cost] | None = No
             while position[rank] < len(row) and (at := ready(row[position[rank]])) is not None:
                 action = row[position[rank]]
                 if action.op in WORK:
-                    start = max(clock[rank], at)
+                    start = max(clock[rank], at, begin.get(action.stage, 0.0))
                     f, b, w = costs[action.stage] if costs else EQUAL
                     clock[rank] = done[action] = start + {Op.F: f, Op.B: b if split else b + w, Op.W: w}[action.op]
                     spans.append(Span(rank, action, start, clock[rank]))
                 elif action.op in (Op.SEND_F, Op.SEND_B):
-                    sent[action] = clock[rank]
+                    to = place.rank(action.stage + (1 if action.op is Op.SEND_F else -1))
+                    gone = max(clock[rank], free.get((action.op, rank), 0.0)) + delay(rank, to)
+                    sent[action] = free[action.op, rank] = gone
                 position[rank] += 1
                 moved = True
     stuck = [str(row[p]) for row, p in zip(rows, position, strict=True) if p < len(row)]

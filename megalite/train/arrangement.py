@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from megalite.optim.flat_storage import main_dtype
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
 from megalite.pipeline.partition import evenly, fastest, ranges, splits
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
-from megalite.pipeline.simulate import simulate
+from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.train.batch_size import BatchSizes
 
 TRIED_ACTIONS = 200_000  # of the schedules that are simulated to balance the stages: about a second
@@ -200,13 +201,13 @@ class Arrangement:
 
     def _held_of(self, split: Sequence[int]) -> tuple[Held, ...]:
         """Bytes that a forward keeps of every stage, from F to B, and, if backward is split, from B to W."""
-        m, size, tokens = self.config.model, self.dtype.itemsize, self._tokens
+        m, size, tokens = self.config.model, self.dtype.itemsize, self.tokens
         saved = [stage_saved(m, n, s == len(split) - 1, self.recompute, size, self.tp)[0] for s, n in enumerate(split)]
         waits = layer_waiting(m, size, self.tp)
         return tuple((round(of * tokens), round(n * waits * tokens)) for of, n in zip(saved, split, strict=True))
 
     @property
-    def _tokens(self) -> int:
+    def tokens(self) -> int:
         """Of a micro-batch."""
         return self.config.model.seq_length * self.config.train.micro_batch_size
 
@@ -258,7 +259,7 @@ class Arrangement:
         again = [stage_saved(m, len(layers), s == last, *args)[1] for s, layers in enumerate(self.stages)]
         alive = self._most_alive(self.held, self.split, self._told)
         return [
-            round(kept) + round(max(again[s] for s in self.placement.stages(rank)) * self._tokens)
+            round(kept) + round(max(again[s] for s in self.placement.stages(rank)) * self.tokens)
             for rank, kept in enumerate(alive)
         ]
 
@@ -271,15 +272,21 @@ class Arrangement:
 
     def _time(self, costs: Sequence[Cost], split: Split | None, groups: int = LONG) -> float:
         """Of a step, simulated; in units of the costs."""
+        return self.run(costs, split, groups)[0]
+
+    def run(
+        self, costs: Sequence[Cost], split: Split | None, groups: int = LONG, **more: Unpack[Simulated]
+    ) -> tuple[float, Simulation]:
+        """(time of a step, how it or its first groups of micro-batches went). `more`: as simulate() takes it."""
         run, rows = self._rows(split, groups)
-        end = simulate(rows, costs).end
+        simulation = simulate(rows, costs, **more)
         if run == self.microbatches:
-            return end
+            return simulation.end, simulation
         each = self._slowest(costs)
-        if self.config.parallel.pipeline_schedule != "1f1b":  # F of one rank and B of another may be the slowest
-            fewer, rows = self._rows(split, groups - 1)
-            each = (end - simulate(rows, costs).end) / (run - fewer)
-        return end + (self.microbatches - run) * each
+        if more or self.config.parallel.pipeline_schedule != "1f1b":  # a message, or F and B of different ranks, may be
+            fewer, rows = self._rows(split, groups - 1)  # the slowest
+            each = (simulation.end - simulate(rows, costs, **more).end) / (run - fewer)
+        return simulation.end + (self.microbatches - run) * each, simulation
 
     def _slowest(self, costs: Sequence[Cost]) -> float:
         """Time of the busiest rank for one micro-batch."""
