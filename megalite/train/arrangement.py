@@ -222,12 +222,25 @@ class Arrangement:
     @cached_property
     def holdings(self) -> list[Holding]:
         """Of every pipeline rank."""
-        return [self.holding(rank) for rank in range(self.pp)]
+        return [self._holding(rank) for rank in range(self.pp)]
+
+    @cached_property
+    def states(self) -> list[Holding]:
+        """The same, built once for ranks with as many layers and the same end of the model: their bytes are equal, the
+        names are those of one of them."""
+        built: dict[tuple[object, ...], Holding] = {}
+        for rank in range(self.pp):
+            if (alike := self._alike(rank)) not in built:
+                built[alike] = self._holding(rank)
+        return [built[self._alike(rank)] for rank in range(self.pp)]
+
+    def _alike(self, rank: int) -> tuple[object, ...]:
+        return *(self.counts[s] for s in self.placement.stages(rank)), rank == 0, rank == self.pp - 1
 
     @property
     def worst(self) -> int:
         """The pipeline rank that holds the most weights, gradients and optimizer."""
-        return max(range(self.pp), key=lambda r: self.holdings[r].state)
+        return max(range(self.pp), key=lambda r: self.states[r].state)
 
     @property
     def parameters(self) -> int:
@@ -317,17 +330,16 @@ class Arrangement:
         return plan_mesh(self.world, first.pp.ranks[rank], **self.sizes) if rank else first
 
     @property
-    def _bytes(self) -> tuple[int, int, int]:
+    def bytes_of_element(self) -> tuple[int, int, int]:
         o = self.config.optim
         states = ("fp32",) if o.optimizer == "sgd" else (o.exp_avg_dtype, o.exp_avg_sq_dtype)
         return element_bytes(self.dtype, states)
 
-    def holding(self, rank: int) -> Holding:
-        """Of one pipeline rank; ranks with as many layers and the same end of the model have the same bytes."""
+    def _holding(self, rank: int) -> Holding:
         mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
         chunks = build_stages(self, mesh, self.dtype, meta=True)
         _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)
-        weight, gradient, state = self._bytes
+        weight, gradient, state = self.bytes_of_element
         return Holding(
             parameters={e.spec.name: math.prod(e.spec.stored_shape) for e in layout.entries},
             local=sum(e.numel for e in layout.entries),
@@ -340,7 +352,7 @@ class Arrangement:
     def module_bytes(self) -> tuple[float, float, float]:
         """Of a layer, of the embedding and of the head: bytes of weights, gradients and optimizer on a rank, without the
         padding of the layout (`holdings` has it)."""
-        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self._bytes
+        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
         first, last = (_build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
 
         def of(module: nn.Module | None) -> float:

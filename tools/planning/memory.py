@@ -9,18 +9,18 @@
 
 As the Triton kernels keep it, bf16 or fp32, without dropout. Not counted: tokens and statistics of rows, what CUDA,
 NCCL and cuBLAS take (gigabytes on a card), and what the allocator cannot reuse. Shown to be within 5 % of what is
-allocated by tests/planning/test_memory.py.
+allocated by tests/planning/test_rank_memory.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megalite.pipeline.schedule import Action
-    from megalite.train.arrangement import Arrangement, Holding
+    from megalite.train.arrangement import Arrangement
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,9 @@ def memory(made: Arrangement) -> list[RankMemory]:
     """Of every pipeline rank."""
     from megalite.pipeline.schedule import in_flight
 
-    brief, states, found = moments(made), dict[Any, Holding](), []
-    for rank, (activations, row) in enumerate(zip(made.activations, made.told_rows, strict=True)):
-        alike = (tuple(made.counts[s] for s in made.placement.stages(rank)), rank == 0, rank == made.pp - 1)
-        if alike not in states:
-            states[alike] = made.holding(rank)
-        held, buffers = states[alike], peak_of(row, made, brief) - in_flight(row, made.held)
+    brief, found = moments(made), []
+    for held, activations, row in zip(made.states, made.activations, made.told_rows, strict=True):
+        buffers = peak_of(row, made, brief) - in_flight(row, made.held)
         found.append(RankMemory(held.weights, held.gradients, held.optimizer, activations, round(max(0.0, buffers))))
     return found
 

@@ -1,0 +1,266 @@
+"""Which layouts of a model fit on a cluster, and how fast a step of each would be, the fastest first.
+
+    candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward; what check() refuses is counted
+    bound        a time that no schedule of the layout is below, and the memory of the layers divided evenly
+    estimate     the arrangement, its memory and its simulated step, for the lowest bounds first, until no bound is below
+                 the best `wanted` that were found
+
+Plans are compared with stages that few simulations have balanced (TRIED); what is reported is what a run would do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tools.planning.memory import RankMemory, memory, moments
+from tools.planning.request import Request, problems_of, with_options
+
+if TYPE_CHECKING:
+    from megalite.config.options import Config
+    from megalite.train.arrangement import Arrangement
+    from tools.planning.profile import Profile
+    from tools.planning.step_time import StepTime
+
+MICRO_BATCHES = (1, 2, 4, 8)
+MOST_CHUNKS = 8
+RECOMPUTE = ("none", "selective", "full")
+TRIED = 10_000  # actions simulated to balance the stages of a candidate
+USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
+NEAR = 1.02  # how far the even division may be above the limit for the true one to be looked at
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    micro_batch: int = 1
+    recompute: str = "none"
+    split: bool = False
+    sharded: bool = True
+
+    def __str__(self) -> str:
+        chunks = f" vpp {self.vpp}" if self.vpp > 1 else ""
+        more = [f"recompute {self.recompute}"] * (self.recompute != "none") + ["split backward"] * self.split
+        more += [] if self.sharded else ["optimizer not sharded"]
+        return ", ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *more])
+
+
+def applied(layout: Layout, config: Config) -> Config:
+    full = layout.recompute == "full"
+    return with_options(
+        config,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        num_virtual_stages_per_pipeline_rank=layout.vpp if layout.vpp > 1 else None,
+        micro_batch_size=layout.micro_batch,
+        recompute_granularity=None if layout.recompute == "none" else layout.recompute,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
+        recompute_modules=("layernorm", "mlp") if layout.recompute == "selective" else ("core_attn",),
+        split_backward=layout.split,
+        use_distributed_optimizer=layout.sharded,
+    )
+
+
+def layout_of(config: Config) -> Layout:
+    """Of a configuration that names one."""
+    from megalite.config.stage_layers import given_stages
+
+    p, t = config.parallel, config.train
+    pp = p.pipeline_model_parallel_size
+    given = given_stages(config.model.num_layers, p)
+    vpp = len(given) // pp if given is not None else p.num_virtual_stages_per_pipeline_rank or 1
+    how = (t.recompute_granularity or "none", p.split_backward, p.use_distributed_optimizer)
+    return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """made: with the stages that a run would have, or with few tried."""
+
+    layout: Layout
+    made: Arrangement
+    memory: list[RankMemory]
+    time: StepTime
+
+    @property
+    def fullest(self) -> int:
+        """The pipeline rank that takes the most."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].peak)
+
+    @property
+    def peak(self) -> int:
+        return self.memory[self.fullest].peak
+
+
+@dataclass
+class Found:
+    """plans: those that fit, the fastest first. too_large: (bytes, layout) of the least that does not fit."""
+
+    limit: float
+    plans: list[Planned] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    candidates: int = 0
+    simulated: int = 0
+    too_large: int = 0
+    least: tuple[float, Layout] | None = None
+    left: int = 0  # bounds below the best that were not looked at
+
+    def refuse(self, problems: list[str]) -> None:
+        for problem in problems:
+            kind = re.sub(r"\d[\d, ]*", "N ", problem)
+            self.refused[kind] += 1
+            self.examples.setdefault(kind, problem)
+
+    def over(self, size: float, layout: Layout) -> None:
+        self.too_large += 1
+        if self.least is None or size < self.least[0]:
+            self.least = (size, layout)
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def grid(request: Request) -> Iterator[Layout]:
+    """Every (tp, pp, chunks, micro-batch), the wrong ones included: check() says why."""
+    c, m = request.cluster, request.config.model
+    fixed = layout_of(request.config)
+    pick = lambda name, values, one: (one,) if name in request.fixed else values  # noqa: E731
+    batches = pick("micro_batch_size", MICRO_BATCHES, fixed.micro_batch)
+    for tp in divisors(c.per_node):
+        for pp in divisors(c.world // tp):
+            if pp > 2 * m.num_layers:  # one size too many tells the reason
+                break
+            most = min(MOST_CHUNKS, m.num_layers // pp) if pp > 1 else 1
+            chunks = pick("num_virtual_stages_per_pipeline_rank", range(1, max(1, most) + 1), fixed.vpp)
+            for vpp, micro in itertools.product(chunks, batches):
+                yield Layout(tp, pp, vpp, micro, sharded=fixed.sharded)
+
+
+def variants(layout: Layout, request: Request) -> Iterator[Layout]:
+    """Of one that holds: how much is recomputed, whether backward is split."""
+    fixed = layout_of(request.config)
+    kinds = (fixed.recompute,) if "recompute_granularity" in request.fixed else RECOMPUTE
+    splits = (fixed.split,) if "split_backward" in request.fixed else (False, True) if layout.pp > 1 else (False,)
+    for kind, split in itertools.product(kinds, splits):
+        yield Layout(layout.tp, layout.pp, layout.vpp, layout.micro_batch, kind, split, layout.sharded)
+
+
+def even(layout: Layout, request: Request, tried: int = 0) -> Arrangement:
+    from megalite.train.arrangement import Arrangement
+
+    return Arrangement(applied(layout, request.config), request.cluster.world, request.vocab_size, tried)
+
+
+def least_memory(made: Arrangement, state: tuple[float, float, float]) -> float:
+    """Bytes that the fullest rank takes at least with even stages: its layers' state, and for what it holds of a
+    schedule that fills the pipeline one forward of a chunk per rank behind it. `state`: Arrangement.module_bytes."""
+    layer, embedding, head = state
+    full, brief = made.microbatches * made.chunks, moments(made)
+    most = 0.0
+    for rank in {0, made.pp - 1}:
+        stages = made.placement.stages(rank)
+        holds = layer * sum(made.counts[s] for s in stages)
+        holds += embedding * (rank == 0) + head * (rank == made.pp - 1)
+        alive = min(full, made.pp - rank) * min(made.held[s][0] for s in stages)
+        most = max(most, holds + alive + brief.layer - brief.edge)
+    return most
+
+
+def least_time(made: Arrangement, costs: list[tuple[float, float, float]]) -> float:
+    """Seconds that no order of the schedule is below: a rank idles until the first forward has come down to it, then works
+    through all micro-batches, and its last backward has yet to go up. `costs`: seconds of F, B and W of every stage."""
+    split, most = made.split is not None, 0.0
+    fill = drain = 0.0
+    for rank in range(made.pp):
+        stages = made.placement.stages(rank)
+        work = made.microbatches * sum(sum(costs[s]) for s in stages)
+        weights = made.microbatches * sum(costs[s][2] for s in stages)  # which a split backward leaves for the end
+        most = max(most, fill + (max(work, work - weights + drain) if split else work + drain))
+        f, b, w = costs[rank]
+        fill, drain = fill + f, drain + (b if split else b + w)
+    return most
+
+
+def search(
+    request: Request,
+    profile: Profile | None = None,
+    *,
+    wanted: int = 10,
+    usable: float = USABLE,
+    most: int = 60,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Found:
+    """`wanted`: plans to be found. `usable`: share of a device's memory. `most`: plans to be simulated. `tell`: how far
+    it is."""
+    from tools.planning.cost import Costs
+    from tools.planning.profile import default_profile
+
+    found = Found(limit=usable * request.cluster.device.memory_bytes)
+    bounds: list[tuple[float, int, Layout]] = []
+    states: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
+    for layout in [layout_of(request.config)] if request.is_layout else grid(request):
+        found.candidates += 1
+        problems = problems_of(applied(layout, request.config), request.cluster.world)
+        if problems:
+            found.refuse(problems)
+            continue
+        for one in [layout] if request.is_layout else variants(layout, request):
+            made = even(one, request)
+            key = (one.tp, made.dp, one.sharded)
+            if key not in states:
+                states[key] = made.module_bytes
+            size = least_memory(made, states[key])
+            if size > found.limit * NEAR and not request.is_layout:
+                found.over(size, one)
+            else:
+                costs = Costs(made, request.cluster, profile or default_profile(request.cluster.device.name))
+                bounds.append((least_time(made, [stage.all for stage in costs.stages()]), len(bounds), one))
+    heapq.heapify(bounds)
+    while bounds and found.simulated < most:
+        bound, _, layout = heapq.heappop(bounds)
+        if len(found.plans) >= wanted and bound > found.plans[wanted - 1].time.seconds:
+            bounds = []
+            break
+        _estimate(layout, request, profile, found)
+        tell(found.simulated, most)
+    found.left = sum(bound < found.plans[0].time.seconds for bound, _, _ in bounds) if found.plans else len(bounds)
+    return found
+
+
+def _estimate(layout: Layout, request: Request, profile: Profile | None, found: Found) -> None:
+    if problems := problems_of(applied(layout, request.config), request.cluster.world):
+        found.refuse(problems)
+        return
+    plan = planned(layout, request, profile, found.limit, TRIED)
+    if isinstance(plan, int):
+        found.over(plan, layout)
+        return
+    found.simulated += 1
+    found.plans.append(plan)
+    found.plans.sort(key=lambda one: (one.time.seconds, one.peak))
+
+
+def planned(
+    layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf"), tried: int | None = None
+) -> Planned | int:
+    """One layout, with the stages that a run would have, or with few `tried`; bytes of its fullest rank where these are
+    above the limit."""
+    from megalite.train.arrangement import TRIED_ACTIONS
+    from tools.planning.step_time import step_time
+
+    made = even(layout, request, TRIED_ACTIONS if tried is None else tried)
+    held = memory(made)
+    peak = max(one.peak for one in held)
+    if peak > limit:
+        return peak
+    return Planned(layout, made, held, step_time(made, request.cluster, profile))
