@@ -1,8 +1,34 @@
-"""Seconds of a training step, by simulation of the real schedule."""
+"""Seconds of a training step, by simulation of the schedule that the runtime runs (megalite/pipeline/).
+
+    pipeline    the rows of megalite/pipeline/schedule.py with the durations of tools/planning/cost.py; a message takes
+                its link's time, and one direction's messages of a rank follow each other. Long steps: the first groups
+                of micro-batches, as megalite/train/arrangement.py tells its bubble
+    weights     gathered over dp bucket by bucket while the first forwards run: no forward before its stage's buckets
+    gradients   reduced bucket by bucket from the last backward of a chunk on (optim/grad_reduce.py); what the rank's
+                other work does not hide is added
+    update      norm, the one agreement of all ranks, the optimizer's step
+
+One rank of each pipeline position is looked at: all others do the same.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.models.flops import train_flops_per_token
+from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
+from megalite.parallel.mesh import Mesh, plan_mesh
+from megalite.pipeline.schedule import Op
+from megalite.pipeline.simulate import Simulation
+from megalite.train.arrangement import Arrangement
+from tools.planning.cluster import Cluster
+from tools.planning.cost import Costs, Seconds
+from tools.planning.links import Group, Links
+from tools.planning.profile import Profile, default_profile
 
 
 @dataclass(frozen=True)
@@ -16,3 +42,173 @@ class StepTime:
     parts: dict[str, float]
     mfu: float
     tokens_per_s: float
+
+
+def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = None) -> StepTime:
+    """Raises ValueError where the cluster has another number of devices than the arrangement, or no peak for its
+    dtype."""
+    if cluster.world != made.world:
+        raise ValueError(
+            f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give both alike"
+        )
+    step = _Step(made, cluster, profile or default_profile(cluster.device.name))
+    parts = step.parts()
+    seconds = sum(parts.values())
+    tokens = made.batch_sizes.final * made.config.model.seq_length
+    flops = train_flops_per_token(made.config.model, made.config.model.seq_length, made.padded_vocab) * tokens
+    peak = cluster.device.peak_tflops(made.dtype) * 1e12
+    return StepTime(seconds, parts, flops / (seconds * made.world * peak), tokens / seconds)
+
+
+@dataclass(frozen=True)
+class _Step:
+    made: Arrangement
+    cluster: Cluster
+    profile: Profile
+
+    def parts(self) -> dict[str, float]:
+        made, stages = self.made, self.stages
+        busy = made.microbatches * sum(sum(stage.all) for stage in stages) / made.pp
+        tp = made.microbatches * sum(sum(stage.tp) for stage in stages) / made.pp
+        costs = [stage.all for stage in stages]
+        alone, simulation = made.run(costs, made.split)
+        sent = with_gathers = alone
+        if made.pp > 1:
+            sent, simulation = made.run(costs, made.split, delay=self.delay)
+        if begin := self.gathers():
+            more = {"delay": self.delay} if made.pp > 1 else {}
+            with_gathers, simulation = made.run(costs, made.split, begin=begin, **more)
+            with_gathers = max(sent, with_gathers)
+        else:
+            with_gathers = sent
+        norm, update = self.costs.update_s()
+        dp = with_gathers - sent + self.reduces(simulation) + self.agreement_s + self.late_gathers_s
+        return {
+            "compute": busy - tp,
+            "bubble": alone - busy,
+            "tp": tp,
+            "pp": sent - alone,
+            "dp": dp,
+            "optimizer": norm + update + self.profile.step_s,
+        }
+
+    @cached_property
+    def costs(self) -> Costs:
+        return Costs(self.made, self.cluster, self.profile)
+
+    @cached_property
+    def stages(self) -> list[Seconds]:
+        return self.costs.stages()
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return plan_mesh(self.made.world, 0, **self.made.sizes)
+
+    @cached_property
+    def messages(self) -> Links:
+        measured = self.profile.message
+        return Links(dataclasses.replace(self.cluster, inside=measured) if measured else self.cluster)
+
+    def delay(self, source: int, target: int) -> float:
+        """Of a message between two pipeline ranks: this tp rank's part of the hidden states."""
+        made, ranks = self.made, self.mesh.pp.ranks
+        n = made.tokens * made.config.model.hidden_size * made.dtype.itemsize / made.tp
+        return self.messages.message(n, ranks[source], ranks[target])
+
+    def _chunk_bytes(self, rank: int, of: str) -> list[float]:
+        """Bytes of weights or of gradients of each chunk of a pipeline rank, in order: by layers, and the rest of the
+        rank's with its first chunk (the embedding) or last (the head)."""
+        made = self.made
+        total, counts = float(getattr(made.holdings[rank], of)), made.counts
+        mine = [counts[stage] for stage in made.placement.stages(rank)]
+        layer = min(float(getattr(h, of)) / max(1, n) for h, n in zip(made.holdings, self._layers, strict=True))
+        found = [n * layer for n in mine]
+        found[-1 if rank == made.pp - 1 else 0] += max(0.0, total - sum(found))
+        return found
+
+    @property
+    def _layers(self) -> list[int]:
+        """Of each pipeline rank."""
+        made = self.made
+        return [sum(made.counts[s] for s in made.placement.stages(rank)) for rank in range(made.pp)]
+
+    def _buckets(self, num_bytes: float, size: int) -> int:
+        limit = self.made.config.parallel.ddp_bucket_size
+        return max(1, math.floor(num_bytes / size / (DEFAULT_BUCKET_SIZE if limit is None else limit)))
+
+    @cached_property
+    def _groups(self) -> tuple[Group, Group]:
+        """Ranks that share out what the optimizer keeps, and those that keep the same."""
+        return tuple(Group.of(axis.ranks, self.cluster.per_node) for axis in (self.mesh.shard, self.mesh.replica))  # type: ignore[return-value]
+
+    def gathers(self) -> Mapping[int, float]:
+        """Stage -> when its first forward may start, so that none of its layers waits for its bucket. Nothing where
+        gathers are waited for at once, or there is nothing to gather."""
+        made, (shard, _) = self.made, self._groups
+        if shard.size == 1 or not made.config.parallel.overlap_param_gather:
+            return {}
+        begin: dict[int, float] = {}
+        for rank in range(made.pp):
+            now = 0.0
+            for stage, n in zip(made.placement.stages(rank), self._chunk_bytes(rank, "weights"), strict=True):
+                buckets = self._buckets(n, made.dtype.itemsize)
+                one = self.costs.links.all_gather(n / buckets, shard)
+                forward = self.stages[stage].all[0] / buckets
+                begin[stage] = max(now + (k + 1) * one - k * forward for k in (0, buckets - 1))
+                now += buckets * one
+        return begin
+
+    @property
+    def late_gathers_s(self) -> float:
+        """Of gathers that nothing hides."""
+        shard, _ = self._groups
+        if self.made.config.parallel.overlap_param_gather or shard.size == 1:
+            return 0.0
+        return max(
+            sum(self._collective(n, self.made.dtype.itemsize, gather=True) for n in self._chunk_bytes(rank, "weights"))
+            for rank in range(self.made.pp)
+        )
+
+    def _collective(self, n: float, size: int, gather: bool) -> float:
+        """Seconds of a chunk's gathers, or reductions, one bucket after another; `n` bytes of elements of `size`."""
+        shard, replica = self._groups
+        links, buckets = self.costs.links, self._buckets(n, size)
+        if gather:
+            return buckets * links.all_gather(n / buckets, shard)
+        if shard.size == 1:
+            return buckets * links.all_reduce(n / buckets, replica)
+        return buckets * links.reduce_scatter(n / buckets, shard) + links.all_reduce(n / shard.size, replica)
+
+    def reduces(self, simulation: Simulation) -> float:
+        """Seconds by which reductions of gradients end after the pipeline. A chunk's buckets fill evenly during its
+        last backward."""
+        made, groups = self.made, self._groups
+        if max(group.size for group in groups) == 1:
+            return 0.0
+        itemsize = made.holdings[0].gradients / made.holdings[0].weights * made.dtype.itemsize
+        factor = 0.5 if made.config.parallel.grad_reduce_in_bf16 and itemsize == 4 else 1.0
+        last: dict[int, tuple[float, float]] = {}  # stage -> when its last gradients are computed
+        ops = (Op.W,) if made.split else (Op.B,)
+        for span in simulation.spans:
+            if span.action.op in ops:
+                last[span.action.stage] = max(last.get(span.action.stage, (0.0, 0.0)), (span.start, span.end))
+        worst = 0.0
+        for rank in range(made.pp):
+            chunks = zip(made.placement.stages(rank), self._chunk_bytes(rank, "gradients"), strict=True)
+            done = 0.0
+            for stage, n in sorted(chunks, key=lambda item: last[item[0]]):
+                start, end = last[stage]
+                if not made.config.parallel.overlap_grad_reduce:
+                    start = end = simulation.end
+                whole, buckets = self._collective(n * factor, round(itemsize * factor), gather=False), 0
+                buckets = self._buckets(n, round(itemsize))
+                first, one = start + (end - start) / buckets, whole / buckets
+                done = max(done + whole, first + whole, end + one)
+            worst = max(worst, done - simulation.end)
+        return worst
+
+    @property
+    def agreement_s(self) -> float:
+        """The one all-reduce of a few numbers over all ranks."""
+        world = Group.of(range(self.made.world), self.cluster.per_node)
+        return self.costs.links.all_reduce(64, world)
