@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Unpack
 
@@ -221,26 +221,23 @@ class Arrangement:
 
     @cached_property
     def holdings(self) -> list[Holding]:
-        """Of every pipeline rank."""
-        return [self._holding(rank) for rank in range(self.pp)]
-
-    @cached_property
-    def states(self) -> list[Holding]:
-        """The same, built once for ranks with as many layers and the same end of the model: their bytes are equal, the
-        names are those of one of them."""
-        built: dict[tuple[object, ...], Holding] = {}
+        """Of every pipeline rank. Ranks with as many layers and the same end of the model differ in names alone, so one
+        of them is built."""
+        built: dict[tuple[object, ...], tuple[list[int], Holding]] = {}
+        found = []
         for rank in range(self.pp):
-            if (alike := self._alike(rank)) not in built:
-                built[alike] = self._holding(rank)
-        return [built[self._alike(rank)] for rank in range(self.pp)]
-
-    def _alike(self, rank: int) -> tuple[object, ...]:
-        return *(self.counts[s] for s in self.placement.stages(rank)), rank == 0, rank == self.pp - 1
+            stages = [self.stages[s] for s in self.placement.stages(rank)]
+            layers, alike = [n for stage in stages for n in stage], (*map(len, stages), rank == 0, rank == self.pp - 1)
+            if alike not in built:
+                built[alike] = layers, self._holding(rank)
+            numbers, held = dict(zip(built[alike][0], layers, strict=True)), built[alike][1]
+            found.append(replace(held, parameters={_moved(name, numbers): n for name, n in held.parameters.items()}))
+        return found
 
     @property
     def worst(self) -> int:
         """The pipeline rank that holds the most weights, gradients and optimizer."""
-        return max(range(self.pp), key=lambda r: self.states[r].state)
+        return max(range(self.pp), key=lambda r: self.holdings[r].state)
 
     @property
     def parameters(self) -> int:
@@ -404,6 +401,12 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     made = Arrangement(config, world, vocab_size)
     _ = made.steps, made.stages  # which raise
     return made
+
+
+def _moved(name: str, numbers: Mapping[int, int]) -> str:
+    """A parameter's name in another layer."""
+    first, dot, rest = name.removeprefix("layers.").partition(".")
+    return f"layers.{numbers[int(first)]}{dot}{rest}" if name.startswith("layers.") else name
 
 
 def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:

@@ -164,3 +164,13 @@ def nccl(request: Request) -> list[str]:
         "NCCL_TIMEOUT                  is none of NCCL's; here it is --distributed-timeout-minutes",
     ]
     return lines
+
+
+def needs(request: Request, found: Found) -> list[str]:
+    """Where no layout fits."""
+    if found.least is None:
+        return ["change what is refused above"]
+    size, layout = found.least
+    over = size / found.limit
+    text = f"the leanest layout takes {size / 2**30:.1f} GiB of {found.limit / 2**30:.1f}: it needs"
+    return [f"{text} about {over:.1f} times the memory: more or larger devices, a smaller model, or shorter sequences"]

@@ -69,7 +69,7 @@ def memory(made: Arrangement) -> list[RankMemory]:
     from megalite.pipeline.schedule import in_flight
 
     brief, found = moments(made), []
-    for held, activations, row in zip(made.states, made.activations, made.told_rows, strict=True):
+    for held, activations, row in zip(made.holdings, made.activations, made.told_rows, strict=True):
         buffers = peak_of(row, made, brief) - in_flight(row, made.held)
         found.append(RankMemory(held.weights, held.gradients, held.optimizer, activations, round(max(0.0, buffers))))
     return found

@@ -32,32 +32,23 @@ LAYOUT = (  # options that are searched over where the command line has none of 
 )
 WHOLE = LAYOUT[:2]  # one of these, and the layout is given: only that one is planned
 PLACEHOLDERS = {"lr": "1e-4", "train_iters": "1000", "micro_batch_size": "1"}
-PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
 class Request:
     """words: the flags of pretrain_gpt.py for the model and all that the planner does not choose. fixed: the options of
-    LAYOUT that the command line has. config: one that holds on `cluster` but for them."""
+    LAYOUT that the command line has. left_out: of PLACEHOLDERS those that it has not."""
 
     config: Config
     vocab_size: int
     cluster: Cluster
     words: tuple[str, ...]
     fixed: frozenset[str]
+    left_out: frozenset[str]
 
     @property
     def is_layout(self) -> bool:
         return not self.fixed.isdisjoint(WHOLE)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hf", type=Path, metavar="FILE", help="the model: a config.json, or the folder that it is in")
-    parser.add_argument("--device", default="h100", help="a100, h100, h200, b200, v100 or cpu; default h100")
-    parser.add_argument("--num-gpus", type=int, metavar="N", help="devices of the cluster; default: one node")
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: as the device usually comes")
-    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file in place of these three")
-    parser.add_argument("--precision", choices=PRECISIONS, help="default bf16, or as --bf16 and --fp16 say")
 
 
 def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
@@ -88,7 +79,7 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     fixed = frozenset(_fixed(config, words, given))
     kept = tuple(_without(completed, [name for name in LAYOUT if not fixed & set(WHOLE)] + ["nproc"]))
     config = replace(config, parallel=replace(config.parallel, nproc=None))
-    return Request(config, config.data.vocab_size or 0, where, kept, fixed)
+    return Request(config, config.data.vocab_size or 0, where, kept, fixed, frozenset(stand_ins))
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:

@@ -31,6 +31,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
 RECOMPUTE = ("none", "selective", "full")
 TRIED = 10_000  # actions simulated to balance the stages of a candidate
+MOST = 60  # plans that are simulated: a few tenths of a second each
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
 NEAR = 1.02  # how far the even division may be above the limit for the true one to be looked at
 
@@ -197,11 +198,11 @@ def search(
     *,
     wanted: int = 10,
     usable: float = USABLE,
-    most: int = 60,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    most: int = MOST,
+    tell: Callable[[int, float], None] = lambda done, best: None,
 ) -> Found:
-    """`wanted`: plans to be found. `usable`: share of a device's memory. `most`: plans to be simulated. `tell`: how far
-    it is."""
+    """`wanted`: plans to be found. `usable`: share of a device's memory. `most`: plans to be simulated. `tell`: how many
+    have been, and the least seconds."""
     from tools.planning.cost import Costs
     from tools.planning.profile import default_profile
 
@@ -232,7 +233,7 @@ def search(
             bounds = []
             break
         _estimate(layout, request, profile, found)
-        tell(found.simulated, most)
+        tell(found.simulated, found.plans[0].time.seconds if found.plans else 0.0)
     found.left = sum(bound < found.plans[0].time.seconds for bound, _, _ in bounds) if found.plans else len(bounds)
     return found
 

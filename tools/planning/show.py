@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tools.planning.request import Request
 from tools.planning.search import Found, Layout, Planned
 from tools.planning.tokens import Budget
+
+if TYPE_CHECKING:
+    from megalite.train.arrangement import Arrangement
+    from tools.planning.memory import RankMemory
 
 GIB = 2**30
 COMM = ("tp", "pp", "dp")
@@ -45,16 +49,17 @@ def ranking(plans: Sequence[Planned], world: int) -> str:
     return table(rows)
 
 
-def memory_rows(plan: Planned) -> list[tuple[str, ...]]:
+def memory_rows(memory: Sequence[RankMemory], made: Arrangement) -> list[tuple[str, ...]]:
     """GiB of a rank of each pipeline position; of many the first, the last, and the fullest."""
-    ranks = range(len(plan.memory))
-    shown = ranks if len(ranks) <= MOST_ROWS else sorted({0, 1, plan.fullest, ranks[-2], ranks[-1]})
+    ranks = range(len(memory))
+    fullest = max(ranks, key=lambda rank: memory[rank].peak)
+    shown = ranks if len(ranks) <= MOST_ROWS else sorted({0, 1, fullest, ranks[-2], ranks[-1]})
     rows: list[tuple[str, ...]] = [("GiB per rank", "layers", *PARTS, "peak")]
     for rank in shown:
-        held, counts = plan.memory[rank], plan.made.counts
-        layers = sum(counts[s] for s in plan.made.placement.stages(rank))
+        held, counts = memory[rank], made.counts
+        layers = sum(counts[s] for s in made.placement.stages(rank))
         sizes = (f"{getattr(held, part) / GIB:.2f}" for part in PARTS)
-        mark = "  <- most" if rank == plan.fullest else ""
+        mark = "  <- most" if rank == fullest else ""
         rows.append((f"pipeline rank {rank}{mark}", str(layers), *sizes, f"{held.peak / GIB:.2f}"))
     return rows
 
