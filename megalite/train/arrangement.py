@@ -244,7 +244,7 @@ class Arrangement:
         """Of the whole model, each once, without padding."""
         return sum({name: n for held in self.holdings for name, n in held.parameters.items()}.values())
 
-    @property
+    @cached_property
     def split(self) -> Split | None:
         """How backward is split, if it is."""
         return self._split_of(self.counts)
@@ -350,7 +350,7 @@ class Arrangement:
         """Of a layer, of the embedding and of the head: bytes of weights, gradients and optimizer on a rank, without the
         padding of the layout (`holdings` has it)."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
-        first, last = (_build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
+        first, last = (build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
 
         def of(module: nn.Module | None) -> float:
             numel = sum(p.numel() for p in module.parameters()) if module is not None else 0
@@ -412,10 +412,10 @@ def _moved(name: str, numbers: Mapping[int, int]) -> str:
 def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
     """This rank's chunks of the model; `meta`: without memory."""
     make = Maker(mesh, dtype, made.config.train.seed, meta)
-    return [_build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
+    return [build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
 
 
-def _build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
+def build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
     return Stage(
         make,
         made.config.model,

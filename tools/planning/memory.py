@@ -66,13 +66,20 @@ def moments(made: Arrangement) -> Moments:
 
 def memory(made: Arrangement) -> list[RankMemory]:
     """Of every pipeline rank."""
+    return [
+        RankMemory(held.weights, held.gradients, held.optimizer, *more)
+        for held, more in zip(made.holdings, activations_and_buffers(made), strict=True)
+    ]
+
+
+def activations_and_buffers(made: Arrangement) -> list[tuple[int, int]]:
     from megalite.pipeline.schedule import in_flight
 
-    brief, found = moments(made), []
-    for held, activations, row in zip(made.holdings, made.activations, made.told_rows, strict=True):
-        buffers = peak_of(row, made, brief) - in_flight(row, made.held)
-        found.append(RankMemory(held.weights, held.gradients, held.optimizer, activations, round(max(0.0, buffers))))
-    return found
+    brief = moments(made)
+    return [
+        (activations, round(max(0.0, peak_of(row, made, brief) - in_flight(row, made.held))))
+        for activations, row in zip(made.activations, made.told_rows, strict=True)
+    ]
 
 
 def peak_of(row: Sequence[Action], made: Arrangement, brief: Moments) -> float:

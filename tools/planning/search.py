@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tools.planning.memory import RankMemory, memory, moments
+from tools.planning.memory import RankMemory, activations_and_buffers, memory, moments
 from tools.planning.request import Request, problems_of, with_options
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ RECOMPUTE = ("none", "selective", "full")
 TRIED = 10_000  # actions simulated to balance the stages of a candidate
 MOST = 60  # plans that are simulated: a few tenths of a second each
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
+State = tuple[float, float, float]  # Arrangement.module_bytes
 NEAR = 1.02  # how far the even division may be above the limit for the true one to be looked at
 
 
@@ -162,19 +163,28 @@ def even(layout: Layout, request: Request, tried: int = 0) -> Arrangement:
     return Arrangement(applied(layout, request.config), request.cluster.world, request.vocab_size, tried)
 
 
-def least_memory(made: Arrangement, state: tuple[float, float, float]) -> float:
+def least_memory(made: Arrangement, state: State) -> float:
     """Bytes that the fullest rank takes at least with even stages: its layers' state, and for what it holds of a
-    schedule that fills the pipeline one forward of a chunk per rank behind it. `state`: Arrangement.module_bytes."""
-    layer, embedding, head = state
+    schedule that fills the pipeline one forward of a chunk per rank behind it."""
     full, brief = made.microbatches * made.chunks, moments(made)
-    most = 0.0
-    for rank in {0, made.pp - 1}:
-        stages = made.placement.stages(rank)
-        holds = layer * sum(made.counts[s] for s in stages)
-        holds += embedding * (rank == 0) + head * (rank == made.pp - 1)
-        alive = min(full, made.pp - rank) * min(made.held[s][0] for s in stages)
-        most = max(most, holds + alive + brief.layer - brief.edge)
-    return most
+    alive = {
+        rank: min(full, made.pp - rank) * min(made.held[s][0] for s in made.placement.stages(rank))
+        for rank in (0, made.pp - 1)
+    }
+    return max(_state_of(rank, made, state) + alive[rank] + brief.layer - brief.edge for rank in alive)
+
+
+def _state_of(rank: int, made: Arrangement, state: State) -> float:
+    """Bytes of weights, gradients and optimizer, but for the padding."""
+    layer, embedding, head = state
+    layers = sum(made.counts[s] for s in made.placement.stages(rank))
+    return layer * layers + embedding * (rank == 0) + head * (rank == made.pp - 1)
+
+
+def roughly(made: Arrangement, state: State) -> float:
+    """Bytes of the fullest rank, with stages and state as they are, but for the padding."""
+    found = activations_and_buffers(made)
+    return max(_state_of(rank, made, state) + sum(some) for rank, some in enumerate(found))
 
 
 def least_time(made: Arrangement, costs: list[tuple[float, float, float]]) -> float:
@@ -207,8 +217,8 @@ def search(
     from tools.planning.profile import default_profile
 
     found = Found(limit=usable * request.cluster.device.memory_bytes)
-    bounds: list[tuple[float, int, Layout]] = []
-    states: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
+    bounds: list[tuple[float, int, Layout, State]] = []
+    states: dict[tuple[int, int, bool], State] = {}
     for layout in [layout_of(request.config)] if request.is_layout else grid(request):
         found.candidates += 1
         problems = problems_of(applied(layout, request.config), request.cluster.world)
@@ -225,22 +235,26 @@ def search(
                 found.over(size, one)
             else:
                 costs = Costs(made, request.cluster, profile or default_profile(request.cluster.device.name))
-                bounds.append((least_time(made, [stage.all for stage in costs.stages()]), len(bounds), one))
+                bounds.append((least_time(made, [stage.all for stage in costs.stages()]), len(bounds), one, states[key]))
     heapq.heapify(bounds)
     while bounds and found.simulated < most:
-        bound, _, layout = heapq.heappop(bounds)
+        bound, _, layout, state = heapq.heappop(bounds)
         if len(found.plans) >= wanted and bound > found.plans[wanted - 1].time.seconds:
             bounds = []
             break
-        _estimate(layout, request, profile, found)
+        _estimate(layout, request, profile, found, state)
         tell(found.simulated, found.plans[0].time.seconds if found.plans else 0.0)
-    found.left = sum(bound < found.plans[0].time.seconds for bound, _, _ in bounds) if found.plans else len(bounds)
+    found.left = sum(bound < found.plans[0].time.seconds for bound, *_ in bounds) if found.plans else len(bounds)
     return found
 
 
-def _estimate(layout: Layout, request: Request, profile: Profile | None, found: Found) -> None:
+def _estimate(layout: Layout, request: Request, profile: Profile | None, found: Found, state: State) -> None:
     if problems := problems_of(applied(layout, request.config), request.cluster.world):
         found.refuse(problems)
+        return
+    evenly = even(layout, request)
+    if (size := roughly(evenly, state)) > found.limit * NEAR:
+        found.over(size, layout)
         return
     plan = planned(layout, request, profile, found.limit, TRIED)
     if isinstance(plan, int):

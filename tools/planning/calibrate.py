@@ -1,0 +1,307 @@
+"""How fast this machine runs a model's parts: a profile for tools/planning/cost.py, in half a minute.
+
+As many local ranks as will share the machine measure at once, so that memory and caches are shared as in a run:
+
+    layer, embedding, head    forward, backward and weight gradients of stages of the model (megalite/models/gpt.py),
+                              at its shapes and micro-batch, with gradients added to the flat buffer as in a run; the
+                              first also with a split backward
+    update, norm              the optimizer's, per byte
+    messages, all-gather      a micro-batch's hidden states from rank to rank, and what is shared out over all ranks
+    shares of the peaks       a matmul and attention at the model's shapes, and a copy: for other models, and for tp
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalite.config.options import Config
+    from megalite.models.gpt import Batch, Stage
+    from megalite.parallel.launch import Ranks
+    from megalite.train.arrangement import Arrangement
+    from tools.planning.profile import Profile
+
+LAYERS = 2  # of the stage that is measured
+SMALL = 1 << 12  # bytes of a message that shows the latency
+
+
+class CalibrationError(RuntimeError):
+    """A rank could not measure."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, help="local ranks that measure at once, as the run will have")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, beside the start")
+
+
+def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 20.0) -> Profile:
+    """Of the device at hand, for models of this configuration's shape without tp. Raises CalibrationError."""
+    from megalite.parallel.local_ranks import start_local
+    from tools.planning.cluster import Link
+    from tools.planning.profile import Profile
+
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
+        task = {"config": config, "vocab_size": vocab_size, "seconds": seconds, "folder": folder}
+        if code := start_local(ranks, measure, (task,)):
+            raise CalibrationError(f"a rank ended with exit code {code}; what it said is above")
+        found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
+    mean = lambda key: statistics.fmean(one[key] for one in found)  # noqa: E731
+    blocks = {
+        name: tuple(statistics.fmean(one["blocks"][name][i] for one in found) for i in range(3))
+        for name in found[0]["blocks"]
+    }
+    links = {name: Link(*found[0][name]) if found[0][name] else None for name in ("message", "collective")}
+    return Profile(
+        source=f"measured {time.strftime('%Y-%m-%d')} by {ranks} ranks at once, {found[0]['device']}",
+        matmul=mean("matmul"),
+        head=mean("head"),
+        attention=(mean("attention_forward"), mean("attention_backward")),
+        memory=mean("memory"),
+        step_s=2e-3,
+        shape=found[0]["shape"],
+        blocks=blocks,  # type: ignore[arg-type]
+        **links,
+    )
+
+
+def measure(ranks: Ranks, task: dict[str, Any]) -> None:
+    """One rank's part: writes what it found into the task's folder."""
+    import datetime
+
+    from megalite.parallel.launch import process_group
+    from megalite.train.memory import keep_freed_memory
+    from megalite.train.run import choose_device
+
+    wanted = choose_device(task["config"].parallel.device)
+    if wanted == "cpu":
+        keep_freed_memory()  # as pretrain() does
+    with process_group(ranks, device=wanted, startup_timeout=datetime.timedelta(minutes=5)) as device:
+        found = _Bench(task, ranks, device).run()
+    (Path(task["folder"]) / f"rank{ranks.rank:05d}.json").write_text(json.dumps(found))
+
+
+class _Bench:
+    """All ranks go through the same sections, each of which ends at one time by the clock: so they stay together."""
+
+    def __init__(self, task: dict[str, Any], ranks: Ranks, device: torch.device):
+        from megalite.parallel.mesh import Mesh
+        from megalite.train.arrangement import Arrangement
+
+        config = task["config"]
+        alone = dataclasses.replace(config.parallel, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+        self.made: Arrangement = Arrangement(dataclasses.replace(config, parallel=alone), 1, task["vocab_size"])
+        self.mesh = dataclasses.replace(Mesh.alone(), device=device)
+        self.ranks, self.device = ranks, device
+        self.section_s, self.until = task["seconds"] / 9, 0.0
+
+    def run(self) -> dict[str, Any]:
+        import torch
+
+        from tools.planning.cost import shape_of
+
+        message, collective = self.links()
+        self.until = time.perf_counter()  # all are here: the links were used together
+        blocks: dict[str, tuple[float, float, float]] = {}
+        stages, buffer, optimizer = self.build()
+        for name, stage, number in zip(("embedding", "layer", "head"), stages, range(3), strict=True):
+            times = self.stage(stage, number, split=False)
+            blocks[name] = tuple(t / (LAYERS if name == "layer" else 1) for t in times)  # type: ignore[assignment]
+        blocks["layer, split"] = tuple(t / LAYERS for t in self.stage(stages[1], 1, split=True))  # type: ignore[assignment]
+        step = lambda: optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)  # noqa: E731
+        kept = sum(t.nbytes for state in optimizer.state for t in state.values())
+        kept += 0 if optimizer.same else sum(t.nbytes for t in optimizer.main)
+        moved = buffer.grads.nbytes + 2 * kept + buffer.weights.nbytes
+        update, norm = self.median(step) / moved, self.median(optimizer.local_norm_sq) / buffer.grads.nbytes
+        blocks["update"] = (update, norm, 0.0)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return {
+            **{"blocks": blocks, "message": message, "collective": collective, "device": name},
+            **{"shape": shape_of(self.made), **self.shares(blocks)},
+        }
+
+    def now(self) -> float:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def median(self, work: Callable[[], Any]) -> float:
+        """Seconds of `work`, which runs until the section's end, and three times at least."""
+        return self.medians(lambda: (self.timed(work),))[0]
+
+    def medians(self, times: Callable[[], tuple[float, ...]]) -> list[float]:
+        times()  # the first call makes what the others use
+        self.until += self.section_s
+        found = [times() for _ in range(3)]
+        while time.perf_counter() < self.until:
+            found.append(times())
+        self.until = max(self.until, time.perf_counter())
+        return [statistics.median(column) for column in zip(*found, strict=True)]
+
+    def timed(self, work: Callable[[], Any]) -> float:
+        start = self.now()
+        work()
+        return self.now() - start
+
+    def build(self) -> tuple[list[Stage], Any, Any]:
+        """Three stages: embedding, layers, head; their buffer and optimizer."""
+        from megalite.kernels.dispatch import choose
+        from megalite.nn.parameter import Maker
+        from megalite.optim.buffer import ParamBuffer
+        from megalite.optim.zero1 import Zero1
+        from megalite.train.arrangement import build_stage
+        from megalite.train.setup import update_rule
+
+        config = self.made.config
+        choose(config.parallel.kernels, config.parallel.attention_kernel)
+        make = Maker(self.mesh, self.made.dtype, config.train.seed)
+        layers = [range(0), range(LAYERS), range(LAYERS, LAYERS)]
+        # tied weights need two ends of a pipeline: here each stage has its own
+        apart = dataclasses.replace(config.model, untie_embeddings_and_output_weights=True)
+        made = dataclasses.replace(self.made, config=dataclasses.replace(config, model=apart))
+        stages = [build_stage(made, make, layers, number) for number in range(3)]
+        buffer = ParamBuffer(stages, self.mesh)
+        return stages, buffer, Zero1(buffer, update_rule(config))
+
+    def stage(self, stage: Stage, number: int, split: bool) -> list[float]:
+        """Seconds of F, B and W (0 where backward is not split)."""
+        import torch
+
+        from megalite.nn.later import Later
+
+        batch, made = self.batch(), self.made
+        S, B, D = made.config.model.seq_length, made.config.train.micro_batch_size, made.config.model.hidden_size
+        x_SBD = torch.randn(S, B, D, device=self.device).to(made.dtype)
+        weight = 1.0 / made.tokens
+
+        def once() -> tuple[float, float, float]:
+            x = None if number == 0 else x_SBD.detach().requires_grad_()
+            later = Later() if split else None
+            start = self.now()
+            y = stage(x, dataclasses.replace(batch, loss_weight=weight, later=later))
+            forward = self.now()
+            torch.autograd.backward(y, torch.full_like(y, weight) if number == 2 else x_SBD)
+            backward = self.now()
+            if later is not None:
+                later.run()
+            return forward - start, backward - forward, self.now() - backward if split else 0.0
+
+        return self.medians(once)
+
+    def batch(self) -> Batch:
+        import numpy as np
+
+        from megalite.data.samples.batches import MicroBatch
+        from megalite.train.batch import host_batch, on_device
+
+        S, B = self.made.config.model.seq_length, self.made.config.train.micro_batch_size
+        drawn = np.random.default_rng(0).integers(0, self.made.vocab_size, (B, S + 1))
+        host = host_batch(MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None), pin=False)
+        return on_device(host, self.device, step=1)
+
+    def shares(self, blocks: dict[str, tuple[float, float, float]]) -> dict[str, float]:
+        """Of the device's peaks, by a matmul, attention and a copy."""
+        import torch
+
+        from megalite.kernels.attention import attention
+        from megalite.models.flops import head_flops, layer_parts
+        from tools.planning.cluster import DEVICES, cluster
+
+        made, m = self.made, self.made.config.model
+        kind = "cpu" if self.device.type == "cpu" else self.known_device()
+        device = cluster(kind, self.ranks.world).device if kind == "cpu" else DEVICES[kind][0]
+        peak, tokens = device.peak_tflops(made.dtype) * 1e12, made.tokens
+        draw = lambda *shape: torch.randn(*shape, device=self.device).to(made.dtype)  # noqa: E731
+        a_ND, w_FD = draw(tokens, m.hidden_size), draw(m.ffn_size, m.hidden_size)
+        matmul = self.median(lambda: a_ND @ w_FD.T)
+        S, B, K = m.seq_length, made.config.train.micro_batch_size, m.head_size
+        q = draw(S, B, m.num_attention_heads, K).requires_grad_()
+        k, v = (draw(S, B, m.groups, K).requires_grad_() for _ in range(2))
+
+        def attend() -> tuple[float, float]:
+            start = self.now()
+            o = attention(q, k, v, scale=K**-0.5)
+            middle = self.now()
+            torch.autograd.grad(o, (q, k, v), o.detach())
+            return middle - start, self.now() - middle
+
+        forward, backward = self.medians(attend)
+        scores = layer_parts(m, S)[2] * tokens
+        source = torch.empty(1 << 26, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        copied = self.median(lambda: target.copy_(source))
+        return {
+            "matmul": 2.0 * tokens * m.hidden_size * m.ffn_size / matmul / peak,
+            "head": 3 * head_flops(m, made.padded_vocab) * tokens / blocks["head"][0] / peak,
+            "attention_forward": scores / forward / peak,
+            "attention_backward": 2.5 * scores / backward / peak,
+            "memory": 2 * source.nbytes / copied / device.memory_bytes_per_s,
+        }
+
+    def known_device(self) -> str:
+        import torch
+
+        from tools.planning.cluster import DEVICES
+
+        name = torch.cuda.get_device_name(self.device).lower()
+        for kind in DEVICES:
+            if kind in name:
+                return kind
+        raise CalibrationError(f"the table of devices has no {name}; give its peaks in a cluster's file")
+
+    def links(self) -> tuple[list[float] | None, list[float] | None]:
+        """(latency, bytes per second) of messages and of all-gathers; None: there is one rank."""
+        import torch
+
+        from megalite.parallel.comm import start_all_gather_into, start_message
+        from megalite.parallel.mesh import build_mesh
+
+        world = self.ranks.world
+        if world == 1:
+            return None, None
+        from megalite.parallel.calls import RECEIVE, SEND
+
+        pp = build_mesh(device=self.device, pp=world).pp
+        data = build_mesh(device=self.device).data
+
+        def message(num_bytes: int) -> float:
+            """Of one way of two."""
+            x, peer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), self.ranks.rank ^ 1
+            order = (SEND, RECEIVE) if self.ranks.rank % 2 == 0 else (RECEIVE, SEND)
+
+            def there_and_back() -> None:
+                for op in order if peer < world else ():
+                    start_message(x, pp, peer, op).wait()
+
+            return self.counted(there_and_back) / 2
+
+        def gather(num_bytes: int) -> float:
+            part = torch.zeros(num_bytes // world, dtype=torch.uint8, device=self.device)
+            whole = torch.empty(part.numel() * world, dtype=torch.uint8, device=self.device)
+            return self.counted(lambda: start_all_gather_into(whole, part, data).wait())
+
+        large = self.made.tokens * self.made.config.model.hidden_size * self.made.dtype.itemsize
+        return _fit(message, large, 1.0), _fit(gather, 4 * large, (world - 1) / world)
+
+    def counted(self, work: Callable[[], Any], times: int = 15) -> float:
+        """Seconds; as often on every rank."""
+        for _ in range(3):
+            work()
+        return statistics.median(self.timed(work) for _ in range(times))
+
+
+def _fit(seconds: Callable[[int], float], large: int, share: float) -> list[float]:
+    """Latency and bytes per second by a small and a large message, of whose bytes `share` crosses a link."""
+    latency, whole = seconds(SMALL), seconds(large)
+    return [latency, share * (large - SMALL) / max(whole - latency, 1e-9)]
