@@ -171,7 +171,7 @@ def _tell(
     print(f"{c.world:,} x {c.device.name} ({c.nodes:,} nodes of {c.per_node}), {dtype}, batch of {batch:,} tokens")
     _section("the usual questions", advice.path(request, found))
     print(f"\n{show.ranking(found.plans[: args.top], c.world)}")
-    print(f"{found.candidates:,} layouts, {found.simulated} simulated; shares are of a step, exposed time alone")
+    print(f"{found.candidates:,} layouts, {found.simulated} simulated; shares of a step, of what shows")
     _section("refused", show.refusals(found))
     print(f"\nthe best: {best.layout}\n{show.table(show.memory_rows(best.memory, best.made))}")
     _section("", [*advice.bound(best)])

@@ -70,7 +70,7 @@ class Arrangement:
     config: Config
     world: int
     vocab_size: int
-    tried_actions: int = TRIED_ACTIONS  # fewer where many arrangements are compared; 0: the layers evenly
+    tried_actions: int = TRIED_ACTIONS  # where many arrangements are compared: 0 the layers evenly, 1 by bounds alone
 
     @property
     def tp(self) -> int:
@@ -158,9 +158,11 @@ class Arrangement:
             return ranges(self._given)
         if layers <= stages or stages == 1 or not self.tried_actions:
             return ranges(evenly(layers, stages))
+        bounds, rate, found = self._least_time, self._rate, splits(layers, stages)
+        if self.tried_actions == 1:
+            return ranges(min(found, key=bounds))
         actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)), LONG)[1]))
-        bounds, rate = self._least_time, self._rate
-        return ranges(fastest(splits(layers, stages), bounds, rate, most=max(1, self.tried_actions // actions)))
+        return ranges(fastest(found, bounds, rate, most=max(1, self.tried_actions // actions)))
 
     @property
     def counts(self) -> list[int]:

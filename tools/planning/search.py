@@ -2,10 +2,10 @@
 
     candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward; what check() refuses is counted
     bound        a time that no schedule of the layout is below, and the memory of the layers divided evenly
-    estimate     the arrangement, its memory and its simulated step, for the lowest bounds first, until no bound is below
-                 the best `wanted` that were found
+    estimate     the arrangement, its memory and its simulated step, for the lowest bounds first, until `wanted` are
+                 found and no bound is below the SURE best of them
 
-Plans are compared with stages that few simulations have balanced (TRIED); what is reported is what a run would do.
+Candidates have stages that are balanced by bounds; the best one then gets those that its run will have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tools.planning.memory import RankMemory, activations_and_buffers, memory, moments
+from tools.planning.memory import RankMemory, memory, moments
 from tools.planning.request import Request, problems_of, with_options
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
 RECOMPUTE = ("none", "selective", "full")
-TRIED = 10_000  # actions simulated to balance the stages of a candidate
+TRIED = 1  # Arrangement.tried_actions of a candidate
+GROUPS = 3  # of micro-batches, after which what is held does not grow
+SURE = 3  # plans that nothing is faster than but what is shown; those behind them are the best that were simulated
 MOST = 60  # plans that are simulated: a few tenths of a second each
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
 State = tuple[float, float, float]  # Arrangement.module_bytes
@@ -85,7 +87,7 @@ def layout_of(config: Config) -> Layout:
 
 @dataclass(frozen=True)
 class Planned:
-    """made: with the stages that a run would have, or with few tried."""
+    """`made`: with the stages that a run would have, or balanced by bounds."""
 
     layout: Layout
     made: Arrangement
@@ -182,15 +184,26 @@ def _state_of(rank: int, made: Arrangement, state: State) -> float:
 
 
 def roughly(made: Arrangement, state: State) -> float:
-    """Bytes of the fullest rank, with stages and state as they are, but for the padding."""
-    found = activations_and_buffers(made)
-    return max(_state_of(rank, made, state) + sum(some) for rank, some in enumerate(found))
+    """Bytes of the fullest rank, but for the padding and the messages. A split backward may hold as much as the schedule
+    without it."""
+    from megalite.pipeline.schedule import SCHEDULES, group_sizes, in_flight
+
+    p, brief = made.config.parallel, moments(made)
+    groups = group_sizes(made.microbatches, made.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[:GROUPS]
+    order, most = SCHEDULES[p.pipeline_schedule], 0.0
+    for rank in {0, min(1, made.pp - 1), made.pp - 1}:
+        alive = in_flight(order(rank, made.placement, groups), made.held)
+        most = max(most, _state_of(rank, made, state) + alive + brief.layer - brief.edge)
+    return most
 
 
 def least_time(made: Arrangement, costs: list[tuple[float, float, float]]) -> float:
     """Seconds that no order of the schedule is below: a rank idles until the first forward has come down to it, then works
-    through all micro-batches, and its last backward has yet to go up. `costs`: seconds of F, B and W of every stage."""
-    split, most = made.split is not None, 0.0
+    through all micro-batches, and its last backward has yet to go up; and all go through all stages. `costs`: seconds of
+    F, B and W of every stage."""
+    split = made.config.parallel.split_backward and made.pp > 1
+    down, up = sum(f for f, _, _ in costs), sum(b if split else b + w for _, b, w in costs)
+    most = down + up + (made.microbatches - 1) * max(f for f, _, _ in costs)
     fill = drain = 0.0
     for rank in range(made.pp):
         stages = made.placement.stages(rank)
@@ -239,7 +252,7 @@ def search(
     heapq.heapify(bounds)
     while bounds and found.simulated < most:
         bound, _, layout, state = heapq.heappop(bounds)
-        if len(found.plans) >= wanted and bound > found.plans[wanted - 1].time.seconds:
+        if len(found.plans) >= wanted and bound > found.plans[min(SURE, wanted) - 1].time.seconds:
             bounds = []
             break
         _estimate(layout, request, profile, found, state)
@@ -268,8 +281,8 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
 def planned(
     layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf"), tried: int | None = None
 ) -> Planned | int:
-    """One layout, with the stages that a run would have, or with few `tried`; bytes of its fullest rank where these are
-    above the limit."""
+    """One layout, with the stages that a run would have, or as Arrangement.tried_actions says; bytes of its fullest rank
+    where these are above the limit."""
     from megalite.train.arrangement import TRIED_ACTIONS
     from tools.planning.step_time import step_time
 
