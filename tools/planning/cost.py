@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.models.flops import head_flops, layer_parts
-from megalite.parallel.mesh import plan_mesh
+from megalite.parallel.mesh import Mesh, plan_mesh
 from megalite.train.arrangement import Arrangement
 from tools.planning.cluster import Cluster
 from tools.planning.links import Group, Links
@@ -75,9 +75,9 @@ class Costs:
         return self.cluster.device.peak_tflops(self.made.dtype) * 1e12
 
     @cached_property
-    def shards(self) -> int:
-        """Ranks that share out what the optimizer keeps."""
-        return plan_mesh(self.made.world, 0, **self.made.sizes).shard.size
+    def mesh(self) -> Mesh:
+        """Of rank 0."""
+        return plan_mesh(self.made.world, 0, **self.made.sizes)
 
     @property
     def split(self) -> bool:
@@ -241,8 +241,9 @@ class Costs:
     def update_s(self) -> tuple[float, float]:
         """Seconds of the rank that has most to do: the norm of the gradients, and the optimizer's step."""
         made = self.made
-        held, shard = made.holdings[made.worst], self.shards
-        norm = self.memory_s(held.gradients / shard)
-        moved = held.gradients / shard + 2 * held.optimizer + held.weights / shard
-        known = self._calibrated("update")  # seconds per byte
-        return (norm, moved * known.all[0]) if known else (norm, self.memory_s(moved))
+        held, shard = made.holdings[made.worst], self.mesh.shard.size
+        gradients = held.gradients / shard
+        moved = gradients + 2 * held.optimizer + held.weights / shard
+        if (known := self._calibrated("update")) is not None:  # seconds per byte: update, norm
+            return gradients * known.all[1], moved * known.all[0]
+        return self.memory_s(gradients), self.memory_s(moved)

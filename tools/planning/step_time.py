@@ -21,7 +21,7 @@ from functools import cached_property
 
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
-from megalite.parallel.mesh import Mesh, plan_mesh
+from megalite.parallel.mesh import Mesh
 from megalite.pipeline.schedule import Op
 from megalite.pipeline.simulate import Simulation
 from megalite.train.arrangement import Arrangement
@@ -100,9 +100,9 @@ class _Step:
     def stages(self) -> list[Seconds]:
         return self.costs.stages()
 
-    @cached_property
+    @property
     def mesh(self) -> Mesh:
-        return plan_mesh(self.made.world, 0, **self.made.sizes)
+        return self.costs.mesh
 
     @cached_property
     def messages(self) -> Links:
