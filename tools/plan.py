@@ -8,7 +8,6 @@ python tools/plan.py sizes --dp 64                      bytes of state by size a
 python tools/plan.py tokens --preset llama3-8b          tokens, FLOPs, steps, days
 python tools/plan.py calibrate --out profile.json       measure this device, for --profile
 python tools/plan.py published                          predicted beside published step times
-python tools/plan.py compare RUN                        predicted beside measured of a run
 
 The model: --preset, --hf, --config, or any flags of pretrain_gpt.py. Where they name tp or pp, that layout alone is
 planned; else layouts are searched, with micro-batch, recompute and split backward as far as they are left open. What a
@@ -294,7 +293,45 @@ def tokens(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"memory": memory, "sizes": sizes, "tokens": tokens}
+def calibrate(argv: list[str]) -> int:
+    parser = _parser("calibrate")
+    parser.add_argument("--out", type=Path, default=Path("profile.json"), help="default profile.json")
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default bf16, or as --bf16, --fp16 say")
+    from tools.planning.calibrate import CalibrationError, add_arguments
+    from tools.planning.calibrate import calibrate as measure
+
+    add_arguments(parser)
+    args, words = parser.parse_known_args(argv)
+    if args.ranks < 1 or not 0 < args.seconds < 3600:
+        raise Wrong(f"ranks={args.ranks} is at least 1, and seconds={args.seconds:g} more than 0; correct them")
+    if not args.out.parent.is_dir():
+        raise Wrong(f"out={args.out} is in no folder; make it")
+    place = {"cluster": None, "device": "cpu", "num_gpus": args.ranks, "gpus_per_node": args.ranks}
+    request, _ = _read(argparse.Namespace(**place, hf=None, profile=None, precision=args.precision), words)
+    try:
+        measure(request.config, request.vocab_size, args.ranks, args.seconds).save(args.out)
+    except (CalibrationError, OSError) as error:
+        raise Wrong(f"not calibrated: {error}") from None
+    print(f"{args.out}: give it with --profile {args.out}")
+    return 0
+
+
+def published(argv: list[str]) -> int:
+    _parser("published").parse_args(argv)
+    from tools.planning import show
+    from tools.planning.published import table
+
+    print(show.table(table(), width=160))
+    return 0
+
+
+COMMANDS = {
+    "memory": memory,
+    "sizes": sizes,
+    "tokens": tokens,
+    "calibrate": calibrate,
+    "published": published,
+}
 
 
 def main(argv: list[str]) -> int:

@@ -25,11 +25,14 @@ LAYOUT = (  # options that are searched over where the command line has none of 
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
     "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
     "split_backward",
     "use_distributed_optimizer",
     "micro_batch_size",
     "recompute_granularity",
 )
+HOW = ("recompute_method", "recompute_num_layers", "recompute_modules")  # that go with the last
 WHOLE = LAYOUT[:2]  # one of these, and the layout is given: only that one is planned
 PLACEHOLDERS = {"lr": "1e-4", "train_iters": "1000", "micro_batch_size": "1"}
 
@@ -77,7 +80,7 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     if problems or config is None or where is None:
         raise ConfigError(problems)
     fixed = frozenset(_fixed(config, words, given))
-    kept = tuple(_without(completed, [name for name in LAYOUT if not fixed & set(WHOLE)] + ["nproc"]))
+    kept = tuple(_without(completed, ["nproc", *(() if fixed & {*WHOLE} else (*LAYOUT, *HOW))]))
     config = replace(config, parallel=replace(config.parallel, nproc=None))
     return Request(config, config.data.vocab_size or 0, where, kept, fixed, frozenset(stand_ins))
 
@@ -120,7 +123,7 @@ def as_flags(config: Config, names: Iterable[str]) -> list[str]:
         if f.name not in wanted or value == f.default or value is None:
             continue
         if isinstance(value, bool):
-            words.append(flag_of(f.name) if value else f"{flag_of(f.name)}=false")
+            words.append(flag_of(f.name) if value else f"--no-{flag_of(f.name)[2:]}")
         else:
             words += [flag_of(f.name), *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return words

@@ -14,9 +14,10 @@ import heapq
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from tools.planning.memory import RankMemory, memory, moments
 from tools.planning.request import Request, problems_of, with_options
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
     from tools.planning.step_time import StepTime
 
 MICRO_BATCHES = (1, 2, 4, 8)
-MOST_CHUNKS = 8
-RECOMPUTE = ("none", "selective", "full")
+FEW_CHUNKS, MOST_CHUNKS = 8, 16
+HOW_AGAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # options of what is recomputed
+    {
+        "none": {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
+)
 TRIED = 1  # Arrangement.tried_actions of a candidate
 GROUPS = 3  # of micro-batches, after which what is held does not grow
 SURE = 3  # plans that nothing is faster than but what is shown; those behind them are the best that were simulated
@@ -48,28 +55,31 @@ class Layout:
     recompute: str = "none"
     split: bool = False
     sharded: bool = True
+    ends: bool = False  # embedding and head each take the place of a layer
 
     def __str__(self) -> str:
         chunks = f" vpp {self.vpp}" if self.vpp > 1 else ""
-        more = [f"recompute {self.recompute}"] * (self.recompute != "none") + ["split backward"] * self.split
-        more += [] if self.sharded else ["optimizer not sharded"]
-        return ", ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *more])
+        more = [self.recompute] * (self.recompute != "none") + ["split"] * self.split + ["ends"] * self.ends
+        more += [] if self.sharded else ["ddp"]
+        return " ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *more])
 
 
 def applied(layout: Layout, config: Config) -> Config:
-    full = layout.recompute == "full"
+    """`config` with this layout; as it is, where it has it already: options that a Layout does not know stay."""
+    if layout == layout_of(config):
+        return config
+    kept = layout.recompute == (config.train.recompute_granularity or "none")
     return with_options(
         config,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         num_virtual_stages_per_pipeline_rank=layout.vpp if layout.vpp > 1 else None,
+        account_for_embedding_in_pipeline_split=layout.ends,
+        account_for_loss_in_pipeline_split=layout.ends,
         micro_batch_size=layout.micro_batch,
-        recompute_granularity=None if layout.recompute == "none" else layout.recompute,
-        recompute_method="uniform" if full else None,
-        recompute_num_layers=1 if full else None,
-        recompute_modules=("layernorm", "mlp") if layout.recompute == "selective" else ("core_attn",),
         split_backward=layout.split,
         use_distributed_optimizer=layout.sharded,
+        **({} if kept else HOW_AGAIN[layout.recompute]),
     )
 
 
@@ -82,7 +92,8 @@ def layout_of(config: Config) -> Layout:
     given = given_stages(config.model.num_layers, p)
     vpp = len(given) // pp if given is not None else p.num_virtual_stages_per_pipeline_rank or 1
     how = (t.recompute_granularity or "none", p.split_backward, p.use_distributed_optimizer)
-    return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how)
+    ends = p.account_for_embedding_in_pipeline_split and p.account_for_loss_in_pipeline_split
+    return Layout(p.tensor_model_parallel_size, pp, vpp, t.micro_batch_size, *how, ends)
 
 
 @dataclass(frozen=True)
@@ -144,19 +155,27 @@ def grid(request: Request) -> Iterator[Layout]:
         for pp in divisors(c.world // tp):
             if pp > 2 * m.num_layers:  # one size too many tells the reason
                 break
-            most = min(MOST_CHUNKS, m.num_layers // pp) if pp > 1 else 1
-            chunks = pick("num_virtual_stages_per_pipeline_rank", range(1, max(1, most) + 1), fixed.vpp)
-            for vpp, micro in itertools.product(chunks, batches):
-                yield Layout(tp, pp, vpp, micro, sharded=fixed.sharded)
+            cuts = [(vpp, False) for vpp in (_chunks(m.num_layers, pp) if pp > 1 else [1])]
+            if pp > 1 and (m.num_layers + 2) % pp == 0:
+                cuts += [(vpp, True) for vpp in _chunks(m.num_layers + 2, pp) if (m.num_layers + 2) // pp % vpp == 0]
+            for (vpp, ends), micro in itertools.product(cuts, batches):
+                if vpp == fixed.vpp or "num_virtual_stages_per_pipeline_rank" not in request.fixed:
+                    yield Layout(tp, pp, vpp, micro, sharded=fixed.sharded, ends=ends)
+
+
+def _chunks(layers: int, pp: int) -> list[int]:
+    """Of each pipeline rank: any few, and more where they divide its layers."""
+    each = layers // pp
+    return [n for n in range(1, each + 1) if n <= FEW_CHUNKS or (n <= MOST_CHUNKS and layers % (pp * n) == 0)] or [1]
 
 
 def variants(layout: Layout, request: Request) -> Iterator[Layout]:
     """Of one that holds: how much is recomputed, whether backward is split."""
     fixed = layout_of(request.config)
-    kinds = (fixed.recompute,) if "recompute_granularity" in request.fixed else RECOMPUTE
+    kinds = (fixed.recompute,) if "recompute_granularity" in request.fixed else tuple(HOW_AGAIN)
     splits = (fixed.split,) if "split_backward" in request.fixed else (False, True) if layout.pp > 1 else (False,)
     for kind, split in itertools.product(kinds, splits):
-        yield Layout(layout.tp, layout.pp, layout.vpp, layout.micro_batch, kind, split, layout.sharded)
+        yield replace(layout, recompute=kind, split=split)
 
 
 def even(layout: Layout, request: Request, tried: int = 0) -> Arrangement:

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tools.planning.request import Request
-from tools.planning.search import Found, Layout, Planned
+from tools.planning.request import HOW, LAYOUT, Request, as_flags
+from tools.planning.search import Found, Layout, Planned, applied
 from tools.planning.tokens import Budget
 
 if TYPE_CHECKING:
@@ -64,24 +64,11 @@ def memory_rows(memory: Sequence[RankMemory], made: Arrangement) -> list[tuple[s
     return rows
 
 
-def layout_flags(layout: Layout) -> list[str]:
-    """As pretrain_gpt.py takes them."""
-    words = [
-        *("--tensor-model-parallel-size", layout.tp, "--pipeline-model-parallel-size", layout.pp),
-        *(("--num-virtual-stages-per-pipeline-rank", layout.vpp) if layout.vpp > 1 else ()),
-        *("--micro-batch-size", layout.micro_batch),
-    ]
-    if layout.recompute == "selective":
-        words += ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp"]
-    elif layout.recompute == "full":
-        words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
-    words += ["--split-backward"] * layout.split + ["--no-use-distributed-optimizer"] * (not layout.sharded)
-    return list(map(str, words))
-
-
 def command_words(request: Request, layout: Layout, steps: int) -> list[str]:
     """The flags of the run. A layout that the request names stands in its own words already."""
-    words = [*request.words, *([] if request.is_layout else layout_flags(layout))]
+    words = [*request.words]
+    if not request.is_layout:
+        words += as_flags(applied(layout, request.config), (*LAYOUT, *HOW))
     if "--train-samples" not in words:
         words = words[: words.index("--train-iters")] + words[words.index("--train-iters") + 2 :]
         words += ["--train-iters", str(steps)]
