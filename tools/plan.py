@@ -11,8 +11,11 @@ python tools/plan.py published                          predicted beside publish
 
 The model: --preset, --hf, --config, or any flags of pretrain_gpt.py. Where they name tp or pp, that layout alone is
 planned; else layouts are searched, with micro-batch, recompute and split backward as far as they are left open. What a
-layout is refused for are the run's own checks. Times are simulated (docs/planning.md); memory is counted. Exit code 2:
-something is wrong with the question; 1: nothing fits.
+layout is refused for are the run's own checks. Times are simulated, memory is counted. Layouts are called by tp, pp,
+chunks per rank (vpp) and micro-batch; selective, full: recompute (selective: norms and the MLP); split: backward;
+ends: embedding and head each take the place of a layer; ddp: the optimizer is not sharded. Shares are of what shows: a
+collective behind a matmul takes nothing. Exit code 2: the question is wrong, or nothing fits; 1: the given layout does
+not.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 def _budget_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", metavar="N", help="to train on, as 300B or 15.6T; default 20 per parameter")
     parser.add_argument("--data-tokens", metavar="N", help="that there are: tells the epochs")
-    parser.add_argument("--price-per-gpu-hour", type=float, metavar="DOLLARS", help="default: an example of the device's")
+    parser.add_argument(
+        "--price-per-gpu-hour", type=float, metavar="DOLLARS", help="default: an example of the device's"
+    )
 
 
 class Wrong(Exception):
@@ -70,7 +75,9 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
         try:
             profile = read_profile(args.profile)
         except OSError as error:
-            problems.append(f"profile={args.profile} cannot be read ({error.strerror}); make one with plan.py calibrate")
+            problems.append(
+                f"profile={args.profile} cannot be read ({error.strerror}); make one with plan.py calibrate"
+            )
         except ValueError as error:
             problems.append(str(error))
     try:
@@ -112,13 +119,15 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="a picture; the suffix is the format")
     args, words = parser.parse_known_args(argv)
     if not 0 < args.usable_memory <= 1 or args.top < 1:
-        raise Wrong(f"usable_memory={args.usable_memory} is a share up to 1, and top={args.top} at least 1; correct them")
+        raise Wrong(
+            f"usable_memory={args.usable_memory} is a share up to 1, and top={args.top} at least 1; correct them"
+        )
     request, profile = _read(args, words)
     budget, data_tokens = _budget(args, request)
     found = _search(request, profile, args)
     if not found.plans:
         _nothing_fits(request, found)
-        return 1
+        return 2
     best = _whole(found, request, profile)
     _tell(request, found, budget, data_tokens, args)
     if args.json is not None or args.out is not None:
@@ -158,9 +167,7 @@ def _nothing_fits(request: Request, found: Found) -> None:
     print("\n".join(advice.needs(request, found)), file=sys.stderr)
 
 
-def _tell(
-    request: Request, found: Found, budget: Budget, data_tokens: int | None, args: argparse.Namespace
-) -> None:
+def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | None, args: argparse.Namespace) -> None:
     from tools.planning import advice, show
 
     best, c = found.plans[0], request.cluster
@@ -172,7 +179,10 @@ def _tell(
     print(f"\n{show.ranking(found.plans[: args.top], c.world)}")
     print(f"{found.candidates:,} layouts, {found.simulated} simulated; shares of a step, of what shows")
     _section("refused", show.refusals(found))
-    print(f"\nthe best: {best.layout}\n{show.table(show.memory_rows(best.memory, best.made))}")
+    fits = "" if best.peak <= found.limit else f": does not fit into {found.limit / 2**30:.1f} GiB"
+    print(
+        f"\n{'as given' if request.is_layout else 'the best'}: {best.layout}{fits}\n{show.table(show.memory_rows(best.memory, best.made))}"
+    )
     _section("", [*advice.bound(best)])
     _section("warnings", advice.warnings(request, best, budget, data_tokens))
     rows = show.budget_rows(budget, batch, best.time.tokens_per_s, c.world, price)
@@ -193,7 +203,8 @@ def _section(title: str, lines: list[str]) -> None:
 def _write(args: argparse.Namespace, request: Request, found: Found, budget: Budget) -> None:
     from tools.planning import show
 
-    c = request.cluster
+    c, best = request.cluster, found.plans[0]
+    batch = best.made.batch_size * request.config.model.seq_length
     data: dict[str, Any] = {
         "cluster": {"device": c.device.name, "nodes": c.nodes, "per_node": c.per_node},
         "device_memory": c.device.memory_bytes,
@@ -202,7 +213,7 @@ def _write(args: argparse.Namespace, request: Request, found: Found, budget: Bud
         "tokens": budget.tokens,
         "plans": [show.as_json(one) for one in found.plans[: args.top]],
         "refused": [[count, found.examples[kind]] for kind, count in found.refused.most_common()],
-        "command": show.command_words(request, found.plans[0].layout, budget.steps(found.plans[0].made.batch_size)),
+        "command": show.command_words(request, best.layout, budget.steps(batch)),
     }
     try:
         if args.json is not None:
@@ -272,7 +283,9 @@ def tokens(argv: list[str]) -> int:
     parser = _parser("tokens")
     _model_arguments(parser)
     _budget_arguments(parser)
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the devices' peak that is reached; default 0.4")
+    parser.add_argument(
+        "--mfu", type=float, default=0.4, help="share of the devices' peak that is reached; default 0.4"
+    )
     args, words = parser.parse_known_args(argv)
     if not 0 < args.mfu <= 1:
         raise Wrong(f"mfu={args.mfu} is no share; give more than 0, up to 1")
@@ -289,7 +302,9 @@ def tokens(argv: list[str]) -> int:
         print(f"{name:<15} {text}")
     if data_tokens is not None:
         print(f"{'epochs':<15} {budget.epochs(data_tokens):.2f} over {data_tokens:,} tokens")
-    print(f"at an MFU of {args.mfu:.0%} of {c.world:,} x {c.device.name}, which is assumed: without `tokens` it is planned")
+    print(
+        f"at an MFU of {args.mfu:.0%} of {c.world:,} x {c.device.name}, which is assumed: without `tokens` it is planned"
+    )
     return 0
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Unpack
 
@@ -26,41 +26,19 @@ from megalite.config.pattern import read_batch_schedule
 from megalite.config.stage_layers import given_stages
 from megalite.models.flops import How, layer_waiting, stage_flops, stage_saved
 from megalite.models.gpt import Recompute, Stage
+from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks
-from megalite.optim.flat_storage import main_dtype
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
 from megalite.pipeline.partition import evenly, fastest, ranges, splits
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.train.batch_size import BatchSizes
+from megalite.train.holding import Holding, element_bytes
 
 TRIED_ACTIONS = 200_000  # of the schedules that are simulated to balance the stages: about a second
 LONG = 3  # groups of micro-batches that are simulated to compare splits; of more the rest is like the last
 TOLD_ACTIONS = 10_000  # of what is simulated for the figures, where that is longer: what waits may take long to settle
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What each rank of one pipeline position holds all the time, in bytes."""
-
-    parameters: dict[str, int]  # name -> elements of the whole tensor
-    local: int  # elements of this rank's shares of them
-    weights: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def state(self) -> int:
-        return self.weights + self.gradients + self.optimizer
-
-
-def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, int]:
-    """Of an element: weight, gradient, and what the optimizer keeps of it on the rank that updates it. `states`: the
-    dtypes of its states."""
-    wide = main_dtype(dtype).itemsize
-    main = 0 if wide == dtype.itemsize else wide
-    return dtype.itemsize, wide, main + sum(2 if state == "bf16" else 4 for state in states)
 
 
 @dataclass(frozen=True)
@@ -223,28 +201,22 @@ class Arrangement:
 
     @cached_property
     def holdings(self) -> list[Holding]:
-        """Of every pipeline rank. Ranks with as many layers and the same end of the model differ in names alone, so one
-        of them is built."""
-        built: dict[tuple[object, ...], tuple[list[int], Holding]] = {}
-        found = []
-        for rank in range(self.pp):
-            stages = [self.stages[s] for s in self.placement.stages(rank)]
-            layers, alike = [n for stage in stages for n in stage], (*map(len, stages), rank == 0, rank == self.pp - 1)
-            if alike not in built:
-                built[alike] = layers, self._holding(rank)
-            numbers, held = dict(zip(built[alike][0], layers, strict=True)), built[alike][1]
-            found.append(replace(held, parameters={_moved(name, numbers): n for name, n in held.parameters.items()}))
-        return found
+        """Of every pipeline rank. Those with as many layers and the same end of the model hold the same: built once."""
+        stages = map(self.placement.stages, range(self.pp))
+        kinds = [(r == 0, r == self.pp - 1, *(self.counts[s] for s in some)) for r, some in enumerate(stages)]
+        built = {kind: self._holding(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+        return [built[kind] for kind in kinds]
 
     @property
     def worst(self) -> int:
         """The pipeline rank that holds the most weights, gradients and optimizer."""
         return max(range(self.pp), key=lambda r: self.holdings[r].state)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Of the whole model, each once, without padding."""
-        return sum({name: n for held in self.holdings for name, n in held.parameters.items()}.values())
+        specs = specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab)
+        return sum(math.prod(spec.stored_shape) for spec in specs.values())
 
     @cached_property
     def split(self) -> Split | None:
@@ -266,14 +238,15 @@ class Arrangement:
     @cached_property
     def activations(self) -> list[int]:
         """Bytes of every pipeline rank, at most: of what is in flight, and of what a backward recomputes."""
-        m, last = self.config.model, len(self.stages) - 1
-        args = (self.recompute, self.dtype.itemsize, self.tp)
-        again = [stage_saved(m, len(layers), s == last, *args)[1] for s, layers in enumerate(self.stages)]
         alive = self._most_alive(self.held, self.split, self._told)
-        return [
-            round(kept) + round(max(again[s] for s in self.placement.stages(rank)) * self.tokens)
-            for rank, kept in enumerate(alive)
-        ]
+        return [round(kept) + again for kept, again in zip(alive, self.recomputed, strict=True)]
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Bytes of every pipeline rank of what a backward recomputes, once at a time."""
+        m, last, size = self.config.model, len(self.stages) - 1, self.dtype.itemsize
+        again = [stage_saved(m, n, s == last, self.recompute, size, self.tp)[1] for s, n in enumerate(self.counts)]
+        return [round(max(again[s] for s in self.placement.stages(rank)) * self.tokens) for rank in range(self.pp)]
 
     @cached_property
     def bubble(self) -> float:
@@ -340,7 +313,6 @@ class Arrangement:
         _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)
         weight, gradient, state = self.bytes_of_element
         return Holding(
-            parameters={e.spec.name: math.prod(e.spec.stored_shape) for e in layout.entries},
             local=sum(e.numel for e in layout.entries),
             weights=layout.size * weight,
             gradients=layout.size * gradient,
@@ -403,12 +375,6 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     made = Arrangement(config, world, vocab_size)
     _ = made.steps, made.stages  # which raise
     return made
-
-
-def _moved(name: str, numbers: Mapping[int, int]) -> str:
-    """A parameter's name in another layer."""
-    first, dot, rest = name.removeprefix("layers.").partition(".")
-    return f"layers.{numbers[int(first)]}{dot}{rest}" if name.startswith("layers.") else name
 
 
 def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:

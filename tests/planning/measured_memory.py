@@ -61,6 +61,7 @@ class Live(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         return out
 
+
 class Done(Exception):
     """Forward and backward are over; the update takes nothing more."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megalite.train.arrangement import Arrangement
     from tools.planning.request import Request
 
-GB = 1e9
+GIB = 2**30
 SMALL_TOKENS = 1024  # of a micro-batch on one tp rank's matmuls: below, weights are read for too little work
 MUCH_BUBBLE = 0.15
 HELP = {
@@ -56,10 +56,12 @@ def path(request: Request, found: Found) -> list[str]:
     one, memory = even(Layout(), request), c.device.memory_bytes
     weight, gradient, optimizer = one.bytes_of_element
     state, limit = n * (weight + gradient + optimizer), found.limit
-    lines = [f"a device: {memory / GB:.0f} GB, of which {limit / GB:.0f} GB are planned with ({limit / memory:.0%})"]
+    lines = [
+        f"a device: {memory / GIB:.0f} GiB, of which {limit / GIB:.0f} GiB are planned with ({limit / memory:.0%})"
+    ]
 
     def ask(question: str, size: float, yes: str, no: str) -> bool:
-        lines.append(f"{question}: {size / GB:,.1f} GB -> {yes if size <= limit else no}")
+        lines.append(f"{question}: {size / GIB:,.1f} GiB -> {yes if size <= limit else no}")
         return size <= limit
 
     ask("weights alone on one device", n * weight, "they fit", "divide the model")
@@ -71,7 +73,10 @@ def path(request: Request, found: Found) -> list[str]:
     if not fits and c.per_node > 1:
         tp = max(t for t in range(1, c.per_node + 1) if c.per_node % t == 0 and _divides(t, request))
         size = n / tp * (weight + gradient + optimizer / max(1, c.world // tp))
-        if not ask(f"over a node, tp {tp}", size, "tp inside a node would do", "pipeline stages over nodes") and c.nodes > 1:
+        if (
+            not ask(f"over a node, tp {tp}", size, "tp inside a node would do", "pipeline stages over nodes")
+            and c.nodes > 1
+        ):
             per = n / tp * (weight + gradient + optimizer / max(1, c.world // tp))
             stages = -(-per // limit)
             lines.append(f"fewest stages of tp {tp} for the state: {stages:.0f} -> pp {stages:.0f} or more")
@@ -94,7 +99,7 @@ def _chosen(best: Planned) -> list[str]:
     kept = held.activations + held.buffers
     how = "recompute nothing" if again == "none" else f"recompute {again}"
     return [
-        f"activations of the best plan's fullest rank ({rank}): {kept / GB:.1f} GB beside {(held.peak - kept) / GB:.1f} GB of "
+        f"activations of the best plan's fullest rank ({rank}): {kept / GIB:.1f} GiB beside {(held.peak - kept) / GIB:.1f} GiB of "
         f"state -> {how}",
         f"micro-batches of a step: {made.microbatches} over {made.pp} stages x {made.chunks} chunks -> bubble "
         f"{best.time.parts['bubble'] / best.time.seconds:.1%}",

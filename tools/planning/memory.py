@@ -1,6 +1,6 @@
 """What a rank of each pipeline position takes at its peak: bytes counted from the shape and the schedule, no run needed.
 
-    weights, gradients, optimizer   train/arrangement.py: Holding, exactly what the run allocates
+    weights, gradients, optimizer   train/holding.py: Holding, exactly what the run allocates
     activations                     Arrangement.activations: what the schedule has in flight, and what is recomputed
     buffers                         what lives for a moment beside these, at the worst moment of the schedule:
         messages    received before they are needed, and sent until the next one is
@@ -99,7 +99,9 @@ def peak_of(row: Sequence[Action], made: Arrangement, brief: Moments) -> float:
             messages, sent = messages - (sent == SENT), min(SENT, sent + 1)
         elif action.op is Op.F:
             kept += saved
-            messages += (stage < last) - (stage > 0)  # y is to be sent; the x that had come is what the first layer keeps
+            messages += (stage < last) - (
+                stage > 0
+            )  # y is to be sent; the x that had come is what the first layer keeps
             most = max(most, others + saved + (brief.head if stage == last else 0.0))
         elif action.op is Op.B:
             own = brief.layer + (-brief.edge if stage == last else 0.0)  # x and its gradient are gone, dy is there

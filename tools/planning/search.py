@@ -198,13 +198,15 @@ def least_memory(made: Arrangement, state: State) -> float:
 def _state_of(rank: int, made: Arrangement, state: State) -> float:
     """Bytes of weights, gradients and optimizer, but for the padding."""
     layer, embedding, head = state
+    if made.pp == 1 and not made.config.model.untie_embeddings_and_output_weights:
+        head = 0.0  # its weights are the embedding's
     layers = sum(made.counts[s] for s in made.placement.stages(rank))
     return layer * layers + embedding * (rank == 0) + head * (rank == made.pp - 1)
 
 
 def roughly(made: Arrangement, state: State) -> float:
-    """Bytes of the fullest rank, but for the padding and the messages. A split backward may hold as much as the schedule
-    without it."""
+    """Bytes of the fullest rank, but for the padding and the messages. A split backward holds as much as the schedule
+    without it, or more."""
     from megalite.pipeline.schedule import SCHEDULES, group_sizes, in_flight
 
     p, brief = made.config.parallel, moments(made)
@@ -212,7 +214,8 @@ def roughly(made: Arrangement, state: State) -> float:
     order, most = SCHEDULES[p.pipeline_schedule], 0.0
     for rank in {0, min(1, made.pp - 1), made.pp - 1}:
         alive = in_flight(order(rank, made.placement, groups), made.held)
-        most = max(most, _state_of(rank, made, state) + alive + brief.layer - brief.edge)
+        moment = max(made.recomputed[rank] + brief.layer - brief.edge, brief.head * (rank == made.pp - 1))
+        most = max(most, _state_of(rank, made, state) + alive + moment)
     return most
 
 
@@ -267,7 +270,9 @@ def search(
                 found.over(size, one)
             else:
                 costs = Costs(made, request.cluster, profile or default_profile(request.cluster.device.name))
-                bounds.append((least_time(made, [stage.all for stage in costs.stages()]), len(bounds), one, states[key]))
+                bounds.append(
+                    (least_time(made, [stage.all for stage in costs.stages()]), len(bounds), one, states[key])
+                )
     heapq.heapify(bounds)
     while bounds and found.simulated < most:
         bound, _, layout, state = heapq.heappop(bounds)
@@ -284,11 +289,11 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
     if problems := problems_of(applied(layout, request.config), request.cluster.world):
         found.refuse(problems)
         return
-    evenly = even(layout, request)
-    if (size := roughly(evenly, state)) > found.limit * NEAR:
+    limit = float("inf") if request.is_layout else found.limit
+    if (size := roughly(even(layout, request), state)) > limit * NEAR:
         found.over(size, layout)
         return
-    plan = planned(layout, request, profile, found.limit, TRIED)
+    plan = planned(layout, request, profile, limit, TRIED)
     if isinstance(plan, int):
         found.over(plan, layout)
         return

@@ -102,7 +102,9 @@ def refusals(found: Found) -> list[str]:
     return lines
 
 
-def budget_rows(budget: Budget, tokens_per_step: int, speed: float, devices: int, price: float) -> list[tuple[str, str]]:
+def budget_rows(
+    budget: Budget, tokens_per_step: int, speed: float, devices: int, price: float
+) -> list[tuple[str, str]]:
     hours = budget.device_hours(speed, devices)
     return [
         ("parameters", f"{budget.parameters:,}"),
