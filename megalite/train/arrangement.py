@@ -48,7 +48,7 @@ class Arrangement:
     config: Config
     world: int
     vocab_size: int
-    tried_actions: int = TRIED_ACTIONS  # where many arrangements are compared: 0 the layers evenly, 1 by bounds alone
+    tried_actions: int = TRIED_ACTIONS  # to compare many: 0: the layers evenly, 1: by bounds alone
 
     @property
     def tp(self) -> int:
@@ -233,12 +233,12 @@ class Arrangement:
     @cached_property
     def in_flight(self) -> list[int]:
         """Of every pipeline rank: forwards of a chunk that wait for their backward, at most."""
-        return [round(most) for most in self._most_alive(None, self.split, self._told)]
+        return [round(most) for most in self._most_alive(None, self.split, self.told)]
 
     @cached_property
     def activations(self) -> list[int]:
         """Bytes of every pipeline rank, at most: of what is in flight, and of what a backward recomputes."""
-        alive = self._most_alive(self.held, self.split, self._told)
+        alive = self._most_alive(self.held, self.split, self.told)
         return [round(kept) + again for kept, again in zip(alive, self.recomputed, strict=True)]
 
     @property
@@ -252,7 +252,7 @@ class Arrangement:
     def bubble(self) -> float:
         """Share of the time that ranks idle, by FLOPs."""
         times = sum(map(sum, self.costs))
-        idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split, self._told))
+        idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split, self.told))
         return max(0.0, idle)  # rounding: not -0.0%
 
     def _time(self, costs: Sequence[Cost], split: Split | None, groups: int = LONG) -> float:
@@ -321,8 +321,8 @@ class Arrangement:
 
     @cached_property
     def module_bytes(self) -> tuple[float, float, float]:
-        """Of a layer, of the embedding and of the head: bytes of weights, gradients and optimizer on a rank, without the
-        padding of the layout (`holdings` has it)."""
+        """Of a layer, of the embedding and of the head: bytes of weights, gradients and optimizer on a rank, without
+        the layout's padding, which `holdings` has."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
         first, last = (build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
 
@@ -339,14 +339,14 @@ class Arrangement:
         return group_sizes(self.microbatches, self.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[0]
 
     @property
-    def _told(self) -> int:
+    def told(self) -> int:
         """How many groups the figures are of."""
         return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self._group))
 
     @property
     def told_rows(self) -> Sequence[Sequence[Action]]:
         """What each pipeline rank does of the micro-batches that the figures are of: of a short step all."""
-        return self._rows(self.split, self._told)[1]
+        return self._rows(self.split, self.told)[1]
 
     def _rows(self, split: Split | None, groups: int) -> tuple[int, Sequence[Sequence[Action]]]:
         """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""

@@ -14,8 +14,8 @@ import gc
 import json
 import sys
 import weakref
-from pathlib import Path
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 

@@ -15,14 +15,13 @@ from tools.planning.search import Found, Layout, Planned, even
 from tools.planning.tokens import MOST_EPOCHS, Budget
 
 if TYPE_CHECKING:
-    from megalite.train.arrangement import Arrangement
     from tools.planning.request import Request
 
 GIB = 2**30
 SMALL_TOKENS = 1024  # of a micro-batch on one tp rank's matmuls: below, weights are read for too little work
 MUCH_BUBBLE = 0.15
 HELP = {
-    "compute": "the devices' peak: more devices, or fewer FLOPs (less recompute, a smaller model); links would not help",
+    "compute": "the devices' peak: more devices, or fewer FLOPs (less recompute, a smaller model); not links",
     "pipeline": "more micro-batches a step (a larger batch, fewer dp ranks), more chunks, or --split-backward",
     "tensor parallelism": "a smaller tp, or faster links inside a node",
     "messages": "fewer pipeline stages or chunks, or a faster network",
@@ -99,8 +98,8 @@ def _chosen(best: Planned) -> list[str]:
     kept = held.activations + held.buffers
     how = "recompute nothing" if again == "none" else f"recompute {again}"
     return [
-        f"activations of the best plan's fullest rank ({rank}): {kept / GIB:.1f} GiB beside {(held.peak - kept) / GIB:.1f} GiB of "
-        f"state -> {how}",
+        f"activations of the best plan's fullest rank ({rank}): {kept / GIB:.1f} GiB beside "
+        f"{(held.peak - kept) / GIB:.1f} GiB of state -> {how}",
         f"micro-batches of a step: {made.microbatches} over {made.pp} stages x {made.chunks} chunks -> bubble "
         f"{best.time.parts['bubble'] / best.time.seconds:.1%}",
     ]
@@ -115,7 +114,8 @@ def warnings(request: Request, best: Planned, budget: Budget, data_tokens: int |
     lines = []
     if best.layout.tp > c.per_node or c.per_node % best.layout.tp:
         lines.append(
-            f"tp {best.layout.tp} crosses nodes of {c.per_node}: each layer waits for the network four times; use a divisor"
+            f"tp {best.layout.tp} crosses nodes of {c.per_node}: each layer waits for the network four times; use a "
+            "divisor"
         )
     share = best.time.parts["bubble"] / best.time.seconds
     if share > MUCH_BUBBLE:
@@ -132,20 +132,20 @@ def warnings(request: Request, best: Planned, budget: Budget, data_tokens: int |
     batch, critical = made.batch_size * m.seq_length, critical_batch(budget.parameters)
     if batch > critical:
         lines.append(
-            f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M: more of it saves few "
-            "steps (a rule of thumb, arXiv:2001.08361, eq. 1.4)"
+            f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M: more of it saves "
+            "few steps (a rule of thumb, arXiv:2001.08361, eq. 1.4)"
         )
     if data_tokens is not None and (epochs := budget.epochs(data_tokens)) > MOST_EPOCHS:
         lines.append(
-            f"{epochs:.1f} epochs over {data_tokens:,} tokens: beyond {MOST_EPOCHS}, repeated tokens are worth less and "
-            "less (arXiv:2305.16264); get more data, or train on fewer tokens"
+            f"{epochs:.1f} epochs over {data_tokens:,} tokens: beyond {MOST_EPOCHS}, repeated tokens are worth less "
+            "and less (arXiv:2305.16264); get more data, or train on fewer tokens"
         )
     return lines
 
 
 def bound(best: Planned) -> tuple[str, str]:
-    """(what limits the best plan, with its share; what would help). Compute, as long as it is three quarters of the step;
-    else what takes the most of the rest."""
+    """(what limits the best plan, with its share; what would help). Compute, as long as it is three quarters of the
+    step; else what takes the most of the rest."""
     shares = {PARTS.get(name, name): part / best.time.seconds for name, part in best.time.parts.items()}
     others = {name: share for name, share in shares.items() if name != "compute"}
     what = "compute" if shares["compute"] >= 0.75 else max(others, key=lambda name: others[name])

@@ -48,7 +48,7 @@ def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 
     """Of the device at hand, for models of this configuration's shape without tp. Raises CalibrationError."""
     from megalite.parallel.local_ranks import start_local
     from tools.planning.cluster import Link
-    from tools.planning.profile import Profile
+    from tools.planning.profile import default_profile
 
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         task = {"config": config, "vocab_size": vocab_size, "seconds": seconds, "folder": folder}
@@ -60,17 +60,19 @@ def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 
         name: tuple(statistics.fmean(one["blocks"][name][i] for one in found) for i in range(3))
         for name in found[0]["blocks"]
     }
-    links = {name: Link(*found[0][name]) if found[0][name] else None for name in ("message", "collective")}
-    return Profile(
+    message, collective = (Link(*found[0][name]) if found[0][name] else None for name in ("message", "collective"))
+    return dataclasses.replace(
+        default_profile(found[0]["kind"]),
         source=f"measured {time.strftime('%Y-%m-%d')} by {ranks} ranks at once, {found[0]['device']}",
         matmul=mean("matmul"),
         head=mean("head"),
         attention=(mean("attention_forward"), mean("attention_backward")),
+        attention_half=(0.0, 0.0),  # at this length
         memory=mean("memory"),
-        step_s=2e-3,
         shape=found[0]["shape"],
-        blocks=blocks,  # type: ignore[arg-type]
-        **links,
+        blocks=blocks,
+        message=message,
+        collective=collective,
     )
 
 
@@ -125,7 +127,7 @@ class _Bench:
         blocks["update"] = (update, norm, 0.0)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return {
-            **{"blocks": blocks, "message": message, "collective": collective, "device": name},
+            **{"blocks": blocks, "message": message, "collective": collective, "device": name, "kind": self.kind},
             **{"shape": shape_of(self.made), **self.shares(blocks)},
         }
 
@@ -219,7 +221,7 @@ class _Bench:
         from tools.planning.cluster import DEVICES, cluster
 
         made, m = self.made, self.made.config.model
-        kind = "cpu" if self.device.type == "cpu" else self.known_device()
+        kind = self.kind
         device = cluster(kind, self.ranks.world).device if kind == "cpu" else DEVICES[kind][0]
         peak, tokens = device.peak_tflops(made.dtype) * 1e12, made.tokens
         draw = lambda *shape: torch.randn(*shape, device=self.device).to(made.dtype)  # noqa: E731
@@ -249,11 +251,15 @@ class _Bench:
             "memory": 2 * source.nbytes / copied / device.memory_bytes_per_s,
         }
 
-    def known_device(self) -> str:
+    @property
+    def kind(self) -> str:
+        """Its name in the table of devices."""
         import torch
 
         from tools.planning.cluster import DEVICES
 
+        if self.device.type == "cpu":
+            return "cpu"
         name = torch.cuda.get_device_name(self.device).lower()
         for kind in DEVICES:
             if kind in name:

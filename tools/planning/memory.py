@@ -1,4 +1,4 @@
-"""What a rank of each pipeline position takes at its peak: bytes counted from the shape and the schedule, no run needed.
+"""What a rank of each pipeline position takes at its peak: bytes counted from its shape and schedule, without a run.
 
     weights, gradients, optimizer   train/holding.py: Holding, exactly what the run allocates
     activations                     Arrangement.activations: what the schedule has in flight, and what is recomputed

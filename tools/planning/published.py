@@ -7,7 +7,7 @@ the published one differs, in flags or in the profile. A case that misses stays 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,10 +169,10 @@ def predict(case: Case) -> Row:
     return Row(case, case.mfu, found.mfu)
 
 
-def table() -> list[tuple[str, ...]]:
-    """(case, source, published, predicted, time predicted / published, what of it misses), its head first."""
+def table(of: Iterable[Case] | None = None) -> list[tuple[str, ...]]:
+    """Of all cases, or of these, its head first: case, source, published, predicted, ratio of times, what misses."""
     rows: list[tuple[str, ...]] = [("case", "source", "published", "predicted", "time, predicted / published", "")]
-    for row in map(predict, cases()):
+    for row in map(predict, cases() if of is None else of):
         text = (lambda x: f"{x:.2f} s") if row.case.seconds is not None else (lambda x: f"MFU {x:.1%}")
         said = "" if row.holds else f"misses: {row.case.why or 'not explained'}"
         numbers = (text(row.published), text(row.predicted), f"{row.ratio:.2f}")

@@ -1,4 +1,4 @@
-"""What is to be planned: a model, a batch and a cluster, read from a command line. Raises ConfigError with every problem.
+"""What is to be planned: a model, a batch and a cluster, read from a command line; ConfigError has all problems.
 
 Whatever is no flag of the planner is one of pretrain_gpt.py; what a plan does not depend on (data, rates) may be left
 out, and stands in the ready command line as in PLACEHOLDERS.
@@ -135,8 +135,8 @@ def _named(words: Sequence[str]) -> set[str]:
 
 
 def _fixed(config: Config, words: Sequence[str], given: set[str]) -> Iterable[str]:
-    """Options of LAYOUT that are not left to the search: those of the command line, and those of a file that differ from
-    their defaults."""
+    """Options of LAYOUT that are not left to the search: those of the command line, and those of a file that are not
+    as by default."""
     in_file = {"preset", "config"} & given
     for section, f in options():
         if f.name not in LAYOUT:

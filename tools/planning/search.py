@@ -220,9 +220,9 @@ def roughly(made: Arrangement, state: State) -> float:
 
 
 def least_time(made: Arrangement, costs: list[tuple[float, float, float]]) -> float:
-    """Seconds that no order of the schedule is below: a rank idles until the first forward has come down to it, then works
-    through all micro-batches, and its last backward has yet to go up; and all go through all stages. `costs`: seconds of
-    F, B and W of every stage."""
+    """Seconds that no order of the schedule is below: a rank idles until the first forward has come down to it, then
+    works through all micro-batches, and its last backward has yet to go up; and all go through all stages. `costs`:
+    seconds of F, B and W of every stage."""
     split = made.config.parallel.split_backward and made.pp > 1
     down, up = sum(f for f, _, _ in costs), sum(b if split else b + w for _, b, w in costs)
     most = down + up + (made.microbatches - 1) * max(f for f, _, _ in costs)
@@ -246,8 +246,8 @@ def search(
     most: int = MOST,
     tell: Callable[[int, float], None] = lambda done, best: None,
 ) -> Found:
-    """`wanted`: plans to be found. `usable`: share of a device's memory. `most`: plans to be simulated. `tell`: how many
-    have been, and the least seconds."""
+    """`wanted`: plans to be found. `usable`: share of a device's memory. `most`: plans to be simulated. `tell`: how
+    many have been, and the least seconds."""
     from tools.planning.cost import Costs
     from tools.planning.profile import default_profile
 
@@ -305,8 +305,8 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
 def planned(
     layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf"), tried: int | None = None
 ) -> Planned | int:
-    """One layout, with the stages that a run would have, or as Arrangement.tried_actions says; bytes of its fullest rank
-    where these are above the limit."""
+    """One layout, with the stages that a run would have, or as Arrangement.tried_actions says; bytes of its fullest
+    rank where these are above the limit."""
     from megalite.train.arrangement import TRIED_ACTIONS
     from tools.planning.step_time import step_time
 

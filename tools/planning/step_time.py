@@ -24,7 +24,7 @@ from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.schedule import Op
 from megalite.pipeline.simulate import Simulation
-from megalite.train.arrangement import Arrangement
+from megalite.train.arrangement import LONG, Arrangement
 from tools.planning.cluster import Cluster
 from tools.planning.cost import Costs, Seconds
 from tools.planning.links import Group, Links
@@ -71,18 +71,21 @@ class _Step:
         busy = made.microbatches * sum(sum(stage.all) for stage in stages) / made.pp
         tp = made.microbatches * sum(sum(stage.tp) for stage in stages) / made.pp
         costs = [stage.all for stage in stages]
-        alone, simulation = made.run(costs, made.split)
+        groups = LONG if made.split is None else made.told  # what waits of a split backward may take long to settle
+        alone, simulation = made.run(costs, made.split, groups)
         sent = with_gathers = alone
         if made.pp > 1:
-            sent, simulation = made.run(costs, made.split, delay=self.delay)
+            sent, simulation = made.run(costs, made.split, groups, delay=self.delay)
         if begin := self.gathers():
             more = {"delay": self.delay} if made.pp > 1 else {}
-            with_gathers, simulation = made.run(costs, made.split, begin=begin, **more)
+            with_gathers, simulation = made.run(costs, made.split, groups, begin=begin, **more)
             with_gathers = max(sent, with_gathers)
         else:
             with_gathers = sent
         norm, update = self.costs.update_s()
-        dp = with_gathers - sent + self.reduces(simulation) + self.agreement_s + self.late_gathers_s
+        shown = with_gathers - sent + self.reduces(simulation) + self.late_gathers_s
+        hidden = max(0.0, self.exchanged_s - shown)
+        dp = shown + self.profile.contention * hidden + self.agreement_s + self.tied_s
         return {
             "compute": busy - tp,
             "bubble": alone - busy,
@@ -185,8 +188,7 @@ class _Step:
         made, groups = self.made, self._groups
         if max(group.size for group in groups) == 1:
             return 0.0
-        itemsize = made.holdings[0].gradients / made.holdings[0].weights * made.dtype.itemsize
-        factor = 0.5 if made.config.parallel.grad_reduce_in_bf16 and itemsize == 4 else 1.0
+        size, share = self._gradient
         last: dict[int, tuple[float, float]] = {}  # stage -> when its last gradients are computed
         ops = (Op.W,) if made.split else (Op.B,)
         for span in simulation.spans:
@@ -200,12 +202,43 @@ class _Step:
                 start, end = last[stage]
                 if not made.config.parallel.overlap_grad_reduce:
                     start = end = simulation.end
-                whole, buckets = self._collective(n * factor, round(itemsize * factor), gather=False), 0
-                buckets = self._buckets(n, round(itemsize))
+                whole, buckets = self._collective(n, size, gather=False) * share, self._buckets(n, size)
                 first, one = start + (end - start) / buckets, whole / buckets
                 done = max(done + whole, first + whole, end + one)
             worst = max(worst, done - simulation.end)
         return worst
+
+    @property
+    def exchanged_s(self) -> float:
+        """All that the busiest rank exchanges over dp in a step, hidden or not."""
+        if max(group.size for group in self._groups) == 1:
+            return 0.0
+        made, (size, share) = self.made, self._gradient
+        gathers = [sum(self._chunk_bytes(rank, "weights")) for rank in range(made.pp)]
+        reduces = [sum(self._chunk_bytes(rank, "gradients")) for rank in range(made.pp)]
+        return max(
+            self._collective(weights, made.dtype.itemsize, gather=True)
+            + share * self._collective(n, size, gather=False)
+            for weights, n in zip(gathers, reduces, strict=True)
+        )
+
+    @property
+    def _gradient(self) -> tuple[int, float]:
+        """Bytes of an element of the sums, and the share of them that moves."""
+        held = self.made.holdings[0]
+        size = round(held.gradients / held.weights * self.made.dtype.itemsize)
+        return size, 0.5 if self.made.config.parallel.grad_reduce_in_bf16 and size == 4 else 1.0
+
+    @property
+    def tied_s(self) -> float:
+        """The sum of a tied embedding's gradient over both ends of the pipeline, of what a rank owns of it."""
+        made, m = self.made, self.made.config.model
+        if made.pp == 1 or m.untie_embeddings_and_output_weights:
+            return 0.0
+        n = made.padded_vocab * m.hidden_size / made.tp * self._gradient[0] / self._groups[0].size
+        return self.costs.links.all_reduce(
+            n, Group.of([self.mesh.pp.ranks[0], self.mesh.pp.ranks[-1]], self.cluster.per_node)
+        )
 
     @property
     def agreement_s(self) -> float:

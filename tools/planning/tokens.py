@@ -1,7 +1,7 @@
 """How many tokens a model is to be trained on, and what that comes to: steps, days, device hours, money.
 
     tokens       20 per parameter unless they are given (arXiv:2203.15556, table 3: 20.2 at 400 M to 21.6 at 67 B)
-    FLOPs        6 N D, the rule (arXiv:2001.08361, sec. 2.1: N without embeddings; here with all, as it is mostly used),
+    FLOPs        6 N D, the rule (arXiv:2001.08361, sec. 2.1, N without embeddings; here with them, as mostly used),
                  and the exact count, scores and head included (models/flops.py: train_flops_per_token)
 
 >>> budget = Budget(parameters=70_000_000_000, tokens=1_400_000_000_000, flops_per_token=4.5e11)

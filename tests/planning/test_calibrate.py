@@ -1,0 +1,85 @@
+"""Profiles: to and from JSON, and measured here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.train.arrangement import arrange
+from tools.bench import plan_accuracy
+from tools.planning.calibrate import calibrate
+from tools.planning.cluster import DEVICES, Link, cluster
+from tools.planning.cost import shape_of
+from tools.planning.profile import DEFAULTS, default_profile, read_profile
+from tools.planning.step_time import step_time
+
+TINY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --seq-length 32 --micro-batch-size 2 "
+    "--hidden-dropout 0 --attention-dropout 0 --mock-data --train-iters 1 --lr 1 --device cpu --global-batch-size 8"
+)
+
+
+def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
+    measured = dataclasses.replace(
+        default_profile("h100"),
+        blocks={"layer": (1.0, 2.0, 0.0)},
+        shape="some",
+        message=Link(1e-6, 2e9),
+    )
+    for profile in (*DEFAULTS.values(), measured):
+        profile.save(tmp_path / "p.json")
+        assert read_profile(tmp_path / "p.json") == profile
+    assert DEFAULTS.keys() == DEVICES.keys()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"source": "x", "blocks": {}}'])
+def test_what_is_no_profile_is_refused_with_its_remedy(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(ValueError, match="is no profile .*tools/plan.py calibrate --out"):
+        read_profile(tmp_path / "p.json")
+
+
+def test_a_list_of_another_length_is_refused(tmp_path: Path) -> None:
+    default_profile("h100").save(tmp_path / "p.json")
+    found = json.loads((tmp_path / "p.json").read_text()) | {"blocks": {"layer": [1.0, 2.0]}}
+    (tmp_path / "p.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="another length"):
+        read_profile(tmp_path / "p.json")
+
+
+@pytest.mark.long
+def test_two_ranks_measure_every_part_and_the_plan_uses_it(tmp_path: Path) -> None:
+    config = cli.parse(f"{TINY} --pp 2".split(), PRESETS)
+    profile = calibrate(config, 128, ranks=2, seconds=1.0)
+    made = arrange(config, 2, 128)
+    assert profile.shape == shape_of(made)
+    assert {"layer", "layer, split", "embedding", "head", "update"} == profile.blocks.keys()
+    assert all(f > 0 and b > 0 for f, b, _ in profile.blocks.values())
+    assert profile.blocks["layer"][2] == 0 and profile.blocks["layer, split"][2] > 0
+    assert profile.message and profile.collective and profile.message.latency_s > 0
+    assert min(profile.matmul, profile.memory, *profile.attention) > 0
+    profile.save(tmp_path / "p.json")
+    found = step_time(made, cluster("cpu", 2), read_profile(tmp_path / "p.json"))
+    f, b, _ = profile.blocks["layer"]
+    (f0, b0, _), (f1, b1, _) = profile.blocks["embedding"], profile.blocks["head"]
+    assert found.parts["compute"] == pytest.approx(made.microbatches * (4 * (f + b) + f0 + b0 + f1 + b1) / 2)
+
+
+def test_layouts_of_the_accuracy_bench_are_runs_that_can_be() -> None:
+    for layout in plan_accuracy.LAYOUTS:
+        chunks, microbatches = map(int, layout.split("x"))
+        made = arrange(cli.parse(plan_accuracy.flags_of(layout), {}), 2, plan_accuracy.VOCABULARY)
+        assert (made.pp, made.chunks, made.microbatches) == (2, chunks, microbatches)
+
+
+def test_pairs_that_are_equal_do_not_count_as_ranked() -> None:
+    rows = [
+        {"tokens": 1, "predicted_s": predicted, "measured_s": measured}
+        for predicted, measured in ((1.0, 1.0), (2.0, 3.0), (0.9, 3.1))
+    ]
+    assert plan_accuracy.ranked_alike(rows) == (1, 2)

@@ -1,0 +1,71 @@
+"""Clusters: the table, and files of one's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.planning import cluster as module
+from tools.planning.cluster import DEVICES, cluster, read_cluster
+
+
+def test_the_example_of_the_help_is_a_file(tmp_path: Path) -> None:
+    example = re.sub(r"^    ", "", (module.__doc__ or "").split("\n\n", 1)[1], flags=re.M)
+    example = example.split("\nA file's sections")[0]
+    (tmp_path / "mine.toml").write_text(example)
+    made = read_cluster(tmp_path / "mine.toml")
+    assert (made.device.name, made.nodes, made.per_node, made.world) == ("h100", 16, 8, 128)
+    assert (made.inside.bytes_per_s, made.inside.latency_s) == (360e9, pytest.approx(8e-6))
+    assert made.between == cluster("h100", 8).between
+    own = re.sub(r"^device = .*$", "", example, flags=re.M)
+    own = re.sub(r"^# ", "", own, flags=re.M)  # the table [device], without its marks
+    (tmp_path / "own.toml").write_text(own)
+    made = read_cluster(tmp_path / "own.toml")
+    assert made.device.name == "mine" and made.device.memory_bytes == 96 * 2**30
+    assert made.device.peak_tflops(torch.bfloat16) == 500 and made.device.peak_tflops(torch.float32) == 60
+
+
+def test_everything_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(
+        'nodes = 0\nper_node = 2.5\ncolour = 1\n[device]\nname = "x"\npeak_tflops = { bf8 = 1 }\n'
+        '[inside]\ngb_per_s = "fast"\n[between]\nlatency = 1\n'
+    )
+    with pytest.raises(ValueError) as error:
+        read_cluster(path)
+    for text in ("nodes=0", "per_node=2.5", "colour", "memory_gib", "bf8", "inside.gb_per_s='fast'", "between.latency"):
+        assert text in str(error.value), text
+    path.write_text("device = [")
+    with pytest.raises(ValueError, match="is not TOML"):
+        read_cluster(path)
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "per_node", "text"),
+    [
+        ("h99", 8, None, "device=h99 is not in the table"),
+        ("h100", 0, None, "num_devices=0"),
+        ("h100", 12, None, "num_devices=12 is not a multiple of per_node=8"),
+        ("h100", 8, 0, "per_node=0"),
+    ],
+)
+def test_a_cluster_that_cannot_be(device: str, devices: int, per_node: int | None, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        cluster(device, devices, per_node)
+
+
+def test_peaks_are_those_of_the_trainer() -> None:
+    """Independent of the table: the vendors' dense figures."""
+    peaks = {"a100": 312.0, "h100": 989.4, "h200": 989.4, "b200": 2250.0}
+    assert {name: cluster(name, 1).device.peak_tflops(torch.bfloat16) for name in peaks} == peaks
+    with pytest.raises(ValueError, match="device=v100 has no known bf16 peak; train in fp16 or fp32"):
+        cluster("v100", 1).device.peak_tflops(torch.bfloat16)
+    assert cluster("cpu", 2).device.peak_tflops(torch.float32) > 0
+
+
+def test_ranks_on_a_cpu_share_its_memory() -> None:
+    assert cluster("cpu", 2).device.memory_bytes == DEVICES["cpu"][0].memory_bytes // 2
+    assert cluster("cpu", 2).nodes == 1 and cluster("h100", 4).nodes == 1

@@ -1,0 +1,84 @@
+"""Messages and collectives: closed forms beside rings that are gone through hop by hop."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+
+import pytest
+
+from megalite.parallel.mesh import plan_mesh
+from tools.planning import links as module
+from tools.planning.cluster import Link, cluster
+from tools.planning.links import FACTORS, Group, Links, bus_bandwidth, in_words, table
+
+CLUSTER = replace(cluster("h100", 32), inside=Link(1e-6, 100e9), between=Link(5e-6, 10e9))
+
+
+def test_examples() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def ring(n: float, ranks: list[int], per_node: int) -> float:
+    """An all-gather's rounds: every rank passes on a part of n / N; a part that crosses a border is shared out over the
+    cards of the group's ranks on that node, the slowest hop sets a round. Latency is of each part's way: all hops."""
+    size, seconds = len(ranks), 0.0
+    nodes = [rank // per_node for rank in ranks]
+    for _ in range(size - 1):
+        hops = []
+        for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+            cards = nodes.count(here)
+            hops.append(n / size / (100e9 if here == there else min(100e9, cards * 10e9)))
+        seconds += max(hops)
+    latencies = [1e-6 if a == b else 5e-6 for a, b in zip(nodes, nodes[1:], strict=False)]
+    return seconds + sum(latencies)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], list(range(8)), list(range(0, 32, 8)), list(range(16)), [0, 4, 8, 12]])
+def test_a_gather_is_its_ring(ranks: list[int]) -> None:
+    links, group = Links(CLUSTER), Group.of(ranks, 8)
+    assert links.all_gather(3e8, group) == pytest.approx(ring(3e8, ranks, 8))
+    assert links.reduce_scatter(3e8, group) == links.all_gather(3e8, group)
+    assert links.all_reduce(3e8, group) <= 2 * ring(3e8, ranks, 8) * (1 + 1e-9)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    links, alone = Links(CLUSTER), Group.of([3], 8)
+    assert [f(1e9, alone) for f in (links.all_gather, links.reduce_scatter, links.all_reduce, links.all_to_all)] == [
+        0
+    ] * 4
+
+
+def test_the_order_of_ranks_decides_which_links_are_used() -> None:
+    """dp 4 x pp 2 x tp 4 on nodes of 8: tp stays inside; dp pairs within a node, and goes across where it is outermost."""
+    inner, outer = (plan_mesh(32, 0, tp=4, pp=2, dp_outermost=outermost) for outermost in (False, True))
+    assert Group.of(inner.axis("tp").ranks, 8) == Group(4, nodes=1, fewest=4)
+    assert Group.of(inner.axis("dp").ranks, 8) == Group(4, nodes=2, fewest=2)
+    assert Group.of(outer.axis("dp").ranks, 8) == Group(4, nodes=4, fewest=1)
+    links = Links(CLUSTER)
+    faster, slower = (links.all_gather(1e9, Group.of(mesh.axis("dp").ranks, 8)) for mesh in (inner, outer))
+    assert slower == pytest.approx(2 * faster, rel=1e-3)  # one card in place of two
+
+
+def test_messages_take_the_link_between_the_two() -> None:
+    links = Links(CLUSTER)
+    assert links.message(1e9, 0, 7) == pytest.approx(1e-6 + 0.01)
+    assert links.message(1e9, 7, 8) == pytest.approx(5e-6 + 0.1)
+
+
+def test_what_large_collectives_reach_is_the_links_rate_in_bus_bandwidth() -> None:
+    links, group = Links(CLUSTER), Group.of(range(0, 32, 8), 8)
+    for kind, seconds in (("all_reduce", links.all_reduce), ("all_gather", links.all_gather)):
+        assert bus_bandwidth(kind, 1e12, seconds(1e12, group), 4) == pytest.approx(10e9, rel=1e-3)
+    assert FACTORS["message"](8) == 1
+
+
+def test_a_tree_spares_an_all_reduce_of_few_bytes_the_ring() -> None:
+    """1,024 ranks on 128 nodes: 7 rounds of the tree over nodes and back, not 2,046 hops."""
+    links, group = Links(cluster("h100", 1024)), Group(1024, 128, 8)
+    a, b = links.cluster.inside.latency_s, links.cluster.between.latency_s
+    assert links.all_reduce(64, group) == pytest.approx(2 * (7 * a + 7 * b), rel=0.01)
+
+
+def test_words_and_table_are_of_the_cluster() -> None:
+    assert table(CLUSTER)[2][2] == "10" and "10.0 times" in " ".join(in_words(CLUSTER))

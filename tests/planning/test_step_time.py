@@ -1,0 +1,195 @@
+"""Predicted steps beside what follows from the schedule by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.models.flops import train_flops_per_token
+from megalite.pipeline.schedule import plan
+from megalite.pipeline.simulate import simulate
+from megalite.train.arrangement import Arrangement, arrange
+from tools.planning.cluster import Cluster, Link, cluster
+from tools.planning.cost import Costs, shape_of
+from tools.planning.profile import Profile, default_profile
+from tools.planning.step_time import StepTime, step_time
+
+SHAPE = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --vocab-size 1024 --seq-length 512 --bf16 "
+    "--micro-batch-size 1 --hidden-dropout 0 --attention-dropout 0 --mock-data --train-iters 1 --lr 1"
+)
+INSTANT = Link(0.0, 1e30)
+PP2, PP4 = ("--pp 2 --decoder-first-pipeline-num-layers 4", "--pp 4 --decoder-first-pipeline-num-layers 2")
+
+
+def made(flags: str, world: int) -> Arrangement:
+    return arrange(cli.parse(f"{SHAPE} {flags}".split(), PRESETS), world, 1024)
+
+
+def fast(world: int, **links: Link) -> Cluster:
+    return dataclasses.replace(cluster("h100", world, world), **{"inside": INSTANT, "between": INSTANT, **links})
+
+
+def known(of: Arrangement, **more: Any) -> Profile:
+    """A layer takes 1 s forward and 2 s backward, and nothing else any time."""
+    nothing = (0.0, 0.0, 0.0)
+    blocks = {"layer": (1.0, 2.0, 0.0), "layer, split": (1.0, 1.0, 1.0), "embedding": nothing, "head": nothing}
+    blocks["update"] = nothing
+    base = dataclasses.replace(default_profile("h100"), shape=shape_of(of), blocks=blocks, step_s=0.0, contention=0.0)
+    return dataclasses.replace(base, **more)
+
+
+def check_sum(found: StepTime) -> None:
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert min(found.parts.values()) >= -1e-9
+
+
+@pytest.mark.parametrize(("vpp", "m"), [(1, 2), (1, 8), (2, 8), (4, 4), (2, 64)])
+def test_the_bubble_is_that_of_1f1b(vpp: int, m: int) -> None:
+    """M F and B of all a rank's layers, and (pp - 1) / vpp of them more (arXiv:2104.04473, sec. 2.2)."""
+    virtual = f"--num-virtual-stages-per-pipeline-rank {vpp}" if vpp > 1 else ""
+    of = made(f"{PP2} {virtual} --global-batch-size {m}", 2)
+    found = step_time(of, fast(2), known(of))
+    assert found.seconds == pytest.approx(3 * 4 * (m + 1 / vpp))
+    assert found.parts["bubble"] == pytest.approx(3 * 4 / vpp) and found.parts["compute"] == pytest.approx(12 * m)
+    check_sum(found)
+
+
+@pytest.mark.parametrize("flags", ["", "--split-backward", "--num-virtual-stages-per-pipeline-rank 2"])
+def test_the_bubble_is_the_arrangements_where_work_takes_as_long_as_its_flops(flags: str) -> None:
+    of = made(f"--pp 4 {flags} --global-batch-size 12", 4)
+    layers, costs = of.counts, of.costs
+    layer = tuple(cost / layers[1] for cost in costs[1])
+    head = tuple(cost - layers[-1] * of_layer for cost, of_layer in zip(costs[-1], layer, strict=True))
+    blocks = {**known(of).blocks, "layer": layer, "layer, split": layer, "head": head}
+    found = step_time(of, fast(4), known(of, blocks=blocks))
+    assert found.parts["bubble"] / found.seconds == pytest.approx(of.bubble, rel=1e-6) and of.bubble > 0.05
+
+
+def test_messages_show_where_the_schedule_waits_for_them() -> None:
+    """pp 2, one chunk, by hand: with M 4 rank 0's last backward ends after 5 (F + B) and 4 messages, with M 2 after 3 and
+    2: each two micro-batches wait for two."""
+    for m, ends, messages in ((2, 3, 2), (4, 5, 4)):
+        of = made(f"{PP2} --global-batch-size {m}", 2)
+        found = step_time(of, fast(2, inside=Link(0.25, 1e30)), known(of))
+        assert found.parts["pp"] == pytest.approx(0.25 * messages)
+        assert found.parts["compute"] + found.parts["bubble"] == pytest.approx(12 * ends)
+        check_sum(found)
+
+
+def test_messages_of_one_direction_follow_each_other() -> None:
+    """GPipe, 3 micro-batches over a link that is slower than the work: the third arrives 3 messages after the first
+    forward, and of the gradients the last 3 messages after the first backward."""
+    run = simulate(plan("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], delay=lambda source, target: 10.0)
+    arrived = 1 + 3 * 10  # then a forward, and the first backward
+    assert run.end == arrived + 1 + 2 + 3 * 10 + 2
+    assert simulate(plan("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], begin={1: 7.0}).spans[-1].end == 7 + 3 + 3 * 2 + 2
+
+
+@pytest.mark.parametrize("flags", [PP4, f"{PP4} --num-virtual-stages-per-pipeline-rank 2"])
+def test_a_long_step_is_its_first_groups_and_more_of_the_same(flags: str) -> None:
+    of = made(f"{flags} --global-batch-size 64", 4)
+    costs = [(1.0, 1.1, 0.9)] * of.placement.num_stages
+    delay = lambda source, target: 0.2  # noqa: E731
+    told, simulated = of.run(costs, of.split, delay=delay)
+    whole, all_of_it = of.run(costs, of.split, groups=64, delay=delay)
+    assert len(simulated.spans) < len(all_of_it.spans)
+    assert told == pytest.approx(whole, rel=0.01)
+
+
+def test_gradients_hide_behind_the_last_backward_but_for_the_last_bucket() -> None:
+    """dp 2, one bucket: nothing can hide, so overlap changes nothing; of many, all but the last do."""
+    slow = {"inside": Link(0.0, 1e9)}
+    batch = "--global-batch-size 4"
+    profile = known(made(batch, 2))
+    one = step_time(made(f"{batch} --ddp-bucket-size 4000000000", 2), fast(2, **slow), profile)
+    of = made(f"{batch} --ddp-bucket-size 1000000", 2)
+    many = step_time(of, fast(2, **slow), profile)
+    late = step_time(
+        made(f"{batch} --ddp-bucket-size 1000000 --no-overlap-grad-reduce --no-overlap-param-gather", 2),
+        fast(2, **slow),
+        profile,
+    )
+    weights, gradients = of.holdings[0].weights, of.holdings[0].gradients
+    assert late.parts["dp"] == pytest.approx((weights + gradients) / 2 / 1e9, rel=0.01)  # (N - 1) / N of each
+    assert 0 < many.parts["dp"] < 0.1 * late.parts["dp"]
+    assert one.parts["dp"] == pytest.approx(late.parts["dp"], rel=0.01)
+    for found in (one, many, late):
+        check_sum(found)
+
+
+def test_without_a_distributed_optimizer_gradients_are_all_reduced() -> None:
+    of = made("--global-batch-size 4 --no-overlap-grad-reduce --no-use-distributed-optimizer", 2)
+    assert of.config.parallel.use_distributed_optimizer is False
+    found = step_time(of, fast(2, inside=Link(0.0, 1e9)), known(of))
+    assert found.parts["dp"] == pytest.approx(of.holdings[0].gradients / 1e9, rel=0.01)  # 2 (N - 1) / N
+
+
+def test_tp_waits_for_what_no_matmul_hides() -> None:
+    """Of a layer: 4 collectives forward, the 2 gathers of dy backward; the others are behind matmuls, unless the link is
+    so slow that all of them show: 10. The embedding has 2, the head 2."""
+    of = made("--tp 2 --global-batch-size 4", 2)
+    n = 512 * 1024 * 2 / 2  # half of a micro-batch's hidden states in bf16
+    base = dataclasses.replace(default_profile("h100"), contention=0.0)
+    for rate, per_layer in ((2e12, 6), (1e6, 10)):
+        found = step_time(of, fast(2, inside=Link(0.0, rate)), base)
+        assert found.parts["tp"] == pytest.approx(4 * (8 * per_layer + 4) * n / rate, rel=0.01)
+        check_sum(found)
+
+
+def test_what_hides_slows_down_what_hides_it() -> None:
+    of = made("--global-batch-size 4 --ddp-bucket-size 1000000", 2)
+    free, dear = (step_time(of, fast(2, inside=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5))
+    whole = (of.holdings[0].weights + of.holdings[0].gradients) / 2 / 1e9
+    assert dear.parts["dp"] - free.parts["dp"] == pytest.approx(0.5 * (whole - free.parts["dp"]), rel=0.01)
+
+
+def test_a_tied_embedding_is_summed_over_both_ends() -> None:
+    tied = made(f"{PP2} --global-batch-size 4", 2)
+    own = made(f"{PP2} --global-batch-size 4 --untie-embeddings-and-output-weights", 2)
+    a, b = (step_time(of, fast(2, inside=Link(0.0, 1e9)), known(of)).parts["dp"] for of in (tied, own))
+    assert a - b == pytest.approx(1024 * 1024 * 4 / 1e9)  # fp32, 2 (N - 1) / N = 1
+
+
+def test_a_recompute_takes_a_forward_more() -> None:
+    args = "--global-batch-size 4"
+    plain, full = made(args, 1), made(f"{args} --recompute-granularity full --recompute-method uniform", 1)
+    profile, where = default_profile("h100"), cluster("h100", 1)
+    a, b = (Costs(of, where, profile) for of in (plain, full))
+    again = b.stages()[0].all[1] - a.stages()[0].all[1]
+    assert again == pytest.approx(8 * a.layer.all[0])
+
+
+def test_slower_links_never_make_a_step_faster() -> None:
+    of = made("--tp 2 --pp 2 --global-batch-size 8", 8)
+    times = []
+    for scale in (1.0, 0.5, 0.1, 0.01):
+        base = cluster("h100", 8, 4)
+        links = {
+            side: dataclasses.replace(getattr(base, side), bytes_per_s=scale * getattr(base, side).bytes_per_s)
+            for side in ("inside", "between")
+        }
+        found = step_time(of, dataclasses.replace(base, **links))
+        check_sum(found)
+        times.append(found.seconds)
+    assert times == sorted(times) and times[0] < times[-1]
+
+
+def test_mfu_and_tokens_are_of_the_whole_cluster() -> None:
+    of = made("--global-batch-size 8", 4)
+    found = step_time(of, cluster("h100", 4))
+    flops = train_flops_per_token(of.config.model, 512, of.padded_vocab) * 8 * 512
+    assert found.mfu == pytest.approx(flops / found.seconds / 4 / 989.4e12)
+    assert found.tokens_per_s == pytest.approx(8 * 512 / found.seconds)
+    with pytest.raises(ValueError, match="8 devices, the arrangement 4 ranks"):
+        step_time(of, cluster("h100", 8))
+
+
+def test_launching_bounds_a_small_model_unless_a_graph_does_it() -> None:
+    eager, graph = made("--global-batch-size 8", 1), made("--global-batch-size 8 --cuda-graph-impl local", 1)
+    where = cluster("h100", 1)
+    assert step_time(graph, where).seconds < 0.5 * step_time(eager, where).seconds
