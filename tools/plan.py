@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def _parser(what: str = "") -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
-    name = f"plan.py {what}".rstrip()
+    name = f"{Path(sys.argv[0]).name} {what}" if what else None
     return argparse.ArgumentParser(name, description=__doc__, formatter_class=shape, allow_abbrev=False)
 
 
@@ -123,6 +123,8 @@ def plan(argv: list[str]) -> int:
             f"usable_memory={args.usable_memory} is a share up to 1, and top={args.top} at least 1; correct them"
         )
     request, profile = _read(args, words)
+    if not request.is_layout and request.config.train.global_batch_size is None:
+        raise Wrong("global_batch_size is not set, and layouts of one batch are compared; give --global-batch-size")
     budget, data_tokens = _budget(args, request)
     found = _search(request, profile, args)
     if not found.plans:
@@ -180,9 +182,8 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     print(f"{found.candidates:,} layouts, {found.simulated} simulated; shares of a step, of what shows")
     _section("refused", show.refusals(found))
     fits = "" if best.peak <= found.limit else f": does not fit into {found.limit / 2**30:.1f} GiB"
-    print(
-        f"\n{'as given' if request.is_layout else 'the best'}: {best.layout}{fits}\n{show.table(show.memory_rows(best.memory, best.made))}"
-    )
+    print(f"\n{'as given' if request.is_layout else 'the best'}: {best.layout}{fits}")
+    print(show.table(show.memory_rows(best.memory, best.made)))
     _section("", [*advice.bound(best)])
     _section("warnings", advice.warnings(request, best, budget, data_tokens))
     rows = show.budget_rows(budget, batch, best.time.tokens_per_s, c.world, price)
@@ -302,9 +303,7 @@ def tokens(argv: list[str]) -> int:
         print(f"{name:<15} {text}")
     if data_tokens is not None:
         print(f"{'epochs':<15} {budget.epochs(data_tokens):.2f} over {data_tokens:,} tokens")
-    print(
-        f"at an MFU of {args.mfu:.0%} of {c.world:,} x {c.device.name}, which is assumed; plan.py without `tokens` finds it"
-    )
+    print(f"at an MFU of {args.mfu:.0%} of {c.world:,} x {c.device.name}, which is assumed; a plan finds it")
     return 0
 
 
