@@ -180,6 +180,8 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     _section("the usual questions", advice.path(request, found))
     print(f"\n{show.ranking(found.plans[: args.top], c.world)}")
     print(f"{found.candidates:,} layouts, {found.simulated} simulated; shares of a step, of what shows")
+    if found.left:
+        print(f"{found.left:,} more may be faster than the best, by their bounds; they were not simulated")
     _section("refused", show.refusals(found))
     fits = "" if best.peak <= found.limit else f": does not fit into {found.limit / 2**30:.1f} GiB"
     print(f"\n{'as given' if request.is_layout else 'the best'}: {best.layout}{fits}")

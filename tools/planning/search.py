@@ -248,10 +248,29 @@ def search(
 ) -> Found:
     """`wanted`: plans to be found. `usable`: share of a device's memory. `most`: plans to be simulated. `tell`: how
     many have been, and the least seconds."""
+    found = Found(limit=usable * request.cluster.device.memory_bytes)
+    bounds = _bounded(request, profile, found)
+    while bounds and found.simulated < most:
+        bound, _, layout, state = heapq.heappop(bounds)
+        if len(found.plans) >= wanted and bound > found.plans[min(SURE, wanted) - 1].time.seconds:
+            bounds = []
+            break
+        _estimate(layout, request, profile, found, state)
+        tell(found.simulated, found.plans[0].time.seconds if found.plans else 0.0)
+    if not request.is_layout and "use_distributed_optimizer" not in request.fixed:
+        for plan in found.plans[:SURE]:  # what does not share out the optimizer's state takes more memory
+            if plan.made.dp > 1:
+                _estimate(replace(plan.layout, sharded=False), request, profile, found)
+    found.left = sum(bound < found.plans[0].time.seconds for bound, *_ in bounds) if found.plans else len(bounds)
+    return found
+
+
+def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, int, Layout, State]]:
+    """A heap of (seconds, number, layout, its modules' bytes) of what can be built and may fit."""
     from tools.planning.cost import Costs
     from tools.planning.profile import default_profile
 
-    found = Found(limit=usable * request.cluster.device.memory_bytes)
+    used = profile or default_profile(request.cluster.device.name)
     bounds: list[tuple[float, int, Layout, State]] = []
     states: dict[tuple[int, int, bool], State] = {}
     for layout in [layout_of(request.config)] if request.is_layout else grid(request):
@@ -268,29 +287,21 @@ def search(
             size = least_memory(made, states[key])
             if size > found.limit * NEAR and not request.is_layout:
                 found.over(size, one)
-            else:
-                costs = Costs(made, request.cluster, profile or default_profile(request.cluster.device.name))
-                bounds.append(
-                    (least_time(made, [stage.all for stage in costs.stages()]), len(bounds), one, states[key])
-                )
+                continue
+            seconds = least_time(made, [stage.all for stage in Costs(made, request.cluster, used).stages()])
+            bounds.append((seconds, len(bounds), one, states[key]))
     heapq.heapify(bounds)
-    while bounds and found.simulated < most:
-        bound, _, layout, state = heapq.heappop(bounds)
-        if len(found.plans) >= wanted and bound > found.plans[min(SURE, wanted) - 1].time.seconds:
-            bounds = []
-            break
-        _estimate(layout, request, profile, found, state)
-        tell(found.simulated, found.plans[0].time.seconds if found.plans else 0.0)
-    found.left = sum(bound < found.plans[0].time.seconds for bound, *_ in bounds) if found.plans else len(bounds)
-    return found
+    return bounds
 
 
-def _estimate(layout: Layout, request: Request, profile: Profile | None, found: Found, state: State) -> None:
+def _estimate(
+    layout: Layout, request: Request, profile: Profile | None, found: Found, state: State | None = None
+) -> None:
     if problems := problems_of(applied(layout, request.config), request.cluster.world):
         found.refuse(problems)
         return
     limit = float("inf") if request.is_layout else found.limit
-    if (size := roughly(even(layout, request), state)) > limit * NEAR:
+    if state is not None and (size := roughly(even(layout, request), state)) > limit * NEAR:
         found.over(size, layout)
         return
     plan = planned(layout, request, profile, limit, TRIED)
