@@ -43,7 +43,10 @@ def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     stop.install()
     from megalite.train.run import pretrain  # imports torch
 
-    code = pretrain(config, ranks, warnings, stop)
+    rehearsal = None
+    if config.train.as_rank is not None:
+        from tools.planning.as_rank import tell as rehearsal
+    code = pretrain(config, ranks, warnings, stop, rehearsal)
     sys.exit(0 if stop.final and torchrun_restarts() else code)
 
 

@@ -88,6 +88,8 @@ def _machine(config: Config, say: Say) -> Iterator[Problem]:
         yield say("{=distributed_backend} is in no torch wheel; mpirun starts ranks of nccl and gloo too: remove it")
     if p.distributed_backend == "nccl" and p.device == "cpu":
         yield say("{=distributed_backend} does not run on {=device}; use gloo")
+    if config.train.as_rank is not None and not config.train.dry_run:
+        yield say("{=as_rank} is for a dry run: a real one is all of its ranks; add {--dry-run}")
     if o.profile and o.profile_step_end <= o.profile_step_start:
         yield say("{=profile_step_end} is not above {=profile_step_start}; raise it")
 
@@ -123,6 +125,8 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
     if beyond := tuple(r for r in config.operations.profile_ranks if r >= world_size):
         text = "{=profile_ranks} is not among {world} ranks; give 0 to {last}"
         yield say(text, profile_ranks=beyond, world=world_size, last=world_size - 1)
+    if config.train.as_rank is not None and config.train.as_rank >= world_size:
+        yield say("{=as_rank} is not among {world} ranks; give 0 to {last}", world=world_size, last=world_size - 1)
     yield from _batch_sizes(config, dp, say)
 
 

@@ -116,6 +116,7 @@ class TrainConfig:
         "none", "local: replay a recorded micro-batch", choices=("none", "local"), flags=("--enable-cuda-graph=local",)
     )
     dry_run: bool = free(False, "print the plan and stop")
+    as_rank: int | None = free(None, "--dry-run: take a step as this rank, without memory: bytes, collectives", least=0)
 
     @property
     def batch_unit(self) -> int | None:

@@ -25,7 +25,7 @@ def accumulate_outer_(grad_FD: Tensor, dy_NF: Tensor, x_ND: Tensor, *, begin: bo
     """grad += dy^T x, or grad = dy^T x to begin with. `grad`: fp32, or the dtype of the others; unit stride along D."""
     if grad_FD.dtype == x_ND.dtype:
         torch.addmm(grad_FD, dy_NF.T, x_ND, beta=0 if begin else 1, out=grad_FD)
-    elif x_ND.is_cuda:  # never rounded in between
+    elif x_ND.device.type != "cpu":  # never rounded in between
         torch.addmm(  # type: ignore[call-overload]
             grad_FD, dy_NF.T, x_ND, out_dtype=grad_FD.dtype, beta=0 if begin else 1, out=grad_FD
         )

@@ -29,7 +29,7 @@ class Maker:
     def __call__(self, spec: ParamSpec) -> nn.Parameter:
         device = "meta" if self.meta else self.mesh.device
         data = torch.empty(spec.local_shape(self.mesh.sizes), dtype=self.dtype, device=device)
-        if not self.meta:
+        if not data.is_meta:
             initialize_(data, spec, self.mesh, self.seed)
         parameter = nn.Parameter(data)
         parameter.spec = spec  # type: ignore[attr-defined]

@@ -23,10 +23,10 @@ def without_keeping(make: Callable[[], Tensor], use: Callable[[Tensor], Tensor])
     """`use(make())`, where of make's result nothing stays until backward, which makes it again; `use` runs once, so
     this costs as much as `make`. What `make` needs stays, and it has to give the same bits again."""
     made = make()
-    which = (made.data_ptr(), made.shape, made.stride())
+    which = _place(made)
 
     def keep(saved: Tensor) -> Tensor | None:
-        return None if (saved.data_ptr(), saved.shape, saved.stride()) == which else saved
+        return None if _place(saved) == which else saved
 
     def restore(kept: Tensor | None) -> Tensor:
         if kept is not None:
@@ -36,3 +36,8 @@ def without_keeping(make: Callable[[], Tensor], use: Callable[[Tensor], Tensor])
 
     with saved_tensors_hooks(keep, restore):
         return use(made)
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    """Which elements of which memory x is, also of a tensor on the meta device, which has no address."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()

@@ -28,6 +28,7 @@ class Call:
     peer: int
     number: int
     bytes: int
+    dtype: Any  # of its tensor
 
     @property
     def told(self) -> tuple[str, int, int, int]:
@@ -64,6 +65,6 @@ class Calls:
     def begin(self, axis: Any, op: str, x: Tensor, peer: int) -> Call:
         stream = (op if peer >= 0 else "", peer)
         number = self.numbers[stream] = self.numbers.get(stream, 0) + 1
-        call = Call(axis, op, peer, number, x.nbytes)
+        call = Call(axis, op, peer, number, x.nbytes, x.dtype)
         self.last.append(call)
         return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from megalite.train.metrics import missing_packages
 from megalite.train.setup import SetupError
 from megalite.train.sources import Sources, open_sources
 
+NOT_READ = ("data_path", "train_data_path", "valid_data_path", "test_data_path")  # of another machine's rank
+
 
 def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     """All that can be refused before a process group exists, all of it at once."""
@@ -29,7 +32,8 @@ def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     problems: list[str] = [*check(config, ranks.world, complete=True)]
     if not t.dry_run:  # which opens no log
         problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
-    lost = absent(config.data)
+    data = config.data if t.as_rank is None else replace(config.data, mock_data=True, **dict.fromkeys(NOT_READ))
+    lost = absent(data)
     try:
         check_export(config)
     except SetupError as error:
@@ -39,7 +43,7 @@ def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     if lost:
         raise DataError("\n".join(lost))
     try:
-        sources = open_sources(config.data, config.model.seq_length, t.seed, t.eval_iters)
+        sources = open_sources(data, config.model.seq_length, t.seed, t.eval_iters)
         return sources, arrange(config, ranks.world, sources.vocab_size)
     except DataError:
         raise

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,17 +57,27 @@ from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Watchdog, lost_another
 from megalite.train.watch.report import Account
 
+More = Callable[[Arrangement, Sources, int], str]  # what else a dry run tells; the last: ranks of a node
 
-def pretrain(config: Config, ranks: Ranks, warnings: Sequence[str] = (), stop: StopSignal | None = None) -> int:
+
+def pretrain(
+    config: Config,
+    ranks: Ranks,
+    warnings: Sequence[str] = (),
+    stop: StopSignal | None = None,
+    more: More | None = None,
+) -> int:
     """Returns the exit code of this rank (train/run_dir.py). `warnings`: protections that were asked for and are not
-    there, to be told in the log, too. `stop`: what was seen so far."""
+    there, to be told in the log, too. `stop`: what was seen so far. `more`: of a dry run."""
     if config.train.dry_run:
-        return _run_or_refuse(config, ranks, warnings, stop or StopSignal())
+        return _run_or_refuse(config, ranks, warnings, stop or StopSignal(), more)
     with rank_log(run_folder(config), ranks):
         return _run_or_refuse(config, ranks, warnings, stop or StopSignal())
 
 
-def _run_or_refuse(config: Config, ranks: Ranks, warnings: Sequence[str], stop: StopSignal) -> int:
+def _run_or_refuse(
+    config: Config, ranks: Ranks, warnings: Sequence[str], stop: StopSignal, more: More | None = None
+) -> int:
     begin, folder = time.perf_counter(), run_folder(config)
     try:
         config = foreign.with_source(config)
@@ -77,6 +87,8 @@ def _run_or_refuse(config: Config, ranks: Ranks, warnings: Sequence[str], stop: 
                 for warning in warnings:
                     complain(f"WARNING: {warning}")
                 print(describe(plan, sources, ranks.local_world), flush=True)
+                if more is not None:
+                    print(more(plan, sources, ranks.local_world), flush=True)
             return Exit.DONE
         device = choose_device(config.parallel.device)
         check_machine(plan, device, ranks)
@@ -92,7 +104,8 @@ def _run_or_refuse(config: Config, ranks: Ranks, warnings: Sequence[str], stop: 
             return _pretrain(plan, ranks, here, sources, folder, warnings, stop, begin)
     except (Exception, KeyboardInterrupt) as error:  # before the first step
         code, reason = _failure(error, ranks)
-        another = isinstance(error, CheckpointError)  # may have the directory to save in, so its status stays
+        # a dry run is none, and another run may have the directory to save in: then its status stays
+        another = config.train.dry_run or isinstance(error, CheckpointError)
         if ranks.rank == 0 and folder.is_dir() and not another:  # what is there would be taken for this run's
             leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=reason)
         if code is Exit.INTERRUPTED:

@@ -1,0 +1,230 @@
+"""A dry run of one rank: what it says of collectives and bytes is what that rank of a real run does and holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.models.gpt import Stage
+from megalite.nn import mlp
+from megalite.parallel.launch import Ranks
+from megalite.parallel.mesh import Axis
+from megalite.pipeline import runtime
+from megalite.train.arrangement import Arrangement, arrange
+from megalite.train.setup import SetupError, build_run
+from megalite.train.sources import Sources, open_sources
+from megalite.train.step import train_step
+from tools.planning.as_rank import Issued, issued, rehearse
+
+ROOT = Path(__file__).resolve().parents[2]
+S, B, D, L, M = 16, 2, 32, 4, 4
+MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
+ --micro-batch-size {B} --train-iters 3 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
+ --attention-dropout 0 --ddp-bucket-size 9000 --device cpu"""
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --ffn-hidden-size 48
+ --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 1 --qk-layernorm"""
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+Real = tuple[Counter[Issued], dict[str, int]]
+
+
+def arranged(flags: str, world: int) -> tuple[Arrangement, Sources]:
+    config, _ = cli.read(f"{MODEL} {flags}".split(), PRESETS)
+    sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
+    return arrange(config, world, sources.vocab_size), sources
+
+
+def bytes_of(*tensors: torch.Tensor) -> int:
+    """Of the memory behind them, once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _real(flags: str) -> Real:
+    """Of a second step, of the final batch size, with all that the first one left to be gathered."""
+    plan, sources = arranged(flags, dist.get_world_size())
+    run = build_run(
+        plan.config, Ranks(dist.get_rank(), plan.world), torch.device("cpu"), sources=sources, arrangement=plan
+    )
+    run.state.consumed_samples = run.batch_sizes.steps[-1][0]
+    train_step(run)
+    run.buffer.wait_gather()
+    with issued(run.mesh) as calls:
+        train_step(run)
+        run.buffer.wait_gather()
+    run.close()
+    flats = [x for flats in run.optimizer.state for x in flats.values()] + run.optimizer.main
+    shared = run.buffer.weights.untyped_storage().data_ptr()
+    held = {
+        "weights": bytes_of(run.buffer.weights),
+        "gradients": bytes_of(run.buffer.grads),
+        "optimizer": bytes_of(*(x for x in flats if x.untyped_storage().data_ptr() != shared)),
+        "rotary tables": sum(
+            bytes_of(*(stage.rope or ())) for stage in run.pipeline.stages if isinstance(stage, Stage)
+        ),
+    }
+    return calls, {name: size for name, size in held.items() if size}
+
+
+@pytest.mark.parametrize(
+    "world,flags",
+    [
+        (2, TP),
+        (2, PP),
+        (2, ""),
+        (2, "--no-use-distributed-optimizer"),
+        (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2"),
+        (2, f"{PP} --pipeline-schedule gpipe --bf16 {LLAMA}"),
+        (
+            2,
+            f"{TP} --recompute-granularity full --recompute-method uniform --bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        ),
+        (2, f"{TP} --recompute-granularity selective --recompute-modules core_attn layernorm mlp {LLAMA}"),
+        (2, f"{TP} --attention-dropout 0.1 --hidden-dropout 0.1 --z-loss-coeff 1e-4 --fp16"),
+        (2, "--bf16 --grad-reduce-in-bf16 --no-overlap-param-gather --no-overlap-grad-reduce --optimizer sgd"),
+        (4, f"{TP} {PP} --split-backward {LLAMA}"),
+        (4, f"{TP} --use-tp-pp-dp-mapping --bf16 --rampup-batch-size 4 4 8"),
+        pytest.param(8, f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --bf16 {LLAMA}", marks=pytest.mark.long),
+    ],
+)
+def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: str) -> None:
+    size = M * B * world
+    flags += f" --global-batch-size {size if 'rampup' not in flags else 8}"
+    real: list[Real] = run_ranks(world, _real, flags)
+    plan, sources = arranged(flags, world)
+    for rank, (calls, held) in enumerate(real):
+        said = rehearse(plan, sources, rank)
+        assert said.issued == calls, f"rank {rank}: {said.issued - calls} and {calls - said.issued}"
+        assert said.parts == held, f"rank {rank}"
+        assert said.in_flight > 0 and said.peak > said.state + said.in_flight
+        holding = plan.holdings[said.mesh.pp.rank]
+        assert (said.weights, said.gradients) == (holding.weights, holding.gradients)
+        assert said.optimizer == holding.optimizer and said.parameters == holding.local
+
+
+def totals(calls: Counter[Issued], axis: str, op: str) -> tuple[int, int]:
+    """(times, bytes)"""
+    found = [(one.bytes, times) for one, times in calls.items() if (one.axis, one.op) == (axis, op)]
+    return sum(times for _, times in found), sum(size * times for size, times in found)
+
+
+def test_what_a_rank_issues_is_what_the_algorithms_say() -> None:
+    """Counted by hand for tp 2 x pp 2 x dp 2, fp32, one chunk of logits: of the first stage and of the last."""
+    plan, sources = arranged(f"{TP} {PP} --global-batch-size {M * B * 2}", 8)
+    for rank, head in ((0, False), (7, True)):
+        calls, layers = rehearse(plan, sources, rank).issued, len(plan.stages[int(head)])
+        activation, stats = S // 2 * B * D * 4, M * head
+        # per layer two gathers forward; backward two of the outputs' gradients and two of the inputs; the head gathers
+        # its input and two statistics of each token, the embedding the gradient of its output
+        gathers, scatters = M * (layers * 6 + 1), M * (layers * 4 + 1)
+        assert totals(calls, "tp", "all-gather") == (gathers + stats, gathers * activation + stats * S * B * 2 * 4)
+        assert totals(calls, "tp", "reduce-scatter") == (scatters, scatters * 2 * activation)
+        forward, backward = ("receive from", "send to") if head else ("send to", "receive from")
+        assert totals(calls, "pp", forward) == totals(calls, "pp_back", backward) == (M, M * activation)
+        assert {one.peer for one in calls if one.peer >= 0} == {(rank + 4) % 8}
+        assert totals(calls, "ends", "all-reduce")[0] == 1  # the tied embedding
+        assert totals(calls, "world", "all-reduce") == (1, 5 * 8)
+        gradients = plan.holdings[int(head)].gradients
+        assert totals(calls, "dp", "reduce-scatter")[1] == gradients
+        assert totals(calls, "dp", "all-gather")[1] == gradients // 2  # what a rank owns of as many bytes of weights
+
+
+def test_ranks_agree_with_each_other() -> None:
+    """What one sends another receives, and the ranks of a group issue the same."""
+    plan, sources = arranged(f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size {M * B * 2}", 8)
+    ranks = [rehearse(plan, sources, rank) for rank in range(8)]
+    mirrored = {"send to": "receive from", "receive from": "send to"}
+    for rank, done in enumerate(ranks):
+        for one, times in done.issued.items():
+            if one.peer >= 0:
+                assert ranks[one.peer].issued[replace(one, op=mirrored[one.op], peer=rank)] == times, (rank, one)
+            else:
+                found = [ranks[peer].issued[one] for peer in done.mesh.axis(one.axis).ranks]
+                assert found == [times] * one.ranks, (rank, one)
+
+
+def test_a_collective_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather_linear = mlp.gather_linear
+    monkeypatch.setattr(
+        mlp, "gather_linear", lambda x, weights, tp, later: gather_linear(x, weights, Axis("tp"), later)
+    )
+    plan, sources = arranged(f"{TP} --global-batch-size 8", 4)
+    with pytest.raises(
+        SetupError, match=r"^rank 3 \(dp 1, tp 1\) cannot take a step .*RuntimeError.*megalite/models/gpt"
+    ):
+        rehearse(plan, sources, 3)
+
+
+def test_a_message_of_another_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if an activation were received whole, where it is split over tp: the rank of labels sees it."""
+    empty = torch.empty
+
+    def whole(shape: tuple[int, ...], **how: Any) -> torch.Tensor:
+        return empty((2 * shape[0], *shape[1:]), **how)
+
+    plan, sources = arranged(f"{TP} {PP} --global-batch-size 8", 4)
+    assert rehearse(plan, sources, 2).issued
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(SetupError, match="^rank 2 .*cannot take a step.*kernels/cross_entropy"),
+    ):
+        patched.setattr(runtime, "torch", SimpleNamespace(**{**vars(torch), "empty": whole}))
+        rehearse(plan, sources, 2)
+
+
+def typed(*flags: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr, whose last line is the most KiB that the process had."""
+    code = """import resource, runpy, sys
+try:
+    runpy.run_path("pretrain_gpt.py", run_name="__main__")
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"""
+    words = [sys.executable, "-c", code, *flags]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_rank_of_a_command_line_that_has_no_data_here() -> None:
+    flags = f"""{MODEL} {TP} --nproc 4 --dry-run --as-rank 3 --data-path /nowhere/tokens --global-batch-size 8
+     --compile""".replace("--mock-data", "")
+    code, out, error = typed(*flags.split())
+    assert code == 0, error
+    shown = [line.strip() for line in out.splitlines()]
+    assert any(line.startswith("rank 3") and "dp 1 of 2, tp 1 of 2; node 0, its rank 3 of 4" in line for line in shown)
+    assert any(line.startswith("stages") and "0 (layers 0 to 3)" in line for line in shown)
+    assert any(line.startswith("tp: all-gather") for line in shown)
+    assert "on a CPU" in out and "without --compile" in out
+
+
+def test_wrong_ranks_are_refused() -> None:
+    flags = f"{MODEL} {TP} --nproc 4".split()
+    assert typed(*flags, "--as-rank", "1")[:2] == (2, "")
+    code, out, error = typed(*flags, "--as-rank", "4", "--dry-run")
+    assert (code, out) == (2, "") and "as_rank=4 is not among 4 ranks; give 0 to 3" in error
+
+
+@pytest.mark.long
+def test_a_rank_of_sixteen_thousand_takes_seconds_and_no_memory() -> None:
+    """Llama 3 405B as it was trained: tp 8, pp 16, dp 128; its rank would hold 18 GiB of weights, gradients and optimizer."""
+    flags = """--preset llama3-405b --bf16 --tp 8 --pp 16 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1
+     --global-batch-size 2048 --lr 8e-5 --train-iters 2 --mock-data --eval-iters 0 --nproc 16384 --dry-run --as-rank 1234"""
+    code, out, error = typed(*flags.split())
+    assert code == 0, error
+    assert int(error.split()[-1]) < 1 << 20, "above 1 GiB"
+    # rank = (pp * 128 + dp) * 8 + tp; 16 micro-batches, two chunks: one message each way for each, 8192 / 8 x 16384 bf16
+    assert "pp 1 of 16, dp 26 of 128, tp 2 of 8; node 154, its rank 2 of 8" in " ".join(out.split())
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert "pp: receive from 210 16 bfloat16 33,554,432 32 1.000" in rows
+    assert "pp: send to 2,258 16 bfloat16 33,554,432 32 1.000" in rows
+    assert "tp: reduce-scatter 8 bfloat16 268,435,456 512 128.000" in rows  # 16 x 8 layers x 4 of the whole sequence
+    assert "world: all-reduce 16,384 float64 40 1 0.000" in rows

@@ -1,0 +1,169 @@
+"""Predicted beside measured: of a run that was made here, and of run directories that lack something."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.pictures.run import read_run
+from tools.planning.cluster import Cluster, read_cluster
+from tools.planning.compare import CompareError, Row, arrangement_of, cluster_of, compare, main, text
+
+ROOT = Path(__file__).resolve().parents[2]
+L, D, V, S, B, M = 4, 32, 64, 16, 2, 4
+FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
+ --micro-batch-size {B} --global-batch-size {M * B} --train-iters 6 --lr 0.01 --mock-data --vocab-size {V} --eval-iters 0
+ --make-vocab-size-divisible-by 64 --swiglu --ffn-hidden-size 48 --normalization RMSNorm --position-embedding-type rope
+ --disable-bias-linear --untie-embeddings-and-output-weights --log-interval 1 --device cpu --pp 2 --nproc 2
+ --profile-pipeline 4"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS.split(), "--run-dir", str(folder)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path) -> Path:
+    """With a peak, so that nothing is measured."""
+    path = tmp_path / "cluster.toml"
+    path.write_text("""nodes = 1
+per_node = 2
+[device]
+name = "mine"
+memory_gib = 4
+memory_gb_per_s = 10
+peak_tflops = { fp32 = 0.1 }
+""")
+    return path
+
+
+@pytest.fixture
+def here(cluster_file: Path) -> Cluster:
+    return read_cluster(cluster_file)
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "mine"))
+
+
+def by_part(rows: list[Row]) -> dict[str, Row]:
+    found = {row.part.strip(): row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_what_is_measured_is_what_the_files_say(run: Path, here: Cluster) -> None:
+    rows = by_part(compare(run, here))
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["perf/step_s"] for row in logged if "perf/step_s" in row]
+    assert len(steps) == 6 and rows["step"].measured == statistics.median(steps[1:])
+    report = json.loads((run / "report.json").read_text())
+    seconds, count = report["seconds"], report["steps"]
+    assert rows["compute"].measured == pytest.approx((seconds["forward"] + seconds["backward"]) / count)
+    assert rows["optimizer"].measured == pytest.approx(seconds["optimizer"] / count)
+    assert rows["bubble and messages"].measured == pytest.approx(seconds["bubble"] / count)
+    timeline = json.loads((run / "timeline.json").read_text())
+    busy = [
+        (span["end_s"], span["end_s"] - span["start_s"])
+        for rank in timeline["ranks"]
+        for span in rank["spans"]
+        if span["action"][0] in "FB"
+    ]
+    assert len(busy) == 2 * 2 * M
+    waits = 1 - sum(length for _, length in busy) / (2 * max(end for end, _ in busy))
+    assert rows["bubble of the pipeline"].measured == pytest.approx(waits)
+    ranks = [row["mem/max_allocated_gib"] for row in logged if "mem/max_allocated_gib" in row]
+    assert rows["peak of pipeline rank 0"].measured == pytest.approx(max(ranks) * 2**30, rel=0.01)
+
+
+def test_what_is_predicted_is_counted_by_hand(run: Path, here: Cluster) -> None:
+    rows = by_part(compare(run, here))
+    parts = ("compute", "bubble and messages", "communication that shows", "optimizer")
+    assert rows["step"].predicted == pytest.approx(sum(rows[name].predicted or 0.0 for name in parts))
+    assert rows["tokens/s"].predicted == pytest.approx(M * B * S / (rows["step"].predicted or 1))
+    # elements of two layers, the head and its norm; what is no multiple of 64, and so would be padded, is none of them
+    layer = 4 * D * D + 3 * D * 48 + 2 * 64
+    last = 2 * layer + V * D + 64
+    assert rows["weights of pipeline rank 1"].predicted == 4 * last == rows["gradients of pipeline rank 1"].predicted
+    assert rows["optimizer of pipeline rank 1"].predicted == 8 * last
+    # FLOPs per token of two layers, forward: projections, feed-forward block, scores of half the square; and of the head
+    # with both its gradients. The second stage, which has it, never waits but for the first forward and last backward
+    two = 2 * (2 * D * 4 * D + 6 * D * 48 + 4 * D * S / 2)
+    first, second = 3 * two, 3 * two + 3 * 2 * D * V
+    bubble = 1 - M * (first + second) / (2 * (first + M * second))
+    assert rows["bubble of the pipeline"].predicted == pytest.approx(bubble)
+    assert rows["weights of pipeline rank 1"].measured is None and rows["data"].predicted is None
+    assert rows["step"].ratio == pytest.approx((rows["step"].predicted or 0) / (rows["step"].measured or 1))
+
+
+def test_the_table(run: Path, cluster_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([str(run), "--json", str(tmp_path / "rows.json"), "--cluster", str(cluster_file)]) == 0
+    shown = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert any(line.startswith("step ") and line.count(" s ") == 2 for line in lines)
+    assert any(line.startswith("weights of pipeline rank 1") and "the run did not tell" in line for line in lines)
+    assert any(line.startswith("data not predicted") for line in lines)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {"part", "unit", "predicted", "measured", "note", "ratio"} == rows[0].keys()
+    assert text([Row("step", "s", 1.0, 2.0)]).split() == [
+        "predicted",
+        "measured",
+        "ratio",
+        *"step 1 s 2 s 0.50".split(),
+    ]
+
+
+def test_what_a_run_did_not_write_is_said(run: Path, here: Cluster) -> None:
+    for file in ("report.json", "timeline.json", "metrics.jsonl"):
+        (run / file).unlink()
+    rows = by_part(compare(run, here))
+    times = ("step", "compute", "optimizer", "tokens/s", "MFU", "bubble of the pipeline")
+    assert all(rows[name].measured is None and rows[name].predicted for name in times)
+    assert "--profile-pipeline" in rows["bubble of the pipeline"].note
+    (run / "timeline.json").write_text('{"ranks": [{"spans": 3}]}')
+    assert "timeline.json is damaged" in by_part(compare(run, here))["bubble of the pipeline"].note
+
+
+def test_the_cluster_is_that_of_the_run(run: Path) -> None:
+    told = read_run(run, "mine")
+    made = arrangement_of(told)
+    found = cluster_of(told, made)
+    assert (found.device.name, found.world, found.per_node) == ("cpu", 2, 2)
+    told.about |= {"device": "cuda", "machine": {"card": "NVIDIA H100 80GB HBM3"}, "hosts": ["a", "b"]}
+    found = cluster_of(told, made)
+    assert (found.device.name, found.nodes, found.per_node) == ("h100", 2, 1)
+    assert [list(layers) for layers in made.stages] == [list(range(*both)) for both in told.about["layers"]]
+
+
+def test_what_cannot_be_compared_is_refused(
+    run: Path, here: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CompareError, match="no files of a run"):
+        compare(tmp_path / "nothing")
+    events = run / "events.jsonl"
+    told = events.read_text()
+    events.write_text(told.replace('"device": "cpu"', '"device": "tpu"'))
+    assert main([str(run)]) == 2 and "device='tpu'" in capsys.readouterr().err
+    events.write_text(told)
+    config = run / "run_config.toml"
+    options = config.read_text()
+    config.write_text(
+        options.replace("pipeline_model_parallel_size = 2", "pipeline_model_parallel_size = 2\nnonsense = 1")
+    )
+    with pytest.raises(CompareError, match="nonsense"):
+        compare(run, here)
+    config.unlink()
+    with pytest.raises(CompareError, match=r"run_config.toml is not there"):
+        compare(run, here)

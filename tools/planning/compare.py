@@ -1,0 +1,239 @@
+#!/usr/bin/env python
+"""Predicted beside measured of a run, from what it has written.
+
+python tools/planning/compare.py RUN                          by the defaults of its device
+python tools/planning/compare.py RUN --profile profile.json   by what tools/plan.py calibrate has measured there
+
+Predicted: memory as a start prints it (megalite/train/arrangement.py), times by tools/planning/step_time.py, of the
+run's own options and ranks. Measured: a step is the median of metrics.jsonl, its first line left out; the parts of a
+step are means over ranks and all steps of the last process (report.json); waits in the pipeline are of the one step
+that --profile-pipeline has timed (timeline.json); memory is what heartbeats, or the log lines of rank 0, have seen: on
+a card what torch has allocated, on a CPU the whole process, with Python and its libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from megalite.train.arrangement import Arrangement
+    from tools.pictures.run import Run
+    from tools.planning.cluster import Cluster
+    from tools.planning.profile import Profile
+
+NOT_TOLD, NOT_PREDICTED = "the run did not tell", "not predicted"
+COMPUTE = ("forward", "backward", "graph")  # phases of megalite/train/phases.py
+MOST_RANKS = 16  # pipeline ranks that have a row each
+
+
+class CompareError(ValueError):
+    """There is nothing to compare; the text says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. unit: s, bytes, share, tokens/s. predicted None: nothing predicts it; measured None: the run did not
+    tell."""
+
+    part: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted / measured."""
+        return None if self.predicted is None or not self.measured else self.predicted / self.measured
+
+
+def compare(run_dir: Path, cluster: Cluster | None = None, profile: Profile | None = None) -> list[Row]:
+    """`cluster`, `profile`: in place of the table's by the run's device. Raises CompareError."""
+    from tools.pictures.run import RunError, read_run
+
+    try:
+        run = read_run(run_dir, run_dir.name)
+    except RunError as error:
+        raise CompareError(str(error)) from None
+    made = arrangement_of(run)
+    return [*_times(run, made, cluster or cluster_of(run, made), profile), *_waits(run, made), *_memory(run, made)]
+
+
+def arrangement_of(run: Run) -> Arrangement:
+    """As the run had it. Raises CompareError."""
+    from megalite.config import options
+    from megalite.config.toml import read_toml
+    from megalite.data.errors import DataError
+    from megalite.train.arrangement import arrange
+    from megalite.train.sources import open_tokenizer
+
+    path = run.folder / "run_config.toml"
+    if not path.is_file():
+        raise CompareError(f"{path} is not there: the run's options are not known; give the directory of a run")
+    try:
+        config = options.build(options.completed(read_toml(str(path))))
+        tokenizer = open_tokenizer(config.data)
+        vocabulary = max(config.data.vocab_size or 0, tokenizer.vocab_size if tokenizer is not None else 0)
+        return arrange(config, run.devices, vocabulary)
+    except DataError as error:
+        raise CompareError(f"{path}: the tokenizer cannot be opened ({error}); compare where its files are") from None
+    except ValueError as error:
+        raise CompareError(f"{path}: {error}") from None
+
+
+def cluster_of(run: Run, made: Arrangement) -> Cluster:
+    """Of the table, by the device and the hosts that the run told of. Raises CompareError."""
+    from tools.pictures.run import listed, table
+    from tools.planning.cluster import DEVICES, cluster
+
+    device, hosts = run.about.get("device"), len(listed(run.about.get("hosts"))) or 1
+    card = str(table(run.about.get("machine")).get("card", ""))
+    known = (
+        [name for name in DEVICES if name.upper() in card.upper()] if device == "cuda" else ["cpu"] * (device == "cpu")
+    )
+    if not known:
+        raise CompareError(f"device={device!r} ({card or 'no card told'}) is not in the table; give --cluster FILE")
+    return cluster(known[0], made.world, made.world // hosts if made.world % hosts == 0 else None)
+
+
+def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | None) -> list[Row]:
+    from tools.pictures.run import number, table
+    from tools.planning.step_time import step_time
+
+    try:
+        predicted = step_time(made, cluster, profile)
+    except ValueError as error:
+        raise CompareError(str(error)) from None
+    steps = number(run.report.get("steps"))
+    seconds = {phase: number(value) for phase, value in table(run.report.get("seconds")).items()} if steps else {}
+
+    def spent(*phases: str) -> float | None:
+        """Per step; None where there is no report."""
+        return sum(seconds.get(phase) or 0.0 for phase in phases) / steps if seconds and steps else None
+
+    def typical(key: str) -> float | None:
+        values = [value for row in run.rows if (value := number(row.get(key))) is not None]
+        return median(values[1:] or values) if values else None
+
+    parts, rate = predicted.parts, typical("perf/tokens_per_s_per_gpu")
+    waits, moved = parts["bubble"] + parts["pp"], parts["tp"] + parts["dp"]
+    pairs = [
+        Row("step", "s", predicted.seconds, typical("perf/step_s")),
+        Row("  compute", "s", parts["compute"], spent(*COMPUTE)),
+        Row("  bubble and messages", "s", waits, spent("bubble"), "" if made.pp > 1 else "no pipeline"),
+        Row("  communication that shows", "s", moved, spent("communication")),
+        Row("  optimizer", "s", parts["optimizer"], spent("optimizer")),
+        Row("  data", "s", None, spent("data")),
+        Row("  other", "s", None, spent("other"), "also what is between steps"),
+        Row("tokens/s", "tokens/s", predicted.tokens_per_s, None if rate is None else rate * made.world),
+        Row("MFU", "share", predicted.mfu, typical("perf/mfu")),
+    ]
+    source = f"by {profile.source if profile else f'the defaults of {cluster.device.name}; --profile is closer'}"
+    return [replace(pairs[0], note=source), *pairs[1:]]
+
+
+def _waits(run: Run, made: Arrangement) -> list[Row]:
+    """Of the pipeline, as FLOPs and the schedule say, and as it was timed."""
+    from tools.pictures.page import DAMAGE
+    from tools.pictures.pipeline import read_timeline
+
+    if made.pp == 1:
+        return []
+    measured, note = None, "needs --profile-pipeline STEP"
+    if run.timeline is not None:
+        try:
+            spans, work, ideal = read_timeline(run.timeline)
+            measured = 1 - work / (made.pp * max(stop for *_, stop in spans))
+            note = f"of one step; {100 * ideal.bubble:.1f} % with the times that stages took there"
+        except DAMAGE as error:
+            note = f"timeline.json is damaged: {error!r}"
+    return [Row("bubble of the pipeline", "share", made.bubble, measured, note)]
+
+
+def _memory(run: Run, made: Arrangement) -> list[Row]:
+    from megalite.parallel.mesh import rank_grid
+
+    dp_outermost = made.sizes.get("dp_outermost", False)
+    grid = rank_grid(made.world, made.tp, made.pp, made.cp, dp_outermost=dp_outermost)
+    peaks = run.peaks_gib if len(run.peaks_gib) == made.world else []
+    of_first = [gib for _, _, gib in run.curve("mem/max_allocated_gib")]  # of rank 0
+    worst, rows = made.worst, []
+    held = made.holdings[worst]
+    where = f" of pipeline rank {worst}" if made.pp > 1 else ""
+    parts = {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
+    for name, size in {**parts, "activations": made.activations[worst]}.items():
+        rows.append(Row(f"{name}{where}", "bytes", size, None))
+    chosen = range(made.pp) if made.pp <= MOST_RANKS else [worst]
+    for position in chosen:
+        ranks = [rank for replica in grid[position] for part in replica for rank in part]
+        told = [peaks[rank] for rank in ranks] if peaks else of_first * (0 in ranks)
+        size = made.holdings[position].state + made.activations[position]
+        name = f"peak of pipeline rank {position}" if made.pp > 1 else "peak"
+        note = "measured is the whole process, with Python and libraries" if run.about.get("device") == "cpu" else ""
+        measured = max(told) * 2**30 if told else None
+        rows.append(Row(name, "bytes", size, measured, note if told else ""))
+    return rows
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    if unit == "bytes":
+        return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.2f} MiB"
+    if unit == "share":
+        return f"{100 * value:.1f} %"
+    return f"{value:,.0f}" if unit == "tokens/s" else f"{value:.4g} s"
+
+
+def text(rows: list[Row]) -> str:
+    """A table, and what is to be said of its rows."""
+    from megalite.train.figures import columns
+
+    table = [("", "predicted", "measured", "ratio")]
+    for row in rows:
+        predicted = _shown(row.predicted, row.unit) or NOT_PREDICTED
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.append((row.part, predicted, _shown(row.measured, row.unit) or NOT_TOLD, ratio))
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        notes.setdefault(row.note, []).append(row.part.strip())
+    return "\n".join([columns(table), *(f"{', '.join(parts)}: {note}" for note, parts in notes.items() if note)])
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="how fast the device is, of plan.py calibrate")
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file in place of what the run told")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, too")
+    args = parser.parse_args(argv)
+    from tools.planning.cluster import read_cluster
+    from tools.planning.profile import read_profile
+
+    try:
+        cluster = read_cluster(args.cluster) if args.cluster is not None else None
+        profile = read_profile(args.profile) if args.profile is not None else None
+        rows = compare(args.run_dir, cluster, profile)
+    except (ValueError, OSError) as error:
+        print(f"compare.py: {error}", file=sys.stderr)
+        return 2
+    print(text(rows))
+    if args.json is not None:
+        found: list[dict[str, Any]] = [asdict(row) | {"ratio": row.ratio} for row in rows]
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
