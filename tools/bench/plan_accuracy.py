@@ -4,10 +4,12 @@
     python tools/bench/plan_accuracy.py                     2 ranks: pp 2, vpp 1, 2 and 4, 2 to 16 micro-batches
     python tools/bench/plan_accuracy.py --layouts 1x4 4x8   chunks per rank x micro-batches
     python tools/bench/plan_accuracy.py --profile p.json    calibrated before; --json out.json keeps what was found
+    python tools/bench/plan_accuracy.py --asleep            layers sleep: the schedule alone, on a busy machine too
 
 A row is the median step of a run of its own (tools/benchmark.py measures it) and its ratio; then how many pairs of
 layouts, of those whose measured tokens/s differ by more than 5 %, are ranked alike. A machine that does other work at
-the same time measures that: the load is printed with the rows.
+the same time measures that: the load is printed with the rows. Sleeping needs no core: with --asleep every layer takes
+20 ms forward and 40 ms backward beside its little work, in the real runtime with its real messages.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import itertools
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +33,16 @@ MODEL = """--num-layers 8 --hidden-size 384 --num-attention-heads 6 --ffn-hidden
  --mock-data --train-iters 1000 --lr 1e-4 --lr-decay-style constant --eval-iters 0 --device cpu"""
 VOCABULARY = 2048
 LAYOUTS = [f"{chunks}x{microbatches}" for chunks in (1, 2, 4) for microbatches in (2, 4, 8, 16)]
+ASLEEP = ["--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "16"]
+LAYER_S = (0.02, 0.04)  # that a layer sleeps, forward and backward
 DIFFERENT = 0.05  # of tokens/s, below which two layouts count as equal
 
 
-def flags_of(layout: str) -> list[str]:
+def flags_of(layout: str, asleep: bool = False) -> list[str]:
     chunks, microbatches = map(int, layout.split("x"))
     virtual = ["--num-virtual-stages-per-pipeline-rank", str(chunks)] if chunks > 1 else []
-    return [*MODEL.split(), "--pp", "2", *virtual, "--global-batch-size", str(microbatches)]
+    batch = ["--pp", "2", *virtual, "--global-batch-size", str(microbatches)]
+    return [*MODEL.split(), *(ASLEEP if asleep else ()), *batch]
 
 
 def main(argv: list[str]) -> int:
@@ -44,6 +51,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="CHUNKSxMICROBATCHES")
     parser.add_argument("--profile", type=Path, help="calibrated before; default: calibrated now")
+    parser.add_argument("--asleep", action="store_true", help="layers sleep in place of computing")
     parser.add_argument("--steps", type=int, default=5, help="timed, after 2 others")
     parser.add_argument("--seconds", type=float, default=20.0, help="of calibrating")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run")
@@ -55,7 +63,9 @@ def main(argv: list[str]) -> int:
     from tools.planning.profile import read_profile
 
     options.nproc, options.warmup, out, options.json = 2, 2, options.json, None
-    if options.profile is not None:
+    if options.asleep:
+        profile = asleep_profile()
+    elif options.profile is not None:
         profile = read_profile(options.profile)
     else:
         profile = calibrate(cli.parse(flags_of("1x2"), {}), VOCABULARY, 2, options.seconds)
@@ -74,6 +84,75 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def asleep_profile() -> Any:
+    import dataclasses
+
+    from megalite.config import cli
+    from megalite.train.arrangement import arrange
+    from tools.planning.cost import shape_of
+    from tools.planning.profile import default_profile
+
+    made = arrange(cli.parse(flags_of("1x2", asleep=True), {}), 2, VOCABULARY)
+    nothing = (0.0, 0.0, 0.0)
+    blocks = {"layer": (*LAYER_S, 0.0), "embedding": nothing, "head": nothing, "update": nothing}
+    return dataclasses.replace(default_profile("cpu"), shape=shape_of(made), blocks=blocks)
+
+
+def lasting(call: Callable[..., Any], seconds: dict[int, float]) -> Callable[..., Any]:
+    """`call` of a stage's forward or backward, which then sleeps as long as the stage is to take."""
+
+    def lasts(flight: Any, key: tuple[int, int], *args: Any) -> Any:
+        result = call(flight, key, *args)
+        time.sleep(seconds[key[0]])
+        return result
+
+    return lasts
+
+
+def asleep_rank(ranks: Any, task: dict[str, Any]) -> None:
+    """One rank of a real run, whose layers sleep; writes the times of its steps."""
+    import datetime
+
+    from megalite.config import cli
+    from megalite.parallel.launch import process_group
+    from megalite.train.arrangement import arrange
+    from megalite.train.setup import build_run
+    from megalite.train.step import train_step
+
+    with process_group(ranks, device="cpu", startup_timeout=datetime.timedelta(minutes=5)) as device:
+        made = arrange(cli.parse(task["flags"], {}), ranks.world, VOCABULARY)
+        run = build_run(made.config, ranks, device, arrangement=made)
+        pipeline: Any = run.pipeline
+        layers = {stage: made.counts[stage] for stage in pipeline.place.stages(ranks.rank)}
+        for name, seconds in zip(("_forward", "_backward"), LAYER_S, strict=True):
+            setattr(
+                pipeline, name, lasting(getattr(pipeline, name), {stage: n * seconds for stage, n in layers.items()})
+            )
+        steps = []
+        for _ in range(task["steps"]):
+            begin = time.perf_counter()
+            train_step(run)
+            steps.append(time.perf_counter() - begin)
+        run.close()
+    Path(task["folder"], f"rank{ranks.rank}.json").write_text(json.dumps(steps[2:]))
+
+
+def _asleep(flags: list[str], options: argparse.Namespace) -> float:
+    """Seconds of the median step, of the slower rank."""
+    import statistics
+    import tempfile
+
+    from megalite.parallel.local_ranks import start_local
+    from tools.bench import plan_accuracy  # by its own name, so that other processes can import what they run
+
+    with tempfile.TemporaryDirectory(prefix="asleep-") as folder:
+        task = {"flags": flags, "steps": options.steps + 2, "folder": folder}
+        if code := start_local(2, plan_accuracy.asleep_rank, (task,)):
+            raise SystemExit(f"plan_accuracy.py: a rank ended with exit code {code}")
+        each = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
+    return statistics.median(map(max, zip(*each, strict=True)))
+
+
 def _row(layout: str, options: argparse.Namespace, profile: Any) -> dict[str, Any]:
     from megalite.config import cli
     from megalite.train.arrangement import arrange
@@ -81,14 +160,17 @@ def _row(layout: str, options: argparse.Namespace, profile: Any) -> dict[str, An
     from tools.planning.cluster import cluster
     from tools.planning.step_time import step_time
 
-    flags = flags_of(layout)
-    predicted = step_time(arrange(cli.parse(flags, {}), 2, VOCABULARY), cluster("cpu", 2), profile)
+    flags = flags_of(layout, options.asleep)
+    made = arrange(cli.parse(flags, {}), 2, VOCABULARY)
+    predicted = step_time(made, cluster("cpu", 2), profile)
+    tokens = made.batch_sizes.final * made.config.model.seq_length
+    row = {"layout": layout, "tokens": tokens, "predicted_s": predicted.seconds, "predicted_parts": predicted.parts}
+    if options.asleep:
+        return row | {"measured_s": _asleep(flags, options)}
     measured = measure("megalite", {}, options, flags)
     if "error" in measured:
         raise SystemExit(f"plan_accuracy.py: {layout}: {measured['stderr']}")
-    tokens = measured["tokens_per_step"]
-    times = {"predicted_s": predicted.seconds, "measured_s": measured["step_s"]}
-    return {"layout": layout, "tokens": tokens, **times, "predicted_parts": predicted.parts, "parts": measured["parts"]}
+    return row | {"measured_s": measured["step_s"], "parts": measured["parts"]}
 
 
 def ranked_alike(rows: list[dict[str, Any]]) -> tuple[int, int]:
