@@ -112,9 +112,13 @@ def test_a_wrong_question_is_refused(words: str, said: str, capsys: pytest.Captu
 def test_it_runs_as_a_program_and_helps_at_once(tmp_path: Path) -> None:
     done = typed("tools/plan.py", "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--num-gpus" in done.stdout and "python tools/plan.py sizes" in done.stdout
-    code = "import sys; sys.argv = ['plan.py', '--help']\nimport runpy\n"
-    code += f"try:\n runpy.run_path({str(ROOT / 'tools' / 'plan.py')!r}, run_name='__main__')\n"
-    code += "except SystemExit:\n assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=tmp_path).returncode == 0
-    done = typed("tools/plan.py", "--preset", "llama9", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("plan.py: preset='llama9'")
+    code = "import sys, tools.plan\ntry:\n tools.plan.main(['--help'])\nexcept SystemExit:\n"
+    code += " assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=ROOT).returncode == 0
+
+
+def test_a_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no run is refused, under both spellings; tests/planning/test_compare.py has a run."""
+    for word in ("compare", "--compare"):
+        assert plan.main([word, str(tmp_path)]) == 2
+        assert str(tmp_path) in capsys.readouterr().err

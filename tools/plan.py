@@ -7,6 +7,7 @@ python tools/plan.py memory --preset llama3-8b --num-gpus 8 --tp 2 --pp 2       
 python tools/plan.py sizes --dp 64                      bytes of state by size and ZeRO stage
 python tools/plan.py tokens --preset llama3-8b          tokens, FLOPs, steps, days
 python tools/plan.py calibrate --out profile.json       measure this device, for --profile
+python tools/plan.py compare RUN                        predicted beside measured, of a run's directory
 python tools/plan.py published                          predicted beside published step times
 
 The model: --preset, --hf, --config, or any flags of pretrain_gpt.py. Where they name tp or pp, that layout alone is
@@ -341,7 +342,15 @@ def published(argv: list[str]) -> int:
     return 0
 
 
+def compare(argv: list[str]) -> int:
+    from tools.planning.compare import main as compared
+
+    return compared(argv)
+
+
 COMMANDS = {
+    "compare": compare,
+    "--compare": compare,
     "memory": memory,
     "sizes": sizes,
     "tokens": tokens,

@@ -106,9 +106,9 @@ def _of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
     from megalite.interop.hugging_face.model_files import read_json
 
     file = path / "config.json" if path.is_dir() else path
-    length = cli.take_apart(words).given.get("seq_length")
+    length = str(cli.take_apart(words).given.get("seq_length", ""))
     try:
-        _, found = read_config(read_json(file), int(length) if str(length).isdigit() else None, str(file))
+        _, found = read_config(read_json(file), int(length) if length.isdigit() else None, str(file))
     except CheckpointError as error:
         raise ConfigError([f"hf={path}: {line}" for line in str(error).splitlines()]) from None
     named = _named(words)

@@ -40,7 +40,7 @@ def table(rows: Sequence[Sequence[str]], width: int = 118) -> str:
 def ranking(plans: Sequence[Planned], world: int) -> str:
     """Of the best: seconds of a step, what of it shows, the fullest rank."""
     head = ("layout", "dp", "s/step", "MFU", "tokens/s", "bubble", *COMM, "update", "GiB", "rank")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for plan in plans:
         share = {name: f"{part / plan.time.seconds:.1%}" for name, part in plan.time.parts.items()}
         speed = (f"{plan.time.seconds:.3f}", f"{plan.time.mfu:.1%}", f"{plan.time.tokens_per_s:,.0f}")
