@@ -43,6 +43,7 @@ COMMANDS = {  # name: (module below PROGRAMS, what it does)
     "data seen": ("tools.ledger", "what a checkpoint's run has trained on"),
     "data picture": ("tools.plot_samples", "how documents become samples, drawn"),
     "data corpus": ("tools.python_corpus", "real text to try things out: Python's own source"),
+    "plan": ("tools.plan", "which layouts fit a cluster, how fast they are, what a run takes and costs"),
     "cluster": ("tools.check_cluster", "check ranks, nodes and links before a run"),
     "verify": ("tools.verify", "whether a layout trains as one process does, and where it begins to differ"),
     "bench": ("tools.benchmark", "tokens/s, MFU, memory, and where a step's time goes; sweeps, scaling"),

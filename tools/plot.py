@@ -8,6 +8,7 @@ python tools/plot.py loss RUN_DIR [RUN_DIR ...] --out loss.png
 python tools/plot.py agreement RUN_DIR RUN_DIR --out agreement.svg
 
 python tools/plot.py bench DIR --show scaling --out scaling.png   of tools/benchmark.py's --out: mfu, breakdown, scaling
+python tools/plot.py plan PLAN.json --out plan.png             what tools/plan.py --json wrote
 
 Also steps (learning rate, gradient norm, tokens/s), time, memory, layout. The suffix of --out is the format.
 """
@@ -15,6 +16,7 @@ Also steps (learning rate, gradient norm, tokens/s), time, memory, layout. The s
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.pipeline.schedule import SCHEDULES, Split, plan  # noqa: E402
 from megalite.pipeline.simulate import draw, simulate  # noqa: E402
 from tools.pictures import bench, curves, pipeline, shares  # noqa: E402
+from tools.pictures import plan as plans  # noqa: E402
 from tools.pictures.canvas import NARROW, WIDE, NoMatplotlib, Picture, save  # noqa: E402
 from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
 
@@ -82,6 +85,16 @@ def timeline(runs: list[Run]) -> Picture:
         raise SystemExit(f"plot.py: {runs[0].folder / 'timeline.json'}: {told}") from None
 
 
+def of_plan(args: argparse.Namespace) -> None:
+    try:
+        picture = plans.picture(json.loads(args.plan.read_text("utf-8")))
+    except OSError as error:
+        raise SystemExit(f"plot.py: {args.plan}: {error.strerror}; give what tools/plan.py --json wrote") from None
+    except ValueError as error:
+        raise SystemExit(f"plot.py: {args.plan}: {error}") from None
+    put(picture, args)
+
+
 PICTURES: dict[str, tuple[str, Callable[[list[Run]], Picture | None], str | None]] = {  # help, make, runs it takes
     "pipeline": ("measured beside planned", timeline, None),
     "loss": ("losses over tokens and steps", curves.loss, "+"),
@@ -131,6 +144,9 @@ def main(argv: list[str]) -> None:
         help="print it: digits are micro-batches, ' a later chunk, [] backward, () weights' gradients",
     )
     one.set_defaults(run=schedule, picture="schedule")
+    planned = commands.add_parser("plan", help="what a plan's ranks hold, and where its steps' time goes")
+    planned.add_argument("plan", metavar="PLAN.json", type=Path)
+    planned.set_defaults(run=of_plan, picture="plan")
     for name, (text, _, many) in PICTURES.items():
         added = commands.add_parser(name, help=text)
         added.add_argument("run_dirs", nargs=many or 1, metavar="RUN_DIR", type=Path)

@@ -168,13 +168,12 @@ def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool =
     >>> rank_grid(8, tp=2, pp=2, dp_outermost=True)
     [[[[0, 1]], [[4, 5]]], [[[2, 3]], [[6, 7]]]]
     """
-    dp, unit = world // (tp * pp * cp), cp * tp
+    return _grid(world, tp, pp, cp, dp_outermost).tolist()
 
-    def at(p: int, d: int) -> list[list[int]]:
-        first = unit * (d * pp + p if dp_outermost else p * dp + d)
-        return [list(range(start, start + tp)) for start in range(first, first + unit, tp)]
 
-    return [[at(p, d) for d in range(dp)] for p in range(pp)]
+def _grid(world: int, tp: int, pp: int, cp: int, dp_outermost: bool) -> Tensor:
+    ranks = torch.arange(world)
+    return ranks.view(-1, pp, cp, tp).transpose(0, 1) if dp_outermost else ranks.view(pp, -1, cp, tp)
 
 
 def world_axis() -> Axis:
@@ -279,7 +278,7 @@ def _lay(groups: _Groups, **sizes: Unpack[Sizes]) -> Mesh:
     world = groups.world.size
     if world % (tp * pp * cp):
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
-    grid = torch.tensor(rank_grid(world, tp, pp, cp, dp_outermost=sizes.get("dp_outermost", False)))
+    grid = _grid(world, tp, pp, cp, sizes.get("dp_outermost", False))
     stage = grid.flatten(1)
     if stage.shape[1] % (ep * etp):
         raise ValueError(f"ep {ep} x etp {etp} does not divide the {stage.shape[1]} ranks of a stage")

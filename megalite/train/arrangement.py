@@ -26,33 +26,19 @@ from megalite.config.pattern import read_batch_schedule
 from megalite.config.stage_layers import given_stages
 from megalite.models.flops import How, layer_waiting, stage_flops, stage_saved
 from megalite.models.gpt import Recompute, Stage
+from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks
-from megalite.optim.flat_storage import main_dtype
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
 from megalite.pipeline.partition import evenly, fastest, ranges, splits
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.train.batch_size import BatchSizes
+from megalite.train.holding import Holding, element_bytes
 
 TRIED_ACTIONS = 200_000  # of the schedules that are simulated to balance the stages: about a second
 LONG = 3  # groups of micro-batches that are simulated to compare splits; of more the rest is like the last
 TOLD_ACTIONS = 10_000  # of what is simulated for the figures, where that is longer: what waits may take long to settle
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What each rank of one pipeline position holds all the time, in bytes."""
-
-    parameters: dict[str, int]  # name -> elements of the whole tensor
-    local: int  # elements of this rank's shares of them
-    weights: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def state(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -62,6 +48,7 @@ class Arrangement:
     config: Config
     world: int
     vocab_size: int
+    tried_actions: int = TRIED_ACTIONS  # to compare many: 0: the layers evenly, 1: by bounds alone
 
     @property
     def tp(self) -> int:
@@ -147,11 +134,13 @@ class Arrangement:
         layers, stages = self.config.model.num_layers, self.placement.num_stages
         if self._given is not None:
             return ranges(self._given)
-        if layers <= stages or stages == 1:
+        if layers <= stages or stages == 1 or not self.tried_actions:
             return ranges(evenly(layers, stages))
+        bounds, rate, found = self._least_time, self._rate, splits(layers, stages)
+        if self.tried_actions == 1:
+            return ranges(min(found, key=bounds))
         actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)), LONG)[1]))
-        bounds, rate = self._least_time, self._rate
-        return ranges(fastest(splits(layers, stages), bounds, rate, most=max(1, TRIED_ACTIONS // actions)))
+        return ranges(fastest(found, bounds, rate, most=max(1, self.tried_actions // actions)))
 
     @property
     def counts(self) -> list[int]:
@@ -212,20 +201,24 @@ class Arrangement:
 
     @cached_property
     def holdings(self) -> list[Holding]:
-        """Of every pipeline rank."""
-        return [self._holding(rank) for rank in range(self.pp)]
+        """Of every pipeline rank. Those with as many layers and the same end of the model hold the same: built once."""
+        stages = map(self.placement.stages, range(self.pp))
+        kinds = [(r == 0, r == self.pp - 1, *(self.counts[s] for s in some)) for r, some in enumerate(stages)]
+        built = {kind: self._holding(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+        return [built[kind] for kind in kinds]
 
     @property
     def worst(self) -> int:
         """The pipeline rank that holds the most weights, gradients and optimizer."""
         return max(range(self.pp), key=lambda r: self.holdings[r].state)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Of the whole model, each once, without padding."""
-        return sum({name: n for held in self.holdings for name, n in held.parameters.items()}.values())
+        specs = specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab)
+        return sum(math.prod(spec.stored_shape) for spec in specs.values())
 
-    @property
+    @cached_property
     def split(self) -> Split | None:
         """How backward is split, if it is."""
         return self._split_of(self.counts)
@@ -245,14 +238,15 @@ class Arrangement:
     @cached_property
     def activations(self) -> list[int]:
         """Bytes of every pipeline rank, at most: of what is in flight, and of what a backward recomputes."""
-        m, last = self.config.model, len(self.stages) - 1
-        args = (self.recompute, self.dtype.itemsize, self.tp)
-        again = [stage_saved(m, len(layers), s == last, *args)[1] for s, layers in enumerate(self.stages)]
         alive = self._most_alive(self.held, self.split, self.told)
-        return [
-            round(kept) + round(max(again[s] for s in self.placement.stages(rank)) * self.tokens)
-            for rank, kept in enumerate(alive)
-        ]
+        return [round(kept) + again for kept, again in zip(alive, self.recomputed, strict=True)]
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Bytes of every pipeline rank of what a backward recomputes, once at a time."""
+        m, last, size = self.config.model, len(self.stages) - 1, self.dtype.itemsize
+        again = [stage_saved(m, n, s == last, self.recompute, size, self.tp)[1] for s, n in enumerate(self.counts)]
+        return [round(max(again[s] for s in self.placement.stages(rank)) * self.tokens) for rank in range(self.pp)]
 
     @cached_property
     def bubble(self) -> float:
@@ -288,7 +282,7 @@ class Arrangement:
 
     def _rate(self, split: Sequence[int]) -> tuple[float, float]:
         """Time of a step, and bytes of the fullest rank: layers, embedding, head and what is in flight."""
-        backward, (layer, embedding, head) = self._split_of(split), self._weights
+        backward, (layer, embedding, head) = self._split_of(split), self.module_bytes
         held = self._most_alive(self._held_of(split), backward)
         for rank in range(self.pp):
             held[rank] += layer * sum(split[s] for s in self.placement.stages(rank))
@@ -308,21 +302,17 @@ class Arrangement:
         return plan_mesh(self.world, first.pp.ranks[rank], **self.sizes) if rank else first
 
     @property
-    def _bytes(self) -> tuple[int, int, int]:
-        """Of an element: weight, gradient, and what the optimizer keeps of it on the rank that updates it."""
-        wide = main_dtype(self.dtype).itemsize
-        main = 0 if wide == self.dtype.itemsize else wide
+    def bytes_of_element(self) -> tuple[int, int, int]:
         o = self.config.optim
-        states = ["fp32"] if o.optimizer == "sgd" else [o.exp_avg_dtype, o.exp_avg_sq_dtype]
-        return self.dtype.itemsize, wide, main + sum(2 if dtype == "bf16" else 4 for dtype in states)
+        states = ("fp32",) if o.optimizer == "sgd" else (o.exp_avg_dtype, o.exp_avg_sq_dtype)
+        return element_bytes(self.dtype, states)
 
     def _holding(self, rank: int) -> Holding:
         mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
         chunks = build_stages(self, mesh, self.dtype, meta=True)
         _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)
-        weight, gradient, state = self._bytes
+        weight, gradient, state = self.bytes_of_element
         return Holding(
-            parameters={e.spec.name: math.prod(e.spec.stored_shape) for e in layout.entries},
             local=sum(e.numel for e in layout.entries),
             weights=layout.size * weight,
             gradients=layout.size * gradient,
@@ -330,9 +320,10 @@ class Arrangement:
         )
 
     @cached_property
-    def _weights(self) -> tuple[float, float, float]:
-        """Bytes of a layer, of the embedding and of the head, with gradients and optimizer."""
-        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self._bytes
+    def module_bytes(self) -> tuple[float, float, float]:
+        """Of a layer, of the embedding and of the head: bytes of weights, gradients and optimizer on a rank, without
+        the layout's padding, which `holdings` has."""
+        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
         first, last = (build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
 
         def of(module: nn.Module | None) -> float:
@@ -351,6 +342,11 @@ class Arrangement:
     def told(self) -> int:
         """How many groups the figures are of."""
         return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self._group))
+
+    @property
+    def told_rows(self) -> Sequence[Sequence[Action]]:
+        """What each pipeline rank does of the micro-batches that the figures are of: of a short step all."""
+        return self._rows(self.split, self.told)[1]
 
     def _rows(self, split: Split | None, groups: int) -> tuple[int, Sequence[Sequence[Action]]]:
         """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""

@@ -1,0 +1,32 @@
+"""Bytes of weights, gradients and optimizer: of an element, and of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.optim.flat_storage import main_dtype
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What each rank of one pipeline position holds all the time, in bytes."""
+
+    local: int  # elements of this rank's shares of the parameters
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def state(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, int]:
+    """Of an element: weight, gradient, and what the optimizer keeps of it on the rank that updates it. `states`: the
+    dtypes of its states."""
+    wide = main_dtype(dtype).itemsize
+    main = 0 if wide == dtype.itemsize else wide
+    return dtype.itemsize, wide, main + sum(2 if state == "bf16" else 4 for state in states)

@@ -1,0 +1,93 @@
+"""The memory that is planned is what the ranks of a run allocate."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.train.arrangement import Arrangement, arrange
+from tools.planning.memory import memory, moments
+
+ROOT = Path(__file__).resolve().parents[2]
+GPT = (
+    "--mock-data --train-iters 5 --lr 1e-4 --eval-iters 0 --hidden-size 64 --num-attention-heads 4 --bf16 --device cpu "
+    "--seq-length 32 --micro-batch-size 2 --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --vocab-size 128 "
+)
+LLAMA = GPT + (
+    "--ffn-hidden-size 192 --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+)
+LAYOUTS = [
+    (1, GPT + "--global-batch-size 4"),
+    (1, LLAMA + "--global-batch-size 4"),
+    (1, LLAMA + "--global-batch-size 4 --vocab-size 4096"),
+    (1, LLAMA + "--global-batch-size 4 --recompute-granularity full --recompute-method uniform"),
+    (1, LLAMA + "--global-batch-size 4 --recompute-granularity selective --recompute-modules mlp layernorm"),
+    (2, LLAMA + "--global-batch-size 8"),
+    (2, LLAMA + "--global-batch-size 4 --tp 2"),
+    (2, LLAMA + "--global-batch-size 4 --tp 2 --vocab-size 4096"),
+    (2, GPT + "--global-batch-size 8 --pp 2"),
+    (2, LLAMA + "--global-batch-size 24 --pp 2"),
+    (2, LLAMA + "--global-batch-size 16 --pp 2 --num-virtual-stages-per-pipeline-rank 2"),
+    (2, LLAMA + "--global-batch-size 8 --pp 2 --split-backward"),
+    (2, LLAMA + "--global-batch-size 8 --pp 2 --pipeline-schedule gpipe"),
+    (4, LLAMA + "--global-batch-size 8 --pp 2 --tp 2 --split-backward"),
+    (4, LLAMA + "--global-batch-size 16 --pp 2 --tp 2"),
+    (4, LLAMA + "--global-batch-size 16 --pp 4"),
+]
+
+
+def made(flags: Iterable[str], world: int, vocab_size: int | None = None) -> Arrangement:
+    config = cli.parse([*flags], PRESETS)
+    return arrange(config, world, vocab_size or config.data.vocab_size or 0)
+
+
+def test_the_memory_of_a_rank_is_what_it_allocates() -> None:
+    """State to the byte; all else within 5 %: 16 layouts, every rank."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "MEGALITE_KERNELS": "triton"}
+    command = [sys.executable, str(Path(__file__).with_name("measured_memory.py")), json.dumps(LAYOUTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=270, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == len(LAYOUTS)
+    for world, flags, ranks in lines:
+        assert len(ranks) == world
+        planned = memory(made(flags.split(), world))
+        for position, state, most in ranks:
+            found = planned[position]
+            assert state == found.weights + found.gradients + found.optimizer, flags
+            assert found.activations + found.buffers == pytest.approx(most, rel=0.05), (flags, position)
+
+
+def test_messages_and_moments_are_those_of_the_schedule() -> None:
+    """Two stages of 1F1B, counted by hand. Rank 0 has the most in a backward: the gradient that has come, and two outputs
+    under way. Rank 1 in its own: two gradients under way; of the head's x and its gradient that were kept, one is left,
+    as the layers' gradient."""
+    flags = "--global-batch-size 24 --pp 2 --num-virtual-stages-per-pipeline-rank 1"
+    one = made(f"{LLAMA} {flags}".split(), 2)
+    brief, (first, last) = moments(one), memory(one)
+    edge = 32 * 2 * 64 * 2
+    assert brief.edge == edge and brief.layer == 4 * 192 * 32 * 2 * 2 and brief.head == 128 * 32 * 2 * 2 + edge
+    assert first.buffers == brief.layer + 3 * edge
+    assert last.buffers == brief.layer + 2 * edge - edge
+    assert first.peak == first.weights + first.gradients + first.optimizer + first.activations + first.buffers
+
+
+def test_more_ranks_hold_less() -> None:
+    """Of llama3-8b: tp divides the activations, pp the state, dp the optimizer alone."""
+    base = "--preset llama3-8b --mock-data --lr 1 --train-iters 1 --bf16 --micro-batch-size 1 --global-batch-size 32"
+    alone = memory(made(base.split(), 1))[0]
+    tp, pp = memory(made([*base.split(), "--tp", "2"], 2))[0], memory(made([*base.split(), "--pp", "2"], 2))
+    dp = memory(made(base.split(), 4))[0]
+    assert tp.activations == pytest.approx(alone.activations / 2, rel=0.01)
+    assert sum(one.weights for one in pp) == pytest.approx(alone.weights, rel=0.01)
+    assert (dp.weights, dp.gradients, dp.activations) == (alone.weights, alone.gradients, alone.activations)
+    assert dp.optimizer == pytest.approx(alone.optimizer / 4, rel=0.001)

@@ -1,0 +1,197 @@
+"""The search over layouts: bounds are below what is simulated, and its best is the best of all."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.options import ConfigError
+from megalite.models.families import PRESETS
+from tools.planning import advice, show
+from tools.planning.cost import Costs
+from tools.planning.profile import default_profile
+from tools.planning.request import HOW, LAYOUT, Request, as_flags, read
+from tools.planning.search import (
+    NEAR,
+    USABLE,
+    Found,
+    Layout,
+    Planned,
+    applied,
+    even,
+    grid,
+    layout_of,
+    least_memory,
+    least_time,
+    planned,
+    roughly,
+    search,
+    variants,
+)
+from tools.planning.tokens import Budget
+
+SMALL = (
+    "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --hidden-dropout 0 "
+    "--attention-dropout 0 --global-batch-size 32"
+)
+
+
+def request(flags: str, devices: int, **more: object) -> Request:
+    asked = {"hf": None, "cluster": None, "device": "h100", "num_gpus": devices, "gpus_per_node": None}
+    return read(argparse.Namespace(**{**asked, "precision": None, **more}), flags.split())
+
+
+def every(asked: Request) -> Sequence[Layout]:
+    """All layouts that can be built."""
+    wheres = (one for one in grid(asked) if not check(applied(one, asked.config), asked.cluster.world))
+    return [one for where in wheres for one in variants(where, asked)]
+
+
+def test_no_layout_is_faster_than_the_best_that_is_found() -> None:
+    """Of a small model on 8 devices everything is simulated, which the search does not do."""
+    asked = request(SMALL, 8)
+    found = search(asked, wanted=3, most=1000)
+    layouts = every(asked)
+    assert len(layouts) > 100 and found.simulated < len(layouts) / 4
+    some = layouts[:: max(1, len(layouts) // 60)]
+    for layout in some:
+        plan = planned(layout, asked, None, tried=1)
+        assert isinstance(plan, Planned)
+        if plan.peak <= found.limit:
+            assert plan.time.seconds >= found.plans[0].time.seconds, layout
+
+
+def test_bounds_are_below_what_is_simulated_and_allocated() -> None:
+    asked = request(SMALL, 8)
+    layouts = every(asked)
+    for layout in layouts[:: max(1, len(layouts) // 40)]:
+        plan, made = planned(layout, asked, None, tried=0), even(layout, asked)
+        assert isinstance(plan, Planned)
+        costs = Costs(made, asked.cluster, default_profile("h100"))
+        assert least_time(made, [stage.all for stage in costs.stages()]) <= plan.time.seconds * (1 + 1e-9), layout
+        state = made.module_bytes
+        assert least_memory(made, state) <= plan.peak, layout
+        assert roughly(made, state) <= plan.peak * NEAR, layout
+        assert layout.split or roughly(made, state) == pytest.approx(plan.peak, rel=0.1), layout
+
+
+@pytest.mark.long
+def test_405b_on_16384_devices_is_at_least_as_good_as_the_published_layout() -> None:
+    """TP 8, PP 16 (arXiv:2407.21783, table 4), in as many chunks as there can be, with embedding and head in the place of
+    a layer and without."""
+    asked = request("--preset llama3-405b --seq-length 8192 --global-batch-size 2048", 16384)
+    found = search(asked)
+    best = found.plans[0]
+    assert best.peak <= found.limit and found.left == 0
+    theirs = [Layout(8, 16, vpp, ends=True) for vpp in (1, 2, 4, 8)] + [Layout(8, 16, vpp) for vpp in range(1, 8)]
+    for layout in theirs:
+        plan = planned(layout, asked, None, tried=1)
+        assert isinstance(plan, Planned) and best.time.seconds <= plan.time.seconds, layout
+
+
+@pytest.mark.parametrize("flags,devices", [(SMALL, 8), ("--preset llama3-8b --global-batch-size 64", 16)])
+def test_the_command_is_the_layout_that_was_planned(flags: str, devices: int) -> None:
+    """It parses, holds on as many ranks, and is the same configuration."""
+    asked = request(flags, devices)
+    layouts = every(asked)
+    for layout in layouts[:: max(1, len(layouts) // 25)]:
+        words = show.command_words(asked, layout, 77)
+        config, _ = cli.read(words, PRESETS)
+        assert not check(config, devices)
+        assert config.train.train_iters == 77 and layout_of(config) == layout
+        assert replace(config, train=replace(config.train, train_iters=1000)) == applied(layout, asked.config)
+
+
+def test_what_the_command_line_fixes_is_not_searched() -> None:
+    asked = request(f"{SMALL} --micro-batch-size 2 --recompute-granularity full --recompute-method uniform", 8)
+    layouts = every(asked)
+    assert {one.micro_batch for one in layouts} == {2} and {one.recompute for one in layouts} == {"full"}
+    assert len({one.pp for one in layouts}) > 1 and not asked.is_layout
+    given = request(f"{SMALL} --tp 2 --pp 2 --micro-batch-size 4", 8)
+    assert given.is_layout and [plan.layout for plan in search(given).plans] == [Layout(2, 2, 1, 4)]
+    words = show.command_words(given, layout_of(given.config), 5)
+    assert layout_of(cli.read(words, PRESETS)[0]) == Layout(2, 2, 1, 4)
+
+
+def test_flags_of_options_are_read_as_these_options() -> None:
+    for preset in ("gpt2", "llama3-8b", "qwen3-8b"):
+        config, _ = cli.read(
+            ["--preset", preset, *"--lr 1 --train-iters 1 --micro-batch-size 1 --mock-data".split()], PRESETS
+        )
+        names = {name for section in ("model", "data") for name in getattr(config, section).__dataclass_fields__}
+        words = as_flags(config, names - {"mock_data"})
+        again, _ = cli.read([*words, *"--lr 1 --train-iters 1 --micro-batch-size 1 --mock-data".split()], PRESETS)
+        assert again.model == config.model and again.data == config.data
+    assert {*LAYOUT, *HOW} <= {name for part in (config.parallel, config.train) for name in part.__dataclass_fields__}
+
+
+def test_what_cannot_be_built_is_counted_with_the_runs_reason() -> None:
+    asked = request(SMALL.replace("--num-attention-heads 8", "--num-attention-heads 4"), 8)
+    found = search(asked, wanted=2)
+    told = "\n".join(show.refusals(found))
+    assert "tensor_model_parallel_size=8 does not divide num_attention_heads=4" in told
+    counts = [int(line.split(" x ")[0]) for line in told.splitlines() if " x " in line[:9]]
+    assert counts == sorted(counts, reverse=True)
+    small = search(request("--preset llama3-70b --global-batch-size 8", 8, device="v100"))
+    assert not small.plans and small.too_large and small.least is not None
+    assert "times the memory" in advice.needs(asked, small)[0]
+
+
+@pytest.mark.parametrize(
+    "flags,more,said",
+    [
+        ("--preset llama3-8b", {"device": "h300"}, "device=h300"),
+        ("--preset llama3-8b", {"num_gpus": 12}, "num_gpus=12 is not a multiple of gpus_per_node=8"),
+        ("--preset llama3-8b", {"num_gpus": 0}, "num_gpus=0 is not positive"),
+        ("--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8", {}, "vocab_size is not set"),
+        ("--preset llama3-8b --lr x", {}, "lr"),
+    ],
+)
+def test_a_wrong_question_is_answered_with_what_is_wrong(flags: str, more: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        request(flags, 8, **more)
+    assert said in str(error.value)
+
+
+def test_advice_goes_by_figures() -> None:
+    """Of a plan with two micro-batches over 8 stages, on tp 16 over nodes of 8."""
+    asked = request("--preset llama3-70b --global-batch-size 2 --seq-length 512", 128)
+    plan = planned(Layout(8, 8), replace(asked, cluster=asked.cluster), None, tried=1)
+    assert isinstance(plan, Planned)
+    across = replace(plan, layout=replace(plan.layout, tp=16))
+    budget = Budget(70 * 10**9, 5 * 10**12, 4e11)
+    told = "\n".join(advice.warnings(asked, across, budget, 10**12))
+    assert "tp 16 crosses nodes of 8" in told and "1 micro-batches are few for 8 stages" in told
+    assert "a micro-batch of 512 tokens" in told and "5.0 epochs" in told and "critical" not in told
+    what, helps = advice.bound(plan)
+    assert what.startswith("bound by pipeline") and "micro-batches" in helps
+    large = request("--preset llama3-8b --global-batch-size 4096", 64)
+    one = planned(Layout(2, 1), large, None, tried=1)
+    assert isinstance(one, Planned)
+    assert "beyond the critical" in "\n".join(advice.warnings(large, one, replace(budget, parameters=8 * 10**9), None))
+
+
+def test_the_path_of_questions_ends_where_the_model_fits() -> None:
+    def asked_of(flags: str, devices: int) -> str:
+        asked = request(flags, devices)
+        return "\n".join(advice.path(asked, Found(USABLE * asked.cluster.device.memory_bytes)))
+
+    small = asked_of(SMALL, 8)
+    assert "tp 1 pp 1 would do" in small and "pipeline stages" not in small
+    middle = asked_of("--preset llama3-8b --global-batch-size 64", 64)
+    assert "weights alone on one device: 15.0 GiB -> they fit" in middle and "dp alone would do" in middle
+    large = asked_of("--preset llama3-405b --global-batch-size 256", 2048)
+    state = 405_853_388_800 / 8 * (6 + 12 / 256) / 2**30  # bytes of a rank of tp 8, dp 256
+    assert "divide the model" in large and f"over a node, tp 8: {state:,.1f} GiB -> pipeline stages over nodes" in large
+
+
+def test_all_of_a_grid_is_different() -> None:
+    layouts = [*grid(request(SMALL, 8))]
+    assert len(layouts) == len(set(layouts))
+    assert {(a.tp, a.pp) for a in layouts} >= set(itertools.product((1, 2, 4), (1, 2)))

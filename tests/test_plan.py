@@ -1,0 +1,124 @@
+"""tools/plan.py as users type it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_runs import typed
+
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.models.families import PRESETS
+from tools import plan, plot
+
+SHAPE = "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000".split()
+BATCH = "--global-batch-size 32 --num-gpus 16".split()
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that it prints parses, and holds on these devices."""
+    file, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    words = [*SHAPE, *BATCH, "--top", "3", "--tokens", "2B", "--data-tokens", "200M", "--json", str(file)]
+    assert plan.main([*words, "--out", str(picture)]) == 0
+    text = capsys.readouterr().out
+    for part in ("16 x h100 (2 nodes of 8)", "the usual questions:", "layout", "GiB per rank", "bound by", "epochs",
+                 "10.00 over 200,000,000 tokens", "days at", "NCCL_SOCKET_IFNAME", "#SBATCH --nodes=2"):  # fmt: skip
+        assert part in text, part
+    command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
+    found = json.loads(file.read_text())
+    for flags in (found["command"], command):
+        config, _ = cli.read(flags, PRESETS)
+        assert not check(config, 16)
+    assert len(found["plans"]) == 3 and found["plans"][0]["world"] == 16
+    seconds = [one["seconds"] for one in found["plans"]]
+    assert seconds[1:] == sorted(seconds[1:])
+    for one in found["plans"]:
+        assert sum(one["parts"].values()) == pytest.approx(one["seconds"])
+        assert one["peak"] == max(sum(held.values()) for held in one["memory"]) <= found["usable_memory"]
+    assert found["command"][-1] == str(-(-2 * 10**9 // (32 * 1024)))
+    assert picture.read_text().startswith("<?xml")
+    plot.main(["plan", str(file), "--out", str(tmp_path / "again.png"), "--narrow"])
+    assert (tmp_path / "again.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_one_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SHAPE, *BATCH, "--tp", "2", "--pp", "2", "--micro-batch-size", "2"]
+    assert plan.main(words) == 0
+    assert "as given: tp 2 pp 2 mb 2" in capsys.readouterr().out
+    assert plan.main(["memory", *words]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("tp 2 pp 2 mb 2, dp 4, 4 micro-batches") and "pipeline rank 1" in text
+    assert plan.main(["--preset", "llama3-70b", "--tp", "2", "--num-gpus", "8"]) == 1
+    assert "does not fit into 71.7 GiB" in capsys.readouterr().out
+
+
+def test_a_model_of_hugging_face_and_a_clusters_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "silu", "rope_theta": 500000.0}))
+    (tmp_path / "cluster.toml").write_text('device = "a100"\nnodes = 2\nper_node = 4\n')
+    words = ["--hf", str(tmp_path), "--cluster", str(tmp_path / "cluster.toml"), "--global-batch-size", "16"]
+    assert plan.main([*words, "--top", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "8 x a100 (2 nodes of 4)" in text and "--num-query-groups 4" in text and "--rotary-base 500000.0" in text
+    command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
+    found, _ = cli.read(command, PRESETS)
+    m = found.model
+    assert (m.num_layers, m.groups, m.ffn_size, m.positions, m.activation) == (4, 4, 704, 2048, "swiglu")
+    assert not check(found, 8)
+
+
+def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["sizes", "--dp", "4", "--parameters", "7B"]) == 0
+    text = capsys.readouterr().out
+    assert all(size in text for size in ("112.0", "70.0", "49.0", "28.0", "not in megalite"))
+    assert plan.main(["tokens", "--preset", "llama3-8b", "--num-gpus", "64", "--mfu", "0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "160,605,224,960 (20.0 per parameter)" in text and "64 devices" in text
+
+
+@pytest.mark.parametrize(
+    "words,said",
+    [
+        ("--preset llama3-8b --device h300", "device=h300 is not in the table"),
+        ("--preset llama3-8b --num-gpus 12", "num_gpus=12 is not a multiple of gpus_per_node=8"),
+        ("--preset nope", "preset='nope' is unknown"),
+        ("--preset llama3-405b --num-gpus 8 --global-batch-size 8", "times the memory"),
+        ("--hf nowhere.json", "hf=nowhere.json"),
+        ("--preset llama3-8b --cluster nowhere.toml", "cluster=nowhere.toml cannot be read"),
+        ("--preset llama3-8b --profile nowhere.json", "profile=nowhere.json cannot be read"),
+        ("--config nowhere.toml", "config='nowhere.toml' cannot be read"),
+        ("--preset llama3-8b --tp 3", "tensor_model_parallel_size=3 does not divide num_attention_heads=32"),
+        ("--preset llama3-8b --micro-batch-size 3 --global-batch-size 8", "global_batch_size=8 is not a multiple of"),
+        ("--preset llama3-8b", "global_batch_size is not set"),
+        ("--preset llama3-8b --global-batch-size 8 --tokens many", "'many' is no number of tokens"),
+        ("--preset llama3-8b --usable-memory 2", "usable_memory=2.0"),
+        ("--preset llama3-8b --hidden-sise 3", "unknown flag --hidden-sise"),
+        ("sizes --parameters x", "parameters=x"),
+        ("tokens --preset llama3-8b --mfu 2", "mfu=2.0"),
+    ],
+)
+def test_a_wrong_question_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(words.split()) == 2
+    told = capsys.readouterr()
+    assert said in told.err and "Traceback" not in told.err and not told.out
+
+
+def test_it_runs_as_a_program_and_helps_at_once(tmp_path: Path) -> None:
+    done = typed("tools/plan.py", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "--num-gpus" in done.stdout and "python tools/plan.py sizes" in done.stdout
+    code = "import sys, tools.plan\ntry:\n tools.plan.main(['--help'])\nexcept SystemExit:\n"
+    code += " assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=ROOT).returncode == 0
+
+
+def test_a_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no run is refused, under both spellings; tests/planning/test_compare.py has a run."""
+    for word in ("compare", "--compare"):
+        assert plan.main([word, str(tmp_path)]) == 2
+        assert str(tmp_path) in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""Pictures of a plan, made from the JSON of tools/plan.py: what its ranks hold, and where a step's time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tools.pictures.canvas import Picture, figure, ink, short
+
+GIB = 2**30
+MOST_RANKS, MOST_PLANS = 32, 10
+HELD = ("weights", "gradients", "optimizer", "activations", "buffers")
+COLOURS = ("blue", "sky", "green", "orange", "purple")
+TIME = ("compute", "bubble", "tp", "pp", "dp", "optimizer")
+TIME_COLOURS = ("blue", "orange", "vermilion", "purple", "sky", "green")
+
+
+def picture(data: Mapping[str, Any]) -> Picture:
+    """Raises ValueError where `data` is no plan."""
+    try:
+        plans: Sequence[Mapping[str, Any]] = data["plans"][:MOST_PLANS]
+        best, memory = plans[0], _some(plans[0]["memory"])
+        limit, usable = data["device_memory"] / GIB, data["usable_memory"] / GIB
+        held = [[row[part] / GIB for part in HELD] for _, row in memory]
+        times = [[max(0.0, float(plan["parts"][part])) for part in TIME] for plan in plans]
+        names = [str(plan["name"]) for plan in plans]
+        device, speed = str(data["cluster"]["device"]), float(best["tokens_per_s"])
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"no plan of tools/plan.py --json ({type(error).__name__}: {error})") from None
+
+    def draw(width: float) -> Any:
+        heights = [0.9 + 0.24 * len(held), 0.9 + 0.3 * len(times)]
+        made, (above, below) = figure(width, heights)
+        ranks = [f"pp {rank}" if width < 5 else f"pipeline rank {rank}" for rank, _ in memory]
+        _bars(above, held, HELD, COLOURS, ranks)
+        above.axvline(limit, color=ink("ink"), linewidth=1.2)
+        above.axvline(usable, color=ink("ink"), linewidth=1.2, linestyle=(0, (4, 3)))
+        above.set_xlim(0, 1.03 * max(limit, *map(sum, held)))
+        above.set_xlabel(f"GiB per rank of {names[0]}; lines: usable (dashed) and whole memory of a {device}")
+        _bars(below, times, TIME, TIME_COLOURS, names)
+        below.set_xlabel("seconds of a step")
+        return made
+
+    caption = f"The best plan: {best['seconds']:.3f} s a step, MFU {best['mfu']:.1%}, {short(speed)} tokens/s."
+    return Picture("plan", caption, draw)
+
+
+def _some(memory: Sequence[Mapping[str, float]]) -> list[tuple[int, Mapping[str, float]]]:
+    """All ranks, or as many as there is room for, evenly."""
+    step = -(-len(memory) // MOST_RANKS)
+    return [(rank, row) for rank, row in enumerate(memory) if rank % step == 0 or rank == len(memory) - 1]
+
+
+def _bars(
+    axis: Any, rows: Sequence[Sequence[float]], parts: Sequence[str], colours: Sequence[str], names: Sequence[str]
+) -> None:
+    end = [0.0] * len(rows)
+    for i, (part, colour) in enumerate(zip(parts, colours, strict=True)):
+        some = [row[i] for row in rows]
+        axis.barh(range(len(rows)), some, left=end, height=0.7, color=ink(colour), label=part)
+        end = [a + b for a, b in zip(end, some, strict=True)]
+    axis.set_yticks(range(len(rows)), names)
+    axis.invert_yaxis()
+    axis.grid(False)
+    axis.grid(True, axis="x", color=ink("line"), linewidth=0.7)
+    axis.spines["left"].set_visible(False)
+    axis.margins(y=0.01)
+    axis.legend(ncols=len(parts) // 2 if axis.figure.get_figwidth() < 5 else len(parts), loc="lower left")
+    axis.get_legend().set_bbox_to_anchor((0, 1.0))

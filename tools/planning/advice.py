@@ -1,0 +1,181 @@
+"""The usual questions about a layout, answered with figures, and the usual mistakes, looked for.
+
+    path       does it fit on one device? with its optimizer? on a node? over nodes? with all activations?
+    warnings   what is known to go wrong, in the plan at hand
+    bound      what limits the best plan, and what would help
+
+Rules of thumb say that they are, and whose: they are no part of the plan.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tools.planning.search import Found, Layout, Planned, even
+from tools.planning.tokens import MOST_EPOCHS, Budget
+
+if TYPE_CHECKING:
+    from tools.planning.request import Request
+
+GIB = 2**30
+SMALL_TOKENS = 1024  # of a micro-batch on one tp rank's matmuls: below, weights are read for too little work
+MUCH_BUBBLE = 0.15
+HELP = {
+    "compute": "the devices' peak: more devices, or fewer FLOPs (less recompute, a smaller model); not links",
+    "pipeline": "more micro-batches a step (a larger batch, fewer dp ranks), more chunks, or --split-backward",
+    "tensor parallelism": "a smaller tp, or faster links inside a node",
+    "messages": "fewer pipeline stages or chunks, or a faster network",
+    "data parallelism": "more micro-batches a step, so that the sum of the gradients has more to hide behind; a faster "
+    "network; --grad-reduce-in-bf16",
+    "memory bandwidth": "more dp ranks to share the update, or a larger batch",
+}
+PARTS = {  # of StepTime.parts
+    "compute": "compute",
+    "bubble": "pipeline",
+    "tp": "tensor parallelism",
+    "pp": "messages",
+    "dp": "data parallelism",
+    "optimizer": "memory bandwidth",
+}
+
+
+def critical_batch(parameters: int) -> float:
+    """Tokens of a batch beyond which more of them save few steps, for a model that is trained until its size limits it:
+    B*/L^(1/0.21) with L = (8.8e13/N)^0.076 (arXiv:2001.08361, eq. 1.1 and 1.4; the idea: arXiv:1812.06162).
+
+    >>> [round(critical_batch(n * 10**9) / 1e6, 1) for n in (1, 7, 70, 405)]
+    [3.2, 6.6, 15.1, 28.5]
+    """
+    return 2e8 / ((8.8e13 / parameters) ** 0.076) ** (1 / 0.21)
+
+
+def path(request: Request, found: Found) -> list[str]:
+    """question: figure -> branch that is taken."""
+    c, n = request.cluster, _parameters(request)
+    one, memory = even(Layout(), request), c.device.memory_bytes
+    weight, gradient, optimizer = one.bytes_of_element
+    state, limit = n * (weight + gradient + optimizer), found.limit
+    lines = [
+        f"a device: {memory / GIB:.0f} GiB, of which {limit / GIB:.0f} GiB are planned with ({limit / memory:.0%})"
+    ]
+
+    def ask(question: str, size: float, yes: str, no: str) -> bool:
+        lines.append(f"{question}: {size / GIB:,.1f} GiB -> {yes if size <= limit else no}")
+        return size <= limit
+
+    ask("weights alone on one device", n * weight, "they fit", "divide the model")
+    fits = ask("with gradients and optimizer", state, "tp 1 pp 1 would do", "divide the state")
+    if not fits and c.world > 1:
+        dp = f"optimizer over dp {c.world} (ZeRO-1)"
+        size = n * (weight + gradient + optimizer / c.world)
+        fits = ask(dp, size, "dp alone would do", "dp alone does not do")
+    if not fits and c.per_node > 1:
+        tp = max(t for t in range(1, c.per_node + 1) if c.per_node % t == 0 and _divides(t, request))
+        size = n / tp * (weight + gradient + optimizer / max(1, c.world // tp))
+        if (
+            not ask(f"over a node, tp {tp}", size, "tp inside a node would do", "pipeline stages over nodes")
+            and c.nodes > 1
+        ):
+            per = n / tp * (weight + gradient + optimizer / max(1, c.world // tp))
+            stages = -(-per // limit)
+            lines.append(f"fewest stages of tp {tp} for the state: {stages:.0f} -> pp {stages:.0f} or more")
+    if found.plans:
+        lines += _chosen(found.plans[0])
+    return lines
+
+
+def _divides(tp: int, request: Request) -> bool:
+    from tools.planning.request import problems_of
+    from tools.planning.search import applied
+
+    problems = problems_of(applied(Layout(tp=tp), request.config), tp)
+    return not any("tensor_model_parallel_size" in problem for problem in problems)
+
+
+def _chosen(best: Planned) -> list[str]:
+    made, rank = best.made, best.fullest
+    held, again = best.memory[rank], best.layout.recompute
+    kept = held.activations + held.buffers
+    how = "recompute nothing" if again == "none" else f"recompute {again}"
+    return [
+        f"activations of the best plan's fullest rank ({rank}): {kept / GIB:.1f} GiB beside "
+        f"{(held.peak - kept) / GIB:.1f} GiB of state -> {how}",
+        f"micro-batches of a step: {made.microbatches} over {made.pp} stages x {made.chunks} chunks -> bubble "
+        f"{best.time.parts['bubble'] / best.time.seconds:.1%}",
+    ]
+
+
+def _parameters(request: Request) -> int:
+    return even(Layout(), request).parameters
+
+
+def warnings(request: Request, best: Planned, budget: Budget, data_tokens: int | None) -> list[str]:
+    made, c, m = best.made, request.cluster, request.config.model
+    lines = []
+    if best.layout.tp > c.per_node or c.per_node % best.layout.tp:
+        lines.append(
+            f"tp {best.layout.tp} crosses nodes of {c.per_node}: each layer waits for the network four times; use a "
+            "divisor"
+        )
+    share = best.time.parts["bubble"] / best.time.seconds
+    if share > MUCH_BUBBLE:
+        lines.append(
+            f"{made.microbatches} micro-batches are few for {made.pp} stages: {share:.0%} of the time idles; raise "
+            "--global-batch-size, or use fewer devices for this batch"
+        )
+    tokens = m.seq_length * best.layout.micro_batch
+    if tokens < SMALL_TOKENS:
+        lines.append(
+            f"a micro-batch of {tokens} tokens makes small matmuls; raise --micro-batch-size (rule of thumb: "
+            f"{SMALL_TOKENS} tokens)"
+        )
+    batch, critical = made.batch_size * m.seq_length, critical_batch(budget.parameters)
+    if batch > critical:
+        lines.append(
+            f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M: more of it saves "
+            "few steps (a rule of thumb, arXiv:2001.08361, eq. 1.4)"
+        )
+    if data_tokens is not None and (epochs := budget.epochs(data_tokens)) > MOST_EPOCHS:
+        lines.append(
+            f"{epochs:.1f} epochs over {data_tokens:,} tokens: beyond {MOST_EPOCHS}, repeated tokens are worth less "
+            "and less (arXiv:2305.16264); get more data, or train on fewer tokens"
+        )
+    return lines
+
+
+def bound(best: Planned) -> tuple[str, str]:
+    """(what limits the best plan, with its share; what would help). Compute, as long as it is three quarters of the
+    step; else what takes the most of the rest."""
+    shares = {PARTS.get(name, name): part / best.time.seconds for name, part in best.time.parts.items()}
+    others = {name: share for name, share in shares.items() if name != "compute"}
+    what = "compute" if shares["compute"] >= 0.75 else max(others, key=lambda name: others[name])
+    told = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1]) if share)
+    return f"bound by {what}: {told}", f"what would help: {HELP[what]}"
+
+
+def nccl(request: Request) -> list[str]:
+    """Variables of NCCL that are worth knowing on such a cluster."""
+    if request.cluster.device.name == "cpu":
+        return []
+    lines = ["NCCL_DEBUG=INFO               which links and algorithms it has chosen; read it once per cluster"]
+    if request.cluster.nodes > 1:
+        lines += [
+            "NCCL_SOCKET_IFNAME=...        the interface over which ranks find each other, where there are several",
+            "NCCL_IB_HCA=...               which network cards carry the data; all of a node, and not the storage's",
+            "NCCL_IB_GID_INDEX=3           on RoCE: v2 addresses, where the default is not",
+        ]
+    lines += [
+        "NCCL_ALGO, NCCL_PROTO         to try out Ring, Tree, NVLS by hand; leave them alone in training",
+        "NCCL_TIMEOUT                  is none of NCCL's; here it is --distributed-timeout-minutes",
+    ]
+    return lines
+
+
+def needs(request: Request, found: Found) -> list[str]:
+    """Where no layout fits."""
+    if found.least is None:
+        return ["change what is refused above"]
+    size, layout = found.least
+    over = size / found.limit
+    text = f"the leanest layout takes {size / 2**30:.1f} GiB of {found.limit / 2**30:.1f}: it needs"
+    return [f"{text} about {over:.1f} times the memory: more or larger devices, a smaller model, or shorter sequences"]

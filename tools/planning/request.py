@@ -1,0 +1,173 @@
+"""What is to be planned: a model, a batch and a cluster, read from a command line; ConfigError has all problems.
+
+Whatever is no flag of the planner is one of pretrain_gpt.py; what a plan does not depend on (data, rates) may be left
+out, and stands in the ready command line as in PLACEHOLDERS.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.field import facts_of, flag_of, spellings
+from megalite.config.options import Config, ConfigError, build, options
+from megalite.models.families import PRESETS
+from tools.planning.cluster import Cluster, cluster, read_cluster
+
+LAYOUT = (  # options that are searched over where the command line has none of them
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "split_backward",
+    "use_distributed_optimizer",
+    "micro_batch_size",
+    "recompute_granularity",
+)
+HOW = ("recompute_method", "recompute_num_layers", "recompute_modules")  # that go with the last
+WHOLE = LAYOUT[:2]  # one of these, and the layout is given: only that one is planned
+PLACEHOLDERS = {"lr": "1e-4", "train_iters": "1000", "micro_batch_size": "1"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """words: the flags of pretrain_gpt.py for the model and all that the planner does not choose. fixed: the options of
+    LAYOUT that the command line has. left_out: of PLACEHOLDERS those that it has not."""
+
+    config: Config
+    vocab_size: int
+    cluster: Cluster
+    words: tuple[str, ...]
+    fixed: frozenset[str]
+    left_out: frozenset[str]
+
+    @property
+    def is_layout(self) -> bool:
+        return not self.fixed.isdisjoint(WHOLE)
+
+
+def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
+    problems: list[str] = []
+    where = _cluster(args, problems)
+    try:
+        words = [*_of_hugging_face(args.hf, words), *words] if args.hf is not None else [*words]
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    given = _named(words)
+    precision = args.precision or ("" if given & {"bf16", "fp16"} else "bf16")
+    words += [f"--{precision}"] if precision in ("bf16", "fp16") else []
+    stand_ins = {name: text for name, text in PLACEHOLDERS.items() if name not in given}
+    if given & {"train_samples"}:
+        stand_ins.pop("train_iters", None)
+    sources = {"mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "config"}
+    completed = [*words, *(w for name, text in stand_ins.items() for w in (flag_of(name), text))]
+    completed += [] if given & sources else ["--mock-data"]
+    try:
+        config, _ = cli.read(completed, PRESETS)
+    except ConfigError as error:
+        problems += error.problems
+        config = None
+    if config is not None and config.data.vocab_size is None:
+        problems.append("vocab_size is not set; give --vocab-size, --preset or --hf")
+    if problems or config is None or where is None:
+        raise ConfigError(problems)
+    fixed = frozenset(_fixed(config, words, given))
+    kept = tuple(_without(completed, ["nproc", *(() if fixed & {*WHOLE} else (*LAYOUT, *HOW))]))
+    config = replace(config, parallel=replace(config.parallel, nproc=None))
+    return Request(config, config.data.vocab_size or 0, where, kept, fixed, frozenset(stand_ins))
+
+
+def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
+    try:
+        if args.cluster is not None:
+            return read_cluster(args.cluster)
+        number = args.num_gpus if args.num_gpus is not None else args.gpus_per_node or 8
+        return cluster(args.device, number, args.gpus_per_node)
+    except ValueError as error:
+        renamed = str(error).replace("num_devices", "num_gpus").replace("per_node", "gpus_per_node")
+        problems += renamed.splitlines()
+    except OSError as error:
+        problems.append(f"cluster={args.cluster} cannot be read ({error.strerror}); give a TOML file, or --device")
+    return None
+
+
+def _of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
+    """The model of a config.json as flags."""
+    from megalite.checkpoint.storage.location import CheckpointError
+    from megalite.interop.hugging_face.config_json import read_config
+    from megalite.interop.hugging_face.model_files import read_json
+
+    file = path / "config.json" if path.is_dir() else path
+    length = str(cli.take_apart(words).given.get("seq_length", ""))
+    try:
+        _, found = read_config(read_json(file), int(length) if length.isdigit() else None, str(file))
+    except CheckpointError as error:
+        raise ConfigError([f"hf={path}: {line}" for line in str(error).splitlines()]) from None
+    named = _named(words)
+    return as_flags(build(found), {name for name in found if name not in named})
+
+
+def as_flags(config: Config, names: Iterable[str]) -> list[str]:
+    """The options called so as words of a command line, where they are not the defaults."""
+    wanted, words = set(names), []
+    for section, f in options():
+        value = getattr(getattr(config, section), f.name)
+        if f.name not in wanted or value == f.default or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(flag_of(f.name) if value else f"--no-{flag_of(f.name)[2:]}")
+        else:
+            words += [flag_of(f.name), *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return words
+
+
+def _named(words: Sequence[str]) -> set[str]:
+    """The options that the words set."""
+    return set(cli.take_apart(words).given)
+
+
+def _fixed(config: Config, words: Sequence[str], given: set[str]) -> Iterable[str]:
+    """Options of LAYOUT that are not left to the search: those of the command line, and those of a file that are not
+    as by default."""
+    in_file = {"preset", "config"} & given
+    for section, f in options():
+        if f.name not in LAYOUT:
+            continue
+        value = getattr(getattr(config, section), f.name)
+        if f.name in given or ("config" in in_file and value != f.default and f.name != "micro_batch_size"):
+            yield f.name
+
+
+def _without(words: Sequence[str], names: Iterable[str]) -> list[str]:
+    """`words` but for the flags of these options, and what stands behind them."""
+    dropped = {flag for _, f in options() if f.name in set(names) for flag, _ in spellings(f)}
+    kept, drop = [], False
+    for word in words:
+        if word.startswith("--"):
+            drop = word.partition("=")[0].replace("_", "-") in dropped
+        if not drop:
+            kept.append(word)
+    return kept
+
+
+def with_options(config: Config, **values: Any) -> Config:
+    """`config` with other values of some options."""
+    parts: dict[str, dict[str, Any]] = {}
+    for section, f in options():
+        if f.name in values:
+            assert facts_of(f)
+            parts.setdefault(section, {})[f.name] = values[f.name]
+    return replace(config, **{name: replace(getattr(config, name), **some) for name, some in parts.items()})
+
+
+def problems_of(config: Config, world: int) -> list[str]:
+    """Why it cannot be built on so many ranks, as a run would be told."""
+    return [str(problem) for problem in check(config, world)]

@@ -1,0 +1,138 @@
+"""A plan as tables for people, as JSON, and as the command that would run it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tools.planning.request import HOW, LAYOUT, Request, as_flags
+from tools.planning.search import Found, Layout, Planned, applied
+from tools.planning.tokens import Budget
+
+if TYPE_CHECKING:
+    from megalite.train.arrangement import Arrangement
+    from tools.planning.memory import RankMemory
+
+GIB = 2**30
+COMM = ("tp", "pp", "dp")
+PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+MOST_ROWS = 8  # pipeline ranks of the table of memory
+REASONS = 6
+
+
+def table(rows: Sequence[Sequence[str]], width: int = 118) -> str:
+    """`rows`: the head first; columns but the first hold numbers."""
+    import io
+
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    head = [Column(name, justify="right" if i else "left", no_wrap=i > 0) for i, name in enumerate(rows[0])]
+    made = Table(*head, box=None, pad_edge=False)
+    for row in rows[1:]:
+        made.add_row(*row)
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None, markup=False, emoji=False).print(made)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+def ranking(plans: Sequence[Planned], world: int) -> str:
+    """Of the best: seconds of a step, what of it shows, the fullest rank."""
+    head = ("layout", "dp", "s/step", "MFU", "tokens/s", "bubble", *COMM, "update", "GiB", "rank")
+    rows: list[tuple[str, ...]] = [head]
+    for plan in plans:
+        share = {name: f"{part / plan.time.seconds:.1%}" for name, part in plan.time.parts.items()}
+        speed = (f"{plan.time.seconds:.3f}", f"{plan.time.mfu:.1%}", f"{plan.time.tokens_per_s:,.0f}")
+        parts = (share[name] for name in ("bubble", *COMM, "optimizer"))
+        rows.append((str(plan.layout), str(plan.made.dp), *speed, *parts, f"{plan.peak / GIB:.1f}", str(plan.fullest)))
+    return table(rows)
+
+
+def memory_rows(memory: Sequence[RankMemory], made: Arrangement) -> list[tuple[str, ...]]:
+    """GiB of a rank of each pipeline position; of many the first, the last, and the fullest."""
+    ranks = range(len(memory))
+    fullest = max(ranks, key=lambda rank: memory[rank].peak)
+    shown = ranks if len(ranks) <= MOST_ROWS else sorted({0, 1, fullest, ranks[-2], ranks[-1]})
+    rows: list[tuple[str, ...]] = [("GiB per rank", "layers", *PARTS, "peak")]
+    for rank in shown:
+        held, counts = memory[rank], made.counts
+        layers = sum(counts[s] for s in made.placement.stages(rank))
+        sizes = (f"{getattr(held, part) / GIB:.2f}" for part in PARTS)
+        mark = "  <- most" if rank == fullest else ""
+        rows.append((f"pipeline rank {rank}{mark}", str(layers), *sizes, f"{held.peak / GIB:.2f}"))
+    return rows
+
+
+def command_words(request: Request, layout: Layout, steps: int) -> list[str]:
+    """The flags of the run. A layout that the request names stands in its own words already."""
+    words = [*request.words]
+    if not request.is_layout:
+        words += as_flags(applied(layout, request.config), (*LAYOUT, *HOW))
+    if "--train-samples" not in words:
+        words = words[: words.index("--train-iters")] + words[words.index("--train-iters") + 2 :]
+        words += ["--train-iters", str(steps)]
+    return words
+
+
+def command(request: Request, layout: Layout, steps: int) -> str:
+    """A SLURM script's head and its command, a flag with its values on a line."""
+    c = request.cluster
+    lines: list[list[str]] = []
+    for word in command_words(request, layout, steps):
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(shlex.quote(word))
+    flags = " \\\n    ".join(" ".join(line) for line in lines)
+    if c.device.name == "cpu":
+        return f"python pretrain_gpt.py --nproc {c.world} --device cpu \\\n    {flags}"
+    header = [f"#SBATCH --nodes={c.nodes}", "#SBATCH --ntasks-per-node=1", f"#SBATCH --gpus-per-node={c.per_node}"]
+    return "\n".join([*header, "", f"sbatch examples/launch/slurm.sh RUN_DIR \\\n    {flags}"])
+
+
+def refusals(found: Found) -> list[str]:
+    """The commonest first."""
+    lines = [f"{count:>6} x {found.examples[kind]}" for kind, count in found.refused.most_common(REASONS)]
+    if (rest := len(found.refused) - REASONS) > 0:
+        lines.append(f"       and {rest} other reasons")
+    if found.too_large and found.least is not None:
+        size, layout = found.least
+        text = f"take more than {found.limit / GIB:.0f} GiB; the leanest of them {size / GIB:.1f} GiB: {layout}"
+        lines.append(f"{found.too_large:>6} x {text}")
+    return lines
+
+
+def budget_rows(
+    budget: Budget, tokens_per_step: int, speed: float, devices: int, price: float
+) -> list[tuple[str, str]]:
+    hours = budget.device_hours(speed, devices)
+    return [
+        ("parameters", f"{budget.parameters:,}"),
+        ("tokens", f"{budget.tokens:,} ({budget.tokens / budget.parameters:.1f} per parameter)"),
+        ("FLOPs by 6 N D", f"{budget.rule_flops:.3e}"),
+        ("FLOPs counted", f"{budget.exact_flops:.3e} ({budget.exact_flops / budget.rule_flops:.2f} of the rule's)"),
+        ("steps", f"{budget.steps(tokens_per_step):,} of {tokens_per_step:,} tokens"),
+        ("time", f"{budget.days(speed):,.1f} days at {speed:,.0f} tokens/s"),
+        ("device hours", f"{hours:,.0f} on {devices:,} devices"),
+        ("cost", f"{hours * price:,.0f} $ at {price:g} $ per device hour (give your own: --price-per-gpu-hour)"),
+    ]
+
+
+def as_json(plan: Planned) -> dict[str, Any]:
+    """Bytes and seconds."""
+    made = plan.made
+    return {
+        "layout": {name: getattr(plan.layout, name) for name in plan.layout.__dataclass_fields__},
+        "name": str(plan.layout),
+        "world": made.world,
+        "dp": made.dp,
+        "microbatches": made.microbatches,
+        "layers": made.counts,
+        "seconds": plan.time.seconds,
+        "parts": plan.time.parts,
+        "mfu": plan.time.mfu,
+        "tokens_per_s": plan.time.tokens_per_s,
+        "memory": [{part: getattr(held, part) for part in PARTS} for held in plan.memory],
+        "peak": plan.peak,
+        "fullest": plan.fullest,
+    }
