@@ -338,7 +338,12 @@ def published(argv: list[str]) -> int:
     from tools.planning import show
     from tools.planning.published import table
 
-    print(show.table(table(), width=160))
+    head, *rows = table()
+    print(show.table([(head[0], *head[2:5]), *((row[0], *row[2:5]) for row in rows)], width=140))
+    print("\nsources: " + "; ".join(dict.fromkeys(row[1] for row in rows)))
+    for row in rows:
+        if row[5]:
+            print(f"{row[0]}: {row[5]}")
     return 0
 
 

@@ -42,7 +42,7 @@ def ranking(plans: Sequence[Planned], world: int) -> str:
     head = ("layout", "dp", "s/step", "MFU", "tokens/s", "bubble", *COMM, "update", "GiB", "rank")
     rows: list[tuple[str, ...]] = [head]
     for plan in plans:
-        share = {name: f"{part / plan.time.seconds:.1%}" for name, part in plan.time.parts.items()}
+        share = {name: f"{max(0.0, part) / plan.time.seconds:.1%}" for name, part in plan.time.parts.items()}
         speed = (f"{plan.time.seconds:.3f}", f"{plan.time.mfu:.1%}", f"{plan.time.tokens_per_s:,.0f}")
         parts = (share[name] for name in ("bubble", *COMM, "optimizer"))
         rows.append((str(plan.layout), str(plan.made.dp), *speed, *parts, f"{plan.peak / GIB:.1f}", str(plan.fullest)))
