@@ -32,7 +32,7 @@ from megalite.parallel.streams import synchronize
 from megalite.pipeline.schedule import Action, Op, Placement, Split, plan
 
 Key = tuple[int, int]  # stage, micro-batch
-SENT = 2  # messages that may be under way; to wait for any that is posted is safe (pipeline/schedule.py: with_messages)
+SENT = 2  # messages under way on a CPU, each with its tensor; to wait for one is safe (schedule.py: with_messages)
 MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
 
 
@@ -149,8 +149,9 @@ class Pipeline:
             elif action.op in (Op.SEND_F, Op.SEND_B):
                 tensor = flight.ready.pop(key).contiguous()
                 fault("pipeline.message", mesh.world.rank, batches[action.microbatch].step, tensor)
+                flight.sent = [message for message in flight.sent if not message.is_completed()]
                 flight.sent.append(self._post(SEND, action, tensor))
-                if len(flight.sent) > SENT:  # gloo never says that one is done, and each holds its tensor
+                if len(flight.sent) > SENT and mesh.device.type == "cpu":  # gloo never says that one is done
                     self._wait(flight.sent.pop(0), "what was sent")
             else:
                 tokens_SB = batches[action.microbatch].tokens_SB

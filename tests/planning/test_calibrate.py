@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tools.planning.cost import shape_of
 from tools.planning.profile import DEFAULTS, default_profile, read_profile
 from tools.planning.step_time import step_time
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --seq-length 32 --micro-batch-size 2 "
     "--hidden-dropout 0 --attention-dropout 0 --mock-data --train-iters 1 --lr 1 --device cpu --global-batch-size 8"
@@ -83,3 +86,16 @@ def test_pairs_that_are_equal_do_not_count_as_ranked() -> None:
         for predicted, measured in ((1.0, 1.0), (2.0, 3.0), (0.9, 3.1))
     ]
     assert plan_accuracy.ranked_alike(rows) == (1, 2)
+
+
+@pytest.mark.long
+def test_the_accuracy_bench_calibrates_runs_and_compares(tmp_path: Path) -> None:
+    words = ["tools/bench/plan_accuracy.py", "--layouts", "1x2", "2x4", "--seconds", "2", "--steps", "2"]
+    out = tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, *words, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["layout"] for row in rows] == ["1x2", "2x4"] and all(row["measured_s"] > 0 for row in rows)
+    assert "pairs of layouts ranked alike" in done.stdout

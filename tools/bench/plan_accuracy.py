@@ -62,7 +62,11 @@ def main(argv: list[str]) -> int:
     from tools.planning.calibrate import calibrate
     from tools.planning.profile import read_profile
 
-    options.nproc, options.warmup, out, options.json = 2, 2, options.json, None
+    out, alone = (
+        options.json,
+        argparse.Namespace(nproc=2, warmup=2, json=None, memory_gib=None),
+    )  # as measure() has them
+    vars(options).update(vars(alone))
     if options.asleep:
         profile = asleep_profile()
     elif options.profile is not None:

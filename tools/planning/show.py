@@ -97,7 +97,7 @@ def refusals(found: Found) -> list[str]:
         lines.append(f"       and {rest} other reasons")
     if found.too_large and found.least is not None:
         size, layout = found.least
-        text = f"take more than {found.limit / GIB:.0f} GiB; the leanest of them {size / GIB:.1f} GiB: {layout}"
+        text = f"take more than {found.limit / GIB:.2f} GiB; the leanest of them {size / GIB:.2f} GiB: {layout}"
         lines.append(f"{found.too_large:>6} x {text}")
     return lines
 
