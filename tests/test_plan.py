@@ -27,7 +27,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
     assert plan.main([*words, "--out", str(picture)]) == 0
     text = capsys.readouterr().out
     for part in ("16 x h100 (2 nodes of 8)", "the usual questions:", "layout", "GiB per rank", "bound by", "epochs",
-                 "10.00 over 200,000,000 tokens", "days at", "NCCL_SOCKET_IFNAME", "#SBATCH --nodes=2"):  # fmt: skip
+                 "10.00 over 200,000,000 tokens", "days at", "8.2 times", "NCCL_SOCKET_IFNAME", "#SBATCH --nodes=2"):  # fmt: skip
         assert part in text, part
     command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
     found = json.loads(file.read_text())

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,7 @@ def _nothing_fits(request: Request, found: Found) -> None:
 
 
 def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | None, args: argparse.Namespace) -> None:
-    from tools.planning import advice, show
+    from tools.planning import advice, links, show
 
     best, c = found.plans[0], request.cluster
     price = c.device.price_per_hour if args.price_per_gpu_hour is None else args.price_per_gpu_hour
@@ -193,6 +194,9 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     if data_tokens is not None:
         rows.append(("epochs", f"{budget.epochs(data_tokens):.2f} over {data_tokens:,} tokens"))
     _section("the whole run", [f"{name:<15} {text}" for name, text in rows])
+    if c.world > 1:
+        words = [line for text in links.in_words(c) for line in textwrap.wrap(text, 116)]
+        _section("links", [*show.table(links.table(c)[: 1 + min(c.nodes, 2)]).splitlines(), *words])
     _section("NCCL", advice.nccl(request))
     print(f"\n{show.command(request, best.layout, budget.steps(batch))}")
     if "lr" in request.left_out or "--mock-data" in request.words:

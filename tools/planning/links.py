@@ -111,11 +111,16 @@ def table(cluster: Cluster) -> list[tuple[str, str, str, str]]:
 
 def in_words(cluster: Cluster) -> list[str]:
     """What the formulas mean for this cluster, for a reader of a plan."""
+    ring = (
+        "An all-reduce moves 2 (N - 1) / N of the tensor over each link of the ring, an all-gather or reduce-scatter "
+        "half of that: nearly independent of the number of ranks, so what grows with N is the latency, N - 1 hops."
+    )
+    if cluster.nodes == 1:
+        return [ring]
     ratio = cluster.inside.bytes_per_s / cluster.between.bytes_per_s
     even = cluster.between.latency_s * cluster.between.bytes_per_s
     return [
-        "An all-reduce moves 2 (N - 1) / N of the tensor over each link of the ring, an all-gather or reduce-scatter "
-        "half of that: nearly independent of the number of ranks, so what grows with N is the latency, N - 1 hops.",
+        ring,
         f"A link within a node is {ratio:.1f} times as fast as a device's share of the network: tensor parallelism, "
         "which waits for 4 collectives per layer forward, belongs into a node; stages exchange the least, and may be "
         "apart.",
