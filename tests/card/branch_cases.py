@@ -285,8 +285,35 @@ def cluster(card: Card, folder: Path) -> Found:
     }
 
 
+def planned(card: Card, folder: Path) -> Found:
+    """The card as a plan measures it and as a run told of it; what a verification keeps, and a benchmark refuses there."""
+    from types import SimpleNamespace
+
+    from tools.benchmark import read_config
+    from tools.checks.smaller import smaller
+    from tools.pictures.run import Run
+    from tools.planning.calibrate import measure
+    from tools.planning.compare import cluster_of
+
+    flags = [*SMALL, *f"{ON_CARD} --train-iters 9 {LLAMA}".split()]
+    config, about = (
+        cli.parse(flags, PRESETS),
+        {"device": "cuda", "machine": {"card": torch.cuda.get_device_name(INDEX)}},
+    )
+    with mock.patch("megalite.parallel.launch.process_group", lambda *a, **k: contextlib.nullcontext(card.device)):
+        measure(Ranks(), {"config": config, "vocab_size": 93, "seconds": 0.1, "folder": str(folder)})
+    run = Run(folder, "run", events=[{"event": "started", "about": about}])
+    options = SimpleNamespace(nproc=1, memory_gib=4.0, peer=None)
+    return {
+        "measured": json.loads((folder / "rank00000.json").read_text()),
+        "told": cluster_of(run, SimpleNamespace(world=1)).device.name,  # type: ignore[arg-type]
+        "verified": smaller(config, 2, 1).config.parallel.device,
+        "refused": read_config(flags, options)[1],  # type: ignore[arg-type]
+    }
+
+
 RUNS = (everything_on, graphs, eager, no_memory_for_a_copy, two_ranks)
-OTHERS = (who_computes, refused, clock_and_probe, kernels_tool, benchmark, timeline, peer, quickstart, cluster)
+OTHERS = (who_computes, refused, clock_and_probe, kernels_tool, benchmark, timeline, peer, quickstart, cluster, planned)
 CASES = {case.__name__: case for case in RUNS + OTHERS}
 
 

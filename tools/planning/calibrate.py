@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megalite.train.arrangement import Arrangement
     from tools.planning.profile import Profile
 
-LAYERS = 2  # of the stage that is measured
+LAYERS = 2  # of the stage that is measured, of a model that has them
 SMALL = 1 << 12  # bytes of a message that shows the latency
 
 
@@ -103,7 +103,7 @@ class _Bench:
         alone = dataclasses.replace(config.parallel, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
         self.made: Arrangement = Arrangement(dataclasses.replace(config, parallel=alone), 1, task["vocab_size"])
         self.mesh = dataclasses.replace(Mesh.alone(), device=device)
-        self.ranks, self.device = ranks, device
+        self.ranks, self.device, self.layers = ranks, device, min(LAYERS, config.model.num_layers)
         self.section_s, self.until = task["seconds"] / 9, 0.0
 
     def run(self) -> dict[str, Any]:
@@ -117,8 +117,8 @@ class _Bench:
         stages, buffer, optimizer = self.build()
         for name, stage, number in zip(("embedding", "layer", "head"), stages, range(3), strict=True):
             times = self.stage(stage, number, split=False)
-            blocks[name] = tuple(t / (LAYERS if name == "layer" else 1) for t in times)  # type: ignore[assignment]
-        blocks["layer, split"] = tuple(t / LAYERS for t in self.stage(stages[1], 1, split=True))  # type: ignore[assignment]
+            blocks[name] = tuple(t / (self.layers if name == "layer" else 1) for t in times)  # type: ignore[assignment]
+        blocks["layer, split"] = tuple(t / self.layers for t in self.stage(stages[1], 1, split=True))  # type: ignore[assignment]
         step = lambda: optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)  # noqa: E731
         kept = sum(t.nbytes for state in optimizer.state for t in state.values())
         kept += 0 if optimizer.same else sum(t.nbytes for t in optimizer.main)
@@ -168,7 +168,7 @@ class _Bench:
         config = self.made.config
         choose(config.parallel.kernels, config.parallel.attention_kernel)
         make = Maker(self.mesh, self.made.dtype, config.train.seed)
-        layers = [range(0), range(LAYERS), range(LAYERS, LAYERS)]
+        layers = [range(0), range(self.layers), range(self.layers, self.layers)]
         # tied weights need two ends of a pipeline: here each stage has its own
         apart = dataclasses.replace(config.model, untie_embeddings_and_output_weights=True)
         made = dataclasses.replace(self.made, config=dataclasses.replace(config, model=apart))
