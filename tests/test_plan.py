@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megalite.config import cli
 from megalite.config.check import check
 from megalite.models.families import PRESETS
 from tools import plan, plot
+from tools.planning.profile import default_profile
 
 SHAPE = "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000".split()
 BATCH = "--global-batch-size 32 --num-gpus 16".split()
@@ -99,6 +101,10 @@ def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
         ("--preset llama3-8b --global-batch-size 8 --tokens many", "'many' is no number of tokens"),
         ("--preset llama3-8b --usable-memory 2", "usable_memory=2.0"),
         ("--preset llama3-8b --hidden-sise 3", "unknown flag --hidden-sise"),
+        ("--preset llama3-8b --global-batch-size 8 --device v100 --bf16", "device=v100 has no known bf16 peak"),
+        ("--preset llama3-8b --global-batch-size 8 --precision fp16 --bf16", "precision=fp16 and --bf16 exclude"),
+        ("--preset llama3-8b --global-batch-size 8 --tp 2 --nproc 16", "nproc=16 is not the cluster's 8 devices"),
+        ("--preset llama3-8b --account-for-loss-in-pipeline-split --global-batch-size 8", "name tp and pp, too"),
         ("sizes --parameters x", "parameters=x"),
         ("tokens --preset llama3-8b --mfu 2", "mfu=2.0"),
     ],
@@ -107,6 +113,37 @@ def test_a_wrong_question_is_refused(words: str, said: str, capsys: pytest.Captu
     assert plan.main(words.split()) == 2
     told = capsys.readouterr()
     assert said in told.err and "Traceback" not in told.err and not told.out
+
+
+def test_what_a_file_or_the_line_says_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also what the search has placeholders for; steps that are named are the budget."""
+    file = tmp_path / "run.toml"
+    file.write_text("lr = 3e-4\nmicro_batch_size = 4\ntrain_iters = 5000\nglobal_batch_size = 32\nbf16 = true\n")
+    out = tmp_path / "plan.json"
+    for words in (["--tp", "2"], ["--top", "1"]):
+        assert plan.main([*SHAPE, "--config", str(file), "--num-gpus", "8", *words, "--json", str(out)]) == 0
+        assert "of 32,768 tokens" in capsys.readouterr().out
+        command = json.loads(out.read_text())["command"]
+        config, _ = cli.read(command, PRESETS)
+        assert (config.optim.lr, config.train.micro_batch_size, config.train.train_iters) == (3e-4, 4, 5000)
+    words = [*SHAPE, *BATCH, "--top", "1", "--train-iters=700", "--json", str(out)]
+    assert plan.main(words) == 0
+    assert "22,937,600 (" in capsys.readouterr().out  # 700 x 32 x 1024
+    assert json.loads(out.read_text())["command"][-2:] == ["--train-iters", "700"]
+
+
+def test_a_profile_of_another_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(default_profile("cpu"), device="cpu").save(tmp_path / "p.json")
+    assert plan.main([*SHAPE, *BATCH, "--profile", str(tmp_path / "p.json")]) == 2
+    assert "was measured on cpu, not on h100" in capsys.readouterr().err
+
+
+def test_the_best_is_the_fastest_row(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    words = "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 256000"
+    assert plan.main([*words.split(), *"--global-batch-size 32 --num-gpus 8 --json".split(), str(out)]) == 0
+    seconds = [one["seconds"] for one in json.loads(out.read_text())["plans"]]
+    assert seconds == sorted(seconds)
 
 
 def test_it_runs_as_a_program_and_helps_at_once(tmp_path: Path) -> None:

@@ -309,6 +309,8 @@ def test_a_bad_line_is_refused_at_once() -> None:
     assert "unknown flag --no-such-flag" in done.stderr and "Traceback" not in done.stderr
     done = verify(f"{GPT} {RUN} --steps 0")
     assert done.returncode == 2 and done.stderr == "verify.py: steps=0 is below 1; give 1 or more\n"
+    done = verify(f"{GPT} {RUN} --tp 2 --nproc 7")
+    assert done.returncode == 2 and "nproc=7 is not a multiple of tp 2 x pp 1; give a multiple of 2" in done.stderr
 
 
 ROPE = """--position-embedding-type rope --rotary-percent 0.25 --parallel-residual --activation gelu_erf

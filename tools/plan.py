@@ -67,6 +67,8 @@ class Wrong(Exception):
 
 
 def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile | None]:
+    import torch
+
     from megalite.config.options import ConfigError
     from tools.planning.profile import read_profile
     from tools.planning.request import read
@@ -86,6 +88,13 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
         request = read(args, words)
     except ConfigError as error:
         raise Wrong("\n".join([*problems, *error.problems])) from None
+    device, half = request.cluster.device, request.config.precision
+    try:
+        device.peak_tflops(torch.bfloat16 if half.bf16 else torch.float16 if half.fp16 else torch.float32)
+    except ValueError as error:
+        problems.append(str(error))
+    if profile is not None and profile.device not in ("", device.name):
+        problems.append(f"profile={args.profile} was measured on {profile.device}, not on {device.name}; give another")
     if problems:
         raise Wrong("\n".join(problems))
     return request, profile
@@ -106,9 +115,11 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
         problems.append(f"price_per_gpu_hour={args.price_per_gpu_hour} is no price; give dollars, 0 or more")
     if problems:
         raise Wrong("\n".join(problems))
-    one, m = even(Layout(), request), request.config.model
+    one, m, t = even(Layout(), request), request.config.model, request.config.train
     flops = train_flops_per_token(m, m.seq_length, one.padded_vocab)
-    return Budget(one.parameters, sizes["tokens"] or chinchilla(one.parameters), flops), sizes["data_tokens"]
+    named = 0 if "train_iters" in request.left_out else one.steps * one.batch_size
+    tokens = sizes["tokens"] or (t.train_samples or named) * m.seq_length or chinchilla(one.parameters)
+    return Budget(one.parameters, tokens, flops), sizes["data_tokens"]
 
 
 def plan(argv: list[str]) -> int:
@@ -155,12 +166,16 @@ def _search(request: Request, profile: Profile | None, args: argparse.Namespace)
 
 def _whole(found: Found, request: Request, profile: Profile | None) -> Planned:
     """The best with the stages that its run will have, in the place of its first estimate."""
-    from tools.planning.search import Planned, planned
+    from tools.planning.search import Layout, Planned, planned
 
-    best = planned(found.plans[0].layout, request, profile)
-    assert isinstance(best, Planned)
-    found.plans[0] = best
-    return best
+    seen: set[Layout] = set()
+    while found.plans[0].layout not in seen:  # one that was estimated faster than it is may not be the best
+        best = planned(found.plans[0].layout, request, profile)
+        assert isinstance(best, Planned)
+        seen.add(best.layout)
+        found.plans[0] = best
+        found.plans.sort(key=lambda plan: plan.time.seconds)
+    return found.plans[0]
 
 
 def _nothing_fits(request: Request, found: Found) -> None:
@@ -375,6 +390,9 @@ def main(argv: list[str]) -> int:
     except Wrong as error:
         print("\n".join(f"plan.py: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("plan.py: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

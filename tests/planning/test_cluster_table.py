@@ -69,3 +69,22 @@ def test_peaks_are_those_of_the_trainer() -> None:
 def test_ranks_on_a_cpu_share_its_memory() -> None:
     assert cluster("cpu", 2).device.memory_bytes == DEVICES["cpu"][0].memory_bytes // 2
     assert cluster("cpu", 2).nodes == 1 and cluster("h100", 4).nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[device]", "device.name is missing"),
+        ('device = ["h100"]', "is not in the table"),
+        ("[device]\nname = 5\nmemory_gib = 1\nmemory_gb_per_s = 1", "device.name=5 is no text"),
+        (
+            '[device]\nname = "x"\nmemory_gib = inf\nmemory_gb_per_s = 1',
+            "device.memory_gib=inf is not a number above 0",
+        ),
+        ("[inside]\ngb_per_s = inf", "inside.gb_per_s=inf is not a number above 0"),
+    ],
+)
+def test_a_file_with_odd_values_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_cluster(tmp_path / "c.toml")

@@ -23,6 +23,7 @@ from megalite.config.options import (
     SECTIONS,
     CheckpointConfig,
     Config,
+    ConfigError,
     DataConfig,
     LogConfig,
     ModelConfig,
@@ -54,7 +55,9 @@ def layout_of(config: Config) -> tuple[Layout, str]:
     tp, pp, note = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, ""
     dp = p.data_parallel_size
     if dp is None and p.nproc is not None:
-        dp = max(1, p.nproc // (tp * pp))
+        if p.nproc % (tp * pp):
+            raise ConfigError([f"nproc={p.nproc} is not a multiple of tp {tp} x pp {pp}; give a multiple of {tp * pp}"])
+        dp = p.nproc // (tp * pp)
     elif dp is None:
         parts = (t.global_batch_size or 2 * t.micro_batch_size) // max(1, t.micro_batch_size)
         dp = 2 if parts % 2 == 0 else 1

@@ -76,9 +76,10 @@ def path(request: Request, found: Found) -> list[str]:
             not ask(f"over a node, tp {tp}", size, "tp inside a node would do", "pipeline stages over nodes")
             and c.nodes > 1
         ):
-            per = n / tp * (weight + gradient + optimizer / max(1, c.world // tp))
-            stages = -(-per // limit)
-            lines.append(f"fewest stages of tp {tp} for the state: {stages:.0f} -> pp {stages:.0f} or more")
+            shared = n * optimizer / c.world  # with more stages fewer ranks share what one stage has
+            if shared < limit:
+                stages = -(-n / tp * (weight + gradient) // (limit - shared))
+                lines.append(f"fewest stages of tp {tp} for the state: {stages:.0f} -> pp {stages:.0f} or more")
     if found.plans:
         lines += _chosen(found.plans[0])
     return lines

@@ -70,6 +70,7 @@ def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 
         attention_half=(0.0, 0.0),  # at this length
         memory=mean("memory"),
         shape=found[0]["shape"],
+        device=found[0]["kind"],
         blocks=blocks,
         message=message,
         collective=collective,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -205,7 +206,9 @@ def _problems(found: dict[str, Any]) -> list[str]:
             f"{', '.join(sorted(unknown))}: no such key; there are device, nodes, per_node, inside, between"
         )
     of = found.get("device", "h100")
-    if not isinstance(of, dict) and of not in DEVICES:
+    if isinstance(of, dict) and not isinstance(of.get("name", ""), str):
+        problems.append(f"device.name={of['name']!r} is no text; write it in quotes")
+    if not isinstance(of, dict) and (not isinstance(of, str) or of not in DEVICES):
         problems.append(f"device={of!r} is not in the table; give one of {', '.join(DEVICES)}, or a table [device]")
     for section, keys in NUMBERS.items():
         given = found.get(section, {})
@@ -219,9 +222,9 @@ def _problems(found: dict[str, Any]) -> list[str]:
         problems += [
             f"{section}.{key}={given[key]!r} is not a number above 0"
             for key in keys
-            if key in given and not (type(given[key]) in (int, float) and given[key] > 0)
+            if key in given and not (type(given[key]) in (int, float) and 0 < given[key] < math.inf)
         ]
-        if section == "device" and given:
+        if section == "device" and isinstance(of, dict):
             needed = ("name", "memory_gib", "memory_gb_per_s")
             problems += [f"device.{key} is missing; a device of one's own has it" for key in needed if key not in given]
             peaks = given.get("peak_tflops", {})

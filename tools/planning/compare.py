@@ -231,7 +231,11 @@ def main(argv: list[str]) -> int:
     print(text(rows))
     if args.json is not None:
         found: list[dict[str, Any]] = [asdict(row) | {"ratio": row.ratio} for row in rows]
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            print(f"compare.py: json={args.json} cannot be written ({error.strerror}); give a file", file=sys.stderr)
+            return 2
     return 0
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ class Profile:
     kernel_s       of a kernel on the device beyond its work; `dispatch_s`: of the host, to launch one
     contention     of the time of a collective behind a matmul, what it slows the matmul down by
     step_s         of each step, beyond what is counted
+    device         of the table, where it was measured; "": a default
     blocks         calibrated: seconds of F, B and W of the parts of a stage, for arrangements whose `shape` it is
     message, collective    calibrated links; None: the cluster's
     """
@@ -56,6 +58,7 @@ class Profile:
     contention: float = 0.0
     step_s: float = 0.0
     shape: str = ""
+    device: str = ""
     blocks: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     message: Link | None = None
     collective: Link | None = None
@@ -73,6 +76,12 @@ def read_profile(path: Path) -> Profile:
         blocks = {name: tuple(map(float, times)) for name, times in found["blocks"].items()}
         if any(len(pair) != 2 for pair in pairs.values()) or any(len(times) != 3 for times in blocks.values()):
             raise ValueError("a list has another length")
+        shares = [*(float(found[k]) for k in ("matmul", "head", "memory")), *pairs["attention"]]
+        rates = [link.bytes_per_s for link in links.values()]
+        rest = [float(found.get(k, 0.0)) for k in ("kernel_s", "dispatch_s", "contention", "step_s", "sums", "tiles")]
+        rest += [*pairs["attention_half"], *(t for times in blocks.values() for t in times)]
+        if not all(0 < n < math.inf for n in (*shares, *rates)) or not all(0 <= n < math.inf for n in rest):
+            raise ValueError("a share or rate is not above 0, or a time below it")
         return Profile(**{**found, **links, **pairs, "blocks": blocks})
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(

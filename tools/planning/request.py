@@ -16,6 +16,7 @@ from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.field import facts_of, flag_of, spellings
 from megalite.config.options import Config, ConfigError, build, options
+from megalite.config.toml import read_toml
 from megalite.models.families import PRESETS
 from tools.planning.cluster import Cluster, cluster, read_cluster
 
@@ -33,6 +34,7 @@ LAYOUT = (  # options that are searched over where the command line has none of 
     "recompute_granularity",
 )
 HOW = ("recompute_method", "recompute_num_layers", "recompute_modules")  # that go with the last
+OF_ONE = LAYOUT[3:7]  # which the search cannot keep while it varies others
 WHOLE = LAYOUT[:2]  # one of these, and the layout is given: only that one is planned
 PLACEHOLDERS = {"lr": "1e-4", "train_iters": "1000", "micro_batch_size": "1"}
 
@@ -62,14 +64,20 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     given = _named(words)
-    precision = args.precision or ("" if given & {"bf16", "fp16"} else "bf16")
+    problems += _unlike(args, words, where)
+    try:
+        in_file = _of_file(words)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    said = given | in_file
+    precision = args.precision or ("" if said & {"bf16", "fp16"} else "bf16")
     words += [f"--{precision}"] if precision in ("bf16", "fp16") else []
-    stand_ins = {name: text for name, text in PLACEHOLDERS.items() if name not in given}
-    if given & {"train_samples"}:
+    stand_ins = {name: text for name, text in PLACEHOLDERS.items() if name not in said}
+    if said & {"train_samples"}:
         stand_ins.pop("train_iters", None)
-    sources = {"mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "config"}
+    sources = {"mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path"}
     completed = [*words, *(w for name, text in stand_ins.items() for w in (flag_of(name), text))]
-    completed += [] if given & sources else ["--mock-data"]
+    completed += [] if said & sources else ["--mock-data"]
     try:
         config, _ = cli.read(completed, PRESETS)
     except ConfigError as error:
@@ -79,8 +87,11 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
         problems.append("vocab_size is not set; give --vocab-size, --preset or --hf")
     if problems or config is None or where is None:
         raise ConfigError(problems)
-    fixed = frozenset(_fixed(config, words, given))
-    kept = tuple(_without(completed, ["nproc", *(() if fixed & {*WHOLE} else (*LAYOUT, *HOW))]))
+    fixed = frozenset(said & {*LAYOUT})
+    if fixed & {*OF_ONE} and not fixed & {*WHOLE}:
+        names = ", ".join(sorted(fixed & {*OF_ONE}))
+        raise ConfigError([f"{names} is of one layout; name tp and pp, too, or leave it to the search"])
+    kept = tuple(without(completed, ["nproc", *(() if fixed & {*WHOLE} else (*LAYOUT, *HOW))]))
     config = replace(config, parallel=replace(config.parallel, nproc=None))
     return Request(config, config.data.vocab_size or 0, where, kept, fixed, frozenset(stand_ins))
 
@@ -92,8 +103,10 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
         number = args.num_gpus if args.num_gpus is not None else args.gpus_per_node or 8
         return cluster(args.device, number, args.gpus_per_node)
     except ValueError as error:
-        renamed = str(error).replace("num_devices", "num_gpus").replace("per_node", "gpus_per_node")
-        problems += renamed.splitlines()
+        text = str(error)
+        if args.cluster is None:
+            text = text.replace("num_devices", "num_gpus").replace("per_node", "gpus_per_node")
+        problems += text.splitlines()
     except OSError as error:
         problems.append(f"cluster={args.cluster} cannot be read ({error.strerror}); give a TOML file, or --device")
     return None
@@ -134,19 +147,26 @@ def _named(words: Sequence[str]) -> set[str]:
     return set(cli.take_apart(words).given)
 
 
-def _fixed(config: Config, words: Sequence[str], given: set[str]) -> Iterable[str]:
-    """Options of LAYOUT that are not left to the search: those of the command line, and those of a file that are not
-    as by default."""
-    in_file = {"preset", "config"} & given
-    for section, f in options():
-        if f.name not in LAYOUT:
-            continue
-        value = getattr(getattr(config, section), f.name)
-        if f.name in given or ("config" in in_file and value != f.default and f.name != "micro_batch_size"):
-            yield f.name
+def _of_file(words: Sequence[str]) -> set[str]:
+    """The options that the file of --config sets. Raises ConfigError."""
+    path = cli.take_apart(words).given.get("config")
+    return set(read_toml(str(path))) if path else set()
 
 
-def _without(words: Sequence[str], names: Iterable[str]) -> list[str]:
+def _unlike(args: argparse.Namespace, words: Sequence[str], where: Cluster | None) -> list[str]:
+    """What is said twice, and not alike."""
+    given, problems = cli.take_apart(words).given, []
+    for name in {"bf16", "fp16"} & set(given):
+        if args.precision not in (None, name):
+            problems.append(f"precision={args.precision} and --{name} exclude each other; give one")
+    if where is not None and str(given.get("nproc", where.world)) != str(where.world):
+        problems.append(f"nproc={given['nproc']} is not the cluster's {where.world} devices; give --num-gpus alone")
+    if args.cluster is not None and (args.num_gpus, args.gpus_per_node) != (None, None):
+        problems.append(f"cluster={args.cluster} has its number of devices; leave --num-gpus and --gpus-per-node out")
+    return problems
+
+
+def without(words: Sequence[str], names: Iterable[str]) -> list[str]:
     """`words` but for the flags of these options, and what stands behind them."""
     dropped = {flag for _, f in options() if f.name in set(names) for flag, _ in spellings(f)}
     kept, drop = [], False

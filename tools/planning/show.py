@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tools.planning.request import HOW, LAYOUT, Request, as_flags
+from tools.planning.request import HOW, LAYOUT, Request, as_flags, without
 from tools.planning.search import Found, Layout, Planned, applied
 from tools.planning.tokens import Budget
 
@@ -69,9 +69,8 @@ def command_words(request: Request, layout: Layout, steps: int) -> list[str]:
     words = [*request.words]
     if not request.is_layout:
         words += as_flags(applied(layout, request.config), (*LAYOUT, *HOW))
-    if "--train-samples" not in words:
-        words = words[: words.index("--train-iters")] + words[words.index("--train-iters") + 2 :]
-        words += ["--train-iters", str(steps)]
+    if request.config.train.train_samples is None:
+        words = [*without(words, ["train_iters"]), "--train-iters", str(steps)]
     return words
 
 
