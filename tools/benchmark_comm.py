@@ -11,8 +11,8 @@ more only the first one does, so that what they take from each other shows. Byte
 machine exchange gathers and scatters through shared memory, as training does, and the rest over gloo.
 
 Links: the latency and the rate that a message of n bytes takes latency + n / rate by, fitted to messages of all
-sizes, of the groups inside a machine and of those between machines; --json has them for tools/plan.py, and the
-lines that are printed last stand in a cluster's TOML file. --csv: one line per measurement.
+sizes, of the groups inside a machine and of those between machines; --json has them, and the lines that
+are printed last are those of a cluster's TOML file, which tools/plan.py --cluster reads. --csv: one line per measurement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which layouts of a model fit on a cluster, and how fast a step of each would be, the fastest first.
 
     candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward; what check() refuses is counted
-    bound        a time that no schedule of the layout is below, and the memory of the layers divided evenly
+    bound        a time that no schedule is below, and memory, of the layers divided evenly: where the head weighs
+                 much, a run's own balance may be better than both, and a layout be passed over
     estimate     the arrangement, its memory and its simulated step, for the lowest bounds first, until `wanted` are
                  found and no bound is below the SURE best of them
 
