@@ -12,7 +12,7 @@ machine exchange gathers and scatters through shared memory, as training does, a
 
 Links: the latency and the rate that a message of n bytes takes latency + n / rate by, fitted to messages of all
 sizes, of the groups inside a machine and of those between machines; --json has them, and the lines that
-are printed last are those of a cluster's TOML file, which tools/plan.py --cluster reads. --csv: one line per measurement.
+are printed last are those of a cluster's TOML file, which tools/plan.py --cluster reads. --csv: a line each.
 """
 
 from __future__ import annotations
