@@ -55,7 +55,8 @@ def fastest(
             break
         time, held = rate(split)
         rated.append((held, time, split))
-        lean = [one for one in rated if one[0] <= (1 + MORE_MEMORY) * min(rated)[0]]
+        least = min(rated)[0]
+        lean = [one for one in rated if one[0] <= (1 + MORE_MEMORY) * least]
         best = min(time for _, time, _ in lean)
         fast = [one for one in lean if one[1] <= (1 + TOLERANCE) * best]
     return min(fast)[-1]

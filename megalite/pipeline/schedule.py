@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 
 class Op(StrEnum):
@@ -81,8 +82,7 @@ class Split:
     most: float | None = None
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """Prints as F0.3: operation, stage, micro-batch. RECV_F and SEND_B are the input side of `stage`, SEND_F and
     RECV_B its output side: SF0.3 on one rank meets RF1.3 on the next, SB1.3 meets RB0.3."""
 
@@ -188,16 +188,16 @@ class _Execution:
         self.events: list[tuple[float, int, Action]] = []
 
     def run(self) -> None:
-        now = 0.0
+        now, heard = 0.0, {*range(len(self.rows))}  # ranks for which something has changed
         while True:
-            for rank in range(len(self.rows)):
+            for rank in sorted(heard):
                 self._start(rank, now)
             if not self.events:
                 return
-            now = self.events[0][0]
+            now, heard = self.events[0][0], set()
             while self.events and self.events[0][0] == now:  # all messages of this moment, so that receives come early
                 _, rank, action = heapq.heappop(self.events)
-                self._finish(rank, action)
+                heard |= self._finish(rank, action)
 
     def _start(self, rank: int, now: float) -> None:
         """Let an idle rank begin what is next, or a W."""
@@ -226,7 +226,8 @@ class _Execution:
     def _more(self, action: Action) -> float:
         return _more(action.op, self.held[action.stage], self.split is not None)
 
-    def _finish(self, rank: int, action: Action) -> None:
+    def _finish(self, rank: int, action: Action) -> set[int]:
+        """The ranks that hear of it."""
         op, stage, m = action.op, action.stage, action.microbatch
         self.idle[rank] = True
         self.done.add(action)
@@ -234,11 +235,12 @@ class _Execution:
             self.undone[rank].append(Action(Op.W, stage, m))
         target = stage + (1 if op is Op.F else -1)
         if op is Op.W or not 0 <= target < self.place.num_stages:
-            return
+            return {rank}
         self.have.add((op, target, m))
         if (peer := self.place.rank(target)) != rank:
             self.rows[rank].append(Action(Op.SEND_F if op is Op.F else Op.SEND_B, stage, m))
             self.rows[peer].append(Action(Op.RECV_F if op is Op.F else Op.RECV_B, target, m))
+        return {rank, peer}
 
 
 def with_messages(

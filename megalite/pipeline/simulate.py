@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 from megalite.pipeline.schedule import EQUAL, Action, Cost, Op, Placement
 
 WORK = (Op.F, Op.B, Op.W)
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     rank: int
     action: Action
     start: float
@@ -70,6 +69,7 @@ def simulate(
     last = max(a.stage for row in rows for a in row)
     place = Placement(len(rows), -(-(last + 1) // len(rows)))
     split = any(a.op is Op.W for row in rows for a in row)
+    takes = [{Op.F: f, Op.B: b if split else b + w, Op.W: w} for f, b, w in costs or [EQUAL] * (last + 1)]
 
     def ready(action: Action) -> float | None:
         """When `action` may start; None: not yet known."""
@@ -93,8 +93,7 @@ def simulate(
                 action = row[position[rank]]
                 if action.op in WORK:
                     start = max(clock[rank], at, begin.get(action.stage, 0.0))
-                    f, b, w = costs[action.stage] if costs else EQUAL
-                    clock[rank] = done[action] = start + {Op.F: f, Op.B: b if split else b + w, Op.W: w}[action.op]
+                    clock[rank] = done[action] = start + takes[action.stage][action.op]
                     spans.append(Span(rank, action, start, clock[rank]))
                 elif action.op in (Op.SEND_F, Op.SEND_B):
                     to = place.rank(action.stage + (1 if action.op is Op.SEND_F else -1))

@@ -48,7 +48,6 @@ class Arrangement:
     config: Config
     world: int
     vocab_size: int
-    tried_actions: int = TRIED_ACTIONS  # to compare many: 0: the layers evenly, 1: by bounds alone
 
     @property
     def tp(self) -> int:
@@ -131,18 +130,20 @@ class Arrangement:
     @cached_property
     def stages(self) -> list[range]:
         """The layers of every stage: as the options give them, or balanced by simulated time and by memory."""
+        if self.given_or_even:
+            return ranges(self.given_or_even)
         layers, stages = self.config.model.num_layers, self.placement.num_stages
-        if self._given is not None:
-            return ranges(self._given)
-        if layers <= stages or stages == 1 or not self.tried_actions:
-            return ranges(evenly(layers, stages))
-        bounds, rate, found = self._least_time, self._rate, splits(layers, stages)
-        if self.tried_actions == 1:
-            return ranges(min(found, key=bounds))
         actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)), LONG)[1]))
-        return ranges(fastest(found, bounds, rate, most=max(1, self.tried_actions // actions)))
+        return ranges(fastest(splits(layers, stages), self._least_time, self._rate, max(1, TRIED_ACTIONS // actions)))
 
     @property
+    def given_or_even(self) -> Sequence[int]:
+        """Layers of every stage where there is no choice: as the options give them, or one each at most; else empty."""
+        layers, stages = self.config.model.num_layers, self.placement.num_stages
+        even = evenly(layers, stages) if layers <= stages or stages == 1 else ()
+        return even if self._given is None else self._given
+
+    @cached_property
     def counts(self) -> list[int]:
         """How many layers every stage has."""
         return [len(layers) for layers in self.stages]
@@ -218,16 +219,19 @@ class Arrangement:
         specs = specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab)
         return sum(math.prod(spec.stored_shape) for spec in specs.values())
 
+    @property
+    def splits_backward(self) -> bool:
+        return self.config.parallel.split_backward and self.pp > 1
+
     @cached_property
     def split(self) -> Split | None:
         """How backward is split, if it is."""
         return self._split_of(self.counts)
 
     def _split_of(self, split: Sequence[int]) -> Split | None:
-        p = self.config.parallel
-        if not p.split_backward or self.pp == 1:
+        if not self.splits_backward:
             return None
-        costs, most = self._costs_of(split), p.zero_bubble_max_pending_backward
+        costs, most = self._costs_of(split), self.config.parallel.zero_bubble_max_pending_backward
         return Split(costs, self._held_of(split)) if most is None else Split(costs, most=most)
 
     @cached_property
