@@ -11,16 +11,13 @@ there. Nothing but the command that is asked for is imported. Exit codes are the
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import select
-import signal
 import sys
 from difflib import get_close_matches
 from pathlib import Path
 
 from megalite import __version__
-from megalite.config.console import let_go_of_console
+from megalite.config.console import as_command
 
 _HERE = Path(__file__).resolve().parent
 PROGRAMS = _HERE / "programs" if (_HERE / "programs").is_dir() else _HERE.parent
@@ -112,18 +109,7 @@ def _without_command(words: list[str]) -> int:
 
 
 def main() -> int:
-    try:
-        return run(sys.argv[1:])
-    except KeyboardInterrupt:
-        os._exit(130)
-    except BrokenPipeError:
-        stdout = select.poll()
-        stdout.register(1, 0)
-        if stdout.poll(0):  # whoever reads it has enough, as head has
-            return 128 + signal.SIGPIPE
-        raise
-    finally:
-        let_go_of_console()
+    return as_command(lambda: run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -105,6 +106,14 @@ def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
         ("--preset llama3-8b --global-batch-size 8 --precision fp16 --bf16", "precision=fp16 and --bf16 exclude"),
         ("--preset llama3-8b --global-batch-size 8 --tp 2 --nproc 16", "nproc=16 is not the cluster's 8 devices"),
         ("--preset llama3-8b --account-for-loss-in-pipeline-split --global-batch-size 8", "name tp and pp, too"),
+        ("--preset llama3-8b --hf config.json", "hf=config.json and preset=llama3-8b are two models"),
+        ("--preset llama3-8b --cluster c.toml --device a100", "cluster=c.toml has its device and their number"),
+        ("--preset llama3-8b --tp 2 --pp 2 --num-gpus 6 --gpus-per-node 6 --global-batch-size 8", "with --num-gpus 4"),
+        ("--preset llama3-8b --json no/such.json", "json=no/such.json cannot be written: no is no folder; make it"),
+        ("--preset llama3-8b --json .", "json=. is a folder; give the name of a file"),
+        ("--preset llama3-8b --out plan", "out=plan has no suffix of a picture; end it in one of .png .svg .pdf"),
+        ("compare nowhere", "plan.py: "),
+        ("compare . --json no/such.json", "plan.py: json=no/such.json cannot be written"),
         ("sizes --parameters x", "parameters=x"),
         ("tokens --preset llama3-8b --mfu 2", "mfu=2.0"),
     ],
@@ -130,6 +139,22 @@ def test_what_a_file_or_the_line_says_is_kept(tmp_path: Path, capsys: pytest.Cap
     assert plan.main(words) == 0
     assert "22,937,600 (" in capsys.readouterr().out  # 700 x 32 x 1024
     assert json.loads(out.read_text())["command"][-2:] == ["--train-iters", "700"]
+
+
+@pytest.mark.timeout(120)
+def test_who_has_read_enough_ends_it_without_a_traceback() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "plan.py"), "--preset", "llama3-8b", *BATCH, "--tp", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # as head does
+        assert process.wait(100) in (0, 128 + signal.SIGPIPE) and process.stderr.read() == ""
+
+
+def test_a_tiny_model_is_bound_by_what_every_step_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --vocab-size 512 --tp 1"
+    words += " --cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0 --global-batch-size 24"
+    assert plan.main(words.split()) == 0
+    assert "bound by what every step takes" in capsys.readouterr().out
 
 
 def test_a_profile_of_another_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
     from tools.planning.profile import Profile
     from tools.planning.request import Request
-    from tools.planning.search import Found, Planned
+    from tools.planning.search import Found
     from tools.planning.tokens import Budget
 
 
@@ -46,7 +46,7 @@ def _parser(what: str = "") -> argparse.ArgumentParser:
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf", type=Path, metavar="FILE", help="the model: a config.json, or the folder that it is in")
-    parser.add_argument("--device", default="h100", help="a100, h100, h200, b200, v100 or cpu; default h100")
+    parser.add_argument("--device", help="a100, h100, h200, b200, v100 or cpu; default h100")
     parser.add_argument("--num-gpus", type=int, metavar="N", help="devices of the cluster; default 8")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: as the device usually comes")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file in place of these three")
@@ -102,7 +102,7 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
 
 def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | None]:
     from megalite.models.flops import train_flops_per_token
-    from tools.planning.search import Layout, even
+    from tools.planning.search import Layout, arranged
     from tools.planning.tokens import Budget, chinchilla, quantity
 
     sizes, problems = {}, []
@@ -115,7 +115,7 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
         problems.append(f"price_per_gpu_hour={args.price_per_gpu_hour} is no price; give dollars, 0 or more")
     if problems:
         raise Wrong("\n".join(problems))
-    one, m, t = even(Layout(), request), request.config.model, request.config.train
+    one, m, t = arranged(Layout(), request), request.config.model, request.config.train
     flops = train_flops_per_token(m, m.seq_length, one.padded_vocab)
     named = 0 if "train_iters" in request.left_out else one.steps * one.batch_size
     tokens = sizes["tokens"] or (t.train_samples or named) * m.seq_length or chinchilla(one.parameters)
@@ -135,6 +135,7 @@ def plan(argv: list[str]) -> int:
         raise Wrong(
             f"usable_memory={args.usable_memory} is a share up to 1, and top={args.top} at least 1; correct them"
         )
+    _writable("out", json=args.json, out=args.out)
     request, profile = _read(args, words)
     if not request.is_layout and request.config.train.global_batch_size is None:
         raise Wrong("global_batch_size is not set, and layouts of one batch are compared; give --global-batch-size")
@@ -143,11 +144,18 @@ def plan(argv: list[str]) -> int:
     if not found.plans:
         _nothing_fits(request, found)
         return 2
-    best = _whole(found, request, profile)
+    best = found.plans[0]
     _tell(request, found, budget, data_tokens, args)
     if args.json is not None or args.out is not None:
         _write(args, request, found, budget)
     return 0 if best.peak <= found.limit else 1
+
+
+def _writable(*pictures: str, **paths: Path | None) -> None:
+    from tools.outputs import unwritable
+
+    if wrong := list(unwritable(pictures=pictures, **paths)):
+        raise Wrong("\n".join(wrong))
 
 
 def _search(request: Request, profile: Profile | None, args: argparse.Namespace) -> Found:
@@ -164,24 +172,11 @@ def _search(request: Request, profile: Profile | None, args: argparse.Namespace)
         )
 
 
-def _whole(found: Found, request: Request, profile: Profile | None) -> Planned:
-    """The best with the stages that its run will have, in the place of its first estimate."""
-    from tools.planning.search import Layout, Planned, planned
-
-    seen: set[Layout] = set()
-    while found.plans[0].layout not in seen:  # one that was estimated faster than it is may not be the best
-        best = planned(found.plans[0].layout, request, profile)
-        assert isinstance(best, Planned)
-        seen.add(best.layout)
-        found.plans[0] = best
-        found.plans.sort(key=lambda plan: plan.time.seconds)
-    return found.plans[0]
-
-
 def _nothing_fits(request: Request, found: Found) -> None:
     from tools.planning import advice, show
 
-    print(f"plan.py: none of {found.candidates:,} layouts can be built and fits; refused:", file=sys.stderr)
+    number = sum(found.refused.values()) + found.too_large
+    print(f"plan.py: none of {number:,} layouts can be built and fits; refused:", file=sys.stderr)
     print("\n".join(show.refusals(found)), file=sys.stderr)
     print("\n".join(advice.needs(request, found)), file=sys.stderr)
 
@@ -193,7 +188,8 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     price = c.device.price_per_hour if args.price_per_gpu_hour is None else args.price_per_gpu_hour
     batch = best.made.batch_size * request.config.model.seq_length
     dtype = str(best.made.dtype).removeprefix("torch.")
-    print(f"{c.world:,} x {c.device.name} ({c.nodes:,} nodes of {c.per_node}), {dtype}, batch of {batch:,} tokens")
+    nodes = f"{c.nodes:,} node{'s' * (c.nodes > 1)} of {c.per_node}"
+    print(f"{c.world:,} x {c.device.name} ({nodes}), {dtype}, batch of {batch:,} tokens")
     _section("the usual questions", advice.path(request, found))
     print(f"\n{show.ranking(found.plans[: args.top], c.world)}")
     print(f"{found.candidates:,} layouts, {found.simulated} simulated; shares of a step, of what shows")
@@ -255,20 +251,19 @@ def _write(args: argparse.Namespace, request: Request, found: Found, budget: Bud
 
 def memory(argv: list[str]) -> int:
     from tools.planning import show
-    from tools.planning.search import applied, even, layout_of
+    from tools.planning.search import applied, arranged, layout_of
 
     parser = _parser("memory")
     _model_arguments(parser)
     args, words = parser.parse_known_args(argv)
     request, _ = _read(args, words)
-    from megalite.train.arrangement import TRIED_ACTIONS
     from tools.planning.memory import memory as count
     from tools.planning.request import problems_of
 
     layout = layout_of(request.config)
     if problems := problems_of(applied(layout, request.config), request.cluster.world):
         raise Wrong("\n".join(problems))
-    made = even(layout, request, TRIED_ACTIONS)
+    made = arranged(layout, request)
     held = count(made)
     print(f"{layout}, dp {made.dp}, {made.microbatches} micro-batches")
     print(show.table(show.memory_rows(held, made)))
@@ -314,10 +309,10 @@ def tokens(argv: list[str]) -> int:
         raise Wrong(f"mfu={args.mfu} is no share; give more than 0, up to 1")
     request, _ = _read(args, words)
     from tools.planning import show
-    from tools.planning.search import Layout, even
+    from tools.planning.search import Layout, arranged
 
     budget, data_tokens = _budget(args, request)
-    c, one = request.cluster, even(Layout(), request)
+    c, one = request.cluster, arranged(Layout(), request)
     speed = args.mfu * c.device.peak_tflops(one.dtype) * 1e12 * c.world / budget.flops_per_token
     price = c.device.price_per_hour if args.price_per_gpu_hour is None else args.price_per_gpu_hour
     batch = one.batch_size * request.config.model.seq_length
@@ -340,8 +335,7 @@ def calibrate(argv: list[str]) -> int:
     args, words = parser.parse_known_args(argv)
     if args.ranks < 1 or not 0 < args.seconds < 3600:
         raise Wrong(f"ranks={args.ranks} is at least 1, and seconds={args.seconds:g} more than 0; correct them")
-    if not args.out.parent.is_dir():
-        raise Wrong(f"out={args.out} is in no folder; make it")
+    _writable(out=args.out)
     place = {"cluster": None, "device": "cpu", "num_gpus": args.ranks, "gpus_per_node": args.ranks}
     request, _ = _read(argparse.Namespace(**place, hf=None, profile=None, precision=args.precision), words)
     try:
@@ -396,4 +390,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

@@ -15,6 +15,7 @@ import contextlib
 import io
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -41,6 +42,23 @@ def let_go_of_console() -> None:
         except OSError:
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def as_command(run: Callable[[], int]) -> int:
+    """The exit code of a program: 130 after Ctrl-C, that of SIGPIPE where whoever reads its output has enough, as head
+    has."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        os._exit(130)
+    except BrokenPipeError:
+        stdout = select.poll()
+        stdout.register(1, 0)
+        if stdout.poll(0):
+            return 128 + signal.SIGPIPE
+        raise
+    finally:
+        let_go_of_console()
 
 
 def watched() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tools.planning.published import PAPERS, TOLERANCE, Case, cases, predict, table
@@ -45,3 +47,15 @@ def test_the_table_tells_what_misses() -> None:
     head, *rows = table([few[1], missed])
     assert all(len(row) == len(head) for row in rows)
     assert rows[0][-1] == "" and rows[1][-1] == f"misses: {missed.why}"
+
+
+@pytest.mark.long
+def test_the_page_on_planning_has_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text("utf-8")
+    _, _, section = page.partition("### Against published steps")
+    lines = [line for line in section.partition("\n### ")[0].splitlines() if line.startswith("|")]
+    written = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:] if "| **" not in line]
+    _, *rows = table()
+    assert written == [[row[0], *row[2:5], row[5].partition(":")[0]] for row in rows]
+    held = len([row for row in rows if not row[5]])
+    assert f"{held} of {len(rows)} hold within 15 %" in page

@@ -14,23 +14,20 @@ from megalite.config.check import check
 from megalite.config.options import ConfigError
 from megalite.models.families import PRESETS
 from tools.planning import advice, show
+from tools.planning.bounds import least_memory, least_time
 from tools.planning.cost import Costs
 from tools.planning.profile import default_profile
 from tools.planning.request import HOW, LAYOUT, Request, as_flags, read
 from tools.planning.search import (
-    NEAR,
     USABLE,
     Found,
     Layout,
     Planned,
     applied,
-    even,
+    arranged,
     grid,
     layout_of,
-    least_memory,
-    least_time,
     planned,
-    roughly,
     search,
     variants,
 )
@@ -39,6 +36,11 @@ from tools.planning.tokens import Budget
 SMALL = (
     "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --hidden-dropout 0 "
     "--attention-dropout 0 --global-batch-size 32"
+)
+
+BROAD = (
+    "--num-layers 32 --hidden-size 6272 --num-attention-heads 49 --seq-length 4096 --vocab-size 256000 --bf16 "
+    "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 64"
 )
 
 
@@ -61,24 +63,37 @@ def test_no_layout_is_faster_than_the_best_that_is_found() -> None:
     assert len(layouts) > 100 and found.simulated < len(layouts) / 4
     some = layouts[:: max(1, len(layouts) // 60)]
     for layout in some:
-        plan = planned(layout, asked, None, tried=1)
+        plan = planned(layout, asked, None)
         assert isinstance(plan, Planned)
         if plan.peak <= found.limit:
             assert plan.time.seconds >= found.plans[0].time.seconds, layout
 
 
-def test_bounds_are_below_what_is_simulated_and_allocated() -> None:
-    asked = request(SMALL, 8)
+@pytest.mark.parametrize("flags", [SMALL, BROAD], ids=["small", "broad"])
+def test_bounds_are_below_what_is_simulated_and_allocated(flags: str) -> None:
+    asked = request(flags, 8)
     layouts = every(asked)
     for layout in layouts[:: max(1, len(layouts) // 40)]:
-        plan, made = planned(layout, asked, None, tried=0), even(layout, asked)
+        plan, made = planned(layout, asked, None), arranged(layout, asked)
         assert isinstance(plan, Planned)
         costs = Costs(made, asked.cluster, default_profile("h100"))
-        assert least_time(made, [stage.all for stage in costs.stages()]) <= plan.time.seconds * (1 + 1e-9), layout
-        state = made.module_bytes
-        assert least_memory(made, state) <= plan.peak, layout
-        assert roughly(made, state) <= plan.peak * NEAR, layout
-        assert layout.split or roughly(made, state) == pytest.approx(plan.peak, rel=0.1), layout
+        assert least_time(made, costs) <= plan.time.seconds * (1 + 1e-9), layout
+        size = least_memory(made, made.module_bytes)
+        assert size <= plan.peak, layout
+        if len(made.given_or_even):
+            assert layout.split or size == pytest.approx(plan.peak, rel=0.15), layout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_head_that_weighs_much_hides_no_layout() -> None:
+    """Its rank has few layers then, which no even division has. Everything that fits is simulated."""
+    asked = request(BROAD, 8)
+    best = search(asked).plans[0]
+    assert best.layout == Layout(1, 8, split=True) and best.made.counts[-1] < 32 // 8
+    for layout in every(asked):
+        plan = planned(layout, asked, None, USABLE * asked.cluster.device.memory_bytes)
+        assert isinstance(plan, int) or plan.time.seconds >= best.time.seconds, layout
 
 
 @pytest.mark.long
@@ -91,7 +106,7 @@ def test_405b_on_16384_devices_is_at_least_as_good_as_the_published_layout() -> 
     assert best.peak <= found.limit and found.left == 0
     theirs = [Layout(8, 16, vpp, ends=True) for vpp in (1, 2, 4, 8)] + [Layout(8, 16, vpp) for vpp in range(1, 8)]
     for layout in theirs:
-        plan = planned(layout, asked, None, tried=1)
+        plan = planned(layout, asked, None)
         assert isinstance(plan, Planned) and best.time.seconds <= plan.time.seconds, layout
 
 
@@ -162,7 +177,7 @@ def test_a_wrong_question_is_answered_with_what_is_wrong(flags: str, more: dict[
 def test_advice_goes_by_figures() -> None:
     """Of a plan with two micro-batches over 8 stages, on tp 16 over nodes of 8."""
     asked = request("--preset llama3-70b --global-batch-size 2 --seq-length 512", 128)
-    plan = planned(Layout(8, 8), replace(asked, cluster=asked.cluster), None, tried=1)
+    plan = planned(Layout(8, 8), replace(asked, cluster=asked.cluster), None)
     assert isinstance(plan, Planned)
     across = replace(plan, layout=replace(plan.layout, tp=16))
     budget = Budget(70 * 10**9, 5 * 10**12, 4e11)
@@ -172,7 +187,7 @@ def test_advice_goes_by_figures() -> None:
     what, helps = advice.bound(plan)
     assert what.startswith("bound by pipeline") and "micro-batches" in helps
     large = request("--preset llama3-8b --global-batch-size 4096", 64)
-    one = planned(Layout(2, 1), large, None, tried=1)
+    one = planned(Layout(2, 1), large, None)
     assert isinstance(one, Planned)
     assert "beyond the critical" in "\n".join(advice.warnings(large, one, replace(budget, parameters=8 * 10**9), None))
 

@@ -9,7 +9,7 @@ from test_search import request
 from megalite.models.flops import train_flops_per_token
 from megalite.train.arrangement import arrange
 from tools.planning import sizes
-from tools.planning.search import Layout, applied, even
+from tools.planning.search import Layout, applied, arranged
 from tools.planning.tokens import Budget, chinchilla, quantity
 
 
@@ -45,7 +45,7 @@ def test_tokens_flops_steps_and_days() -> None:
     """GPT-3 175B on 300 B tokens: 3.14e23 FLOPs (arXiv:2005.14165, table D.1). Llama 3 405B: 3.8e25 on 15.6 T."""
     for preset, tokens, published in (("gpt3-175b", "300B", 3.14e23), ("llama3-405b", "15.6T", 3.8e25)):
         asked = request(f"--preset {preset} --global-batch-size 1024", 1024)
-        one, m = even(Layout(), asked), asked.config.model
+        one, m = arranged(Layout(), asked), asked.config.model
         budget = Budget(one.parameters, quantity(tokens), train_flops_per_token(m, m.seq_length, one.padded_vocab))
         assert budget.rule_flops == pytest.approx(published, rel=0.02)
         assert 1 < budget.exact_flops / budget.rule_flops < 1.1

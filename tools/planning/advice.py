@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tools.planning.search import Found, Layout, Planned, even
+from tools.planning.search import Found, Layout, Planned, arranged
 from tools.planning.tokens import MOST_EPOCHS, Budget
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 SMALL_TOKENS = 1024  # of a micro-batch on one tp rank's matmuls: below, weights are read for too little work
 MUCH_BUBBLE = 0.15
+FIXED = "what every step takes"  # StepTime.fixed
 HELP = {
     "compute": "the devices' peak: more devices, or fewer FLOPs (less recompute, a smaller model); not links",
     "pipeline": "more micro-batches a step (a larger batch, fewer dp ranks), more chunks, or --split-backward",
@@ -28,6 +29,7 @@ HELP = {
     "data parallelism": "more micro-batches a step, so that the sum of the gradients has more to hide behind; a faster "
     "network; --grad-reduce-in-bf16",
     "memory bandwidth": "more dp ranks to share the update, or a larger batch",
+    FIXED: "a larger batch, or a larger model: the rest is too small to count",
 }
 PARTS = {  # of StepTime.parts
     "compute": "compute",
@@ -52,7 +54,7 @@ def critical_batch(parameters: int) -> float:
 def path(request: Request, found: Found) -> list[str]:
     """question: figure -> branch that is taken."""
     c, n = request.cluster, _parameters(request)
-    one, memory = even(Layout(), request), c.device.memory_bytes
+    one, memory = arranged(Layout(), request), c.device.memory_bytes
     weight, gradient, optimizer = one.bytes_of_element
     state, limit = n * (weight + gradient + optimizer), found.limit
     lines = [
@@ -107,7 +109,7 @@ def _chosen(best: Planned) -> list[str]:
 
 
 def _parameters(request: Request) -> int:
-    return even(Layout(), request).parameters
+    return arranged(Layout(), request).parameters
 
 
 def warnings(request: Request, best: Planned, budget: Budget, data_tokens: int | None) -> list[str]:
@@ -147,7 +149,9 @@ def warnings(request: Request, best: Planned, budget: Budget, data_tokens: int |
 def bound(best: Planned) -> tuple[str, str]:
     """(what limits the best plan, with its share; what would help). Compute, as long as it is three quarters of the
     step; else what takes the most of the rest."""
-    shares = {PARTS.get(name, name): part / best.time.seconds for name, part in best.time.parts.items()}
+    parts = {PARTS[name]: seconds for name, seconds in best.time.parts.items()}
+    parts["memory bandwidth"] -= best.time.fixed
+    shares = {name: part / best.time.seconds for name, part in (parts | {FIXED: best.time.fixed}).items()}
     others = {name: share for name, share in shares.items() if name != "compute"}
     what = "compute" if shares["compute"] >= 0.75 else max(others, key=lambda name: others[name])
     told = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1]) if share)

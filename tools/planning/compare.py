@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Predicted beside measured of a run, from what it has written.
 
-python tools/planning/compare.py RUN                          by the defaults of its device
-python tools/planning/compare.py RUN --profile profile.json   by what tools/plan.py calibrate has measured there
+python tools/plan.py compare RUN                          by the defaults of its device
+python tools/plan.py compare RUN --profile profile.json   by what tools/plan.py calibrate has measured there
 
 Predicted: memory as a start prints it (megalite/train/arrangement.py), times by tools/planning/step_time.py, of the
 run's own options and ranks. Measured: a step is the median of metrics.jsonl, its first line left out; the parts of a
@@ -21,8 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from tools.outputs import unwritable
 
 if TYPE_CHECKING:
     from megalite.train.arrangement import Arrangement
@@ -218,6 +217,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file in place of what the run told")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, too")
     args = parser.parse_args(argv)
+    if wrong := list(unwritable(json=args.json)):
+        print(*(f"plan.py: {line}" for line in wrong), sep="\n", file=sys.stderr)
+        return 2
     from tools.planning.cluster import read_cluster
     from tools.planning.profile import read_profile
 
@@ -226,7 +228,7 @@ def main(argv: list[str]) -> int:
         profile = read_profile(args.profile) if args.profile is not None else None
         rows = compare(args.run_dir, cluster, profile)
     except (ValueError, OSError) as error:
-        print(f"compare.py: {error}", file=sys.stderr)
+        print(*(f"plan.py: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
         return 2
     print(text(rows))
     if args.json is not None:
@@ -234,10 +236,6 @@ def main(argv: list[str]) -> int:
         try:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
         except OSError as error:
-            print(f"compare.py: json={args.json} cannot be written ({error.strerror}); give a file", file=sys.stderr)
+            print(f"plan.py: json={args.json} cannot be written ({error.strerror}); give a file", file=sys.stderr)
             return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

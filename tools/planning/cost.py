@@ -81,7 +81,7 @@ class Costs:
 
     @property
     def split(self) -> bool:
-        return self.made.split is not None
+        return self.made.splits_backward
 
     @cached_property
     def tp_group(self) -> Group:
@@ -218,20 +218,20 @@ class Costs:
             return None
         return Seconds(self.profile.blocks[name])
 
+    def block(self, layers: int) -> Seconds:
+        """So many layers on one stage, with what is recomputed."""
+        granularity, method, n, _ = self.made.recompute
+        time = self.layer.times(layers)
+        if granularity == "full" and not self._knows_recompute:
+            again = min(n, layers) if method == "block" else layers
+            time += Seconds((0.0, self.layer.all[0] * again, 0.0), (0.0, self.layer.tp[0] * again, 0.0))
+        return time
+
     def stages(self) -> list[Seconds]:
         """Of one micro-batch."""
-        counts, (granularity, method, n, _) = self.made.counts, self.made.recompute
-        found = []
-        for stage, layers in enumerate(counts):
-            time = self.layer.times(layers)
-            if granularity == "full" and not self._knows_recompute:
-                again = min(n, layers) if method == "block" else layers
-                time += Seconds((0.0, self.layer.all[0] * again, 0.0), (0.0, self.layer.tp[0] * again, 0.0))
-            if stage == 0:
-                time += self.embedding
-            if stage == len(counts) - 1:
-                time += self.head
-            found.append(time)
+        found = list(map(self.block, self.made.counts))
+        found[0] += self.embedding
+        found[-1] += self.head
         return found
 
     @property

@@ -59,6 +59,8 @@ class Request:
 def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     problems: list[str] = []
     where = _cluster(args, problems)
+    if args.hf is not None and "preset" in (named := cli.take_apart(words).given):
+        raise ConfigError([*problems, f"hf={args.hf} and preset={named['preset']} are two models; give one"])
     try:
         words = [*_of_hugging_face(args.hf, words), *words] if args.hf is not None else [*words]
     except ConfigError as error:
@@ -101,7 +103,7 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
         if args.cluster is not None:
             return read_cluster(args.cluster)
         number = args.num_gpus if args.num_gpus is not None else args.gpus_per_node or 8
-        return cluster(args.device, number, args.gpus_per_node)
+        return cluster(args.device or "h100", number, args.gpus_per_node)
     except ValueError as error:
         text = str(error)
         if args.cluster is None:
@@ -161,8 +163,9 @@ def _unlike(args: argparse.Namespace, words: Sequence[str], where: Cluster | Non
             problems.append(f"precision={args.precision} and --{name} exclude each other; give one")
     if where is not None and str(given.get("nproc", where.world)) != str(where.world):
         problems.append(f"nproc={given['nproc']} is not the cluster's {where.world} devices; give --num-gpus alone")
-    if args.cluster is not None and (args.num_gpus, args.gpus_per_node) != (None, None):
-        problems.append(f"cluster={args.cluster} has its number of devices; leave --num-gpus and --gpus-per-node out")
+    if args.cluster is not None and (args.device, args.num_gpus, args.gpus_per_node) != (None, None, None):
+        more = "leave --device, --num-gpus and --gpus-per-node out"
+        problems.append(f"cluster={args.cluster} has its device and their number; {more}")
     return problems
 
 
@@ -189,5 +192,5 @@ def with_options(config: Config, **values: Any) -> Config:
 
 
 def problems_of(config: Config, world: int) -> list[str]:
-    """Why it cannot be built on so many ranks, as a run would be told."""
-    return [str(problem) for problem in check(config, world)]
+    """Why it cannot be built on so many ranks, as a run would be told; a plan calls them by --num-gpus."""
+    return [str(problem).replace("--nproc", "--num-gpus") for problem in check(config, world)]

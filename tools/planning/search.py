@@ -1,12 +1,9 @@
 """Which layouts of a model fit on a cluster, and how fast a step of each would be, the fastest first.
 
-    candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward; what check() refuses is counted
-    bound        a time that no schedule is below, and memory, of the layers divided evenly: where the head weighs
-                 much, a run's own balance may be better than both, and a layout be passed over
-    estimate     the arrangement, its memory and its simulated step, for the lowest bounds first, until `wanted` are
-                 found and no bound is below the SURE best of them
-
-Candidates have stages that are balanced by bounds; the best one then gets those that its run will have.
+candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward; what check() refuses is counted
+bound        a time and a memory that no balance of its stages is below
+estimate     the arrangement with the stages that its run will have, its memory and its simulated step, for the
+             lowest bounds first, until `wanted` are found and no bound is below the SURE best of them
 """
 
 from __future__ import annotations
@@ -20,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tools.planning.memory import RankMemory, memory, moments
+from tools.planning.bounds import State, least_memory, least_time
+from tools.planning.memory import RankMemory, memory
 from tools.planning.request import Request, problems_of, with_options
 
 if TYPE_CHECKING:
@@ -38,13 +36,9 @@ HOW_AGAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # options of wha
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
 )
-TRIED = 1  # Arrangement.tried_actions of a candidate
-GROUPS = 3  # of micro-batches, after which what is held does not grow
 SURE = 3  # plans that nothing is faster than but what is shown; those behind them are the best that were simulated
 MOST = 60  # plans that are simulated: a few tenths of a second each
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
-State = tuple[float, float, float]  # Arrangement.module_bytes
-NEAR = 1.02  # how far the even division may be above the limit for the true one to be looked at
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,7 @@ def layout_of(config: Config) -> Layout:
 
 @dataclass(frozen=True)
 class Planned:
-    """`made`: with the stages that a run would have, or balanced by bounds."""
+    """`made`: with the stages that a run would have."""
 
     layout: Layout
     made: Arrangement
@@ -179,63 +173,10 @@ def variants(layout: Layout, request: Request) -> Iterator[Layout]:
         yield replace(layout, recompute=kind, split=split)
 
 
-def even(layout: Layout, request: Request, tried: int = 0) -> Arrangement:
+def arranged(layout: Layout, request: Request) -> Arrangement:
     from megalite.train.arrangement import Arrangement
 
-    return Arrangement(applied(layout, request.config), request.cluster.world, request.vocab_size, tried)
-
-
-def least_memory(made: Arrangement, state: State) -> float:
-    """Bytes that the fullest rank takes at least with even stages: its layers' state, and for what it holds of a
-    schedule that fills the pipeline one forward of a chunk per rank behind it."""
-    full, brief = made.microbatches * made.chunks, moments(made)
-    alive = {
-        rank: min(full, made.pp - rank) * min(made.held[s][0] for s in made.placement.stages(rank))
-        for rank in (0, made.pp - 1)
-    }
-    return max(_state_of(rank, made, state) + alive[rank] + brief.layer - brief.edge for rank in alive)
-
-
-def _state_of(rank: int, made: Arrangement, state: State) -> float:
-    """Bytes of weights, gradients and optimizer, but for the padding."""
-    layer, embedding, head = state
-    if made.pp == 1 and not made.config.model.untie_embeddings_and_output_weights:
-        head = 0.0  # its weights are the embedding's
-    layers = sum(made.counts[s] for s in made.placement.stages(rank))
-    return layer * layers + embedding * (rank == 0) + head * (rank == made.pp - 1)
-
-
-def roughly(made: Arrangement, state: State) -> float:
-    """Bytes of the fullest rank, but for the padding and the messages. A split backward holds as much as the schedule
-    without it, or more."""
-    from megalite.pipeline.schedule import SCHEDULES, group_sizes, in_flight
-
-    p, brief = made.config.parallel, moments(made)
-    groups = group_sizes(made.microbatches, made.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[:GROUPS]
-    order, most = SCHEDULES[p.pipeline_schedule], 0.0
-    for rank in {0, min(1, made.pp - 1), made.pp - 1}:
-        alive = in_flight(order(rank, made.placement, groups), made.held)
-        moment = max(made.recomputed[rank] + brief.layer - brief.edge, brief.head * (rank == made.pp - 1))
-        most = max(most, _state_of(rank, made, state) + alive + moment)
-    return most
-
-
-def least_time(made: Arrangement, costs: list[tuple[float, float, float]]) -> float:
-    """Seconds that no order of the schedule is below: a rank idles until the first forward has come down to it, then
-    works through all micro-batches, and its last backward has yet to go up; and all go through all stages. `costs`:
-    seconds of F, B and W of every stage."""
-    split = made.config.parallel.split_backward and made.pp > 1
-    down, up = sum(f for f, _, _ in costs), sum(b if split else b + w for _, b, w in costs)
-    most = down + up + (made.microbatches - 1) * max(f for f, _, _ in costs)
-    fill = drain = 0.0
-    for rank in range(made.pp):
-        stages = made.placement.stages(rank)
-        work = made.microbatches * sum(sum(costs[s]) for s in stages)
-        weights = made.microbatches * sum(costs[s][2] for s in stages)  # which a split backward leaves for the end
-        most = max(most, fill + (max(work, work - weights + drain) if split else work + drain))
-        f, b, w = costs[rank]
-        fill, drain = fill + f, drain + (b if split else b + w)
-    return most
+    return Arrangement(applied(layout, request.config), request.cluster.world, request.vocab_size)
 
 
 def search(
@@ -252,11 +193,11 @@ def search(
     found = Found(limit=usable * request.cluster.device.memory_bytes)
     bounds = _bounded(request, profile, found)
     while bounds and found.simulated < most:
-        bound, _, layout, state = heapq.heappop(bounds)
+        bound, _, layout = heapq.heappop(bounds)
         if len(found.plans) >= wanted and bound > found.plans[min(SURE, wanted) - 1].time.seconds:
             bounds = []
             break
-        _estimate(layout, request, profile, found, state)
+        _estimate(layout, request, profile, found)
         tell(found.simulated, found.plans[0].time.seconds if found.plans else 0.0)
     if not request.is_layout and "use_distributed_optimizer" not in request.fixed:
         for plan in found.plans[:SURE]:  # what does not share out the optimizer's state takes more memory
@@ -266,13 +207,13 @@ def search(
     return found
 
 
-def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, int, Layout, State]]:
-    """A heap of (seconds, number, layout, its modules' bytes) of what can be built and may fit."""
+def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, int, Layout]]:
+    """A heap of (seconds, number, layout) of what can be built and may fit."""
     from tools.planning.cost import Costs
     from tools.planning.profile import default_profile
 
     used = profile or default_profile(request.cluster.device.name)
-    bounds: list[tuple[float, int, Layout, State]] = []
+    bounds: list[tuple[float, int, Layout]] = []
     states: dict[tuple[int, int, bool], State] = {}
     for layout in [layout_of(request.config)] if request.is_layout else grid(request):
         found.candidates += 1
@@ -281,31 +222,25 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
             found.refuse(problems)
             continue
         for one in [layout] if request.is_layout else variants(layout, request):
-            made = even(one, request)
+            made = arranged(one, request)
             key = (one.tp, made.dp, one.sharded)
             if key not in states:
                 states[key] = made.module_bytes
             size = least_memory(made, states[key])
-            if size > found.limit * NEAR and not request.is_layout:
+            if size > found.limit and not request.is_layout:
                 found.over(size, one)
                 continue
-            seconds = least_time(made, [stage.all for stage in Costs(made, request.cluster, used).stages()])
-            bounds.append((seconds, len(bounds), one, states[key]))
+            bounds.append((least_time(made, Costs(made, request.cluster, used)), len(bounds), one))
     heapq.heapify(bounds)
     return bounds
 
 
-def _estimate(
-    layout: Layout, request: Request, profile: Profile | None, found: Found, state: State | None = None
-) -> None:
+def _estimate(layout: Layout, request: Request, profile: Profile | None, found: Found) -> None:
     if problems := problems_of(applied(layout, request.config), request.cluster.world):
         found.refuse(problems)
         return
     limit = float("inf") if request.is_layout else found.limit
-    if state is not None and (size := roughly(even(layout, request), state)) > limit * NEAR:
-        found.over(size, layout)
-        return
-    plan = planned(layout, request, profile, limit, TRIED)
+    plan = planned(layout, request, profile, limit)
     if isinstance(plan, int):
         found.over(plan, layout)
         return
@@ -314,15 +249,11 @@ def _estimate(
     found.plans.sort(key=lambda one: (one.time.seconds, one.peak))
 
 
-def planned(
-    layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf"), tried: int | None = None
-) -> Planned | int:
-    """One layout, with the stages that a run would have, or as Arrangement.tried_actions says; bytes of its fullest
-    rank where these are above the limit."""
-    from megalite.train.arrangement import TRIED_ACTIONS
+def planned(layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf")) -> Planned | int:
+    """One layout, with the stages that a run would have; bytes of its fullest rank where these are above the limit."""
     from tools.planning.step_time import step_time
 
-    made = even(layout, request, TRIED_ACTIONS if tried is None else tried)
+    made = arranged(layout, request)
     held = memory(made)
     peak = max(one.peak for one in held)
     if peak > limit:

@@ -36,12 +36,14 @@ class StepTime:
     """parts      seconds of the ranks' mean that sum to `seconds`: compute, bubble, optimizer, what shows of tp, pp, dp
     mfu           of train_flops_per_token, per device, causal, as the trainer logs it
     tokens_per_s  of the whole cluster
+    fixed         seconds of `optimizer` that any step takes, however small
     """
 
     seconds: float
     parts: dict[str, float]
     mfu: float
     tokens_per_s: float
+    fixed: float
 
 
 def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = None) -> StepTime:
@@ -57,7 +59,7 @@ def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = Non
     tokens = made.batch_sizes.final * made.config.model.seq_length
     flops = train_flops_per_token(made.config.model, made.config.model.seq_length, made.padded_vocab) * tokens
     peak = cluster.device.peak_tflops(made.dtype) * 1e12
-    return StepTime(seconds, parts, flops / (seconds * made.world * peak), tokens / seconds)
+    return StepTime(seconds, parts, flops / (seconds * made.world * peak), tokens / seconds, step.profile.step_s)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class _Step:
         found[-1 if rank == made.pp - 1 else 0] += max(0.0, total - sum(found))
         return found
 
-    @property
+    @cached_property
     def _layers(self) -> list[int]:
         """Of each pipeline rank."""
         made = self.made

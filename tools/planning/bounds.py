@@ -1,0 +1,121 @@
+"""Seconds and bytes that no balance of the stages which a run may choose is below.
+
+Both are computed of all splits of the layers that there are to choose from at once, as arrays [splits, stages]; the
+least counts. They are bounds, not estimates: no padding, no messages, no collectives of dp, no optimizer.
+
+    time    a rank idles until the first forward has come down to it, then works through all micro-batches, and its last
+            backward has yet to go up; and every micro-batch goes through all stages
+    memory  weights, gradients and optimizer of its layers, and what its schedule has in flight when that is most
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tools.planning.memory import moments
+
+if TYPE_CHECKING:
+    from megalite.train.arrangement import Arrangement
+    from tools.planning.cost import Costs
+
+GROUPS = 3  # of micro-batches, after which what is held does not grow
+State = tuple[float, float, float]  # Arrangement.module_bytes
+
+
+def possible(made: Arrangement) -> np.ndarray:
+    """[splits, stages]: layers of every stage, of all splits that the run chooses from."""
+    if len(found := made.given_or_even):
+        return np.array([found])
+    return _free(made.config.model.num_layers, made.placement.num_stages)
+
+
+@functools.cache
+def _free(layers: int, stages: int) -> np.ndarray:
+    from megalite.pipeline.partition import splits
+
+    return np.array(list(splits(layers, stages)))
+
+
+def least_time(made: Arrangement, costs: Costs) -> float:
+    """Seconds of a step."""
+    counts, pp, m = possible(made), made.pp, made.microbatches
+    table = np.array([costs.block(n).all for n in range(counts.max() + 1)])
+    f, b, w = np.moveaxis(table[counts], -1, 0)  # each [splits, stages], of one micro-batch
+    for stage, end in ((0, costs.embedding.all), (-1, costs.head.all)):
+        for part, seconds in zip((f, b, w), end, strict=True):
+            part[:, stage] += seconds
+    back = b if made.splits_backward else b + w
+    most = f.sum(1) + back.sum(1) + (m - 1) * f.max(1)
+    of_rank = lambda x: m * x.reshape(len(x), made.chunks, pp).sum(1)  # noqa: E731
+    fill, drain = (np.cumsum(x[:, :pp], 1) - x[:, :pp] for x in (f, back))
+    work = of_rank(f + b + w)
+    # W may run while others drain
+    ends = np.maximum(work, work - of_rank(w) + drain) if made.splits_backward else work + drain
+    return float(np.maximum(most, (fill + ends).max(1)).min())
+
+
+def least_memory(made: Arrangement, state: State) -> float:
+    """Bytes of the fullest rank. A split backward holds as much as the schedule without it, or more."""
+    counts, pp, brief = possible(made), made.pp, moments(made)
+    m, last = made.config.model, made.placement.num_stages - 1
+    layer, embedding, head = state
+    if pp == 1 and not m.untie_embeddings_and_output_weights:
+        head = 0.0  # its weights are the embedding's
+    saved, again, edges = _saved(made, counts.max())
+    held = saved[counts]
+    held[:, last] += edges
+    most = np.zeros(len(counts))
+    for rank in {0, min(1, pp - 1), pp - 1}:
+        stages = list(made.placement.stages(rank))
+        own = counts[:, stages]
+        whole = layer * own.sum(1) + embedding * (rank == 0) + head * (rank == pp - 1)
+        alive = held[:, stages] @ np.array(_in_flight(made, rank, None))
+        most = np.maximum(most, whole + alive + np.where(own.any(1), again[own].max(1) + brief.layer - brief.edge, 0.0))
+        if rank == pp - 1:
+            alive = held[:, stages] @ np.array(_in_flight(made, rank, last))
+            most = np.maximum(most, whole + alive + brief.head)
+    return float(most.min())
+
+
+def _saved(made: Arrangement, most: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Bytes of one micro-batch by the layers of a stage: kept from forward to backward, and recomputed at once; what
+    the last stage keeps more."""
+    from megalite.models.flops import stage_saved
+
+    of: Callable[[int, bool], tuple[float, float]] = lambda n, last: stage_saved(  # noqa: E731
+        made.config.model, n, last, made.recompute, made.dtype.itemsize, made.tp
+    )
+    pairs = np.array([of(n, False) for n in range(most + 1)]) * made.tokens
+    return pairs[:, 0], pairs[:, 1], (of(0, True)[0] - of(0, False)[0]) * made.tokens
+
+
+def _in_flight(made: Arrangement, rank: int, stage: int | None) -> Sequence[int]:
+    from megalite.pipeline.schedule import group_sizes
+
+    p = made.config.parallel
+    groups = group_sizes(made.microbatches, made.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[:GROUPS]
+    return _most_alive(p.pipeline_schedule, made.pp, made.chunks, tuple(groups), rank, stage)
+
+
+@functools.cache
+def _most_alive(
+    schedule: str, pp: int, chunks: int, groups: tuple[int, ...], rank: int, stage: int | None
+) -> Sequence[int]:
+    """Forwards of each chunk that wait for their backward when most of them do; just after a forward of `stage`, if
+    one is given."""
+    from megalite.pipeline.schedule import SCHEDULES, Op, Placement
+
+    place = Placement(pp, chunks)
+    alive, most = [0] * chunks, [0] * chunks
+    for action in SCHEDULES[schedule](rank, place, groups):
+        if action.op is Op.F:
+            alive[place.chunk(action.stage)] += 1
+            if stage in (None, action.stage) and sum(alive) > sum(most):
+                most = alive.copy()
+        elif action.op is Op.B:
+            alive[place.chunk(action.stage)] -= 1
+    return most
