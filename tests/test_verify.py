@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megalite.config import cli
 from megalite.config.check import check
@@ -251,6 +254,11 @@ def test_a_number_that_is_none_differs() -> None:
     change(ranks, 1, "gradient", "up", lambda data: math.nan * data)
     found = found_in(reference, ranks)
     assert found is not None and found.apart == math.inf
+    rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
+    odd = replace(
+        next(iter(pieces.values()))[0], here=np.array([1.0, math.nan, 3.0]), there=np.array([1.0, 2.0, 4.0]), odd=None
+    )
+    assert odd.bad(1e-6).tolist() == [False, True, True]
 
 
 def test_places_are_shares_in_order_and_padding_is_cut() -> None:
@@ -309,6 +317,10 @@ def test_a_bad_line_is_refused_at_once() -> None:
     assert "unknown flag --no-such-flag" in done.stderr and "Traceback" not in done.stderr
     done = verify(f"{GPT} {RUN} --steps 0")
     assert done.returncode == 2 and done.stderr == "verify.py: steps=0 is below 1; give 1 or more\n"
+    done = verify(f"{GPT} {RUN} --tp 2 --timeout -1 --out no/such --json .")
+    assert done.returncode == 2 and "timeout=-1 is no time" in done.stderr and "no is no folder" in done.stderr
+    done = verify(f"{GPT} {RUN} --tp 2 --pp 2 --dp 1 --most-ranks 1")
+    assert done.returncode == 2 and "most_ranks=1 leaves nothing of tp 2, pp 2, dp 1; give 4 or more" in done.stderr
     done = verify(f"{GPT} {RUN} --tp 2 --nproc 7")
     assert done.returncode == 2 and "nproc=7 is not a multiple of tp 2 x pp 1; give a multiple of 2" in done.stderr
 
@@ -345,6 +357,31 @@ def test_a_healthy_layout_agrees(flags: str, tmp_path: Path) -> None:
 def test_a_layout_that_dies_is_told() -> None:
     done = verify(f"{RUN} {GPT} --tp 2 --dp 1 --timeout 0.01")
     assert done.returncode == 1 and "it is not done after 0.01 s" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_group_ends_it_with_one_line(number: int, code: int, tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "tools" / "verify.py"), *f"{RUN} {GPT} --tp 2 --steps 100000".split()]
+    asked = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell's background job ignores it
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["env"] = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(words, cwd=ROOT, start_new_session=True, preexec_fn=asked, **pipes) as process:
+        while not list(tmp_path.glob("megalite-verify-*")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        time.sleep(4)  # the rank has begun, or is about to: both must do
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in out + err, out + err
+    assert "verify.py: interrupted" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_no_card_is_told_before_a_rank_starts() -> None:
+    done = verify(f"{GPT} {RUN} --tp 2 --device cuda")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "cuda" in done.stderr.lower()
 
 
 def test_the_picture_shows_what_differs(tmp_path: Path) -> None:

@@ -149,8 +149,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, rest = parser.parse_known_args(argv)
     if min(*options.nproc, options.steps, options.repeats) < 1 or options.warmup < 0:
         parser.error("nproc, steps and repeats are at least 1, warmup at least 0")
-    if min(options.memory_gib or 1, options.price_per_hour or 1, options.timeout) <= 0:
-        parser.error("memory-gib, price-per-hour and timeout are above 0")
+    for name in ("memory_gib", "price_per_hour", "timeout"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"{name}={value:g} is no quantity; give a number above 0")
     if len(options.nproc) > 1 and not options.scaling:
         parser.error(f"nproc={options.nproc} is several numbers of ranks; give --scaling weak or strong, or one number")
     if len({*options.nproc}) < 2 and options.scaling:

@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, process_group, read_environment  # noqa: E402
 from megalite.parallel.local_ranks import start_local  # noqa: E402
 from tools.bench.collectives import FACTORS, axes_of, fit, over_groups  # noqa: E402
+from tools.outputs import unwritable  # noqa: E402
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import Sizes
@@ -64,11 +65,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         *([f"--factor {args.factor} is below 2; sizes must grow"] if args.factor < 2 else []),
         *([f"--min-bytes {args.min_bytes} is below 4, one number"] if args.min_bytes < 4 else []),
         *([f"--max-bytes {args.max_bytes} is below --min-bytes"] if args.max_bytes < args.min_bytes else []),
-        *(
-            f"--{name} {path} cannot be written: its folder does not exist; make it"
-            for name, path in (("json", args.json), ("csv", args.csv))
-            if path is not None and not path.parent.is_dir()
-        ),
+        *([] if 0 < args.timeout_s < 1e6 else [f"--timeout-s {args.timeout_s:g} is no time; give seconds above 0"]),
+        *unwritable(json=args.json, csv=args.csv),
     ]
     if wrong:
         parser.error("; ".join(wrong))

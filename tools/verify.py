@@ -56,6 +56,13 @@ class Failed(Exception):
     """One process, or the layout, ended with an error, which it has told itself."""
 
 
+class Stopped(Exception):
+    """By a signal. `code`: what to exit with."""
+
+    def __init__(self, code: int):
+        self.code = code
+
+
 @dataclass(frozen=True)
 class Verdict:
     """`odd`: what is wrong with the one process itself."""
@@ -82,13 +89,15 @@ class Verdict:
 
 
 def train(config: Config, dtype: str, steps: int, world: int, timeout_s: float) -> list[Recording]:
-    """On `world` local ranks, what each of them had. Raises Failed."""
+    """On `world` local ranks, what each of them had. Raises Failed and Stopped."""
     from megalite.parallel.local_ranks import End, start_local
     from tools.checks.recording import read, take
 
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as folder:
         ends: list[End] = []
         code = start_local(world, take, (config, dtype, steps, folder), timeout_s=timeout_s, ended=ends.append)
+        if ends[-1].asked:
+            raise Stopped(code)
         if code:
             late = f"it is not done after {timeout_s:g} s; give more with --timeout"
             why = late if code == 124 else f"{ends[-1].cause}; its error is above"
@@ -206,7 +215,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each of the two runs; default: 600")
     parser.add_argument("--json", type=Path, help="FILE with all that was compared")
-    parser.add_argument("--out", help="FILE for a picture of the agreement, .png or .svg")
+    parser.add_argument("--out", type=Path, help="FILE for a picture of the agreement, .png or .svg")
     return parser.parse_known_args(argv)
 
 
@@ -218,11 +227,16 @@ def prepare(args: argparse.Namespace, words: list[str]) -> Smaller:
     from megalite.config.check import check
     from megalite.config.options import ConfigError
     from megalite.models.families import PRESETS
+    from megalite.train.preflight import choose_device
+    from megalite.train.setup import SetupError
     from tools.checks.smaller import layout_of, smaller
+    from tools.outputs import unwritable
 
-    low = [f"{name}={value} is below 1; give 1 or more" for name, value in _counts(args) if value < 1]
-    if low:
-        raise ConfigError(low)
+    counts = (("steps", args.steps), ("most_ranks", args.most_ranks))
+    wrong = [f"{name}={value} is below 1; give 1 or more" for name, value in counts if value < 1]
+    wrong += [] if 0 < args.timeout < 1e6 else [f"timeout={args.timeout:g} is no time; give seconds above 0"]
+    if wrong := [*wrong, *unwritable(pictures=("out",), json=args.json, out=args.out)]:
+        raise ConfigError(wrong)
     found = cli.read_all(words, PRESETS, world=lambda config: layout_of(config)[0].world)
     if found.config.checkpoint.use_checkpoint_args:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
@@ -233,11 +247,11 @@ def prepare(args: argparse.Namespace, words: list[str]) -> Smaller:
     if wrong := check(made.config, made.layout.world):
         raise ConfigError([f"at its small size: {line}; or give --whole" for line in wrong])
     dropped = ["--compile is not verified: blocks run as they are"] if found.config.train.compile else []
+    try:
+        choose_device(made.config.parallel.device)
+    except SetupError as error:
+        raise ConfigError([str(error)]) from None
     return replace(made, notes=[*made.notes, *dropped])
-
-
-def _counts(args: argparse.Namespace) -> list[tuple[str, int]]:
-    return [("steps", args.steps), ("most_ranks", args.most_ranks)]
 
 
 def main(argv: list[str]) -> int:
@@ -254,6 +268,9 @@ def main(argv: list[str]) -> int:
     except Failed as error:
         print(f"verify.py: {error}", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        print("verify.py: interrupted", file=sys.stderr)
+        return stopped.code
     print(text_of(verdict, args.dtype, args.steps), flush=True)
     try:
         if args.json is not None:
@@ -266,7 +283,7 @@ def main(argv: list[str]) -> int:
     return 0 if verdict.agrees else 1
 
 
-def _draw(verdict: Verdict, path: str, dtype: str) -> None:
+def _draw(verdict: Verdict, path: Path, dtype: str) -> None:
     """Raises OSError and ValueError."""
     from tools.pictures.agreement import picture
     from tools.pictures.canvas import NoMatplotlib, save
@@ -278,4 +295,6 @@ def _draw(verdict: Verdict, path: str, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

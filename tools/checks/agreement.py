@@ -73,8 +73,8 @@ class Piece:
         if self.odd is not None:
             return self.odd
         apart = np.abs(self.here - self.there)
-        size, most = (float(some.max(initial=0.0)) for some in (np.abs(self.there), apart))
-        return apart > min(tolerance * size, most / 2)
+        size, most = (float(some[np.isfinite(some)].max(initial=0.0)) for some in (np.abs(self.there), apart))
+        return ~(apart <= min(tolerance * size, most / 2))  # NaN is
 
 
 @dataclass

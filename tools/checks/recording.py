@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import signal
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -175,14 +176,18 @@ def _set_apart(run: Run) -> None:
 
 
 def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> None:
-    """On one rank; `dtype`: of the weights, a name of torch's. Collective."""
+    """On one rank; `dtype`: of the weights, a name of torch's. Collective. A signal ends it without a word: who has
+    started it tells it."""
     import torch
 
     from megalite.parallel.launch import process_group
+    from megalite.parallel.local_ranks import FORWARDED
     from megalite.train.preflight import choose_device
     from megalite.train.setup import build_run
     from megalite.train.step import train_step
 
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_DFL)
     limit = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     device = choose_device(config.parallel.device)
     with process_group(ranks, device=device, startup_timeout=limit) as here:

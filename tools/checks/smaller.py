@@ -102,10 +102,12 @@ def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Small
         if wanted.world > most:
             raise ValueError(f"world={wanted.world} ({wanted}) is above --most-ranks {most}; raise it, or drop --whole")
         return Smaller(_short(config, config, wanted, steps), wanted, wanted, notes)
-    layout = fewer_ranks(wanted, most)
+    layout, axes = fewer_ranks(wanted, most), sum(size > 1 for size in (wanted.tp, wanted.pp, wanted.dp))
+    if layout.world == 1 < wanted.world:
+        raise ValueError(f"most_ranks={most} leaves nothing of {wanted}; give {2**axes} or more")
     lost = [f"{axis} {size}" for axis, size, left in _axes(wanted, layout) if size > 1 and left == 1]
     if lost:
-        notes.append(f"not verified, for want of ranks: {' and '.join(lost)}; give --most-ranks 8 or more")
+        notes.append(f"not verified, for want of ranks: {' and '.join(lost)}; give --most-ranks {2**axes} or more")
     chosen = _stages(config, wanted, layout)
     model, layers = _model(config, wanted, layout, chosen)
     made = replace(
