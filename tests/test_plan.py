@@ -47,6 +47,8 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
     assert picture.read_text().startswith("<?xml")
     plot.main(["plan", str(file), "--out", str(tmp_path / "again.png"), "--narrow"])
     assert (tmp_path / "again.png").read_bytes()[:4] == b"\x89PNG"
+    plot.main(["plan", str(file), "--show", "layout", "--out", str(tmp_path / "layout.svg")])
+    assert "<svg" in (tmp_path / "layout.svg").read_text("utf-8")
 
 
 def test_one_given_layout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ python tools/plot.py loss RUN_DIR [RUN_DIR ...] --out loss.png
 python tools/plot.py agreement RUN_DIR RUN_DIR --out agreement.svg
 
 python tools/plot.py bench DIR --show scaling --out scaling.png   of tools/benchmark.py's --out: mfu, breakdown, scaling
-python tools/plot.py plan PLAN.json --out plan.png             what tools/plan.py --json wrote
+python tools/plot.py plan PLAN.json --out plan.png             of tools/plan.py --json; --show layout: who holds what
 
 Also steps (learning rate, gradient norm, tokens/s), time, memory, layout. The suffix of --out is the format.
 """
@@ -87,7 +87,8 @@ def timeline(runs: list[Run]) -> Picture:
 
 def of_plan(args: argparse.Namespace) -> None:
     try:
-        picture = plans.picture(json.loads(args.plan.read_text("utf-8")))
+        make = {"memory": plans.picture, "layout": plans.layout}[args.show]
+        picture = make(json.loads(args.plan.read_text("utf-8")))
     except OSError as error:
         raise SystemExit(f"plot.py: {args.plan}: {error.strerror}; give what tools/plan.py --json wrote") from None
     except ValueError as error:
@@ -146,6 +147,7 @@ def main(argv: list[str]) -> None:
     one.set_defaults(run=schedule, picture="schedule")
     planned = commands.add_parser("plan", help="what a plan's ranks hold, and where its steps' time goes")
     planned.add_argument("plan", metavar="PLAN.json", type=Path)
+    planned.add_argument("--show", choices=("memory", "layout"), default="memory", help="and time; or who holds what")
     planned.set_defaults(run=of_plan, picture="plan")
     for name, (text, _, many) in PICTURES.items():
         added = commands.add_parser(name, help=text)

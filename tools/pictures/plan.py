@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tools.pictures.canvas import Picture, figure, ink, short
+from tools.pictures.shares import layout_of
 
 GIB = 2**30
 MOST_RANKS, MOST_PLANS = 32, 10
@@ -43,6 +45,24 @@ def picture(data: Mapping[str, Any]) -> Picture:
 
     caption = f"The best plan: {best['seconds']:.3f} s a step, MFU {best['mfu']:.1%}, {short(speed)} tokens/s."
     return Picture("plan", caption, draw)
+
+
+def layout(data: Mapping[str, Any]) -> Picture:
+    """Which ranks of the best plan hold which layers. Raises ValueError where `data` is no plan, or one of more
+    pipeline ranks than have room."""
+    try:
+        best = data["plans"][0]
+        counts, firsts = [int(n) for n in best["layers"]], [int(rank) for rank in best["first_ranks"]]
+        mesh = {"world": int(best["world"]), "dp": int(best["dp"]), "cp": int(best["cp"])}
+        mesh |= {axis: int(best["layout"][axis]) for axis in ("tp", "pp")}
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"no plan of tools/plan.py --json ({type(error).__name__}: {error})") from None
+    stops = list(itertools.accumulate(counts))
+    stages = list(zip([0, *stops], stops, strict=False))
+    made = layout_of(stages, mesh, [f"rank {rank:,}" + " …" * (mesh["world"] > mesh["pp"]) for rank in firsts])
+    if made is None:
+        raise ValueError(f"{mesh['pp']} pipeline ranks are more than there is room for")
+    return made
 
 
 def _some(memory: Sequence[Mapping[str, float]]) -> list[tuple[int, Mapping[str, float]]]:

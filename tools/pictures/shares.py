@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -136,8 +136,13 @@ def layers(run: Run) -> list[tuple[int, int]]:
 
 
 def layout(run: Run) -> Picture | None:
-    """A row per pipeline rank, the depth of the model to the right."""
-    stages, pp, m = layers(run), run.mesh["pp"], run.mesh
+    return layout_of(layers(run), run.mesh, [_position(run, p) for p in range(run.mesh["pp"])])
+
+
+def layout_of(stages: Sequence[tuple[int, int]], m: Mapping[str, int], names: Sequence[str]) -> Picture | None:
+    """A row per pipeline rank, the depth of the model to the right. `stages`: their layers, from and to. `m`: world and
+    axis -> size. `names`: of the rows."""
+    pp = m["pp"]
     if not stages or pp > MOST or len(stages) % pp:
         return None
     depth = stages[-1][1]
@@ -154,7 +159,7 @@ def layout(run: Run) -> Picture | None:
                 _box(axis, row, -end, 0, ink("green"), "E")
             if stage == len(stages) - 1:
                 _box(axis, row, depth, depth + end, ink("vermilion"), "H")
-        axis.set_yticks(range(pp), [_position(run, p) for p in range(pp)])
+        axis.set_yticks(range(pp), names)
         axis.set_xlim(-end, depth + end)
         axis.set_ylim(-0.6, pp - 0.4)
         axis.set_xlabel("layers")

@@ -125,6 +125,8 @@ def as_json(plan: Planned) -> dict[str, Any]:
         "name": str(plan.layout),
         "world": made.world,
         "dp": made.dp,
+        "cp": made.cp,
+        "first_ranks": list(made.groups["pp"]),
         "microbatches": made.microbatches,
         "layers": made.counts,
         "seconds": plan.time.seconds,
