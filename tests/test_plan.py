@@ -49,6 +49,10 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
     assert (tmp_path / "again.png").read_bytes()[:4] == b"\x89PNG"
     plot.main(["plan", str(file), "--show", "layout", "--out", str(tmp_path / "layout.svg")])
     assert "<svg" in (tmp_path / "layout.svg").read_text("utf-8")
+    for damage in ({"layers": []}, {"world": float("inf")}, {"first_ranks": [0, 1, 2]}, {"layout": {"tp": 1, "pp": 0}}):
+        file.write_text(json.dumps(found | {"plans": [found["plans"][0] | damage]}))
+        with pytest.raises(SystemExit, match="no plan of tools/plan.py --json"):
+            plot.main(["plan", str(file), "--show", "layout"])
 
 
 def test_one_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +159,7 @@ def test_who_has_read_enough_ends_it_without_a_traceback() -> None:
 def test_a_tiny_model_is_bound_by_what_every_step_takes(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --vocab-size 512 --tp 1"
     words += " --cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0 --global-batch-size 24"
-    assert plan.main(words.split()) == 0
+    assert plan.main([*words.split()]) == 0
     assert "bound by what every step takes" in capsys.readouterr().out
 
 

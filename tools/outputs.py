@@ -1,4 +1,4 @@
-"""Files that a program is asked to write: tried before its work, so that an hour of it is not for nothing."""
+"""Files that a program is asked to write: looked at before its work, so that an hour of it is not for nothing."""
 
 from __future__ import annotations
 

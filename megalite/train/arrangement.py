@@ -274,7 +274,7 @@ class Arrangement:
         each = self._slowest(costs)
         if more or self.config.parallel.pipeline_schedule != "1f1b":  # a message, or F and B of different ranks, may be
             fewer, rows = self._rows(split, groups - 1)  # the slowest
-            each = (simulation.end - simulate(rows, costs, **more).end) / (run - fewer)
+            each = max(each, (simulation.end - simulate(rows, costs, **more).end) / (run - fewer))
         return simulation.end + (self.microbatches - run) * each, simulation
 
     def _slowest(self, costs: Sequence[Cost]) -> float:

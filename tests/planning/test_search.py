@@ -69,7 +69,13 @@ def test_no_layout_is_faster_than_the_best_that_is_found() -> None:
             assert plan.time.seconds >= found.plans[0].time.seconds, layout
 
 
-@pytest.mark.parametrize("flags", [SMALL, BROAD], ids=["small", "broad"])
+LATE = (
+    "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --vocab-size 1000000 --hidden-dropout 0 "
+    "--attention-dropout 0 --global-batch-size 32 --pipeline-schedule breadth-first"
+)
+
+
+@pytest.mark.parametrize("flags", [SMALL, BROAD, LATE], ids=["small", "broad", "breadth-first"])
 def test_bounds_are_below_what_is_simulated_and_allocated(flags: str) -> None:
     asked = request(flags, 8)
     layouts = every(asked)

@@ -55,7 +55,9 @@ def layout(data: Mapping[str, Any]) -> Picture:
         counts, firsts = [int(n) for n in best["layers"]], [int(rank) for rank in best["first_ranks"]]
         mesh = {"world": int(best["world"]), "dp": int(best["dp"]), "cp": int(best["cp"])}
         mesh |= {axis: int(best["layout"][axis]) for axis in ("tp", "pp")}
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        if not counts or min(*mesh.values(), len(firsts)) < 1 or len(firsts) != mesh["pp"] or len(counts) % mesh["pp"]:
+            raise LookupError(f"{len(counts)} stages, {len(firsts)} pipeline ranks, {mesh}")
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"no plan of tools/plan.py --json ({type(error).__name__}: {error})") from None
     stops = list(itertools.accumulate(counts))
     stages = list(zip([0, *stops], stops, strict=False))

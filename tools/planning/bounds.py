@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megalite.train.arrangement import Arrangement
     from tools.planning.cost import Costs
 
-GROUPS = 3  # of micro-batches, after which what is held does not grow
+GROUPS = 3  # of micro-batches; with 1F1B what is held does not grow after them
 State = tuple[float, float, float]  # Arrangement.module_bytes
 
 

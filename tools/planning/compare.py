@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Predicted beside measured of a run, from what it has written.
 
 python tools/plan.py compare RUN                          by the defaults of its device
