@@ -68,14 +68,17 @@ def main(argv: list[str]) -> int:
     if args.text:
         return code
     try:
-        print(f"page: {write(runs, args.out or runs[0].folder / 'report')}")
+        page = write(runs, args.out or runs[0].folder / "report")
     except NoMatplotlib as error:
         print(f"report.py: no page: {error}; --text asks for none", file=sys.stderr)
         return 1 if args.out else code
     except OSError as error:
         raise SystemExit(f"report.py: {error.filename}: {error.strerror}; give another --out") from None
+    print(f"page: {page}")
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))
