@@ -109,7 +109,7 @@ def _without_command(words: list[str]) -> int:
 
 
 def main() -> int:
-    return as_command(lambda: run(sys.argv[1:]))
+    return as_command(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"])
 
 
 if __name__ == "__main__":

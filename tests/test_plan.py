@@ -156,6 +156,15 @@ def test_who_has_read_enough_ends_it_without_a_traceback() -> None:
         assert process.wait(100) in (0, 128 + signal.SIGPIPE) and process.stderr.read() == ""
 
 
+@pytest.mark.timeout(120)
+def test_a_full_disk_under_its_output_is_one_line() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "plan.py"), "--preset", "llama3-8b", *BATCH, "--tp", "2"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
+        assert subprocess.run(command, stdout=full, stderr=full, timeout=100).returncode == 1
+
+
 def test_a_tiny_model_is_bound_by_what_every_step_takes(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --vocab-size 512 --tp 1"
     words += " --cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0 --global-batch-size 24"

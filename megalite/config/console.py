@@ -12,6 +12,7 @@ Nothing here raises for what the console does.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import select
@@ -44,11 +45,14 @@ def let_go_of_console() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def as_command(run: Callable[[], int]) -> int:
+def as_command(run: Callable[[], int], prints: bool = True) -> int:
     """The exit code of a program: 130 after Ctrl-C, that of SIGPIPE where whoever reads its output has enough, as head
-    has."""
+    has, 1 where a disk is full that it writes to. `prints`: what it prints is what it is for; it is lost else."""
     try:
-        return run()
+        code = run()
+        if prints and sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         os._exit(130)
     except BrokenPipeError:
@@ -57,6 +61,11 @@ def as_command(run: Callable[[], int]) -> int:
         if stdout.poll(0):
             return 128 + signal.SIGPIPE
         raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        complain(f"{error}: what was printed or written is not whole; make room")
+        return 1
     finally:
         let_go_of_console()
 
