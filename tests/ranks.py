@@ -11,9 +11,11 @@ import multiprocessing
 import os
 import pickle  # between a test and its own processes; tensors by value, not by shared memory
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 from megalite.parallel.launch import Ranks, process_group
@@ -36,6 +38,12 @@ def _run(
     except BaseException:
         senders[ranks.rank].send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise SystemExit(1) from None
+
+
+def wait_for(path: Path) -> None:
+    """Of a rank that must not be gone before another one has made that file: who dies is noticed at once."""
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def run_ranks(

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import documents
@@ -88,15 +87,12 @@ def test_help_of_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "megalite data index --config run.toml" in index and "megalite train --help" in index
 
 
-def test_the_list_comes_at_once_and_without_torch() -> None:
-    seconds = []
-    for _ in range(5):  # of a machine that others use as well: the best
-        begin = time.perf_counter()
-        done = megalite("--help")
-        seconds.append(time.perf_counter() - begin)
-        assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in command.COMMANDS)
-    assert min(seconds) < 0.5
-    imported = megalite("--help", python=("-X", "importtime")).stderr
+def test_the_list_needs_few_modules_and_no_torch() -> None:
+    """0.2 s; what takes time are imports."""
+    done = megalite("--help", python=("-X", "importtime"))
+    assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in command.COMMANDS)
+    imported = done.stderr
+    assert imported.count("import time:") < 200  # 128 with Python 3.11, whose own are 99
     assert "megalite.config.console" in imported and not re.search(r"\| +(torch|numpy|multiprocessing)\b", imported)
 
 

@@ -62,10 +62,8 @@ def test_how_it_ended_and_its_traceback(tmp_path: Path, code: str, status: str, 
 
 
 def test_what_hangs_in_c_and_ignores_signals_says_where_and_is_ended(tmp_path: Path) -> None:
-    begin = time.monotonic()
     status, told = run(tmp_path, HANG_IN_C, seconds=1.5)
     assert status == "out of time" and any("in in_the_driver" in line for line in told)
-    assert time.monotonic() - begin < 20
 
 
 def test_children_end_with_it_in_whatever_session_they_are(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_nothing_is_committed_and_the_run_goes_on(name: str, tmp_path: Path, unb
     ended, at = json.loads((tmp_path / f"end-{1 - fault.victim}.json").read_text())
     log = folder / "ranks" / f"rank-{1 - fault.victim:05d}.log"
     said += log.read_text() if log.is_file() else ""  # where ranks but the first to fail tell it
-    assert ended == 1 and at - struck < 10, said  # by itself, not by the launcher
+    assert ended == 1 and at - struck < 25, said  # by itself, not by the launcher, who waits for 30 s
     if fault.kind == "kill":
         assert code == 128 + signal.SIGKILL and f"rank {1 - fault.victim}" in said and "step" in said
         assert "onnection" in said, said  # the reason, of the other side

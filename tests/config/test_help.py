@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -72,13 +71,9 @@ def test_a_page_that_is_none_is_answered_with_the_nearest() -> None:
     assert "give one of model, parallel, train" in asked("--help", "xyz").stderr
 
 
-def test_help_comes_at_once_and_without_torch() -> None:
-    seconds = []
-    for _ in range(5):  # of a machine that others use as well: the best
-        begin = time.perf_counter()
-        assert asked("--help").returncode == 0
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.5
+def test_help_needs_few_modules_and_no_torch() -> None:
+    """0.2 to 0.3 s; what takes time are imports."""
     words = [sys.executable, "-X", "importtime", "pretrain_gpt.py", "--help"]
     imported = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
     assert "megalite.config.help" in imported and not re.search(r"\| +(torch|numpy|rich)\b", imported)
+    assert imported.count("import time:") < 300  # 213 with Python 3.11, whose own are 99

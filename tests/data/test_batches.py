@@ -123,23 +123,36 @@ def test_prefetcher_answers_rightly_in_any_order() -> None:
 
 
 class Slow(MockDataset):
+    """Notes what it has read, and cannot read on from sample 8."""
+
+    def __init__(self) -> None:
+        super().__init__(V, S, 1)
+        self.have: set[int] = set()
+
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         time.sleep(0.1)
         if int(index[0]) >= 8:
             raise DataError("sample 8 is broken")
-        return super().samples(index)
+        read = super().samples(index)
+        self.have.update(map(int, index))
+        return read
+
+    def wait_for(self, sample: int) -> None:
+        while sample not in self.have:
+            time.sleep(0.01)
 
 
 def test_prefetcher_reads_while_the_caller_computes_and_passes_errors_on() -> None:
-    slow = Batches(Slow(V, S, 1), 2, 0, 1, V)
+    dataset = Slow()
+    slow = Batches(dataset, 2, 0, 1, V)
     prefetcher = Prefetcher(slow, lambda micro: micro, size_at=lambda consumed: 2 if consumed < 4 else 4)
     try:
-        _, first = prefetcher.get(0, 2)
-        time.sleep(0.15)
-        _, second = prefetcher.get(2, 2)
-        time.sleep(0.15)
-        _, third = prefetcher.get(4, 4)  # the batch size grows as size_at says: read ahead all the same
-        assert first >= 0.1 and second < 0.09 and third < 0.09
+        _, waited = prefetcher.get(0, 2)
+        dataset.wait_for(3)  # which nobody has asked for
+        prefetcher.get(2, 2)
+        dataset.wait_for(7)  # the batch size grows as size_at says: read ahead all the same
+        prefetcher.get(4, 4)
+        assert waited >= 0.1
         for _ in range(2):
             with pytest.raises(DataError, match="sample 8 is broken"):
                 prefetcher.get(8, 4)

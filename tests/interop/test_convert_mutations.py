@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,14 +88,12 @@ def test_mutated_files_are_read_or_refused(target: str, tmp_path: Path) -> None:
     path, read = TARGETS[target](tmp_path / "files")
     content = path.read_bytes()
     assert all(one.read().shape == one.recipe.shape for one in read())
-    refused, slowest = 0, 0.0
+    refused = 0
     for seed in range(ROUNDS):
         path.write_bytes(mutated(content, seed))
-        begin = time.process_time()
         try:
             for one in read():
                 assert one.read().shape == one.recipe.shape
         except CheckpointError:
             refused += 1
-        slowest = max(slowest, time.process_time() - begin)
-    assert refused > ROUNDS // 4 and slowest < 5
+    assert refused > ROUNDS // 4

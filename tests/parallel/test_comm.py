@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
+from ranks import run_ranks, wait_for
 
 from megalite.parallel import comm
 from megalite.parallel.calls import RECEIVE
@@ -87,25 +88,29 @@ def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -
     assert comm.all_reduce_(x, Axis("tp", 1, 0, PLANNED)) is x
 
 
-def _miss_one(name: str, later: float | None) -> float | None:
+def _miss_one(name: str, later: float | None, folder: str) -> float | None:
     """Every rank but the last takes part in a collective of axis `name`; seconds until it gave up."""
     mesh = build_mesh(tp=2, pp=2, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=1))
     if later is not None:
         mesh.set_timeout(datetime.timedelta(seconds=later))
     axis, begin = getattr(mesh, name), time.monotonic()
     if axis.is_last:
-        time.sleep(4)  # stays alive: a rank that is gone is noticed at once
+        for rank in range(axis.size - 1):
+            wait_for(Path(folder) / str(axis.ranks[rank]))
         return None
     with pytest.raises(RuntimeError, match="(?i)time|closed"):  # closed by a rank that gave up before
         comm.all_reduce_(torch.zeros(1), axis)
-    return time.monotonic() - begin
+    took = time.monotonic() - begin
+    (Path(folder) / str(mesh.world.rank)).touch()
+    return took
 
 
 @pytest.mark.parametrize("name,later", [("tp", None), ("pp_back", None), ("ends", 2.0), ("world", 2.0)])
-def test_every_group_has_the_timeout_that_was_set(name: str, later: float | None) -> None:
+def test_every_group_has_the_timeout_that_was_set(name: str, later: float | None, tmp_path: Path) -> None:
+    """Without it the ranks would wait for ten minutes, and be ended after one."""
     limit = later or 1.0
-    waited = [seconds for seconds in run_ranks(4, _miss_one, name, later) if seconds is not None]
-    assert waited and all(limit * 0.9 < seconds < limit + 1.5 for seconds in waited), waited
+    waited = [seconds for seconds in run_ranks(4, _miss_one, name, later, str(tmp_path)) if seconds is not None]
+    assert waited and all(seconds > limit * 0.9 for seconds in waited), waited
 
 
 def _positions(tp: int, pp: int) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
@@ -159,20 +164,21 @@ def test_initial_weights_do_not_depend_on_the_layout(shape: tuple[int, ...], dim
     assert not torch.equal(whole, initialize_(torch.empty(shape), spec, Mesh.alone(), seed=8))
 
 
-def late_message() -> str:
+def late_message(over: str) -> str:
     mesh = build_mesh(tp=1, pp=2, device=torch.device("cpu"), timeout=datetime.timedelta(minutes=1))
     mesh.set_timeout(datetime.timedelta(seconds=1))
     if mesh.pp.rank == 1:
-        time.sleep(5)  # and is gone: who still waits then loses a connection
+        wait_for(Path(over))
         return ""
     with pytest.raises(RuntimeError) as error:
         comm.start_message(torch.zeros(4), mesh.pp, 1, RECEIVE).wait()
+    Path(over).touch()
     return str(error.value)
 
 
-def test_a_message_takes_no_longer_than_a_collective_may() -> None:
+def test_a_message_takes_no_longer_than_a_collective_may(tmp_path: Path) -> None:
     """gloo asks how long messages may take when it makes the group, and never again."""
-    assert "Timed out waiting 1000ms" in run_ranks(2, late_message)[0]
+    assert "Timed out waiting 1000ms" in run_ranks(2, late_message, str(tmp_path / "over"))[0]
 
 
 @given(rows=st.integers(1, 300), padding=st.integers(0, 40), columns=st.integers(1, 33))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,16 +143,12 @@ def test_what_does_not_split_is_refused(sizes: dict[str, Any], text: str) -> Non
 
 
 @pytest.mark.parametrize("sizes", [dict(tp=8, pp=16, cp=2, ep=8), dict(tp=2, cp=2, ep=64, etp=1, instances=4)], ids=str)
-def test_thousands_of_ranks_make_each_group_once_and_in_seconds(
-    sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thousands_of_ranks_make_each_group_once(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     world, rank, lines, real = 16_384, 11_111, [], dist.new_group
     monkeypatch.setattr(dist, "new_group", lambda ranks, **how: (lines.append((how, ranks)), real(ranks, **how))[1])
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        begin = time.monotonic()
         mesh = build_mesh(device=CPU, shared_memory=False, **sizes)
-        seconds = time.monotonic() - begin
         assert mesh.describe().startswith(f"rank {rank} (")
         assert {axis.name: axis.ranks for axis in mesh.axes} == {
             axis.name: axis.ranks for axis in plan_axes(world, rank, sizes, mesh)
@@ -164,7 +159,6 @@ def test_thousands_of_ranks_make_each_group_once_and_in_seconds(
     assert sorted(own) == sorted(axis.name for axis in mesh.axes if axis.size < world or axis.name != "world")
     shared = [tuple(ranks) for how, ranks in lines if how["group_desc"] not in ("pp_back", "ends")]
     assert len(shared) == len(set(shared))
-    assert seconds < 60  # 2 to 6 on an idle machine
 
 
 def plan_axes(world: int, rank: int, sizes: dict[str, Any], built: Mesh) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 from typing import Any
 
 import pytest
@@ -65,9 +64,7 @@ def _bend(what: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _all_cases() -> dict[str, str]:
     mesh, told = _mesh(tp=2, pp=2), {}
-    begin = time.perf_counter()
     told["sound"] = _complaint(mesh)
-    told["seconds"] = str(time.perf_counter() - begin)
     for what in ("memory", "all_reduce", "broadcast", "message", "left out"):
         with pytest.MonkeyPatch.context() as monkeypatch:
             if mesh.world.rank == 1:
@@ -80,7 +77,6 @@ def _all_cases() -> dict[str, str]:
 def test_a_wrong_value_is_found_and_named_on_every_axis() -> None:
     told = run_ranks(4, _all_cases)
     assert [t["sound"] for t in told] == [""] * 4
-    assert min(float(t["seconds"]) for t in told) < 2.0  # 0.02 s on an idle machine
     for case in ("memory", "all_reduce", "broadcast", "message", "left out"):
         assert (
             told[0][case].startswith("collectives do not give what they should:\n")

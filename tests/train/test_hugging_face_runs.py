@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -263,14 +262,13 @@ def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tm
 
 
 BROKEN = "layers.3.mlp.down_proj.weight"  # of the last layer: rank 1 reads it, rank 0 does not
-Outcome = tuple[bool, str, float]  # (whether it is said to be another rank's, the text, seconds)
+Outcome = tuple[bool, str]  # (whether it is said to be another rank's, the text)
 
 
 def _fails(read: object) -> Outcome:
-    begin = time.monotonic()
     with pytest.raises(CheckpointError) as error:
         read()  # type: ignore[operator]
-    return isinstance(error.value, ElsewhereError), str(error.value), time.monotonic() - begin
+    return isinstance(error.value, ElsewhereError), str(error.value)
 
 
 def _starts(base: str) -> list[Outcome]:
@@ -315,7 +313,6 @@ def test_one_rank_that_cannot_read_ends_all(models, tmp_path: Path) -> None:
     for there, here, text in zip(first, second, wanted, strict=True):
         assert there[0] and "rank 1 failed while reading the weights of" in there[1]
         assert not here[0] and "rank 1" in here[1] and text in here[1]
-        assert max(there[2], here[2]) < 10
 
 
 # ---- --export-hf
