@@ -19,6 +19,8 @@ from megalite.config.options import ConfigError
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.run import pretrain
+from megalite.train.sources import open_tokenizer, true_vocab_size
+from tools import plan
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = [json.loads(line) for line in (ROOT / "tests/megatron_command_lines.jsonl").read_text().splitlines()]
@@ -81,6 +83,26 @@ def test_a_line_of_megatrons_starts_or_is_refused_for_what_is_missing(
     assert pretrain(found.config, Ranks(world=world, local_world=world)) == 0, capsys.readouterr().err
     assert f"= {world} rank" in capsys.readouterr().out
     assert all("yet" not in note for note in found.notes)
+
+
+@pytest.mark.parametrize("line", [one for one in LINES if not one["refused"]], ids=lambda one: one["name"])
+def test_what_starts_is_planned_with_the_tokenizers_vocabulary(
+    line: dict, places: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of(line, places)
+    number = str(world_of(words))
+    cluster = ["--num-gpus", number, "--gpus-per-node", str(min(8, int(number)))]
+    assert plan.main([*words, *cluster]) in (0, 1)  # 1: does not fit
+    planned = capsys.readouterr().out
+    assert "as given: tp" in planned
+    nowhere = words_of(line, dict.fromkeys(places, "/no/such/file"))
+    if {"--vocab-file", "--tokenizer-model"} & {*words} and "--vocab-size" not in words:
+        assert plan.main([*nowhere, *cluster]) == 2
+        assert "/no/such/file" in (said := capsys.readouterr().err) and "give --vocab-size" in said
+        data = cli.read(words, PRESETS)[0].data
+        nowhere += ["--vocab-size", str(true_vocab_size(data, open_tokenizer(data)))]
+    assert plan.main([*nowhere, *cluster]) in (0, 1)
+    assert capsys.readouterr().out.partition("sbatch ")[0] == planned.partition("sbatch ")[0]
 
 
 def _feature(problem: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
     assert plan.main([*words, "--out", str(picture)]) == 0
     text = capsys.readouterr().out
     for part in ("16 x h100 (2 nodes of 8)", "the usual questions:", "layout", "GiB per rank", "bound by", "epochs",
-                 "10.00 over 200,000,000 tokens", "days at", "8.2 times", "NCCL_SOCKET_IFNAME", "#SBATCH --nodes=2"):  # fmt: skip
+                 "10.00 over 200,000,000 tokens", "minutes at", "8.2 times", "NCCL_SOCKET_IFNAME", "#SBATCH --nodes=2"):  # fmt: skip
         assert part in text, part
     command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
     found = json.loads(file.read_text())
@@ -53,6 +54,28 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
         file.write_text(json.dumps(found | {"plans": [found["plans"][0] | damage]}))
         with pytest.raises(SystemExit, match="no plan of tools/plan.py --json"):
             plot.main(["plan", str(file), "--show", "layout"])
+
+
+def test_a_batch_that_grows_is_planned_as_what_it_becomes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layouts are compared at its last size; 62 steps of 16 samples come first, then 47 of 64."""
+    words = [*SHAPE, "--num-gpus", "16", "--step-batch-size-schedule", "0:16 1M:64", "--train-samples", "4000"]
+    for layout in ([], ["--tp", "2", "--pp", "2"]):
+        assert plan.main([*words, *layout]) == 0
+        text = capsys.readouterr().out
+        assert "bfloat16, batch of 65,536 tokens" in text
+        assert "109 of 65,536 tokens, once the batch has grown" in text and "4,096,000 (" in text
+    assert plan.main([*words[:-4], "--tp", "2", "--pp", "2", "--train-iters", "100"]) == 0
+    assert "100 of 4,096 tokens\n" in capsys.readouterr().out  # a micro-batch for each of 4 ranks
+    assert plan.main([*words[:-4], "--train-iters", "100"]) == 2
+    assert "global_batch_size is not set" in capsys.readouterr().err
+
+
+def test_what_is_short_is_told_in_its_own_units(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SHAPE, *BATCH, "--tp", "2", "--pp", "2", "--tokens"]
+    for tokens, unit in (("1M", " s at "), ("100M", " minutes at "), ("10B", " hours at "), ("400B", " days at ")):
+        assert plan.main([*words, tokens]) == 0
+        rows = dict(re.findall(r"^  (time|cost|device hours) +(.*)$", capsys.readouterr().out, re.MULTILINE))
+        assert unit in rows["time"] and not any(text.startswith("0 ") for text in rows.values()), rows
 
 
 def test_one_given_layout(capsys: pytest.CaptureFixture[str]) -> None:

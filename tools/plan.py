@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
+    from megalite.train.arrangement import Arrangement
     from tools.planning.profile import Profile
     from tools.planning.request import Request
     from tools.planning.search import Found
@@ -102,7 +103,7 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
 
 def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | None]:
     from megalite.models.flops import train_flops_per_token
-    from tools.planning.search import Layout, arranged
+    from tools.planning.search import Layout, arranged, layout_of
     from tools.planning.tokens import Budget, chinchilla, quantity
 
     sizes, problems = {}, []
@@ -115,9 +116,10 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
         problems.append(f"price_per_gpu_hour={args.price_per_gpu_hour} is no price; give dollars, 0 or more")
     if problems:
         raise Wrong("\n".join(problems))
-    one, m, t = arranged(Layout(), request), request.config.model, request.config.train
+    m, t = request.config.model, request.config.train
+    one = arranged(layout_of(request.config) if request.is_layout else Layout(), request)
     flops = train_flops_per_token(m, m.seq_length, one.padded_vocab)
-    named = 0 if "train_iters" in request.left_out else one.steps * one.batch_size
+    named = 0 if "train_iters" in request.left_out else one.samples
     tokens = sizes["tokens"] or (t.train_samples or named) * m.seq_length or chinchilla(one.parameters)
     return Budget(one.parameters, tokens, flops), sizes["data_tokens"]
 
@@ -137,7 +139,8 @@ def plan(argv: list[str]) -> int:
         )
     _writable("out", json=args.json, out=args.out)
     request, profile = _read(args, words)
-    if not request.is_layout and request.config.train.global_batch_size is None:
+    t = request.config.train
+    if not request.is_layout and t.global_batch_size is None and t.step_batch_size_schedule is None:
         raise Wrong("global_batch_size is not set, and layouts of one batch are compared; give --global-batch-size")
     budget, data_tokens = _budget(args, request)
     found = _search(request, profile, args)
@@ -186,7 +189,7 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
 
     best, c = found.plans[0], request.cluster
     price = c.device.price_per_hour if args.price_per_gpu_hour is None else args.price_per_gpu_hour
-    batch = best.made.batch_size * request.config.model.seq_length
+    batch = best.made.batch_sizes.final * request.config.model.seq_length
     dtype = str(best.made.dtype).removeprefix("torch.")
     nodes = f"{c.nodes:,} node{'s' * (c.nodes > 1)} of {c.per_node}"
     print(f"{c.world:,} x {c.device.name} ({nodes}), {dtype}, batch of {batch:,} tokens")
@@ -201,7 +204,7 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     print(show.table(show.memory_rows(best.memory, best.made)))
     _section("", [*advice.bound(best)])
     _section("warnings", advice.warnings(request, best, budget, data_tokens))
-    rows = show.budget_rows(budget, batch, best.time.tokens_per_s, c.world, price)
+    rows = show.budget_rows(budget, best.made, best.time.tokens_per_s, c.world, price)
     if data_tokens is not None:
         rows.append(("epochs", f"{budget.epochs(data_tokens):.2f} over {data_tokens:,} tokens"))
     _section("the whole run", [f"{name:<15} {text}" for name, text in rows])
@@ -209,9 +212,13 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
         words = [line for text in links.in_words(c) for line in textwrap.wrap(text, 116)]
         _section("links", [*show.table(links.table(c)[: 1 + min(c.nodes, 2)]).splitlines(), *words])
     _section("NCCL", advice.nccl(request))
-    print(f"\n{show.command(request, best.layout, budget.steps(batch))}")
+    print(f"\n{show.command(request, best.layout, _steps(budget, best.made))}")
     if "lr" in request.left_out or "--mock-data" in request.words:
         print("(--lr and the data are placeholders where you gave none)")
+
+
+def _steps(budget: Budget, made: Arrangement) -> int:
+    return budget.steps(made.batch_sizes, made.config.model.seq_length)
 
 
 def _section(title: str, lines: list[str]) -> None:
@@ -223,7 +230,6 @@ def _write(args: argparse.Namespace, request: Request, found: Found, budget: Bud
     from tools.planning import show
 
     c, best = request.cluster, found.plans[0]
-    batch = best.made.batch_size * request.config.model.seq_length
     data: dict[str, Any] = {
         "cluster": {"device": c.device.name, "nodes": c.nodes, "per_node": c.per_node},
         "device_memory": c.device.memory_bytes,
@@ -232,7 +238,7 @@ def _write(args: argparse.Namespace, request: Request, found: Found, budget: Bud
         "tokens": budget.tokens,
         "plans": [show.as_json(one) for one in found.plans[: args.top]],
         "refused": [[count, found.examples[kind]] for kind, count in found.refused.most_common()],
-        "command": show.command_words(request, best.layout, budget.steps(batch)),
+        "command": show.command_words(request, best.layout, _steps(budget, best.made)),
     }
     try:
         if args.json is not None:
@@ -315,8 +321,7 @@ def tokens(argv: list[str]) -> int:
     c, one = request.cluster, arranged(Layout(), request)
     speed = args.mfu * c.device.peak_tflops(one.dtype) * 1e12 * c.world / budget.flops_per_token
     price = c.device.price_per_hour if args.price_per_gpu_hour is None else args.price_per_gpu_hour
-    batch = one.batch_size * request.config.model.seq_length
-    for name, text in show.budget_rows(budget, batch, speed, c.world, price):
+    for name, text in show.budget_rows(budget, one, speed, c.world, price):
         print(f"{name:<15} {text}")
     if data_tokens is not None:
         print(f"{'epochs':<15} {budget.epochs(data_tokens):.2f} over {data_tokens:,} tokens")

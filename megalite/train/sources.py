@@ -68,7 +68,7 @@ def open_sources(data: DataConfig, seq_length: int, seed: int, eval_iters: int) 
     """Open everything, reading no token yet. Raises DataError for data that is missing, damaged or too little.
     Validation and test sets are opened when eval_iters > 0."""
     tokenizer = open_tokenizer(data)
-    vocab_size = _vocab_size(data, tokenizer)
+    vocab_size = true_vocab_size(data, tokenizer)
     eod = None if tokenizer is None else tokenizer.eod
     if data.mock_data:
         made: list[Dataset] = [MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS]
@@ -137,7 +137,8 @@ def _fim(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> Fim:
     )
 
 
-def _vocab_size(data: DataConfig, tokenizer: Tokenizer | None) -> int:
+def true_vocab_size(data: DataConfig, tokenizer: Tokenizer | None) -> int:
+    """What is given, or the tokenizer's; 0 where neither is. Raises DataError where they do not agree."""
     given = data.vocab_size or 0
     found = 0 if tokenizer is None else tokenizer.vocab_size
     if 0 < given < found:

@@ -8,6 +8,7 @@ from test_search import request
 
 from megalite.models.flops import train_flops_per_token
 from megalite.train.arrangement import arrange
+from megalite.train.batch_size import BatchSizes
 from tools.planning import sizes
 from tools.planning.search import Layout, applied, arranged
 from tools.planning.tokens import Budget, chinchilla, quantity
@@ -49,7 +50,9 @@ def test_tokens_flops_steps_and_days() -> None:
         budget = Budget(one.parameters, quantity(tokens), train_flops_per_token(m, m.seq_length, one.padded_vocab))
         assert budget.rule_flops == pytest.approx(published, rel=0.02)
         assert 1 < budget.exact_flops / budget.rule_flops < 1.1
-    assert budget.steps(16 * 2**20) == -(-15_600_000_000_000 // 2**24)
+    assert budget.steps(BatchSizes.constant(2048), 8192) == -(-15_600_000_000_000 // 2**24)
+    grows = BatchSizes(((0, 1024), (1_000_000, 2048)))  # 977 steps to grow
+    assert budget.steps(grows, 8192) == 977 + -(-(-(-15_600_000_000_000 // 8192) - 977 * 1024) // 2048)
     speed = 16384 * 400e12 / (budget.exact_flops / budget.tokens)
     assert budget.days(speed) == pytest.approx(budget.exact_flops / (16384 * 400e12) / 86400)
     assert budget.device_hours(speed, 16384) == pytest.approx(budget.days(speed) * 24 * 16384)

@@ -132,7 +132,7 @@ def warnings(request: Request, best: Planned, budget: Budget, data_tokens: int |
             f"a micro-batch of {tokens} tokens makes small matmuls; raise --micro-batch-size (rule of thumb: "
             f"{SMALL_TOKENS} tokens)"
         )
-    batch, critical = made.batch_size * m.seq_length, critical_batch(budget.parameters)
+    batch, critical = made.batch_sizes.final * m.seq_length, critical_batch(budget.parameters)
     if batch > critical:
         lines.append(
             f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M: more of it saves "

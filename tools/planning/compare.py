@@ -72,16 +72,14 @@ def arrangement_of(run: Run) -> Arrangement:
     from megalite.config.toml import read_toml
     from megalite.data.errors import DataError
     from megalite.train.arrangement import arrange
-    from megalite.train.sources import open_tokenizer
+    from megalite.train.sources import open_tokenizer, true_vocab_size
 
     path = run.folder / "run_config.toml"
     if not path.is_file():
         raise CompareError(f"{path} is not there: the run's options are not known; give the directory of a run")
     try:
         config = options.build(options.completed(read_toml(str(path))))
-        tokenizer = open_tokenizer(config.data)
-        vocabulary = max(config.data.vocab_size or 0, tokenizer.vocab_size if tokenizer is not None else 0)
-        return arrange(config, run.devices, vocabulary)
+        return arrange(config, run.devices, true_vocab_size(config.data, open_tokenizer(config.data)))
     except DataError as error:
         raise CompareError(f"{path}: the tokenizer cannot be opened ({error}); compare where its files are") from None
     except ValueError as error:

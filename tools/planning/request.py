@@ -15,7 +15,7 @@ from typing import Any
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.field import facts_of, flag_of, spellings
-from megalite.config.options import Config, ConfigError, build, options
+from megalite.config.options import Config, ConfigError, DataConfig, build, options
 from megalite.config.toml import read_toml
 from megalite.models.families import PRESETS
 from tools.planning.cluster import Cluster, cluster, read_cluster
@@ -85,8 +85,7 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     except ConfigError as error:
         problems += error.problems
         config = None
-    if config is not None and config.data.vocab_size is None:
-        problems.append("vocab_size is not set; give --vocab-size, --preset or --hf")
+    vocab_size = _vocabulary(config.data, problems) if config is not None else 0
     if problems or config is None or where is None:
         raise ConfigError(problems)
     fixed = frozenset(said & {*LAYOUT})
@@ -95,7 +94,26 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
         raise ConfigError([f"{names} is of one layout; name tp and pp, too, or leave it to the search"])
     kept = tuple(without(completed, ["nproc", *(() if fixed & {*WHOLE} else (*LAYOUT, *HOW))]))
     config = replace(config, parallel=replace(config.parallel, nproc=None))
-    return Request(config, config.data.vocab_size or 0, where, kept, fixed, frozenset(stand_ins))
+    return Request(config, vocab_size, where, kept, fixed, frozenset(stand_ins))
+
+
+def _vocabulary(data: DataConfig, problems: list[str]) -> int:
+    """As the run has it. A tokenizer's file may be on the cluster alone: then the size has to be given."""
+    from megalite.data.errors import DataError
+    from megalite.train.sources import open_tokenizer, true_vocab_size
+
+    tokenizer, why = None, ""
+    try:
+        tokenizer = open_tokenizer(data)
+    except DataError as error:
+        why = f", and its tokenizer cannot be opened here ({error})"
+    try:
+        if size := true_vocab_size(data, tokenizer):
+            return size
+        problems.append(f"vocab_size is not set{why}; give --vocab-size, --preset or --hf")
+    except DataError as error:
+        problems.append(str(error))
+    return 0
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:

@@ -101,20 +101,32 @@ def refusals(found: Found) -> list[str]:
     return lines
 
 
-def budget_rows(
-    budget: Budget, tokens_per_step: int, speed: float, devices: int, price: float
-) -> list[tuple[str, str]]:
+def budget_rows(budget: Budget, made: Arrangement, speed: float, devices: int, price: float) -> list[tuple[str, str]]:
     hours = budget.device_hours(speed, devices)
+    sizes, seq_length = made.batch_sizes, made.config.model.seq_length
+    grown = ", once the batch has grown" if len(sizes.steps) > 1 else ""
     return [
         ("parameters", f"{budget.parameters:,}"),
-        ("tokens", f"{budget.tokens:,} ({budget.tokens / budget.parameters:.1f} per parameter)"),
+        ("tokens", f"{budget.tokens:,} ({_rounded(budget.tokens / budget.parameters, 1)} per parameter)"),
         ("FLOPs by 6 N D", f"{budget.rule_flops:.3e}"),
         ("FLOPs counted", f"{budget.exact_flops:.3e} ({budget.exact_flops / budget.rule_flops:.2f} of the rule's)"),
-        ("steps", f"{budget.steps(tokens_per_step):,} of {tokens_per_step:,} tokens"),
-        ("time", f"{budget.days(speed):,.1f} days at {speed:,.0f} tokens/s"),
-        ("device hours", f"{hours:,.0f} on {devices:,} devices"),
-        ("cost", f"{hours * price:,.0f} $ at {price:g} $ per device hour (give your own: --price-per-gpu-hour)"),
+        ("steps", f"{budget.steps(sizes, seq_length):,} of {sizes.final * seq_length:,} tokens{grown}"),
+        ("time", f"{_time(budget.days(speed))} at {speed:,.0f} tokens/s"),
+        ("device hours", f"{_rounded(hours)} on {devices:,} devices"),
+        ("cost", f"{_rounded(hours * price)} $ at {price:g} $ per device hour (give your own: --price-per-gpu-hour)"),
     ]
+
+
+def _rounded(value: float, digits: int = 0) -> str:
+    """Of what is small two significant digits, so that it is not told as 0."""
+    return f"{value:,.{digits}f}" if value >= 10 ** (1 - digits) or value == 0 else f"{value:.2g}"
+
+
+def _time(days: float) -> str:
+    hours, minutes = days * 24, days * 24 * 60
+    if days >= 1:
+        return f"{days:,.1f} days"
+    return f"{hours:.1f} hours" if hours >= 1 else f"{minutes:.1f} minutes" if minutes >= 1 else f"{minutes * 60:.2g} s"
 
 
 def as_json(plan: Planned) -> dict[str, Any]:

@@ -7,13 +7,15 @@
 >>> budget = Budget(parameters=70_000_000_000, tokens=1_400_000_000_000, flops_per_token=4.5e11)
 >>> f"{budget.rule_flops:.3g} {budget.exact_flops:.3g}"  # Chinchilla: 5.88e23 in its table 1
 '5.88e+23 6.3e+23'
->>> budget.steps(4_000_000), round(budget.days(1e6), 1)
-(350000, 16.2)
+>>> budget.steps(BatchSizes.constant(1024), 4096), round(budget.days(1e6), 1)
+(333787, 16.2)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from megalite.train.batch_size import BatchSizes
 
 TOKENS_PER_PARAMETER = 20
 MOST_EPOCHS = 4  # up to which repeated tokens are worth about as much as new ones (arXiv:2305.16264, sec. 6)
@@ -36,8 +38,9 @@ class Budget:
     def exact_flops(self) -> float:
         return self.flops_per_token * self.tokens
 
-    def steps(self, tokens_per_step: int) -> int:
-        return max(1, -(-self.tokens // tokens_per_step))
+    def steps(self, sizes: BatchSizes, seq_length: int) -> int:
+        """Of batches that grow as `sizes` tells; the last one may go beyond the budget."""
+        return max(1, replace(sizes, last_whole=True).steps_for(-(-self.tokens // seq_length)))
 
     def days(self, tokens_per_s: float) -> float:
         return self.tokens / tokens_per_s / DAY_S
