@@ -96,7 +96,12 @@ def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> li
     """Layers of every pipeline rank: `first` and `last` where given, the others alike."""
     middle = pp - (first is not None) - (last is not None)
     left = num_layers - (first or 0) - (last or 0)
-    if middle < 0 or left < 0 or (left > 0) != (middle > 0) or (middle and left % middle):
+    if middle < 0:
+        raise ValueError(
+            f"decoder_first_pipeline_num_layers={first} and decoder_last_pipeline_num_layers={last} are of two pipeline "
+            f"ranks, pipeline_model_parallel_size={pp}; raise it, or drop them"
+        )
+    if left < 0 or (left > 0) != (middle > 0) or (middle and left % middle):
         given = {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
         said = " and ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ValueError(

@@ -73,6 +73,7 @@ def test_what_is_not_given_is_balanced_by_flops() -> None:
         (6, 4, f"{FIRST} 6", "decoder_first_pipeline_num_layers=6 of num_layers=6 leave 0 layers for 3 other"),
         (6, 4, f"{FIRST} 1", "leave 5 layers for 3 other"),
         (6, 2, f"{FIRST} 3 {LAST} 2", "leave 1 layers for 0 other"),
+        (6, 1, f"{FIRST} 3 {LAST} 3", "are of two pipeline ranks, pipeline_model_parallel_size=1; raise it"),
         (6, 2, f"{FIRST} 0", "decoder_first_pipeline_num_layers=0 is too small"),
         (6, 2, f"{FIRST} 4 {LOSS}", "exclude"),
         (6, 2, f"{FIRST} 4 {CHUNK} 1", "exclude"),

@@ -26,6 +26,8 @@ LAYOUT = (  # options that are searched over where the command line has none of 
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
     "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "split_backward",
@@ -34,7 +36,7 @@ LAYOUT = (  # options that are searched over where the command line has none of 
     "recompute_granularity",
 )
 HOW = ("recompute_method", "recompute_num_layers", "recompute_modules")  # that go with the last
-OF_ONE = LAYOUT[3:7]  # which the search cannot keep while it varies others
+OF_ONE = LAYOUT[3:9]  # which the search cannot keep while it varies others
 WHOLE = LAYOUT[:2]  # one of these, and the layout is given: only that one is planned
 PLACEHOLDERS = {"lr": "1e-4", "train_iters": "1000", "micro_batch_size": "1"}
 
@@ -72,6 +74,10 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     said = given | in_file
+    fixed = frozenset(said & {*LAYOUT})
+    if fixed & {*OF_ONE} and not fixed & {*WHOLE}:
+        names = ", ".join(sorted(fixed & {*OF_ONE}))
+        raise ConfigError([*problems, f"{names}: of one layout alone; name tp and pp, too, or leave it to the search"])
     precision = args.precision or ("" if said & {"bf16", "fp16"} else "bf16")
     words += [f"--{precision}"] if precision in ("bf16", "fp16") else []
     stand_ins = {name: text for name, text in PLACEHOLDERS.items() if name not in said}
@@ -88,10 +94,6 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     vocab_size = _vocabulary(config.data, problems) if config is not None else 0
     if problems or config is None or where is None:
         raise ConfigError(problems)
-    fixed = frozenset(said & {*LAYOUT})
-    if fixed & {*OF_ONE} and not fixed & {*WHOLE}:
-        names = ", ".join(sorted(fixed & {*OF_ONE}))
-        raise ConfigError([f"{names} is of one layout; name tp and pp, too, or leave it to the search"])
     kept = tuple(without(completed, ["nproc", *(() if fixed & {*WHOLE} else (*LAYOUT, *HOW))]))
     config = replace(config, parallel=replace(config.parallel, nproc=None))
     return Request(config, vocab_size, where, kept, fixed, frozenset(stand_ins))
