@@ -18,7 +18,7 @@ from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli, environment
 from megalite.config.console import complain, let_go_of_console
 from megalite.config.options import Config, local_processes
-from megalite.data.files.missing_files import absent
+from megalite.data.files.missing_files import absent, rehearsed
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import (
     LaunchError,
@@ -69,7 +69,9 @@ def main(argv: list[str]) -> int:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
         if ranks is None or (ranks.rank == 0 and not ranks.resumes):
             problems += taken(config)
-        files = absent(config.data) if wrong or problems else []  # alone they are told by each rank's start
+        elsewhere = config.train.as_rank is not None
+        data = rehearsed(config.data) if elsewhere else config.data
+        files = absent(data, elsewhere) if wrong or problems else []  # alone they are told by each rank's start
         return [*problems, *files]
 
     found = cli.read_or_exit(argv, PRESETS, of_this_machine, world, quiet=ranks is not None and ranks.rank > 0)

@@ -98,8 +98,8 @@ def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> li
     left = num_layers - (first or 0) - (last or 0)
     if middle < 0:
         raise ValueError(
-            f"decoder_first_pipeline_num_layers={first} and decoder_last_pipeline_num_layers={last} are of two pipeline "
-            f"ranks, pipeline_model_parallel_size={pp}; raise it, or drop them"
+            f"decoder_first_pipeline_num_layers={first} and decoder_last_pipeline_num_layers={last} are of two "
+            f"pipeline ranks, pipeline_model_parallel_size={pp}; raise it, or drop them"
         )
     if left < 0 or (left > 0) != (middle > 0) or (middle and left % middle):
         given = {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}

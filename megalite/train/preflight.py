@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from megalite.checkpoint.storage.protocol import storage_of
 from megalite.config.check import check
 from megalite.config.options import Config
 from megalite.data.errors import DataError
-from megalite.data.files.missing_files import absent
+from megalite.data.files.missing_files import absent, rehearsed
 from megalite.kernels.dispatch import KernelError, choose, runs_triton
 from megalite.models.compiled import CompileError, check_compile
 from megalite.parallel.launch import LaunchError, Ranks, card_of
@@ -23,8 +22,6 @@ from megalite.train.metrics import missing_packages
 from megalite.train.setup import SetupError
 from megalite.train.sources import Sources, open_sources
 
-NOT_READ = ("data_path", "train_data_path", "valid_data_path", "test_data_path")  # of another machine's rank
-
 
 def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     """All that can be refused before a process group exists, all of it at once."""
@@ -32,8 +29,9 @@ def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     problems: list[str] = [*check(config, ranks.world, complete=True)]
     if not t.dry_run:  # which opens no log
         problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
-    data = config.data if t.as_rank is None else replace(config.data, mock_data=True, **dict.fromkeys(NOT_READ))
-    lost = absent(data)
+    elsewhere = t.as_rank is not None
+    data = rehearsed(config.data) if elsewhere else config.data
+    lost = absent(data, elsewhere)
     try:
         check_export(config)
     except SetupError as error:

@@ -225,9 +225,16 @@ finally:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_rank_of_a_command_line_that_has_no_data_here() -> None:
-    flags = f"""{MODEL} {TP} --nproc 4 --dry-run --as-rank 3 --data-path /nowhere/tokens --global-batch-size 8
+ELSEWHERE = (
+    "--data-path /nowhere/tokens --tokenizer-type GPT2BPETokenizer --vocab-file /nowhere/v --merge-file /nowhere/m"
+)
+
+
+def test_a_rank_of_a_command_line_whose_files_are_not_here() -> None:
+    flags = f"""{MODEL} {TP} --nproc 4 --dry-run --as-rank 3 {ELSEWHERE} --global-batch-size 8
      --compile""".replace("--mock-data", "")
+    code, _, error = typed(*flags.replace("--vocab-size 64", "").split())
+    assert code == 3 and "/nowhere/v" in error and "or --vocab-size" in error and "tokens" not in error
     code, out, error = typed(*flags.split())
     assert code == 0, error
     shown = [line.strip() for line in out.splitlines()]

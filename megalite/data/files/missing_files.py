@@ -5,26 +5,38 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from megalite.config.options import DataConfig
 
 MOST = 5  # that a message names
+TOKENS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file")
 
 
-def absent(data: DataConfig) -> list[str]:
-    """A line for each token file and tokenizer file of the options that does not exist; URLs are not looked at."""
-    lines = []
-    for paths in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
-        for word in paths or ():
+def rehearsed(data: DataConfig) -> DataConfig:
+    """What stands for the data of another machine's rank: no tokens, and a vocabulary of the given size."""
+    data = replace(data, mock_data=True, **dict.fromkeys(TOKENS))
+    if data.vocab_size is not None and absent(data):
+        data = replace(data, tokenizer_type="NullTokenizer", **dict.fromkeys(TOKENIZER))
+    return data
+
+
+def absent(data: DataConfig, elsewhere: bool = False) -> list[str]:
+    """A line for each token file and tokenizer file of the options that does not exist; URLs are not looked at.
+    `elsewhere`: of another machine's rank (`rehearsed`)."""
+    lines, size = [], " or --vocab-size" * elsewhere
+    for name in TOKENS:
+        for word in getattr(data, name) or ():
             _, named, rest = word.partition("=")  # of NAME=PREFIX, or NAME= and the prefix behind it
             prefix = rest if named and not _is_pair(word) else word
             if prefix and "://" not in prefix and not is_number(prefix) and not _is_pair(prefix):
                 lines.append(missing(prefix))
-    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+    for name in TOKENIZER:
         path = getattr(data, name)
         if path is not None and "://" not in path and not Path(path).exists():
-            lines.append(f"{name}={path!r}: {os.strerror(errno.ENOENT)}; give a file here, nothing is downloaded")
+            lines.append(f"{name}={path!r}: {os.strerror(errno.ENOENT)}; give a file here{size}, nothing is downloaded")
     return list(dict.fromkeys(lines))
 
 
