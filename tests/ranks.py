@@ -16,8 +16,13 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
+from megalite.parallel import local_ranks
 from megalite.parallel.launch import Ranks, process_group
 from megalite.parallel.local_ranks import start_local
+
+local_ranks.PRELOAD += [
+    "tests.preloaded"
+]  # found from the root of the repository; elsewhere ranks import by themselves
 
 
 def _run(
@@ -31,11 +36,22 @@ def _run(
     try:
         limit = datetime.timedelta(seconds=timeout_s)
         with process_group(ranks, device="cpu", backend=backend and backend(), startup_timeout=limit):
+            if backend is not None:
+                _all_are_here(ranks)
             result = fn(*args)
         senders[ranks.rank].send_bytes(pickle.dumps((True, result)))
     except BaseException:
         senders[ranks.rank].send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise SystemExit(1) from None
+
+
+def _all_are_here(ranks: Ranks) -> None:
+    """A rank with nothing to exchange is not gone before the others have found it: gloo's own groups take care of that."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"here {ranks.rank}", "")
+    store.wait([f"here {rank}" for rank in range(ranks.world)])
 
 
 def run_ranks(
