@@ -67,12 +67,13 @@ def disorder(traces: Traces) -> list[str]:
 def unequal(traces: Traces) -> list[str]:
     """The first difference on each communicator."""
     found = []
-    for name, ranks in sorted(_communicators(traces).items()):
+    operations = {rank: [f for f in facts if isinstance(f, Comm)] for rank, facts in traces.items()}
+    for name, ranks in sorted(_communicators(operations).items()):
         absent = [r for r in ranks if r not in traces]
         if absent:
             found.append(f"{name}: there is no trace of rank {absent}")
             continue
-        mine = {r: [f for f in traces[r] if isinstance(f, Comm) and f.comm == name] for r in ranks}
+        mine = {r: [f for f in operations[r] if f.comm == name] for r in ranks}
         rows = {r: [f for f in facts if f.kind not in MESSAGES] for r, facts in mine.items()}
         found += [text for r in ranks[1:] for text in _unequal_rows(name, (ranks[0], rows[ranks[0]]), (r, rows[r]))]
         for i, a in enumerate(ranks):
@@ -81,8 +82,8 @@ def unequal(traces: Traces) -> list[str]:
     return found
 
 
-def _communicators(traces: Traces) -> dict[str, tuple[int, ...]]:
-    return {f.comm: f.ranks for facts in traces.values() for f in facts if isinstance(f, Comm)}
+def _communicators(operations: Mapping[int, Sequence[Comm]]) -> dict[str, tuple[int, ...]]:
+    return {f.comm: f.ranks for facts in operations.values() for f in facts}
 
 
 def _with(facts: Iterable[Comm], peer: int) -> list[Comm]:
