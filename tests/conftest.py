@@ -5,10 +5,16 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from long_tests import read_list
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # users have none: what is told lies in a buffer first
+# The same examples everywhere, however slow the machine; --hypothesis-profile=default looks for others.
+settings.register_profile(
+    "megalite", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("megalite")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied

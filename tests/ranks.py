@@ -18,8 +18,13 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from megalite.parallel import local_ranks
 from megalite.parallel.launch import Ranks, process_group
 from megalite.parallel.local_ranks import start_local
+
+local_ranks.PRELOAD += [
+    "tests.preloaded"
+]  # found from the root of the repository; elsewhere ranks import by themselves
 
 
 def _run(
@@ -33,6 +38,8 @@ def _run(
     try:
         limit = datetime.timedelta(seconds=timeout_s)
         with process_group(ranks, device="cpu", backend=backend and backend(), startup_timeout=limit):
+            if backend is not None:
+                _all_are_here(ranks)
             result = fn(*args)
         senders[ranks.rank].send_bytes(pickle.dumps((True, result)))
     except BaseException:
@@ -44,6 +51,15 @@ def wait_for(path: Path) -> None:
     """Of a rank that must not be gone before another one has made that file: who dies is noticed at once."""
     while not path.exists():
         time.sleep(0.01)
+
+
+def _all_are_here(ranks: Ranks) -> None:
+    """A rank with nothing to exchange is not gone before the others have found it: gloo's own groups take care of that."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"here {ranks.rank}", "")
+    store.wait([f"here {rank}" for rank in range(ranks.world)])
 
 
 def run_ranks(

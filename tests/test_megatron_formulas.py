@@ -73,7 +73,7 @@ class Scheduler:
         return (1 - grown) * d.start + grown * d.end
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(["constant", "linear", "cosine", "inverse-square-root", "WSD"]),
     st.sampled_from(["exponential", "linear", "cosine", "minus_sqrt"]),

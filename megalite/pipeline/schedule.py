@@ -166,7 +166,11 @@ def in_flight(row: Sequence[Action], held: Sequence[Held] | None = None) -> floa
 def _more(op: Op, held: Held, split: bool) -> float:
     """What a rank holds after an action, less what it held before."""
     saved, waits = held
-    return {Op.F: saved, Op.B: (waits if split else 0) - saved, Op.W: -waits}.get(op, 0)
+    if op is Op.F:
+        return saved
+    if op is Op.B:
+        return (waits if split else 0) - saved
+    return -waits if op is Op.W else 0
 
 
 class _Execution:
@@ -210,7 +214,7 @@ class _Execution:
         else:
             return
         f, b, w = self.costs[action.stage]
-        cost = {Op.F: f, Op.B: b if self.split else b + w, Op.W: w}[action.op]
+        cost = f if action.op is Op.F else w if action.op is Op.W else b if self.split else b + w
         self.alive[rank] += self._more(action)
         self.rows[rank].append(action)
         self.idle[rank] = False

@@ -7,10 +7,12 @@ The result is written into the caller's tensor when the host waits: the latest t
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -53,10 +55,16 @@ class Operation:
 
 
 class Communicator:
-    """`ranks`: global ones, in the order of the group."""
+    """`ranks`: global ones, in the order of the group. `aside`: what is done within it is not on the card: all that the
+    thread does, which would else be seen operation by operation."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...]):
-        self.name, self.ranks = name, ranks
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        aside: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ):
+        self.name, self.ranks, self._aside = name, ranks, aside
         self._orders: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._unwritten: list[Operation] = []
         self._thread = threading.Thread(target=self._serve, name=f"communicator {name}", daemon=True)
@@ -83,10 +91,11 @@ class Communicator:
             self._unwritten.pop(0)
 
     def _serve(self) -> None:
-        while (operation := self._orders.get()) is not None:
-            operation.run()
-            if operation.error is not None:  # nothing behind it can be in order
-                return
+        with self._aside():
+            while (operation := self._orders.get()) is not None:
+                operation.run()
+                if operation.error is not None:  # nothing behind it can be in order
+                    return
 
 
 def bytes_of(x: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ class Intervals(Generic[T]):
         """One value for all of start..stop."""
         if start >= stop:
             return
+        if len(self._starts) == 1 and self._starts[0] == start and self._stops[0] == stop:
+            self._values[0] = value
+            return
         first, last = self._cut(start, stop)
         self._starts[first:last], self._stops[first:last], self._values[first:last] = [start], [stop], [value]
 

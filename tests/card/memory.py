@@ -55,8 +55,8 @@ class Memory:
         """Note where `x` lies, if its storage is new or nobody's; an Alloc."""
         storage = x.untyped_storage()
         address = storage._cdata
-        block = self.block(x)
-        if block is None:
+        block = self._blocks.get(address)
+        if block is None or block.watch() is None:
             number = next(self._numbers)
             watch = weakref.ref(storage, lambda _: self._gone(address, number))
             block = self._blocks[address] = self._alive[number] = Block(number, side, storage.nbytes(), watch)
@@ -79,11 +79,19 @@ class Memory:
     def span(self, x: Tensor) -> Span | None:
         """None: it has no bytes, or lies in memory of the host that nobody copied from or to."""
         block = self.block(x)
-        if block is None or block.side == "nobody" or x.numel() == 0:
+        if block is None or block.side == "nobody":
             return None
-        elements = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-        start = x.storage_offset() * x.itemsize
-        return Span(block.number, start, start + elements * x.itemsize)
+        elements = x.numel()
+        if elements == 0:
+            return None
+        if not x.is_contiguous():
+            elements = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        item = x.itemsize
+        start = x.storage_offset() * item
+        return Span(block.number, start, start + elements * item)
 
     def spans(self, tensors: list[Tensor]) -> tuple[Span, ...]:
+        if len(tensors) == 1:
+            alone = self.span(tensors[0])
+            return () if alone is None else (alone,)
         return tuple(dict.fromkeys(span for x in tensors if (span := self.span(x)) is not None))

@@ -312,7 +312,7 @@ class SimulatedNccl(dist.ProcessGroup):
 
     def _issue(self, pair: tuple[int, ...], operation: Operation) -> SimulatedWork:
         if pair not in self._communicators:
-            self._communicators[pair] = Communicator(operation.fact.comm, operation.fact.ranks)
+            self._communicators[pair] = Communicator(operation.fact.comm, operation.fact.ranks, _recorder.aside)
         _recorder.write(operation.fact)
         self._communicators[pair].put(operation)
         return SimulatedWork(self._communicators[pair], operation)

@@ -166,7 +166,7 @@ def programs(draw: st.DrawFn) -> list[Fact]:
     return trace
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(programs())
 def test_a_race_is_found_where_no_path_leads_from_one_use_to_the_other(trace: list[Fact]) -> None:
     true, found = paths(trace), races(trace)

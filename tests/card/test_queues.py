@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from card.queues import STRICTEST, Model, Traces, disorder, eager, hangs, unequal
+from card.queues import STRICTEST, Model, Traces, all_end, disorder, eager, hangs, told, unequal
 from card.trace import Comm, CommWait, Fact, HostRead, HostWait, Launch, Record, Stream, Wait
 from megalite.pipeline.schedule import Action, Op, plan
 
@@ -326,6 +326,8 @@ def test_random_programs_are_in_order_and_their_swaps_are_found_whenever_a_run_h
         other = _swapped(chance, traces)
         if other is None:
             continue
+        for each in (traces, other, eager(other)):
+            assert all_end(each) == (told(each, STRICTEST) == []), each
         slow = [_slow(other, one=one) for one in (False, True)]
         assert slow == [bool(hangs(other, model)) for model in (MANY, ONE)], other
         assert (any(slow) or bool(unequal(other))) == bool(disorder(other))

@@ -83,7 +83,7 @@ def save_all(folder: Path, ranks: list[list[Piece]], step: int, state: dict | No
     return final
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     shape=st.lists(st.sampled_from([4, 8]), min_size=1, max_size=3),
     tp=st.sampled_from([1, 2, 4]),

@@ -86,7 +86,7 @@ def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> No
         tensor_file.write(tmp_path / "x.safetensors", rows, (p.data for p in ordered))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=st.lists(st.integers(1, 4), min_size=0, max_size=3), data=st.data())
 def test_any_rectangle_is_read_from_any_other(tmp_path_factory, shape, data) -> None:
     def draw(limit: list[int]) -> Box:

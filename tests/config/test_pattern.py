@@ -19,14 +19,14 @@ lists = st.recursive(  # (text, what it means)
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lists)
 def test_an_expression_means_what_python_says(pair: tuple[str, list[int]]) -> None:
     text, want = pair
     assert read_pattern(text, len(want)) == tuple(map(bool, want))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.booleans(), min_size=1, max_size=20))
 def test_what_is_written_reads_back(bits: list[bool]) -> None:
     assert read_pattern(write_pattern(bits), len(bits)) == tuple(bits)

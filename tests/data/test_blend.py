@@ -19,7 +19,7 @@ from megalite.data.samples.mock import MockDataset
 WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0, 1e-6]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights=st.lists(WEIGHTS, min_size=1, max_size=8))
 def test_counts_are_the_quota_at_every_prefix(weights: list[float]) -> None:
     n = 600

@@ -73,7 +73,7 @@ def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path) ->
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     files=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12), min_size=1, max_size=4),
     tokens=st.integers(1, 12),
@@ -166,7 +166,7 @@ def test_summary_counts_lengths_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**31 - 1)), max_size=30))
 def test_every_length_is_in_its_bin(lengths: list[int]) -> None:
     rows = inspect_data.histogram(np.array(lengths, np.int32))
@@ -201,7 +201,7 @@ def test_verify_reports_a_sound_pair(tmp_path: Path) -> None:
     assert "ids not negative" in run_tool("inspect_data.py", plain, "--verify").stdout
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     documents=st.lists(st.lists(st.sampled_from([0, 0, 3, 20]), max_size=9), min_size=1, max_size=12),
     chunk=st.integers(1, 12),
@@ -309,7 +309,7 @@ def test_prepare_cache_builds_all_that_the_run_reads_and_only_once(tmp_path: Pat
     assert {path.name: path.read_bytes() for path in cache.glob("*.npy")} == built
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
     seq_length=st.integers(1, 9),

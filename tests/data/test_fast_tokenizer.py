@@ -84,7 +84,7 @@ def test_ids_are_the_references(directory: Path, kind: str) -> None:
     letters = st.characters(exclude_categories=["Cs"])
     words = st.sampled_from(["</s>", "<|endoftext|>", "'s", "'LL", "  ", "\r\n", "123456", "def ", "<s>", "_a", "é"])
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @settings(max_examples=40, suppress_health_check=[HealthCheck.differing_executors])
     @given(st.lists(st.lists(st.one_of(words, st.text(letters, max_size=12)), max_size=8).map("".join), max_size=5))
     def check(texts: list[str]) -> None:
         assert fast.encode_batch(texts) == reference.encode_batch(texts)
@@ -105,7 +105,7 @@ def test_special_tokens_around_every_text_are_kept(directory: Path, tmp_path: Pa
     assert fast.encode("")[:2] == [0, 0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6),
     st.lists(st.integers(0, 99), max_size=3),

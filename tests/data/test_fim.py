@@ -50,7 +50,7 @@ def undo(tokens: list[int]) -> list[int]:
     return out
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     sample=SAMPLE,
     rate=st.sampled_from([0, 0.5, 1]),
@@ -78,7 +78,7 @@ def test_can_be_undone_and_nothing_is_lost_or_invented(
     assert np.array_equal(fixed, out[: len(tokens)]) and np.array_equal(where, source[: len(tokens)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sample=SAMPLE, key=st.integers(0, 2**64 - 1))
 def test_rate_0_is_the_identity_and_rate_1_leaves_no_document(sample: list[int], key: int) -> None:
     tokens = np.array(sample)
@@ -209,7 +209,7 @@ def texts(ids: list[int], codec: Tokenizer, marks: Fim) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "spm"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     documents=st.lists(st.one_of(st.text(max_size=25), st.sampled_from(LINES)), min_size=1, max_size=4),
     key=st.integers(0, 2**64 - 1),

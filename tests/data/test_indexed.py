@@ -63,7 +63,7 @@ def test_index_with_modes_is_read(tmp_path: Path) -> None:
     assert len(IndexedDataset(tmp_path / "a")) == 4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     documents=st.lists(st.lists(st.integers(0, 60000), max_size=20), max_size=30),
     dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
@@ -200,7 +200,7 @@ def test_thousand_mutations_never_read_wrong_tokens(
     assert at_open > 500 and at_open + later > 750 and (later > 100) != full
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(edits=st.lists(st.tuples(st.integers(0, 121), st.integers(0, 255)), min_size=1, max_size=6), full=st.booleans())
 def test_any_edited_bytes_are_refused_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, int]], full: bool

@@ -75,7 +75,7 @@ def test_totals_are_what_was_read(files: tuple[str, str, str]) -> None:
             assert totals[prefix].documents == np.isin(own, begins).sum()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @example([(33, 16, 1, 1), (32, 4, 5, 1), (23, 16, 1, 1)])
 @given(
     st.lists(

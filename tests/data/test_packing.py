@@ -52,7 +52,7 @@ def bins_of(plan: Packing) -> list[list[tuple[int, int, int]]]:
     return [found[a:b] for a, b in zip(plan.starts[:-1].tolist(), plan.starts[1:].tolist(), strict=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths=LENGTHS, capacity=st.integers(2, 30))
 def test_plan_is_best_fit_decreasing_and_loses_nothing(lengths: list[int], capacity: int) -> None:
     plan = pack(np.array(lengths, np.int32), capacity)
@@ -78,7 +78,7 @@ def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.
         assert len(bins) == len(textbook([piece[2] for piece in pieces], capacity))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(lengths=LENGTHS, capacity=st.integers(2, 12))
 def test_pieces_are_found_one_by_one(lengths: list[int], capacity: int) -> None:
     pieces = Pieces(np.array(lengths, np.int32), capacity)
@@ -99,7 +99,7 @@ def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=LENGTHS, seq_length=st.integers(1, 20), seed=st.integers(0, 9), first=st.integers(0, 3))
 def test_every_label_counts_once_per_epoch(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, seed: int, first: int

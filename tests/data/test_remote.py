@@ -121,7 +121,7 @@ def test_is_the_same_as_from_disk(tmp_path: Path, kind: str, dtype: type[np.gene
         far.tokens[::2]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_places_are_copied(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     prefix = tmp_path_factory.mktemp("far") / "a"

@@ -40,7 +40,7 @@ def epoch_stream(data: IndexedDataset, documents: range, key_lengths: NDArray[np
     return np.concatenate([data.document(documents.start + int(d)) for d in order] or [np.empty(0, np.int64)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=25),
     seq_length=st.integers(1, 30),

@@ -20,7 +20,7 @@ def inputs(line: Line, index: NDArray[np.int64], seq_length: int) -> list[tuple[
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     tokens=st.integers(1, 60),
     eras=st.lists(st.tuples(st.integers(1, 13), st.integers(0, 30)), max_size=5),
@@ -44,7 +44,7 @@ def test_every_token_once_per_epoch(tokens: int, eras: list[tuple[int, int]], la
     assert done == {(epoch, token) for epoch in range(max(seen)[0] - 1) for token in range(tokens)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda x: sum(x) > 0),
     eras=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=4),

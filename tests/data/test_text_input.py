@@ -184,7 +184,7 @@ def test_what_cannot_be_input(tmp_path: Path) -> None:
     assert expand([str(tmp_path / "odd[1].txt"), "-"]) == [str(tmp_path / "odd[1].txt"), "-"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(TEXT, max_size=30), st.integers(1, 400), st.booleans(), st.sampled_from([b"\n", b"\r\n", b"\n \n"]))
 def test_any_texts_come_back_from_blocks_of_any_size(texts: list[str], size: int, last: bool, ending: bytes) -> None:
     raw = b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + ending for text in texts)
@@ -204,7 +204,7 @@ def test_any_texts_come_back_from_blocks_of_any_size(texts: list[str], size: int
         assert block.next.line == line
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(TEXT, st.none() | TEXT), max_size=20))
 def test_any_rows_come_back(rows: list[tuple[str, str | None]]) -> None:
     columns = [[row[k] for row in rows] for k in range(2)]
@@ -216,14 +216,14 @@ def test_any_rows_come_back(rows: list[tuple[str, str | None]]) -> None:
         assert texts == [a, b] if b is not None else str(texts) == "key 'b' is null"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TEXT, st.dictionaries(TEXT, st.integers() | TEXT), st.booleans())
 def test_any_text_comes_back_from_its_line(text: str, others: dict, ascii_: bool) -> None:
     line = json.dumps({**others, "text": text}, ensure_ascii=ascii_).encode()
     assert parse_line(line, ("text",)) == [text]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=60) | st.binary(max_size=30).map(lambda raw: b'{"text": "' + raw + b'"}'))
 def test_no_line_does_more_than_be_refused(raw: bytes) -> None:
     try:

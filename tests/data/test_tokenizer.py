@@ -98,7 +98,7 @@ def test_text_comes_back_exactly(directory: Path, kind: str) -> None:
 def test_flat_ids_are_those_of_the_lists(directory: Path, kind: str) -> None:
     tokenizer = make(directory, kind)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.differing_executors])
     @given(st.lists(st.one_of(st.text(max_size=40), st.sampled_from(TEXTS)), max_size=6))
     def check(texts: list[str]) -> None:
         ids, lengths = tokenizer.encode_flat(texts)

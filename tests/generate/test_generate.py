@@ -139,7 +139,7 @@ def test_a_checkpoint_says_the_same_as_the_directory_it_came_from(models, tmp_pa
 # ---- the cache
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 3),
     st.integers(1, 2),
@@ -209,7 +209,7 @@ def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> N
 # ---- drawing
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.floats(0.1, 3.0), st.integers(0, 40), st.floats(0.05, 1.0))
 def test_what_is_left_to_choose_from_is_what_transformers_leaves(
     seed: int, size: int, temperature: float, top_k: int, top_p: float

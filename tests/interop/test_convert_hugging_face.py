@@ -453,7 +453,7 @@ def test_the_check_finds_one_bit(models, tmp_path: Path, capsys) -> None:
     assert "by at most 2" in str(verdict)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     groups=st.sampled_from([1, 2, 4]),
@@ -547,7 +547,7 @@ def test_what_the_model_cannot_express_is_refused_by_name(reason: str) -> None:
     assert reason in str(error.value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(bits=st.lists(st.booleans(), min_size=1, max_size=9), window=st.integers(2, 40))
 def test_windows_of_layers_are_what_transformers_makes_of_them(bits: list[bool], window: int) -> None:
     from transformers import Qwen2Config

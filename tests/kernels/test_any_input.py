@@ -13,7 +13,6 @@ from megalite.kernels.weight_grad import accumulate_rows_
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.sampled_from(DTYPES), st.booleans())
-@settings(deadline=None)
 def test_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
     dx = normal(len(index), 3, seed=1, dtype=dtype)
     grad = kept(6, 3, begin=begin, dtype=dtype)
@@ -25,7 +24,7 @@ def test_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
 
 
 @given(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(0, 2**16 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rounding_at_random_goes_to_a_neighbour(x: float, bits: int) -> None:
     exact = torch.tensor([x])
     got = round_at_random(exact, torch.tensor([bits])).double()

@@ -87,7 +87,7 @@ def _close(got: Sequence[Tensor], want: Sequence[Tensor], bound: float) -> None:
 places = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 60), st.integers(0, 60))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(places, st.none() | st.integers(1, 70), st.sampled_from([1, 3, 8, 64]), st.sampled_from([0.0, 0.3]))
 def test_blocks_of_queries_at_any_positions(
     where: tuple[int, int, int, int], window: int | None, rows: int, p: float

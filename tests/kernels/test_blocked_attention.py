@@ -31,7 +31,7 @@ def results(fn: object, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Ten
     return [o.detach(), *(x.grad for x in leaves)]  # type: ignore[list-item]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     s=st.integers(1, 40),
     b=st.integers(1, 3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
@@ -136,7 +136,6 @@ def test_a_second_backward_is_refused() -> None:
 
 
 @given(st.integers(1, 10**5), st.integers(1, 2 * 10**5), st.sampled_from([torch.bfloat16, torch.float32]))
-@settings(deadline=None)
 def test_chunks_are_even_and_bounded(tokens: int, columns: int, dtype: torch.dtype) -> None:
     size = chunk_tokens(tokens, columns, dtype, torch.device("cpu"))
     bound = max(chunks.MIN_TOKENS, chunks.CHUNK_BYTES["cpu"] // (columns * dtype.itemsize))

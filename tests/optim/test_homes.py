@@ -94,7 +94,7 @@ TOTAL = sum(float(_whole(spec).square().sum()) for spec in SPECS)
 ELEMENTS = sum(spec_elements for spec_elements in (int(np.prod(s.shape)) for s in SPECS))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes())
 def test_owned_elements_over_replicas_are_the_model(shape: tuple[int, dict[str, Any]]) -> None:
     world, sizes = shape

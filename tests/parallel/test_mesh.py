@@ -40,7 +40,7 @@ def _meshes(world: int, sizes: dict[str, Any]) -> Iterator[Mesh]:
     return (plan_mesh(world, rank, **sizes) for rank in range(world))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes())
 def test_a_rank_is_what_the_formulas_say(shape: tuple[int, dict[str, Any]]) -> None:
     world, sizes = shape
@@ -60,7 +60,7 @@ def test_a_rank_is_what_the_formulas_say(shape: tuple[int, dict[str, Any]]) -> N
         assert n["expert_replica"] == (sizes["instances"] or n["edp"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes())
 def test_an_axis_runs_through_the_ranks_that_differ_in_it_alone(shape: tuple[int, dict[str, Any]]) -> None:
     """In each view: the ranks of an axis are those with the same place on all others, in the order of their places."""

@@ -1,0 +1,19 @@
+"""What the fork server of a test process imports for all ranks it will start, beyond what a run needs
+(megalite/parallel/local_ranks.py): pytest, and what runs and tests of several ranks are made of. Each rank spent 0.25 s of
+a processor on it.
+
+Nothing here may import triton (as torch._dynamo does), which reads TRITON_INTERPRET when it is imported: a rank chooses.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent)]  # as pytest has it
+
+import card.runs  # noqa: E402
+import pytest  # noqa: E402
+
+assert card.runs and pytest
+assert "triton" not in sys.modules
