@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.format.pieces import intersect
 from megalite.checkpoint.format.tensor_file import cut
 from megalite.checkpoint.offline import Item, write_checkpoint
 from megalite.checkpoint.storage.location import Location, folder_of
 from megalite.checkpoint.storage.protocol import steps_in
 from megalite.interop.convert import Foreign
-from megalite.interop.rules import Specs, split, unpadded
+from megalite.interop.rules import Specs, split
 from megalite.parallel.spec import Box, ParamSpec
 
 FILE_BYTES = 4 << 30  # of a checkpoint that is made here
@@ -57,3 +58,8 @@ def kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
         kept = unpadded(box, specs[spec.name])
         if kept is not None:
             yield spec, kept, values[: kept.shape[0]]
+
+
+def unpadded(box: Box, spec: ParamSpec) -> Box | None:
+    """What of a rectangle a checkpoint stores: not the rows that pad the vocabulary; None where nothing is left."""
+    return intersect(box, Box((0,) * len(box.start), spec.stored_shape))

@@ -25,9 +25,10 @@ from megalite.interop.megatron.args import SAME
 from megalite.interop.megatron.names import FUSED, MEGATRON
 from megalite.interop.megatron.rank_files import FILES, TRACKER
 from megalite.interop.new_directory import new_directory
-from megalite.interop.rules import join, recipes, unpadded
+from megalite.interop.rules import join, recipes
 from megalite.models.specs import specs_of
 from megalite.parallel.spec import Box, ParamSpec
+from tools.foreign_import import unpadded
 
 
 def write_megatron(
