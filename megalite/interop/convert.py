@@ -6,7 +6,6 @@ all of them: cut it into rectangles of ours. tools/foreign_import.py makes a che
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -97,12 +96,9 @@ def fill_from(
     wanted: dict[str, list[tuple[Box, Tensor]]] = {}
     for piece in pieces:
         wanted.setdefault(_bare(piece), []).extend(views(piece))
-    progress = told(f"loading {where}", len(foreign), "tensors") if tell else contextlib.nullcontext()
-    with progress as bar:
-        for one in foreign:
+    with told(f"loading {where}", len(foreign), "tensors", not tell) as bar:
+        for one in bar.each(foreign):
             _fill(one, wanted)
-            if bar is not None:
-                bar.add(1)
 
 
 def _fill(one: Foreign, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]) -> None:
