@@ -60,14 +60,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
-    wrong = [
-        *(["--nproc, --times and sizes of axes are at least 1"] if min(args.nproc, args.times, *sizes) < 1 else []),
-        *([f"--factor {args.factor} is below 2; sizes must grow"] if args.factor < 2 else []),
-        *([f"--min-bytes {args.min_bytes} is below 4, one number"] if args.min_bytes < 4 else []),
-        *([f"--max-bytes {args.max_bytes} is below --min-bytes"] if args.max_bytes < args.min_bytes else []),
-        *([] if 0 < args.timeout_s < 1e6 else [f"--timeout-s {args.timeout_s:g} is no time; give seconds above 0"]),
-        *unwritable(json=args.json, csv=args.csv),
-    ]
+    found = (
+        (min(args.nproc, args.times, *sizes) < 1, "nproc, times and sizes of axes are at least 1"),
+        (args.factor < 2, f"factor={args.factor} is below 2; sizes must grow"),
+        (args.min_bytes < 4, f"min_bytes={args.min_bytes} is below 4, one number"),
+        (args.max_bytes < args.min_bytes, f"max_bytes={args.max_bytes} is below min_bytes={args.min_bytes}; raise it"),
+        (not 0 < args.timeout_s < 1e6, f"timeout_s={args.timeout_s:g} is no time; give seconds above 0"),
+    )
+    wrong = [*(text for is_wrong, text in found if is_wrong), *unwritable(json=args.json, csv=args.csv)]
     if wrong:
         parser.error("; ".join(wrong))
     return args

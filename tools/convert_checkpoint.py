@@ -31,7 +31,7 @@ from megalite.config.toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.tokenizers.hugging_face_files import tokenizer_beside  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
-from megalite.interop.convert import Ours, model_of, write_import  # noqa: E402
+from megalite.interop.convert import Ours, model_of  # noqa: E402
 from megalite.interop.hugging_face import model_files as hugging_face  # noqa: E402
 from megalite.interop.hugging_face.config_json import choose_family  # noqa: E402
 from megalite.interop.hugging_face.write import write_model  # noqa: E402
@@ -48,6 +48,7 @@ from megalite.train.state import State  # noqa: E402
 from tools.checks import second_reading  # noqa: E402
 from tools.checks.bits import compare  # noqa: E402
 from tools.checks.logits import compare_logits  # noqa: E402
+from tools.foreign_import import write_import  # noqa: E402
 from tools.megatron_release import write_megatron  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

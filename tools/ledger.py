@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -17,7 +18,15 @@ from megalite.checkpoint.format import manifest  # noqa: E402
 from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of, parse  # noqa: E402
 from megalite.checkpoint.storage.protocol import storage_of  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.samples.ledger import read, table  # noqa: E402
+from megalite.data.samples.ledger import Total, read  # noqa: E402
+
+
+def table(totals: Sequence[Total]) -> str:
+    """Sources, tokens, documents and epochs as text."""
+    width = max([6, *(len(total.name) for total in totals)])
+    lines = [f"{'source':{width}}  {'tokens':>18}  {'documents':>14}  {'epochs':>8}"]
+    lines += [f"{t.name:{width}}  {t.tokens:18,}  {t.documents:14,}  {t.epochs:8.3f}" for t in totals]
+    return "\n".join(lines)
 
 
 def newest(directory: Location) -> Location:

@@ -7,6 +7,7 @@ copy of it. torch writes a file at once, so the weights of one rank are in memor
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +19,16 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
+from megalite.config.pattern import read_pattern
 from megalite.interop.convert import Ours
-from megalite.interop.megatron.args import write_args
+from megalite.interop.megatron.args import SAME
 from megalite.interop.megatron.names import FUSED, MEGATRON
 from megalite.interop.megatron.rank_files import FILES, TRACKER
 from megalite.interop.new_directory import new_directory
-from megalite.interop.rules import join, recipes, unpadded
+from megalite.interop.rules import join, recipes
 from megalite.models.specs import specs_of
 from megalite.parallel.spec import Box, ParamSpec
+from tools.foreign_import import unpadded
 
 
 def write_megatron(
@@ -71,6 +74,54 @@ def write_megatron(
                 bar.add(1)
         (part / TRACKER).write_text("release\n", encoding="utf-8")
     return directory / "release"
+
+
+def write_args(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int,
+    tokenizer: Mapping[str, Any],
+    tp: int,
+    pp: int,
+    dtype: str,
+) -> Namespace:
+    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args; and the true vocabulary,
+    for which it has no argument. `tokenizer`: the options that name it, None where one is not given. Raises
+    CheckpointError.
+    """
+    if model.parallel_residual:
+        raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")
+    values = {name: getattr(model, name) for name in SAME}
+    if model.position_embedding_type != "yarn":
+        values |= {name: None for name in SAME if name.startswith("yarn_")}
+    values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size, "num_query_groups": model.groups}
+    values |= {"norm_epsilon": model.norm_epsilon, "rotary_base": int(model.rotary_base)}
+    values |= {"max_position_embeddings": model.positions, "add_position_embedding": True}
+    values |= {name: model.activation == name for name in ("swiglu", "squared_relu")}
+    values |= {"window_size": model.window_size}
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        values[name] = _pattern(getattr(model, name), model.num_layers)
+    values["rotary_seq_len_interpolation_factor"] = _factor(model.rotary_seq_len_interpolation_factor)
+    gelu, bias = model.activation == "gelu", model.add_bias_linear
+    values |= {"openai_gelu": gelu and not bias, "bias_gelu_fusion": gelu and bias}
+    values |= {**tokenizer, "true_vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
+    values |= {"make_vocab_size_divisible_by": 128, "virtual_pipeline_model_parallel_size": None}
+    values |= {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    values |= {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+    values |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
+    return Namespace(**values)
+
+
+def _pattern(text: str | None, layers: int) -> int | list[int] | None:
+    if text is None or text.strip().isdigit():
+        return None if text is None else int(text)
+    return [int(bit) for bit in read_pattern(text, layers)]
+
+
+def _factor(value: float) -> int | float | None:
+    """A whole number is one there; 1 is not written."""
+    return None if value == 1 else int(value) if value == int(value) else value
 
 
 def _name(plain: str, fused: bool) -> str:

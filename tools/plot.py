@@ -24,10 +24,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.pipeline.schedule import SCHEDULES, Split, plan  # noqa: E402
-from megalite.pipeline.simulate import draw, simulate  # noqa: E402
+from megalite.pipeline.simulate import simulate  # noqa: E402
 from tools.pictures import bench, curves, pipeline, shares  # noqa: E402
 from tools.pictures import plan as plans  # noqa: E402
 from tools.pictures.canvas import NARROW, WIDE, NoMatplotlib, Picture, save  # noqa: E402
+from tools.pictures.in_text import draw  # noqa: E402
 from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
 
 

@@ -210,6 +210,7 @@ def _rich_progress() -> Any:
     return Progress(*parts, console=Console(file=io.StringIO()), auto_refresh=False, speed_estimate_period=600.0)
 
 
-def told(what: str, total: float, unit: str, every_s: float = 10.0) -> Bar:
+def told(what: str, total: float, unit: str, quiet: bool = False, every_s: float = 10.0) -> Bar:
     """A bar whose plain form is a line on stdout."""
-    return Bar(what, total, unit, every_s=every_s, plain=lambda done: show(f"{what}: {done:.4g} of {total:.4g} {unit}"))
+    plain = lambda done: None if quiet else show(f"{what}: {done:.4g} of {total:.4g} {unit}")  # noqa: E731
+    return Bar(what, total, unit, quiet=quiet, every_s=every_s, plain=plain)

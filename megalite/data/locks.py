@@ -1,8 +1,7 @@
 """Files that several processes share: who may write one, and when it can be seen.
 
-locked        one process at a time does a piece of work; the others wait and say for whom
-open_locked   one process holds a file that it writes; any other is refused at once
-appearing     a file has its name only when it is whole
+locked      one process at a time does a piece of work; the others wait and say for whom
+appearing   a file has its name only when it is whole
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
-
-from megalite.data.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -54,35 +51,6 @@ def _take(file: TextIO, what: str) -> bool:
             time.sleep(POLL_SECONDS)
         except OSError:
             return False
-
-
-def open_locked(path: Path) -> BinaryIO:
-    """The file, to append to (nothing is cut yet), held by this process alone until it is closed."""
-    while True:
-        file = open(path, "ab")  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.close()
-            raise DataError(f"{path}: another process is writing it ({error.strerror})") from error
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
-        file.close()  # its last owner renamed or removed it between opening and locking
-
-
-def sync(file: BinaryIO | TextIO) -> None:
-    """What was written is on disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

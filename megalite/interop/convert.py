@@ -1,16 +1,14 @@
-"""Foreign weights to a checkpoint of megalite and back, or straight into a rank's pieces, tensor by tensor.
+"""Foreign weights straight into a rank's pieces, and a checkpoint of megalite as they want it, tensor by tensor.
 
 A foreign checkpoint is a list of `Foreign`: which tensor, in which dtype, and how to read it. The rest is the same for
-all of them: cut it into rectangles of ours and leave the padding of their vocabulary out; ours is not stored.
+all of them: cut it into rectangles of ours. tools/foreign_import.py makes a checkpoint of ours of such a list.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +16,13 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.pieces import inside, intersect, views
-from megalite.checkpoint.format.tensor_file import cut
-from megalite.checkpoint.offline import Checkpoint, Item, write_checkpoint
-from megalite.checkpoint.storage.location import Location, folder_of
-from megalite.checkpoint.storage.protocol import steps_in
+from megalite.checkpoint.offline import Checkpoint
 from megalite.config.check import check
 from megalite.config.console import told
 from megalite.config.options import ConfigError, ModelConfig, build
-from megalite.interop.rules import Recipe, Specs, join, split, unpadded
-from megalite.parallel.spec import Box, ParamSpec, Piece
+from megalite.interop.rules import Recipe, Specs, join, split
+from megalite.parallel.spec import Box, Piece
 
-FILE_BYTES = 4 << 30  # of a checkpoint that is made here
 # what a run needs beside a model, so that what `check` finds is the model's
 ANY_RUN: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "mock_data": True, "vocab_size": 1}
 
@@ -80,26 +74,6 @@ def model_of(options: dict[str, Any], where: str) -> ModelConfig:
     return model
 
 
-def items_of(foreign: Sequence[Foreign], specs: Specs) -> list[Item]:
-    """What to write into tensors of `specs`; rows that pad their vocabulary are left out."""
-    items = []
-    for one in foreign:
-        boxes = [(spec.name, unpadded(box, specs[spec.name])) for spec, box in one.recipe.parts]
-        parts = [(name, box) for name, box in boxes if box is not None]
-        if parts:
-            keyed = [(f"model/{name}", box) for name, box in parts]
-            items.append(Item(one.dtype, keyed, lambda one=one: (values for _, _, values in kept(one, specs))))
-    return items
-
-
-def kept(one: Foreign, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
-    """Our rectangles and their values in a foreign tensor, without rows that `specs` do not store."""
-    for spec, box, values in split(one.recipe, one.read()):
-        kept = unpadded(box, specs[spec.name])
-        if kept is not None:
-            yield spec, kept, values[: kept.shape[0]]
-
-
 def misshapen(pieces: Sequence[Piece], specs: Specs) -> list[str]:
     """What keeps `pieces`, named KIND/NAME, from being filled with tensors of `specs`, one line each."""
     lines = []
@@ -122,12 +96,9 @@ def fill_from(
     wanted: dict[str, list[tuple[Box, Tensor]]] = {}
     for piece in pieces:
         wanted.setdefault(_bare(piece), []).extend(views(piece))
-    progress = told(f"loading {where}", len(foreign), "tensors") if tell else contextlib.nullcontext()
-    with progress as bar:
-        for one in foreign:
+    with told(f"loading {where}", len(foreign), "tensors", not tell) as bar:
+        for one in bar.each(foreign):
             _fill(one, wanted)
-            if bar is not None:
-                bar.add(1)
 
 
 def _fill(one: Foreign, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]) -> None:
@@ -141,22 +112,6 @@ def _fill(one: Foreign, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]) -> N
 
 def _bare(piece: Piece) -> str:
     return piece.name.partition("/")[2]
-
-
-def write_import(
-    directory: Path, foreign: Sequence[Foreign], specs: Specs, state: dict[str, Any], file_bytes: int = FILE_BYTES
-) -> Location:
-    """A checkpoint of step 0 from foreign weights; no optimizer states. Raises CheckpointError.
-
-    No checkpoint may exist there yet: a converted model is the start of a run, not a step of one.
-    """
-    if steps_in(directory):
-        raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
-    items = items_of(foreign, specs)
-    files = [[items[i] for i in chosen] for chosen in cut([item.bytes for item in items], file_bytes)]
-    folder = folder_of(directory, 0)
-    write_checkpoint(folder, files, {f"model/{name}": spec.stored_shape for name, spec in specs.items()}, state)
-    return folder
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.pieces import intersect
 from megalite.models.family import Naming, TensorRule
 from megalite.parallel.spec import Box, ParamSpec
 
@@ -100,8 +99,3 @@ def join(recipe: Recipe, read: Callable[[ParamSpec, Box], Tensor]) -> Tensor:
         return torch.cat([p.unflatten(0, (recipe.groups, -1)) for p in pieces], 1).flatten(0, 1)
     upright = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     return upright.T.contiguous() if recipe.form == "columns" else upright.contiguous()
-
-
-def unpadded(box: Box, spec: ParamSpec) -> Box | None:
-    """What of a rectangle a checkpoint stores: not the rows that pad the vocabulary; None where nothing is left."""
-    return intersect(box, Box((0,) * len(box.start), spec.stored_shape))

@@ -40,6 +40,7 @@ class Op(StrEnum):
 Cost = tuple[float, float, float]  # of F, B and W of one stage; a backward that is not split takes B + W
 Held = tuple[float, float]  # of one forward: from F to B, and, where backward is split, from B to W
 EQUAL: Cost = (1, 1, 1)
+ONE: Held = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,10 @@ def in_flight(row: Sequence[Action], held: Sequence[Held] | None = None) -> floa
     """The most that one rank holds at once of forwards whose backward, or the W of it, has not run; by default each
     counts 1."""
     split = any(a.op is Op.W for a in row)
-    return max(itertools.accumulate(_more(a.op, held[a.stage] if held else (1, 1), split) for a in row))
+    return max(itertools.accumulate(held_more(a.op, held[a.stage] if held else ONE, split) for a in row))
 
 
-def _more(op: Op, held: Held, split: bool) -> float:
+def held_more(op: Op, held: Held, split: bool) -> float:
     """What a rank holds after an action, less what it held before."""
     saved, waits = held
     if op is Op.F:
@@ -181,7 +182,7 @@ class _Execution:
         self.costs = split.costs if split and split.costs else (EQUAL,) * place.num_stages
         self.rows: list[list[Action]] = [[] for _ in compute]
         self.ahead = [deque(row) for row in compute]
-        self.held = split.held if split and split.held else ((1, 1),) * place.num_stages
+        self.held = split.held if split and split.held else (ONE,) * place.num_stages
         most = split.most if split else None
         self.most = max(in_flight(row, self.held) for row in compute) if most is None else most
         self.alive = [0.0] * len(compute)
@@ -228,7 +229,7 @@ class _Execution:
         return (op is Op.F or Action(Op.F, stage, m) in self.done) and (edge or (op, stage, m) in self.have)
 
     def _more(self, action: Action) -> float:
-        return _more(action.op, self.held[action.stage], self.split is not None)
+        return held_more(action.op, self.held[action.stage], self.split is not None)
 
     def _finish(self, rank: int, action: Action) -> set[int]:
         """The ranks that hear of it."""

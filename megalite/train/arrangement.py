@@ -34,7 +34,7 @@ from megalite.pipeline.partition import evenly, fastest, ranges, splits
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.train.batch_size import BatchSizes
-from megalite.train.holding import Holding, element_bytes
+from megalite.train.holding import Holding, ModuleBytes, element_bytes
 
 TRIED_ACTIONS = 200_000  # of the schedules that are simulated to balance the stages: about a second
 LONG = 3  # groups of micro-batches that are simulated to compare splits; of more the rest is like the last
@@ -286,12 +286,10 @@ class Arrangement:
 
     def _rate(self, split: Sequence[int]) -> tuple[float, float]:
         """Time of a step, and bytes of the fullest rank: layers, embedding, head and what is in flight."""
-        backward, (layer, embedding, head) = self._split_of(split), self.module_bytes
-        held = self._most_alive(self._held_of(split), backward)
-        for rank in range(self.pp):
-            held[rank] += layer * sum(split[s] for s in self.placement.stages(rank))
-        held[0] += embedding
-        held[-1] += head
+        backward, last = self._split_of(split), self.pp - 1
+        alive = self._most_alive(self._held_of(split), backward)
+        layers = [sum(split[s] for s in self.placement.stages(rank)) for rank in range(self.pp)]
+        held = [self.module_bytes.of(n, rank == 0, rank == last) + alive[rank] for rank, n in enumerate(layers)]
         return self._time(self._costs_of(split), backward), max(held)
 
     @property
@@ -324,9 +322,8 @@ class Arrangement:
         )
 
     @cached_property
-    def module_bytes(self) -> tuple[float, float, float]:
-        """Of a layer, of the embedding and of the head: bytes of weights, gradients and optimizer on a rank, without
-        the layout's padding, which `holdings` has."""
+    def module_bytes(self) -> ModuleBytes:
+        """Without the layout's padding, which `holdings` has."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
         first, last = (build_stage(self, make, [range(1), range(0)], number) for number in (0, 1))
 
@@ -334,7 +331,7 @@ class Arrangement:
             numel = sum(p.numel() for p in module.parameters()) if module is not None else 0
             return numel * (weight + gradient + state / make.mesh.shard.size)
 
-        return of(first.blocks), of(first.embedding), of(last.head)
+        return ModuleBytes(of(first.blocks), of(first.embedding), of(last.head))
 
     @property
     def _group(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,20 +59,11 @@ def _documents(micro: MicroBatch, first_BS: Tensor) -> Documents:
 def on_device(host: HostBatch, device: torch.device, step: int) -> Batch:
     """The batch where it is computed on; copies from pinned memory do not wait."""
 
-    def moved(x: Tensor) -> Tensor:
+    def to(x: Tensor) -> Tensor:
         return x.to(device, non_blocking=True)
 
-    def move(x: Tensor | None) -> Tensor | None:
-        return None if x is None else moved(x)
-
     b = host.batch
-    return replace(
-        b,
-        step=step,
-        tokens_SB=moved(b.tokens_SB),
-        labels_SB=move(b.labels_SB),
-        mask_SB=move(b.mask_SB),
-        sample_ids_B=moved(b.sample_ids_B),
-        positions_SB=move(b.positions_SB),
-        documents=None if b.documents is None else replace(b.documents, first_BS=moved(b.documents.first_BS)),
-    )
+    moved: dict[str, Any] = {name: to(x) for name, x in vars(b).items() if isinstance(x, Tensor)}
+    if b.documents is not None:
+        moved["documents"] = replace(b.documents, first_BS=to(b.documents.first_BS))
+    return replace(b, step=step, **moved)

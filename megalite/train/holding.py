@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +23,18 @@ class Holding:
     @property
     def state(self) -> int:
         return self.weights + self.gradients + self.optimizer
+
+
+class ModuleBytes(NamedTuple):
+    """Of weights, gradients and optimizer on a rank: of one layer, of the embedding and of the head."""
+
+    layer: float
+    embedding: float
+    head: float
+
+    def of(self, layers: Any, first: bool, last: bool) -> Any:
+        """Of a rank with so many layers, a number or an array of them; `first`, `last`: of the pipeline."""
+        return self.layer * layers + self.embedding * first + self.head * last
 
 
 def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from megalite.config.console import show
 from megalite.config.faults import fault
 from megalite.config.options import Config, log_steps, resolved_style
 from megalite.config.toml import to_toml
-from megalite.parallel.comm import all_reduce_
+from megalite.parallel.comm import all_reduce_, reduce_number
 from megalite.train.batch import on_device
 from megalite.train.figures import Interval
 from megalite.train.memory import memory_line, memory_of, memory_tags, memory_there
@@ -114,8 +114,7 @@ class Training:
             steps.callback(self.watch.profiler.stop)
             outcome, reason = self._take_steps()
         if outcome is Exit.REQUEUE:
-            signalled = torch.tensor(float(bool(self.stop.seen)), device=self.run.mesh.device)
-            self.stop.final = all_reduce_(signalled, self.run.mesh.world).item() == 0
+            self.stop.final = reduce_number(bool(self.stop.seen), self.run.mesh) == 0
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:

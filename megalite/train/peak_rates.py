@@ -7,13 +7,14 @@ peak would make a figure that looks like knowledge.
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from megalite.parallel.local_ranks import cores
 
 # (words of the device name, bf16, fp16, fp32), TFLOP/s of one device as torch counts devices, accumulating in fp32;
 # fp32 without TF32, as torch multiplies by default. None: no matmul units for it. The first match wins, so the longer
@@ -127,8 +128,8 @@ def measure_cpu_peak(
         if not bigger:
             break
         size *= 2
-    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    share = min(1.0, cores / (local_ranks * threads))
+    threads = torch.get_num_threads()
+    share = min(1.0, cores() / (local_ranks * threads))
     where = f"{threads} thread{'s' * (threads > 1)}" + (f" on {share:.2g} of their cores" if share < 1 else "")
     return Peak(best * share / 1e12, f"cpu {SHORT[dtype]}, measured matmul, {where}")
 

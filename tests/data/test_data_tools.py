@@ -19,7 +19,7 @@ from megalite.config.console import Bar
 from megalite.config.options import DataConfig
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.sidecar import make_info, read_info
+from megalite.data.files.sidecar import read_info
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
@@ -27,6 +27,7 @@ from megalite.train.sources import open_sources
 from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
 from tools.merge_datasets import document_blocks, expand_prefixes, merge
 from tools.preprocess.indexed_writer import IndexedWriter
+from tools.preprocess.token_run import make_info
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from megalite.data.tokenizers import fast_tokenizer
-from megalite.data.tokenizers.fast_tokenizer import NASTY, FastTokenizer, accelerate, surround
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_json import NASTY
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from tools.preprocess import fast_tokenizer
+from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate, surround
 from tools.train_tokenizer import train, train_hugging_face
 
 WORDS = (" zyxwvut", " qponmlk")  # frequent in what the tokenizers are made of, and not in NASTY

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset, token_dtype
+from megalite.data.files.indexed import IndexedDataset
 from tools.bench import data as bench_data
-from tools.preprocess.indexed_writer import IndexedWriter
+from tools.preprocess.indexed_writer import IndexedWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from megalite.data.errors import DataError
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import build_blend
-from megalite.data.samples.ledger import Ledger, Total, table
+from megalite.data.samples.ledger import Ledger, Total
+from tools.ledger import table
 from tools.preprocess.indexed_writer import IndexedWriter
 
 

@@ -23,11 +23,12 @@ from megalite.data.errors import DataError
 from megalite.data.files import block_cache as blocks
 from megalite.data.files import remote
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.files.sidecar import make_info, read_info
+from megalite.data.files.sidecar import read_info
 from megalite.data.samples.blend import Reading, build_blend
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess.indexed_writer import IndexedWriter
+from tools.preprocess.token_run import make_info
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [list(range(k * 100, k * 100 + k * 7 % 23)) for k in range(60)]

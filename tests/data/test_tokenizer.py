@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.fast_tokenizer import NASTY
 from megalite.data.tokenizers.tiktoken_files import ENCODINGS, PATTERNS
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_json import NASTY
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess.tokenize_files import preprocess
 from tools.preprocess.workers import Job

@@ -35,7 +35,7 @@ from megalite.config.options import ModelConfig, build  # noqa: E402
 from megalite.config.pattern import write_pattern  # noqa: E402
 from megalite.config.toml import parse_toml, to_toml  # noqa: E402
 from megalite.generate.generation import load_model  # noqa: E402
-from megalite.interop.convert import Ours, write_import  # noqa: E402
+from megalite.interop.convert import Ours  # noqa: E402
 from megalite.interop.hugging_face.config_json import choose_family, read_config, write_config  # noqa: E402
 from megalite.interop.hugging_face.model_files import open_model  # noqa: E402
 from megalite.interop.rules import join, recipes, split  # noqa: E402
@@ -47,6 +47,7 @@ from megalite.parallel.spec import Box, Piece  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
 from tools.checks import logits  # noqa: E402
 from tools.checks.bits import Verdict, compare  # noqa: E402
+from tools.foreign_import import write_import  # noqa: E402
 
 TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
 

@@ -32,10 +32,11 @@ from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.offline import Checkpoint, open_checkpoint  # noqa: E402
 from megalite.config.options import build  # noqa: E402
 from megalite.config.toml import parse_toml  # noqa: E402
-from megalite.interop.megatron.args import read_args, write_args  # noqa: E402
+from megalite.interop.megatron.args import read_args  # noqa: E402
 from megalite.interop.megatron.rank_files import load_pickle, open_megatron  # noqa: E402
 from megalite.parallel.spec import Box  # noqa: E402
 from megalite.train.start.resume import options_that_differ  # noqa: E402
+from tools.megatron_release import write_args  # noqa: E402
 
 L, D, H, K, F, S, V, ROWS = 4, 16, 4, 4, 24, 8, 50, 64
 

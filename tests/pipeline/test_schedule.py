@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megalite.pipeline.partition import evenly, fastest, ranges, splits
 from megalite.pipeline.schedule import SCHEDULES, Action, Op, Placement, Split, in_flight, plan, with_messages
-from megalite.pipeline.simulate import draw, simulate
+from megalite.pipeline.simulate import simulate
+from tools.pictures.in_text import draw
 
 SHAPES = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 5) if pp > 1 or vpp == 1]
 PAIR = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}

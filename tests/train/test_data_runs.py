@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from train_cases import SMALL, TP2_PP2
 
-from megalite.data.files.sidecar import make_info
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess.indexed_writer import IndexedWriter
+from tools.preprocess.token_run import make_info
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", "--vocab-size", "94"]

@@ -23,10 +23,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate
 from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
 from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer
+from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate
 
 BATCH_BYTES = 1_000_000
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megalite.interop.convert import Foreign, Ours, kept
+from megalite.interop.convert import Foreign, Ours
 from megalite.interop.rules import Specs
+from tools.foreign_import import kept
 
 
 @dataclass(frozen=True)

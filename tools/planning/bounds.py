@@ -11,7 +11,7 @@ least counts. They are bounds, not estimates: no padding, no messages, no collec
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,10 +20,10 @@ from tools.planning.memory import moments
 
 if TYPE_CHECKING:
     from megalite.train.arrangement import Arrangement
+    from megalite.train.holding import ModuleBytes
     from tools.planning.cost import Costs
 
 GROUPS = 3  # of micro-batches; with 1F1B what is held does not grow after them
-State = tuple[float, float, float]  # Arrangement.module_bytes
 
 
 def possible(made: Arrangement) -> np.ndarray:
@@ -58,13 +58,12 @@ def least_time(made: Arrangement, costs: Costs) -> float:
     return float(np.maximum(most, (fill + ends).max(1)).min())
 
 
-def least_memory(made: Arrangement, state: State) -> float:
+def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
     """Bytes of the fullest rank. A split backward holds as much as the schedule without it, or more."""
     counts, pp, brief = possible(made), made.pp, moments(made)
     m, last = made.config.model, made.placement.num_stages - 1
-    layer, embedding, head = state
     if pp == 1 and not m.untie_embeddings_and_output_weights:
-        head = 0.0  # its weights are the embedding's
+        modules = modules._replace(head=0.0)  # its weights are the embedding's
     saved, again, edges = _saved(made, counts.max())
     held = saved[counts]
     held[:, last] += edges
@@ -72,11 +71,11 @@ def least_memory(made: Arrangement, state: State) -> float:
     for rank in {0, min(1, pp - 1), pp - 1}:
         stages = list(made.placement.stages(rank))
         own = counts[:, stages]
-        whole = layer * own.sum(1) + embedding * (rank == 0) + head * (rank == pp - 1)
-        alive = held[:, stages] @ np.array(_in_flight(made, rank, None))
+        whole = modules.of(own.sum(1), rank == 0, rank == pp - 1)
+        alive = held[:, stages] @ _in_flight(made, rank, None)
         most = np.maximum(most, whole + alive + np.where(own.any(1), again[own].max(1) + brief.layer - brief.edge, 0.0))
         if rank == pp - 1:
-            alive = held[:, stages] @ np.array(_in_flight(made, rank, last))
+            alive = held[:, stages] @ _in_flight(made, rank, last)
             most = np.maximum(most, whole + alive + brief.head)
     return float(most.min())
 
@@ -93,7 +92,7 @@ def _saved(made: Arrangement, most: int) -> tuple[np.ndarray, np.ndarray, float]
     return pairs[:, 0], pairs[:, 1], (of(0, True)[0] - of(0, False)[0]) * made.tokens
 
 
-def _in_flight(made: Arrangement, rank: int, stage: int | None) -> Sequence[int]:
+def _in_flight(made: Arrangement, rank: int, stage: int | None) -> np.ndarray:
     from megalite.pipeline.schedule import group_sizes
 
     p = made.config.parallel
@@ -104,18 +103,16 @@ def _in_flight(made: Arrangement, rank: int, stage: int | None) -> Sequence[int]
 @functools.cache
 def _most_alive(
     schedule: str, pp: int, chunks: int, groups: tuple[int, ...], rank: int, stage: int | None
-) -> Sequence[int]:
+) -> np.ndarray:
     """Forwards of each chunk that wait for their backward when most of them do; just after a forward of `stage`, if
     one is given."""
-    from megalite.pipeline.schedule import SCHEDULES, Op, Placement
+    from megalite.pipeline.schedule import ONE, SCHEDULES, Op, Placement, held_more
 
     place = Placement(pp, chunks)
-    alive, most = [0] * chunks, [0] * chunks
-    for action in SCHEDULES[schedule](rank, place, groups):
-        if action.op is Op.F:
-            alive[place.chunk(action.stage)] += 1
-            if stage in (None, action.stage) and sum(alive) > sum(most):
-                most = alive.copy()
-        elif action.op is Op.B:
-            alive[place.chunk(action.stage)] -= 1
-    return most
+    row = SCHEDULES[schedule](rank, place, groups)
+    more = np.zeros((len(row), chunks))
+    for i, action in enumerate(row):
+        more[i, place.chunk(action.stage)] = held_more(action.op, ONE, split=False)
+    alive = more.cumsum(0)
+    counts = [action.op is Op.F and stage in (None, action.stage) for action in row]
+    return alive[np.where(counts, alive.sum(1), -1).argmax()]

@@ -85,33 +85,29 @@ def activations_and_buffers(made: Arrangement) -> list[tuple[int, int]]:
 def peak_of(row: Sequence[Action], made: Arrangement, brief: Moments) -> float:
     """The most bytes of activations, messages and moments that one rank has at once, going through its actions."""
     from megalite.pipeline.runtime import SENT
-    from megalite.pipeline.schedule import Op
+    from megalite.pipeline.schedule import Op, held_more
 
     held, counts, last, split = made.held, made.counts, len(made.counts) - 1, made.split is not None
     kept = most = 0.0  # what forwards have left behind
     messages, sent = 0, 0  # in edges; `sent`: of these, those that are on their way
     for action in row:
-        stage, (saved, waits) = action.stage, held[action.stage]
+        stage, change = action.stage, held_more(action.op, held[action.stage], split)
         others = kept + messages * brief.edge
         if action.op in (Op.RECV_F, Op.RECV_B):
             messages += 1
         elif action.op in (Op.SEND_F, Op.SEND_B):
             messages, sent = messages - (sent == SENT), min(SENT, sent + 1)
         elif action.op is Op.F:
-            kept += saved
             messages += (stage < last) - (
                 stage > 0
             )  # y is to be sent; the x that had come is what the first layer keeps
-            most = max(most, others + saved + (brief.head if stage == last else 0.0))
+            most = max(most, others + change + (brief.head if stage == last else 0.0))
         elif action.op is Op.B:
             own = brief.layer + (-brief.edge if stage == last else 0.0)  # x and its gradient are gone, dy is there
             most = max(most, others + (own if counts[stage] else 0.0))
-            after = (waits if split else 0.0) - saved
-            kept += after
             messages += (stage > 0) - (stage < last)
             if split and counts[stage]:
-                most = max(most, others + after * (1 - 1 / counts[stage]) + brief.layer)
-        elif action.op is Op.W:
-            kept -= waits
+                most = max(most, others + change * (1 - 1 / counts[stage]) + brief.layer)
+        kept += change
         most = max(most, kept + messages * brief.edge)
     return most

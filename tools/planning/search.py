@@ -17,13 +17,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tools.planning.bounds import State, least_memory, least_time
+from tools.planning.bounds import least_memory, least_time
 from tools.planning.memory import RankMemory, memory
 from tools.planning.request import Request, problems_of, with_options
 
 if TYPE_CHECKING:
     from megalite.config.options import Config
     from megalite.train.arrangement import Arrangement
+    from megalite.train.holding import ModuleBytes
     from tools.planning.profile import Profile
     from tools.planning.step_time import StepTime
 
@@ -214,7 +215,7 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
 
     used = profile or default_profile(request.cluster.device.name)
     bounds: list[tuple[float, int, Layout]] = []
-    states: dict[tuple[int, int, bool], State] = {}
+    states: dict[tuple[int, int, bool], ModuleBytes] = {}
     for layout in [layout_of(request.config)] if request.is_layout else grid(request):
         found.candidates += 1
         problems = problems_of(applied(layout, request.config), request.cluster.world)

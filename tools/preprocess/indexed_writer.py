@@ -13,10 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.checkpoint.storage import left_branch
 from megalite.data.errors import DataError
 from megalite.data.files.index_rules import CHUNK
 from megalite.data.files.indexed import CODES, HEADER, MAGIC, VERSION
-from megalite.data.locks import open_locked, sync, sync_directory
+from tools.preprocess.durable import open_locked, sync
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that Megatron-LM stores: two bytes below 65500 tokens, else four."""
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 class IndexedWriter:
@@ -114,7 +120,7 @@ class IndexedWriter:
         if info is not None:
             os.replace(sidecar_partial, sidecar)
         os.replace(index_partial, index)
-        sync_directory(index.parent)  # the names survive a loss of power too, before what could make them again goes
+        left_branch.sync(index.parent)  # the names survive a loss of power too, before what could make them again goes
         self._lengths_partial.unlink()
         self.keep()  # the lock is held up to here
 

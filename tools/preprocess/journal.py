@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.storage import left_branch
 from megalite.data.errors import DataError
-from megalite.data.locks import open_locked, sync, sync_directory
+from tools.preprocess.durable import open_locked, sync
 from tools.preprocess.text_input import Position
 
 
@@ -55,7 +56,7 @@ class Journal:
             self._file.truncate(whole)  # a cut line must not stand between whole ones
             if not self.last:
                 self._write(header)
-                sync_directory(path.parent)
+                left_branch.sync(path.parent)
         except BaseException:
             self._file.close()
             raise

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.data.errors import DataError
-from megalite.data.locks import sync
+from tools.preprocess.durable import sync
 from tools.preprocess.journal import Tally
 from tools.preprocess.workers import SAMPLES, Result
 

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.storage import left_branch
 from megalite.config.console import Bar, complain
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import token_dtype
-from megalite.data.files.sidecar import make_info, read_info
-from megalite.data.locks import sync_directory
+from megalite.data.files.sidecar import read_info
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from tools.preprocess.indexed_writer import IndexedWriter
+from tools.preprocess.indexed_writer import IndexedWriter, token_dtype
 from tools.preprocess.journal import Journal, Tally
 from tools.preprocess.rejects import Rejects, judge
 from tools.preprocess.text_input import MAX_DOCUMENT_BYTES, TextBlock
@@ -29,6 +28,22 @@ from tools.preprocess.workers import Job, Result
 JOURNAL_SECONDS = 30.0  # work that an interruption can cost; an entry costs one fsync of what was written since
 JOURNAL_BYTES = 256 << 20  # of tokens
 READ_AHEAD = 1 << 14  # a decompressor has taken in at most this much more than it has given out
+
+
+def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequence[str]) -> dict[str, Any]:
+    """What stands beside a token file (megalite/data/files/sidecar.py)."""
+    return {
+        "version": 1,
+        "tokenizer": {
+            "name": tokenizer.name,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        },
+        "documents": documents,
+        "tokens": tokens,
+        "sources": list(sources),
+    }
 
 
 class TokenRun:
@@ -218,7 +233,7 @@ class TokenRun:
                 writer.sync()
         if self._rejects and self._journal:
             self._rejects.sync()
-            sync_directory(self._rejects_path.parent)
+            left_branch.sync(self._rejects_path.parent)
             self._journal.append(self.progress)
 
 

@@ -17,8 +17,8 @@ from itertools import islice
 
 from megalite.config.console import complain
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate
 from tools.preprocess.records import BadLine, parse_block
 from tools.preprocess.text_input import expand, format_of, read_blocks
 from tools.preprocess.token_run import TokenRun

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from megalite.config.environment import set_defaults
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import token_dtype
-from megalite.data.tokenizers.fast_tokenizer import FastTokenizer, accelerate, surround
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate, surround
+from tools.preprocess.indexed_writer import token_dtype
 from tools.preprocess.records import BadLine, parse_block
 from tools.preprocess.text_input import TextBlock
 

@@ -41,19 +41,6 @@ class Want:
     targets: tuple[tuple[Tensor, Box], ...]
 
 
-def check_sizes(folder: Location, manifest: Manifest) -> None:
-    """Every file is there, with its size. Raises CheckpointError that names the first that is not."""
-    try:
-        sizes = storage_of(folder).entries(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read ({error})") from None
-    for name, stamp in manifest.files.items():
-        if name not in sizes:
-            raise CheckpointError(f"{folder / name}: missing, or not a plain file")
-        if sizes[name] != stamp.size:
-            raise CheckpointError(f"{folder / name}: {sizes[name]} bytes, not {stamp.size}")
-
-
 def read_blocks(
     folder: Location,
     manifest: Manifest,
@@ -98,18 +85,12 @@ def read_blocks(
                 wrong[n] = _named(folder / name, error)
                 return
             files.done(name)
-            if progress is not None:
-                progress.add((block.end - block.begin) / 2**30)
+            progress.add((block.end - block.begin) / 2**30)
 
     total = sum(min(s.block, s.size - i * s.block) for name, i in todo for s in [manifest.files[name]]) / 2**30
-    progress = None if tell is None else told(tell, total, "GiB that this rank needs")
-    try:
-        with ThreadPoolExecutor(max(1, threads), thread_name_prefix="megalite-read") as pool:
-            list(pool.map(work, buffers[:threads]))
-    finally:
-        files.close()
-        if progress is not None:
-            progress.close()
+    progress = told(tell or "", total, "GiB that this rank needs", tell is None)
+    with contextlib.closing(files), progress, ThreadPoolExecutor(max(1, threads), "megalite-read") as pool:
+        list(pool.map(work, buffers[:threads]))
     if wrong:
         raise wrong[min(wrong)]  # whoever took a block before this one has ended it
 
@@ -175,10 +156,7 @@ class _Block:
         if (begin - want.place.begin) % item or (end - want.place.begin) % item:
             raise ValueError(f"an element lies in two blocks, before byte {begin} or {end}")
         span = range((begin - want.place.begin) // item, (end - want.place.begin) // item)
-        for part, where in rectangles(Box((0,) * len(want.stored.shape), want.stored.shape), span):
-            part = Box(
-                *(tuple(a + b for a, b in zip(x, want.stored.start, strict=True)) for x in (part.start, part.stop))
-            )
+        for part, where in rectangles(want.stored, span):
             at = begin + where.start * item
             raw = self._buffer[at - self.begin : at - self.begin + len(where) * item]
             for target, box in want.targets:

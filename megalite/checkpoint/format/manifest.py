@@ -91,7 +91,7 @@ def load(folder: Location) -> Manifest:
         data = json.loads(text)
         if data["format"] != FORMAT:
             raise refuse(f"format {data['format']!r} is not {FORMAT}")
-        files = {str(name): _stamp(entry) for name, entry in data["files"].items()}
+        files = {str(name): read_stamp(entry) for name, entry in data["files"].items()}
         tensors = {str(name): _whole(str(name), entry, files) for name, entry in data["tensors"].items()}
         state = _state(dict(data["state"]))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -99,7 +99,27 @@ def load(folder: Location) -> Manifest:
     return Manifest(tensors, files, state)
 
 
-def _stamp(entry: Any) -> Stamp:
+def check_sizes(folder: Location, manifest: Manifest) -> None:
+    """Every file is there, with its size. Raises CheckpointError that names the first that is not."""
+    try:
+        sizes = storage_of(folder).entries(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error})") from None
+    for name, stamp in manifest.files.items():
+        if name not in sizes:
+            raise CheckpointError(f"{folder / name}: missing, or not a plain file")
+        if sizes[name] != stamp.size:
+            raise CheckpointError(f"{folder / name}: {sizes[name]} bytes, not {stamp.size}")
+
+
+def load_whole(folder: Location) -> Manifest:
+    """The manifest of a checkpoint of which `check_sizes` holds; contents are not hashed. Raises CheckpointError."""
+    manifest = load(folder)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def read_stamp(entry: Any) -> Stamp:
     size, name, block, digests = entry
     return Stamp(int(size), str(name), int(block), tuple(str(digest) for digest in digests))
 

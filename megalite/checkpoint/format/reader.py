@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megalite.checkpoint.format.blocks import Want, check_sizes, read_blocks
-from megalite.checkpoint.format.manifest import Manifest
+from megalite.checkpoint.format.blocks import Want, read_blocks
+from megalite.checkpoint.format.manifest import Manifest, check_sizes
 from megalite.checkpoint.format.pieces import intersect, offset_in, views
 from megalite.checkpoint.format.tensor_file import Place, places
 from megalite.checkpoint.storage.location import CheckpointError, Location

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format import tensor_file
 from megalite.checkpoint.format.hashing import Stamp
-from megalite.checkpoint.format.manifest import Manifest, Stored, Whole, dump
+from megalite.checkpoint.format.manifest import Manifest, Stored, Whole, dump, read_stamp
 from megalite.checkpoint.format.tensor_file import Row
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import TRACKER, storage_of
@@ -60,8 +60,7 @@ def commit(part: Location, final: Location, state: dict[str, Any], step: int, wo
     found: dict[str, tuple[tuple[int, ...], str, list[Stored]]] = {}
     for rank in range(world):
         listing = json.loads(storage.read(part / list_of(rank)))
-        size, name, block, digests = listing["stamp"]
-        files[listing["file"]] = Stamp(size, name, block, tuple(digests))
+        files[listing["file"]] = read_stamp(listing["stamp"])
         for name, shape, dtype, key, start, stop in listing["rows"]:
             _, _, parts = found.setdefault(name, (tuple(shape), dtype, []))
             parts.append(Stored(listing["file"], key, Box(tuple(start), tuple(stop))))

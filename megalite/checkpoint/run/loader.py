@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from megalite.checkpoint.format import manifest as manifests
-from megalite.checkpoint.format.blocks import check_sizes
-from megalite.checkpoint.format.manifest import Manifest
+from megalite.checkpoint.format.manifest import Manifest, load_whole
 from megalite.checkpoint.format.reader import differences, fill_pieces
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location, parse
@@ -68,7 +66,7 @@ def load(
             candidate, root = found[-1 - place] if found else (0, 0)
             candidate, root = (first_says(n, mesh) for n in (candidate, root))
             folder = folder_of(roots[root], candidate)
-            manifest, reason = _try(mesh, folder, False, partial(_whole_on_disk, folder))
+            manifest, reason = _try(mesh, folder, False, partial(load_whole, folder))
             if manifest is not None:
                 want = wanted(folder, manifest)
                 _refuse_differences(folder, manifest, want, mesh)
@@ -89,12 +87,6 @@ def load(
             if piece.data.is_floating_point():
                 piece.data.detach().fill_(math.nan)
         raise
-
-
-def _whole_on_disk(folder: Location) -> Manifest:
-    manifest = manifests.load(folder)
-    check_sizes(folder, manifest)
-    return manifest
 
 
 def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -7,30 +7,13 @@ batch. Keys: tokenizer (fingerprint, name, vocabulary size, end of document), do
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
-VERSION = 1
 LIMIT_BYTES = 16 << 20  # far above any list of sources; bounds what a damaged file can cost
-
-
-def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequence[str]) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "tokenizer": {
-            "name": tokenizer.name,
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
-        },
-        "documents": documents,
-        "tokens": tokens,
-        "sources": list(sources),
-    }
 
 
 def read_info(prefix: str | Path) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ another sequence length a new era begins at the present sample: each source cont
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -200,11 +200,3 @@ def read(saved: Mapping[str, Any]) -> tuple[list[Era], dict[str, Total], dict[st
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the checkpoint's token ledger is damaged ({error}); use another checkpoint") from None
     return eras, past, totals, consumed
-
-
-def table(totals: Sequence[Total]) -> str:
-    """Sources, tokens, documents and epochs as text."""
-    width = max([6, *(len(total.name) for total in totals)])
-    lines = [f"{'source':{width}}  {'tokens':>18}  {'documents':>14}  {'epochs':>8}"]
-    lines += [f"{t.name:{width}}  {t.tokens:18,}  {t.documents:14,}  {t.epochs:8.3f}" for t in totals]
-    return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 The fingerprint is a sha256 over kind, model files and eod: equal exactly when equal text gives equal ids. The
 libraries are imported when a tokenizer of their kind is built; no code of a model directory is ever run.
-These are the references; fast_tokenizer.py makes the same ids faster where it can.
+These are the references; tools/preprocess/fast_tokenizer.py makes the same ids faster where it can.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.fast_tokenizer import NASTY
 from megalite.data.tokenizers.tokenizer import EOD_BYTE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
 
 _UNIGRAM, _BPE = 1, 2
@@ -26,6 +25,25 @@ _LITERAL = {"<": "<(?=0x[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}  # where a 
 _SPACE = "\u2581"
 _NEVER = -1e6  # the score of a piece that no text is cut into
 END = "<|endoftext|>"
+NASTY = (
+    "",
+    " ",
+    "a",
+    " a  b   c    d\t\te\n\nf\r\n\r\ng \n h\n ",
+    "trailing spaces   ",
+    "\n\n\n   \t x = 1  # two  spaces\r\n",
+    "I'm you're he'LL WE'VE 'S 'twas rock'n'roll it’s ''' 'd",
+    "0 1 12 123 1234 12345 1.5e-3 0x1F 1,000,000 ²½Ⅷ ٣٤٥ ०१२ 五",
+    "camelCase HTTPServer snake_case __init__ ALLCAPS Ünïcødé ǅ ǆ İı ß",
+    '!!! ... --- ??? /// ::: @#$%^&*() <tag attr="x"/> // /* */ http://a.b/c?d=e&f#g',
+    "<|endoftext|> <|end_of_text|> </s> <s> <unk> <pad> <|fim_prefix|> <mask>",
+    "漢字かなカナ한국어 ภาษาไทย हिन्दी العربية עברית ქართული",
+    "e\u0301 a\u0308\u0323 \u200d\u200b\ufeff\u00ad\u2060 \u00a0\u2003\u3000\u2028\u2029\x85\x1c\x0b\x0c",
+    "🙂👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 𝔘𝔫𝔦 𐍈 \U0010ffff \ue000 \ufffd \x00\x01\x7f",
+    "a" * 3000,
+    " " * 3000 + "x",
+    "\n" * 500 + "=" * 500 + "1" * 500 + "é" * 500,
+)
 MORE = (
     "  two  and   three",
     "tab\there\r\nline",

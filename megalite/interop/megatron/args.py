@@ -1,4 +1,5 @@
-"""Megatron-LM's `args`, as a checkpoint of it holds them, <-> options of the model.
+"""Megatron-LM's `args`, as a checkpoint of it holds them, as options of the model; tools/megatron_release.py
+makes the former of the latter.
 
 The names are the same, with few exceptions: the activation is several flags there. Names and meanings as in Megatron-LM
 at d98e8a64.
@@ -10,13 +11,12 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.config.options import ModelConfig, gelu_form
-from megalite.config.pattern import read_pattern, write_pattern
+from megalite.config.options import gelu_form
+from megalite.config.pattern import write_pattern
 from megalite.interop.convert import refuse
 
 # option -> its value where a checkpoint, being older than the flag, has no such argument; ...: it must have it
-_SAME: Mapping[str, Any] = {
+SAME: Mapping[str, Any] = {
     "num_layers": ...,
     "hidden_size": ...,
     "num_attention_heads": ...,
@@ -67,7 +67,7 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     """Option names to values. Raises CheckpointError listing what megalite does not have."""
     problems: list[str] = []
     options: dict[str, Any] = {}
-    for name, default in _SAME.items():
+    for name, default in SAME.items():
         value = getattr(args, name, default)
         if value is ...:
             problems.append(f"{name} is missing")
@@ -139,51 +139,3 @@ def _activation(args: Namespace) -> str:
             return name
     flags = {"add_bias_linear": True, "bias_gelu_fusion": True, "openai_gelu": False}
     return gelu_form(**{name: _given(args, name, default) for name, default in flags.items()})
-
-
-def write_args(
-    model: ModelConfig,
-    *,
-    vocab_size: int,
-    padded_vocab_size: int,
-    tokenizer: Mapping[str, Any],
-    tp: int,
-    pp: int,
-    dtype: str,
-) -> Namespace:
-    """What Megatron-LM compares when it loads, and takes over with --use-checkpoint-args; and the true vocabulary,
-    for which it has no argument. `tokenizer`: the options that name it, None where one is not given. Raises
-    CheckpointError.
-    """
-    if model.parallel_residual:
-        raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")
-    values = {name: getattr(model, name) for name in _SAME}
-    if model.position_embedding_type != "yarn":
-        values |= {name: None for name in _SAME if name.startswith("yarn_")}
-    values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size, "num_query_groups": model.groups}
-    values |= {"norm_epsilon": model.norm_epsilon, "rotary_base": int(model.rotary_base)}
-    values |= {"max_position_embeddings": model.positions, "add_position_embedding": True}
-    values |= {name: model.activation == name for name in ("swiglu", "squared_relu")}
-    values |= {"window_size": model.window_size}
-    for name in ("window_attn_skip_freq", "no_rope_freq"):
-        values[name] = _pattern(getattr(model, name), model.num_layers)
-    values["rotary_seq_len_interpolation_factor"] = _factor(model.rotary_seq_len_interpolation_factor)
-    gelu, bias = model.activation == "gelu", model.add_bias_linear
-    values |= {"openai_gelu": gelu and not bias, "bias_gelu_fusion": gelu and bias}
-    values |= {**tokenizer, "true_vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
-    values |= {"make_vocab_size_divisible_by": 128, "virtual_pipeline_model_parallel_size": None}
-    values |= {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    values |= {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
-    values |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
-    return Namespace(**values)
-
-
-def _pattern(text: str | None, layers: int) -> int | list[int] | None:
-    if text is None or text.strip().isdigit():
-        return None if text is None else int(text)
-    return [int(bit) for bit in read_pattern(text, layers)]
-
-
-def _factor(value: float) -> int | float | None:
-    """A whole number is one there; 1 is not written."""
-    return None if value == 1 else int(value) if value == int(value) else value

@@ -20,29 +20,11 @@ from numpy.typing import NDArray
 
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_json import NASTY
 
 log = logging.getLogger(__name__)
 
 CHECK_EVERY = 2048
-NASTY = (
-    "",
-    " ",
-    "a",
-    " a  b   c    d\t\te\n\nf\r\n\r\ng \n h\n ",
-    "trailing spaces   ",
-    "\n\n\n   \t x = 1  # two  spaces\r\n",
-    "I'm you're he'LL WE'VE 'S 'twas rock'n'roll it’s ''' 'd",
-    "0 1 12 123 1234 12345 1.5e-3 0x1F 1,000,000 ²½Ⅷ ٣٤٥ ०१२ 五",
-    "camelCase HTTPServer snake_case __init__ ALLCAPS Ünïcødé ǅ ǆ İı ß",
-    '!!! ... --- ??? /// ::: @#$%^&*() <tag attr="x"/> // /* */ http://a.b/c?d=e&f#g',
-    "<|endoftext|> <|end_of_text|> </s> <s> <unk> <pad> <|fim_prefix|> <mask>",
-    "漢字かなカナ한국어 ภาษาไทย हिन्दी العربية עברית ქართული",
-    "e\u0301 a\u0308\u0323 \u200d\u200b\ufeff\u00ad\u2060 \u00a0\u2003\u3000\u2028\u2029\x85\x1c\x0b\x0c",
-    "🙂👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 𝔘𝔫𝔦 𐍈 \U0010ffff \ue000 \ufffd \x00\x01\x7f",
-    "a" * 3000,
-    " " * 3000 + "x",
-    "\n" * 500 + "=" * 500 + "1" * 500 + "é" * 500,
-)
 
 
 class FastTokenizer(Tokenizer):
