@@ -10,6 +10,8 @@ from long_tests import read_list
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # users have none: what is told lies in a buffer first
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples everywhere, however slow the machine; --hypothesis-profile=default looks for others.
 settings.register_profile(
     "megalite", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -261,7 +262,8 @@ def test_a_sweep_that_is_interrupted_waits_until_its_run_has_saved(tmp_path: Pat
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         out, err = process.communicate(timeout=60)
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its run too
     assert process.returncode == 130 and "interrupted; the same command goes on" in err, err
     assert list((tmp_path / "out/lr=1e-3").glob("iter_*/COMPLETE")) and not (tmp_path / "out/lr=3e-3").exists()
     assert [line.split()[:2] for line in out.splitlines()[-1:]] == [["lr=1e-3", "requeue"]]
