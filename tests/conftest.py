@@ -1,22 +1,25 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
 from long_tests import read_list
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # users have none: what is told lies in a buffer first
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# The same examples everywhere, however slow the machine; --hypothesis-profile=default looks for others.
-settings.register_profile(
-    "megalite", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("megalite")
+with contextlib.suppress(ImportError):  # the tests that need a card run without it, too (tools/gpu_report.py)
+    from hypothesis import HealthCheck, settings
+
+    # The same examples everywhere, however slow the machine; --hypothesis-profile=default looks for others.
+    settings.register_profile(
+        "megalite", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("megalite")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
