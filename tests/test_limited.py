@@ -18,7 +18,7 @@ HANG_IN_C = """
 import ctypes, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-def in_the_driver(): ctypes.CDLL(None).sleep(60)
+def in_the_driver(): ctypes.CDLL(None).sleep(1000)
 in_the_driver()
 """
 CHILDREN = """

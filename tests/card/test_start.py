@@ -88,7 +88,7 @@ def test_without_a_tool_only_what_a_deterministic_run_needs_is_set(
 
 def test_a_tool_that_hangs_is_left(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when its child, which holds the pipe, goes on."""
-    answer(tool, "sleep 300; echo 10.0")
+    answer(tool, "sleep 1000; echo 10.0")
     real = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, timeout, **k: real(*a, timeout=timeout / 40, **k))
     prepare_cuda(2, tmp_path)  # or this test runs out of time

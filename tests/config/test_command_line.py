@@ -151,7 +151,7 @@ FAULTS = [
 ]
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(FAULTS), min_size=1, max_size=8, unique=True), st.randoms(use_true_random=False))
 def test_whatever_is_wrong_is_said_at_once(faults: list[tuple[str, str]], order: random.Random) -> None:
     parts = [words.split() for words, _ in faults]
@@ -164,7 +164,7 @@ def test_whatever_is_wrong_is_said_at_once(faults: list[tuple[str, str]], order:
         assert len(problems) == len(faults), problems
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.one_of(

@@ -69,10 +69,27 @@ def test_no_row_of_the_table_is_hidden_by_an_earlier_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(SHORT), ids=SHORT.values())
-def test_a_cpu_is_measured_in_the_time_it_was_given(dtype: torch.dtype) -> None:
+def test_a_cpu_is_measured(dtype: torch.dtype) -> None:
     peak = measure_cpu_peak(dtype, seconds=0.05)
     assert peak.tflops is not None and 1e-5 < peak.tflops < 100
     assert SHORT[dtype] in peak.source and "thread" in peak.source
+
+
+@pytest.mark.parametrize(("seconds_of_128", "largest"), [(1e-2, 128), (1e-7, 1024)])
+def test_matmuls_grow_only_while_the_time_allows(
+    seconds_of_128: float, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp16 has no fast unit on many CPUs: at a fixed size of 1024 it would take seconds."""
+    now, sizes = 0.0, []
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> None:
+        nonlocal now
+        now += seconds_of_128 * (len(a) / 128) ** 3
+        sizes.append(len(a))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    measure_cpu_peak(torch.float16, seconds=0.05, clock=lambda: now)
+    assert max(sizes) == largest and now < 0.05 + (REPETITIONS + 1) * 1e-2
 
 
 def test_a_busy_machine_does_not_make_the_peak_small() -> None:
