@@ -1,6 +1,9 @@
 #!/usr/bin/env python
-"""The main job from end to end, with the commands a user would type: text, tokenizer, tokens, training with TP 2 x PP 2
+"""The main job from end to end, with the commands a user would type: tokenizer, tokens, training with TP 2 x PP 2
 interleaved, a stop and a resume, the same run on one process, text from the model, pictures, a summary.
+
+The text is examples/text.jsonl.gz: megalite's own source and documents, as they were on 2026-11-23, so that everybody
+sees the same losses. On CUDA devices the model is larger, and learns from Python's standard library.
 
 Run by examples/quickstart.sh; `--fresh` deletes an earlier run. Everything is written to runs/quickstart and runs/data.
 """
@@ -41,15 +44,18 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def prepare_data() -> None:
-    if not (ROOT / DATA / "corpus/train.jsonl").is_file():
-        command("tools/python_corpus.py", "--out", DATA / "corpus")
+def prepare_data(cards: bool) -> None:
+    text = Path("examples/text.jsonl.gz")
+    if cards:
+        text = DATA / "corpus/train.jsonl"
+        if not (ROOT / text).is_file():
+            command("tools/python_corpus.py", "--out", text.parent)
     if not (ROOT / DATA / "spm.model").is_file():
-        train = ("--input", DATA / "corpus/train.jsonl", "--vocab-size", "8000", "--model-prefix", DATA / "spm")
+        train = ("--input", text, "--vocab-size", "8000", "--model-prefix", DATA / "spm")
         command("tools/train_tokenizer.py", *train)
     tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", DATA / "spm.model", "--append-eod")
-    if not (ROOT / DATA / "python_text_document.idx").is_file():
-        source = ("--input", DATA / "corpus/train.jsonl", "--output-prefix", DATA / "python")
+    if not (ROOT / DATA / "quickstart_text_document.idx").is_file():
+        source = ("--input", text, "--output-prefix", DATA / "quickstart")
         command("tools/preprocess_data.py", *source, *tokenizer)
 
 
@@ -94,8 +100,8 @@ def main() -> int:
         for folder in (RUN, Path("runs/quickstart-one-process"), DATA):
             shutil.rmtree(folder, ignore_errors=True)
     begin = time.perf_counter()
-    prepare_data()
     config, ranks, steps = layout()
+    prepare_data(config.endswith("gpu.toml"))
     status = RUN / "status.json"
     if not (status.is_file() and json.loads(status.read_text())["outcome"] == "done"):
         train(config, ranks, steps)

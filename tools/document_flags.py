@@ -33,6 +33,7 @@ from megalite.config.megatron_flags import (
 )
 from megalite.config.options import SECTIONS, options  # noqa: E402
 
+FACTS = {flag: facts_of(f) for _, f in options() for flag, _ in spellings(f)}
 OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
 
 
@@ -64,9 +65,13 @@ def flags_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def verdict(flag: Flag) -> str:
+def verdict(name: str, flag: Flag) -> str:
     if flag.verdict == OPTION:
-        return "does"
+        facts = FACTS[name]
+        if facts.most is not None and facts.above is not None and facts.most[0] == facts.above + 1:
+            return f"takes {facts.most[0]:g} only: a larger value {facts.most[1].partition(';')[0]}"
+        refused = ", ".join(f"`{value}`" for value in facts.refused)
+        return f"does, but for {refused}: refused" if refused else "does"
     if flag.verdict == DEPENDENT:
         return f"no effect here, because it only matters beside `{first_of(flag.feature)}`"
     if flag.verdict == NO_EFFECT:
@@ -97,7 +102,7 @@ def megatron_page() -> str:
     ]
     for group, members in groupby(known.items(), key=lambda item: item[1].group):
         lines += [f"## {group}", "", "| flag | here |", "|---|---|"]
-        lines += [f"| `{name}` | {verdict(flag)} |" for name, flag in members]
+        lines += [f"| `{name}` | {verdict(name, flag)} |" for name, flag in members]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -162,7 +162,7 @@ def goals() -> list[Goal]:
         *training_goals(),
         Goal("tests on the card that fail", 0, "0", count("tests", "failed", "did_not_end"), "{:.0f}", least=False),
         *kernel_goals(),
-        Goal("ways of training that differ from the CPU", 0, "0", differing("smoke"), "{:.0f}", least=False),
+        Goal("results that differ from the CPU's", 0, "0", differing("smoke"), "{:.0f}", least=False),
         Goal("layouts that differ from one card", 0, "0", differing("layouts"), "{:.0f}", least=False),
         Goal("invalid accesses of memory", 0, "0", count("sanitizer", "invalid_accesses"), "{:.0f}", least=False),
     ]

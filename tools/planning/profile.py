@@ -4,7 +4,10 @@ What the defaults are from:
 
     H100, H200   docs/performance.md, "GPU", sustained at the card's power: matmuls 703 of 989 TFLOP/s, attention 0.8 of
                  what it reaches alone (598 to 620 forward, 463 to 544 backward at 4k and 32k), head and loss 647,
-                 copies 3,004 of 3,350 GB/s and norms 0.95 of that; launches: a GPT of 125 M without graphs
+                 copies 3,004 of 3,350 GB/s and norms 0.95 of that; launches: a GPT of 125 M without graphs.
+                 `attention_half`: the keys S at which rate S / (S + half) goes through both lengths. `sums`: dW added
+                 at 616 and begun at 657 TFLOP/s differ by 0.6 of the time that reading 4 bytes a weight takes.
+                 `contention`: a guess; it takes two cards to measure
     A100, B200   the largest rate of a matmul of any shape, 271.2 of 312 and 1,745 of 2,250 TFLOP/s (H100: 794.5), by
                  github.com/stas00/ml-engineering, compute/accelerator/README.md, times 0.885, what the H100 sustains of
                  its own; attention: FlashAttention-2 on A100 (arXiv:2307.08691, fig. 5), on B200 as on the H100

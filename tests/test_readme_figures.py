@@ -1,0 +1,191 @@
+"""Every number in README is a result that is stored in docs/results.json, or is counted here, or is of a small list of
+words. A figure that is stored stands on its own page, too."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import documents
+import hugging_face_cases
+import pytest
+import taste
+import test_layouts
+from documents import ROOT
+
+from megalite.config.megatron_flags import INSTEAD, known_flags
+from megalite.models.families import FAMILIES
+from tools.document_flags import OUTSIDE
+
+sys.path.insert(0, str(ROOT / "tests/chaos"))
+import layout_mistakes  # noqa: E402
+
+README = ROOT / "README.md"
+RESULTS: dict[str, Any] = json.loads((ROOT / "docs/results.json").read_text("utf-8"))
+NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+|k)?(?![\w-])")
+# what holds digits and is no figure: code, targets of links, dates, versions, names, places on an axis
+WORDS = re.compile(
+    r"`[^`]*`|\]\([^)]*\)|\d{4}-\d\d-\d\d|(torch|Python) [\d.]+\+?|Llama[ -]\d[ -]\d+B|Llama \d|Qwen\d\S*"
+    r"|(TP|PP|DP|CP|tp|pp|dp) \d|ZeRO-\d( to \d| and \d)?|of spring and summer \d+|Apache-2.0|llama2-7b/13b/70b",
+)
+
+
+@cache
+def command_lines() -> list[dict[str, Any]]:
+    lines = (ROOT / "tests/megatron_command_lines.jsonl").read_text("utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if line["family"] == "gpt"]
+
+
+@cache
+def published() -> list[tuple[str, bool]]:
+    """(case, whether it holds) of docs/planning.md's table, which another test compares with the planner."""
+    rows = re.findall(
+        r"^\| ([^|*]+) \| [^|]+ \| [^|]+ \| \d\.\d\d \| (misses)? ?\|$", _page("planning.md"), re.MULTILINE
+    )
+    return [(name, not missed) for name, missed in rows if "Llama-3-8B shape" not in name and "GPT 1.3B" not in name]
+
+
+@cache
+def _page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text("utf-8")
+
+
+def kernels(card: str, *which: str, apart: tuple[str, ...] = ()) -> list[int]:
+    """The least and the largest share of the copy rate of these kernels, or of all but those apart, rounded."""
+    shares = RESULTS["kernels"][card]
+    values = [v for name in which or shares.keys() - {*apart} for v in shares[name]]
+    return [round(min(values)), round(max(values))]
+
+
+def run(name: str, *keys: str) -> list[float]:
+    return [RESULTS[name][key] for key in keys]
+
+
+def path_lines() -> int:
+    return round(sum(taste.path_of_a_step(ROOT).values()), -2)
+
+
+LAYER_NORM = ("layer_norm backward", "add_layer_norm backward")
+RMS_NORM = ("rms_norm backward", "add_rms_norm backward")
+ERF = "bias_gelu by erf"
+SLOW_H200 = (*LAYER_NORM, *RMS_NORM, "bias_gelu backward", ERF, f"{ERF} backward")
+FLAGS = [f for f in known_flags().values() if f.verdict != INSTEAD and f.group not in OUTSIDE]
+
+# how a paragraph or a row of a table begins -> its numbers, in order
+CLAIMS: dict[str, Callable[[], list[float]]] = {
+    "Pipelines have the bits": lambda: run("layouts", "first", "steps", "largest", "loss"),
+    "The first takes 3 minutes": lambda: [
+        *run("quickstart", "minutes", "cores", "least_install_minutes", "most_install_minutes", "gb"),
+        *run("tests", "gb", "minutes"),
+    ],
+    "The path of a step": lambda: [path_lines(), *run("torch", "cpu_gb", "cuda_gb")],
+    "| ![the differences": lambda: run("layouts", "steps"),
+    "| **Layouts**": lambda: [test_layouts.FP64],
+    "| **Command lines**": lambda: [
+        sum(not line["refused"] for line in command_lines()),
+        len(command_lines()),
+        len(FLAGS),
+    ],
+    "| **Your own layout**": lambda: [len(layout_mistakes.MISTAKES)] * 2,
+    "| **Conversion**": lambda: [len(FAMILIES), len(hugging_face_cases.MODELS)],
+    "| Llama-3-8B, sequence": lambda: [
+        *run("h200_8b", "sequence", "mfu", "layers", "micro_batches", "micro_batch", "tokens_per_s"),
+        *run("h200_8b_mb4", "mfu", "layers", "micro_batches", "micro_batch"),
+        1,
+    ],
+    "| the same with 18 layers": lambda: [
+        *run("h100_8b", "layers", "micro_batches", "micro_batch", "mfu", "tokens_per_s", "idle_percent"),
+        1,
+    ],
+    "| GPT of 1.3 B": lambda: [1.3, *run("gpt_1b", "sequence", "mfu_h100", "mfu_h200")],
+    "| peak memory": lambda: [
+        max(RESULTS["memory"]["off_percent"]),
+        len(RESULTS["memory"]["off_percent"]),
+        RESULTS["memory"]["shapes"],
+    ],
+    "| kernels that memory bounds": lambda: [
+        *kernels("h100", apart=(*LAYER_NORM, f"{ERF} backward")),
+        *kernels("h100", *LAYER_NORM),
+        *kernels("h100", f"{ERF} backward"),
+    ],
+    "| the same: ": lambda: [
+        *kernels("h200", apart=SLOW_H200),
+        *kernels("h200", *RMS_NORM),
+        *kernels("h200", *LAYER_NORM),
+        *kernels("h200", "bias_gelu backward"),
+        *kernels("h200", ERF),
+        *kernels("h200", f"{ERF} backward"),
+    ],
+    "| the same beside torch.compile": lambda: run("compiled", "least", "most", "swiglu_forward", "head_and_loss"),
+    "| own attention": lambda: run(
+        "attention", "own_forward", "positions", "own_backward", "cudnn_forward", "cudnn_backward"
+    ),
+    "| step times that others": lambda: [
+        sum(holds for name, holds in published() if "Llama 3" not in name),
+        sum("Llama 3" not in name for name, _ in published()),
+        *run("published", "tolerance_percent", "fewest", "most"),
+    ],
+    "| beside transformers": lambda: [
+        *(pick(RESULTS["transformers"][key].values()) for key in ("faster", "memory") for pick in (min, max)),
+        2,
+    ],
+    "| scale that has been run": lambda: [1, 8],
+    "| to read: one training step": lambda: [path_lines()],
+    "Llama 2 70B on 64": lambda: [64, 64 // 8],
+}
+
+
+def parts() -> list[str]:
+    """Paragraphs and rows, without fenced blocks."""
+    text = documents.FENCE.sub("", README.read_text("utf-8"))
+    blocks = (block.splitlines() for block in re.split(r"\n\s*\n", text))
+    return [
+        part
+        for lines in blocks
+        for part in (lines if lines and lines[0].startswith("|") else [" ".join(lines)])
+        if part.strip()
+    ]
+
+
+def numbers(part: str) -> list[str]:
+    return NUMBER.findall(WORDS.sub(" ", part))
+
+
+def value(number: str) -> float:
+    plain = number.replace(",", "")
+    return float(plain.removesuffix("k")) * (1024 if plain.endswith("k") else 1)
+
+
+@pytest.mark.parametrize("begin", CLAIMS)
+def test_a_figure_is_the_one_that_is_stored(begin: str) -> None:
+    (part,) = [part for part in parts() if part.startswith(begin)]
+    assert [value(number) for number in numbers(part)] == CLAIMS[begin]()
+
+
+def test_no_number_stands_without_a_result() -> None:
+    free = [part for part in parts() if numbers(part) and not part.startswith(tuple(CLAIMS))]
+    assert free == []
+
+
+def leaves(record: Any) -> list[float]:
+    if isinstance(record, dict):
+        return [leaf for name, below in record.items() if name != "positions" for leaf in leaves(below)]
+    if isinstance(record, list):
+        return [leaf for below in record for leaf in leaves(below)]
+    return [record] if isinstance(record, (int, float)) else []
+
+
+@pytest.mark.parametrize("name", [name for name in RESULTS if name])
+def test_a_result_tells_how_it_was_measured_and_stands_on_its_page(name: str) -> None:
+    record = RESULTS[name]
+    assert {"page", "on", "date"} <= record.keys()
+    assert "moments" in record or "mfu" not in " ".join(record)
+    there = {
+        value(number) for number in re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?", _page(record["page"]))
+    }
+    lost = [leaf for leaf in leaves(record) if leaf not in there]
+    assert lost == []
