@@ -459,7 +459,8 @@ def behave_as_a_card() -> None:
         return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
 
     interpreter._convert_float = rounded
-    load = TritonSemantic.load
+    semantic: Any = TritonSemantic
+    load = semantic.load
 
     def undefined(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
         if mask is not None and other is None:
@@ -467,7 +468,7 @@ def behave_as_a_card() -> None:
             other = self.to_tensor(math.nan if floating else -77)
         return load(self, pointers, mask, other, *options)
 
-    TritonSemantic.load = undefined
+    semantic.load = undefined
 
 
 def in_interpreter(pipe: Any) -> None:
