@@ -55,8 +55,8 @@ def left(folder: Path, outcome: str = "done", step: int = 4, **status: Any) -> P
     rows = [
         {"step": 2, "train/loss": 4.0, "perf/tokens_per_s_per_gpu": 100.0},
         {"step": 3, "train/loss": 3.5, "perf/tokens_per_s_per_gpu": 300.0, "perf/x": None},
+        {"step": 3, "val/valid/loss": 3.75, "val/valid/ppl": 42.5},
         {"step": 4, "train/loss": 3.25, "perf/tokens_per_s_per_gpu": 200.0},
-        {"step": 4, "val/valid/loss": 3.75, "val/valid/ppl": 42.5},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn')
     (folder / "run_config.toml").write_text(TOML)
@@ -116,12 +116,12 @@ def test_the_table_of_runs(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stderr.startswith("runs.py: runs/torn: ")
     rows = [line.split() for line in done.stdout.splitlines()]
     assert rows[0] == ["run", "outcome", "steps", "loss", "validation", "tokens/s", "when"]
-    assert rows[1] == ["b", "done", "4", "of", "4", "3.2500", "3.7500", "200", "2026-11-23", "01:00"]
+    assert rows[1] == ["b", "done", "4", "of", "4", "3.2500", "3.7500", "at", "step", "3", "200", "2026-11-23", "01:00"]
     assert {row[0]: row[1] for row in rows[2:]} == {"group/a": "requeue", "dead": "killed", "far": "running"}
     [first, *_] = typed("tools/runs.py", "runs", "--json", cwd=tmp_path).stdout.splitlines()
     assert json.loads(first) == dict(
-        run="runs/b", outcome="done", step=4, steps=4, loss=3.25, validation={"valid": 3.75}, tokens_per_s=200.0,
-        time="2026-11-23T01:00:00+00:00",
+        run="runs/b", outcome="done", step=4, steps=4, loss=3.25, validation={"valid": 3.75},
+        validation_step={"valid": 3.0}, tokens_per_s=200.0, time="2026-11-23T01:00:00+00:00",
     )  # fmt: skip
     wrong = typed("tools/runs.py", "nowhere", cwd=tmp_path)
     assert wrong.returncode == 2 and "nowhere: No such file or directory; give the folder" in wrong.stderr

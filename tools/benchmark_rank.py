@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks, prepare_cuda  # noqa: E402
-from megalite.parallel.local_ranks import start_local  # noqa: E402
+from megalite.parallel.local_ranks import cores, start_local  # noqa: E402
 from tools.bench.gpu_report_parts import write_whole  # noqa: E402
 
 COPIED_BYTES = 1 << 27
@@ -153,6 +153,7 @@ def facts_of(run: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
         vocab_size=run.vocab_size,
         devices=ranks.world,
         threads=torch.get_num_threads(),
+        cores=cores() if device.type == "cpu" else None,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         torch=torch.__version__,
     )

@@ -131,7 +131,7 @@ class Reporter:
         else:
             self.say(lines.megalite_line(i, speed, now))
         if i.loss is not None:
-            self._results["training loss"] = f"{i.loss:.4f}"
+            self._results["training loss"] = f"{i.loss:.4f} at step {i.step:,}"
         row = {
             "train/loss": i.loss,
             "train/lr": i.lr,
@@ -221,7 +221,7 @@ class Reporter:
             self.say(lines.megatron_validation_lines(f"iteration {step}{what}", loss, name))
         else:
             self.say(lines.megalite_validation_line(step, which, loss, bpb, datetime.datetime.now()))
-        self._results[f"{which} loss"] = f"{loss:.4f}, perplexity {perplexity(loss):.5g}"
+        self._results[f"{which} loss"] = f"{loss:.4f} at step {step:,}, perplexity {perplexity(loss):.5g}"
         key = f"val/{name or ('test' if test else 'valid')}"
         row = {f"{key}/loss": loss, f"{key}/ppl": perplexity(loss)}
         self._row(step, tokens, row if bpb is None else {**row, f"{key}/bpb": bpb})

@@ -147,7 +147,7 @@ def _pretrain(
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, [*warnings, *unlike])
             about = report.attempt("events.jsonl", facts, plan, sources, hosts, device)
-            account = Account(folder, run, phases, report.speed.flops_per_token, config, plan, about or {})
+            account = Account(folder, run, phases, report.speed.flops_per_token, config, plan, about or {}, ranks)
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
             for note in notes:

@@ -297,6 +297,8 @@ def test_a_data_stall_on_one_of_four_ranks_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_is_frozen_in_an_evaluation_is_named(tmp_path: Path) -> None:
     code, err, status = ended(tmp_path, "--nproc", "2", "--eval-interval", "6", fault="eval.begin:1:6:stop")
     assert (code, status["outcome"], status["step"]) == (70, "hang", 6), err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["bottleneck"] is None and report["advice"].startswith("the run ended as hang, ")
     assert re.match(
         r"rank 1 no longer answers \(process \d+: stopped by a signal\); rank 0 in step 6, evaluate", status["reason"]
     )
@@ -331,3 +333,4 @@ def test_a_clean_run_hears_nothing_of_it_and_a_slow_step_goes_on(tmp_path: Path)
     code, err, status = ended(tmp_path / "slow", "--nproc", "2", fault="step.begin:1:9:sleep=5.5", limit_s=8)
     assert (code, status["outcome"]) == (0, "done") and err.count("NOTHING GOES ON") == 1, err
     assert err.count("step 9 goes on, after ") == 1 and "rank 1 in step 9" in err
+    assert json.loads((tmp_path / "slow" / "report.json").read_text())["advice"].startswith("it hung and went on, ")

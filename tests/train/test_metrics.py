@@ -401,8 +401,8 @@ def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, caps
     assert text.count("WARNING: this is missing") == 2 and text.endswith("WARNING: this is missing\n")
     for words in (
         r"steps +3 *$",
-        r"training loss +7\.6543 *$",
-        r"validation loss +7\.5000, perplexity 1808",
+        r"training loss +7\.6543 at step 3 *$",
+        r"validation loss +7\.5000 at step 3, perplexity 1808",
         r"metrics +\S+metrics.jsonl",
         r"timeline +\S+timeline.json",
     ):

@@ -26,7 +26,7 @@ from megalite.parallel.clock import NOTHING, Clock
 from megalite.train.phases import Phases
 from megalite.train.profiling import Profiler
 from megalite.train.step import train_step
-from megalite.train.watch.report import Work, advise, make, read_past, summary, useful_seconds
+from megalite.train.watch.report import Work, advise, make, read_past, summary, too_few_cores, useful_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Work(
@@ -228,6 +228,14 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
 def test_the_bottleneck_is_named_with_advice(percent: dict[str, float], bottleneck: str, words: str) -> None:
     named, advice = advise(percent, WORK)
     assert named == bottleneck and words in advice
+    made = make(percent, replace(WORK, unlike="the run ended as hang"), None)
+    assert made["bottleneck"] is None and summary(made)["bottleneck"] == "not told: the run ended as hang"
+
+
+def test_ranks_that_share_cores_wait_for_these() -> None:
+    assert too_few_cores(2, 1, 2) == too_few_cores(1, 2, 2) == ""
+    assert too_few_cores(4, 1, 2).startswith("4 ranks of 1 thread share 2 cores")
+    assert too_few_cores(2, 2, 2).startswith("2 ranks of 2 threads share 2 cores")
 
 
 def test_a_price_gives_a_cost() -> None:
@@ -236,7 +244,12 @@ def test_a_price_gives_a_cost() -> None:
     run = made["run"]
     assert run["gpu_hours"] == pytest.approx(4 * 40 / 3600) and run["cost"] == pytest.approx(8 * 40 / 3600)
     assert run["cost_per_million_tokens"] == pytest.approx(run["cost"] / 800 * 1e6)
-    assert summary(made)["time went to"] == "forward 75.0 %, other 25.0 %" and "per million" in summary(made)["cost"]
+    told = summary(made)
+    assert (
+        told["time went to"] == "forward 75.0 %, other 25.0 %; of the process's 00:00:40"
+        and "per million" in told["cost"]
+    )
+    assert told["goodput"].startswith("0.0 % of 00:00:40 in 1 process: steps that count, with their waits, ")
     assert "cost" not in summary(make({"forward": 30.0}, WORK, None))
 
 
@@ -294,7 +307,7 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     assert sum(seconds.values()) == pytest.approx(report["wall_s"])
     assert seconds["data"] >= 3 and seconds["checkpoint"] >= 2
     assert all(seconds[phase] > 0 for phase in ("forward", "backward", "bubble", "optimizer", "evaluation", "start-up"))
-    assert report["bottleneck"] in ("data", "checkpoint", "bubble")
+    assert report["bottleneck"] is None and report["advice"] == "8 steps of 10 that it takes to tell"
     assert (report["steps"], report["tokens"], run["processes"], run["tokens"]) == (8, 8 * 8 * 16, 2, 0)
     assert run["wall_s"] > report["wall_s"] + 0.5 and 0 < run["goodput"] < 1
     assert run["useful_s"] == pytest.approx(useful_seconds(folder / "metrics.jsonl"))
@@ -312,7 +325,7 @@ def test_a_split_backward_is_the_remedy_of_a_bubble_until_it_is_taken(tmp_path: 
     told, bubbles = [], []
     for name, also in (("whole", []), ("split", ["--split-backward"])):
         where = ["--run-dir", str(tmp_path / name), "--nproc", "2", "--pipeline-model-parallel-size", "2"]
-        done = pretrain(*where, "--train-iters", "6", *also, fault="pipeline.message:0:*:sleep=0.2")
+        done = pretrain(*where, "--train-iters", "10", *also, fault="pipeline.message:0:*:sleep=0.2")
         assert done.returncode == 0, done.stderr
         report = json.loads((tmp_path / name / "report.json").read_text())
         assert report["bottleneck"] == "bubble", report["percent"]

@@ -14,7 +14,7 @@ from typing import Any
 from megalite.config.check import check
 from megalite.config.options import Config
 from megalite.train.arrangement import Arrangement
-from megalite.train.watch.report import WORTH
+from megalite.train.watch.report import WORTH, too_few_cores
 
 WORTH_OF = dict.fromkeys(("tp", "cp", "dp", "pp", "ranks"), WORTH["communication"]) | {
     name: WORTH[name] for name in ("bubble", "data", "optimizer", "other")
@@ -27,6 +27,8 @@ def advise(lost: Mapping[str, float], run: Mapping[str, Any], made: Arrangement)
     """`lost`: shares of a step, by breakdown.LOST. Empty where nothing is lost."""
     if not lost:
         return ""
+    if run.get("cores") and (shared := too_few_cores(run["devices"], run["threads"], run["cores"])):
+        return f"none: {shared}"
     above = {name: 100 * lost[name] / least for name, least in WORTH_OF.items()}
     worst = max(above, key=lambda name: above[name])
     if above[worst] < 1:

@@ -124,10 +124,12 @@ class Page:
     def _time(self) -> Iterator[str | Picture]:
         told = [run for run in self.runs if shares.phases(run)]
         for run in told:
+            name = f"{escape(run.name)}: " if len(self.runs) > 1 else ""
             if run.report.get("bottleneck"):
-                name = f"{escape(run.name)}: " if len(self.runs) > 1 else ""
                 advice = escape(run.report.get("advice", ""))
                 yield f'<p class="say">{name}<b>{escape(run.report["bottleneck"])}</b>: {advice}.</p>'
+            elif unlike := run.report.get("unlike"):
+                yield f'<p class="say">{name}No bottleneck is told: {escape(unlike)}.</p>'
         if told:
             yield shares.time_split(told)
         else:
@@ -253,7 +255,8 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
 
     yield from of("training loss", run.last("train/loss"), lambda v: f"{v:.4f}")
     for name, points in list(run.validation.items())[:3]:
-        yield f"{'validation' if name == 'valid' else html.escape(name)} loss", f"{points[-1][2]:.4f}"
+        at = f", step {points[-1][0]:,.0f}" * (points[-1][0] != step)
+        yield f"{'validation' if name == 'valid' else html.escape(name)} loss{at}", f"{points[-1][2]:.4f}"
     yield from of("steps", step, lambda v: f"{v:,.0f}" + (f" of {most:,.0f}" if most else ""))
     yield from of("tokens", tokens, short)
     yield from of("parameters", number(run.about.get("parameters")), short)

@@ -2,13 +2,14 @@
 
     goodput = time of the steps that count / wall time since the run was begun, restarts included
 
-A step counts once, however often a crash or a rollback made the run repeat it. Of a process that ended in order the
-wall time is its life; after one that was killed it goes on until the next has started. Both come from the run
-directory: steps from metrics.jsonl, lives from events.jsonl. Seconds throughout.
+A step counts once, with what it waits, however often a crash or a rollback made the run repeat it. Of a process that
+ended in order the wall time is its life; after one that was killed it goes on until the next has started. Both come
+from the run directory: steps from metrics.jsonl, lives from events.jsonl. Seconds throughout.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -16,15 +17,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megalite.checkpoint.run.saver import Saver
 from megalite.config.options import Config
+from megalite.parallel.launch import Ranks
+from megalite.parallel.local_ranks import cores
 from megalite.train.arrangement import Arrangement
 from megalite.train.figures import duration
-from megalite.train.phases import Phases
+from megalite.train.phases import FIRST, Phases
 from megalite.train.run_dir import Events, Exit, json_rows, now, write_atomically
 from megalite.train.state import Run
 
-STARTED, ENDED = "started", "ended"  # of a process, in events.jsonl
+STARTED, ENDED, HUNG = "started", "ended", "hang"  # of a process, in events.jsonl
+HEALTHY = (Exit.DONE, Exit.REQUEUE)  # ends between two steps, with nothing that was found wrong
+ENOUGH = FIRST  # steps, each of them timed; the first is slower than all others
 IN_ORDER = (Exit.DONE.outcome, Exit.REQUEUE.outcome, Exit.INTERRUPTED.outcome)
 
 
@@ -39,7 +46,7 @@ class Past:
 
     def __str__(self) -> str:
         lives = f"{self.processes} process{'es' * (self.processes > 1)}"
-        return f"{100 * self.goodput:.1f} % of {duration(self.wall_s)} in {lives}"
+        return f"{100 * self.goodput:.1f} % of {duration(self.wall_s)} in {lives}: steps that count, with their waits"
 
     @property
     def goodput(self) -> float:
@@ -94,14 +101,26 @@ class Work:
     price_per_gpu_hour: float | None = None
     bubble: float | None = None  # share of a step, as planned; None where it is not worth a word
     split_bubble: float | None = None  # with --split-backward, where that is not given
+    unlike: str = ""  # why its times are not those of a healthy run
 
 
 # phase -> the per cent from which it is worth a word
 WORTH = {"data": 5, "checkpoint": 5, "bubble": 10, "communication": 20, "optimizer": 15, "evaluation": 15, "other": 15}
 
 
-def advise(percent: Mapping[str, float], work: Work) -> tuple[str, str]:
-    """The bottleneck, and what to do about it."""
+def too_few_cores(ranks: int, threads: int, there: int) -> str:
+    """Empty where each thread of a machine's ranks has a core."""
+    if ranks * threads <= there:
+        return ""
+    have, number = f"{ranks} rank{'s' * (ranks > 1)}", f"{threads} thread{'s' * (threads > 1)}"
+    shared = f"{have} of {number} share {there} core{'s' * (there > 1)}"
+    return f"{shared}, so what looks like a wait for others is one for a core"
+
+
+def advise(percent: Mapping[str, float], work: Work) -> tuple[str | None, str]:
+    """The bottleneck, and what to do about it; None, and why, where the times are not those of a healthy run."""
+    if work.unlike:
+        return None, work.unlike
     above = {phase: percent.get(phase, 0.0) / least for phase, least in WORTH.items()}
     worst = max(above, key=lambda phase: above[phase])
     if above[worst] < 1:
@@ -150,12 +169,13 @@ def summary(made: Mapping[str, Any]) -> dict[str, str]:
     """The report in a few lines."""
     shares = sorted(made["percent"].items(), key=lambda item: -item[1])
     run = made["run"]
+    went = ", ".join(f"{phase} {share:.1f} %" for phase, share in shares if share >= 0.05)
     past = Past(run["wall_s"], run["useful_s"], run["processes"], run["tokens"])
     rows = {
-        "time went to": ", ".join(f"{phase} {share:.1f} %" for phase, share in shares if share >= 0.05),
+        "time went to": f"{went}; of the process's {duration(made['wall_s'])}",
         "computed": f"{made['flops']:.3g} FLOPs in {made['steps']:,} steps, {made['tokens_per_s']:,.0f} tokens/s",
         "goodput": f"{past}, {run['gpu_hours']:.4g} GPU hours",
-        "bottleneck": f"{made['bottleneck']}: {made['advice']}",
+        "bottleneck": f"{made['bottleneck'] or 'not told'}: {made['advice']}",
     }
     if "cost" in run:
         each = run["cost_per_million_tokens"]
@@ -176,9 +196,10 @@ class Account:
         config: Config,
         plan: Arrangement,
         about: Mapping[str, Any],
+        ranks: Ranks,
     ):
         self._folder, self._run, self._phases, self._plan = folder, run, phases, plan
-        self._price = config.operations.price_per_gpu_hour
+        self._price, self._local_ranks = config.operations.price_per_gpu_hour, ranks.local_world
         self._micro_batch = config.train.micro_batch_size * run.mesh.dp.size
         c = config.checkpoint
         restarts = c.save is not None and c.load == c.save  # at step 0, too: it may have died before it could save
@@ -207,10 +228,22 @@ class Account:
             price_per_gpu_hour=self._price,
             bubble=bubble,
             split_bubble=split_bubble,
+            unlike=self._unlike(outcome, state.step - begin.step),
         )
         made = make(seconds, work, read_past(self._folder, time.time()))
         write_atomically(self._folder / "report.json", json.dumps(made, indent=1) + "\n")
         return summary(made)
+
+    def _unlike(self, outcome: Exit, steps: int) -> str:
+        if outcome not in HEALTHY:
+            return f"the run ended as {outcome.outcome}, so its times are not those of a healthy one"
+        told = [row.get("event") for _, row in json_rows(self._folder / "events.jsonl")]
+        if HUNG in itertools.takewhile(STARTED.__ne__, reversed(told)):
+            return "it hung and went on, so its times are not those of a healthy run"
+        on_cpu = self._run.mesh.device.type == "cpu"
+        if on_cpu and (shared := too_few_cores(self._local_ranks, torch.get_num_threads(), cores())):
+            return shared
+        return f"{steps} step{'s' * (steps != 1)} of {ENOUGH} that it takes to tell" if steps < ENOUGH else ""
 
     def _bubbles(self) -> tuple[float, float | None]:
         """As planned, of this run and of its twin whose backward is split; a second or two for a long plan."""
