@@ -10,8 +10,14 @@ from long_tests import read_list
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # users have none: what is told lies in a buffer first
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; what tests start would inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# what a shell's background job and nohup ignore: what tests start would inherit it
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 with contextlib.suppress(ImportError):  # the tests that need a card run without it, too (tools/gpu_report.py)
     from hypothesis import HealthCheck, settings
 

@@ -20,6 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.train.run_dir import outcome_of, read_status, trained  # noqa: E402
+
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
 FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|pretrain_gpt\.py: |lost another rank")
 LOST = "lost another rank"
@@ -96,11 +100,11 @@ def failures(entries: list[Entry]) -> Iterator[str]:
 
 
 def status_line(run: Path) -> str:
-    try:
-        status = json.loads((run / "status.json").read_text("utf-8"))
-        return f"{status['outcome']} at step {status['step']}: {status['reason']}".rstrip(": ")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"not known ({type(error).__name__} for status.json)"
+    if not (status := read_status(run)):
+        return "not known (status.json is missing or damaged)"
+    outcome, reason = outcome_of(run, status), status.get("reason", "")
+    step = status.get("step") if outcome not in ("running", "killed") else trained(run).get("step", 0)
+    return f"{outcome} at step {step}: {reason}".rstrip(": ")
 
 
 def main(argv: list[str]) -> int:

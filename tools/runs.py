@@ -4,9 +4,9 @@
 python tools/runs.py                  those in runs/
 python tools/runs.py FOLDER --json    one JSON object a line
 
-A run is a folder with a status.json, up to three levels down. An outcome "running" whose process is gone from this
-machine is shown as "killed". Loss and validation are the last of metrics.jsonl, tokens/s the median of its lines, of
-all devices.
+A run is a folder with a status.json, up to three levels down. "killed" is who says "running" while the lock of the run
+is free or, without one, its process is gone from this machine. Loss and validation are the last of metrics.jsonl,
+tokens/s the median of its lines, of all devices.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megalite.config.field import free, how, training
 
-EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")  # those that the launcher passes on to its ranks
+# those that the launcher passes on to its ranks
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
 SCHEDULES = ("1f1b", "gpipe", "breadth-first")

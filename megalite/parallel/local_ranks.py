@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
@@ -33,6 +33,8 @@ from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks, die_with_parent
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
+AT_ONCE = (signal.SIGQUIT,)  # Ctrl-\\: nobody waits for the ranks
+HELD = (*FORWARDED, *AT_ONCE)
 ORDERLY = (16, 75)  # exit codes of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
 NO_SERVER = 255  # what multiprocessing says of a process whose end its fork server cannot tell any more
 ORDERLY_S = 600.0
@@ -44,11 +46,11 @@ SCRATCH, YOUNG_S = "megalite-ranks-", 60.0  # a folder gets its lock just after 
 @dataclass(frozen=True)
 class End:
     """Of all ranks that were started together. `code`: of the one that failed first, 0: of none. `cause`: what became
-    of it, for people. `asked`: a signal had come that all of them were told of."""
+    of it, for people. `asked`: the signals that all of them were told of; one that comes later is there, too."""
 
     code: int
     cause: str
-    asked: bool
+    asked: Sequence[int]
 
 
 def cores() -> int:
@@ -69,8 +71,8 @@ def start_local(
 ) -> int:
     """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code.
 
-    `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank; the fork
-    server never gets any, as ranks die with it. `holds_signals`: they wait until `target` lets them in.
+    `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank, AT_ONCE ends
+    them; the fork server never gets any, as ranks die with it. `holds_signals`: they wait until `target` lets them in.
     When one rank fails the others get `grace_s` seconds to notice by themselves, then SIGKILL; after an orderly stop
     (ORDERLY) they get ORDERLY_S, since rank 0 may still be closing its logs.
     `ended` hears of the end of all, and says whether to start them again: None, or what their `Ranks.resumes` will be.
@@ -98,7 +100,9 @@ def start_local(
                 for number in seen:
                     _signal(process, number)
             code, cause = _watch(processes, grace_s, timeout_s, Path(folder))
-            resumes = ended(End(code, cause, bool(seen)))
+            for number in set(seen).intersection(AT_ONCE):
+                code, cause = INTERRUPTED, signal.Signals(number).name
+            resumes = ended(End(code, cause, seen))
         return code
 
 
@@ -179,7 +183,7 @@ def _sweep(folder: Path) -> None:
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
     """Signals to this thread wait."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
         yield
     finally:
@@ -189,7 +193,7 @@ def _held() -> Iterator[None]:
 def _signal(process: Any, number: int) -> None:
     if process.pid is not None and process.is_alive():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
+            os.kill(process.pid, signal.SIGKILL if number in AT_ONCE else number)
 
 
 @contextlib.contextmanager
@@ -206,8 +210,8 @@ def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
         yield seen
         return
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    before = {n: signal.signal(n, forward) for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    before = {n: signal.signal(n, forward) for n in HELD if signal.getsignal(n) is not signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     try:
         yield seen
     finally:
@@ -227,7 +231,7 @@ def _end_with_launcher() -> None:
 def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...], holds_signals: bool) -> None:
     die_with_parent()  # the fork server
     if not holds_signals:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     threading.Thread(target=_end_with_launcher, name="megalite-launcher", daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import torch

@@ -41,10 +41,17 @@ STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a 
 
 
 class Watch:
-    """What looks on while a run trains. `hosts`: of all ranks. `shared`: of `Ranks`."""
+    """What looks on while a run trains. `hosts`: of all ranks. `shared`, `resumes`: of `Ranks`."""
 
     def __init__(
-        self, config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], shared: str | None = None
+        self,
+        config: Config,
+        run: Run,
+        folder: Path,
+        phases: Phases,
+        hosts: Sequence[str],
+        shared: str | None = None,
+        resumes: bool = False,
     ):
         p, log, o = config.parallel, config.log, config.operations
         timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
@@ -55,7 +62,7 @@ class Watch:
         self.phases, self.events = phases, Events(folder, run.mesh.world.rank)
         self.dog = Watchdog(run.mesh, folder, self.timers, limit_s, shared)
         self.pulse = Pulse(run.mesh, phases, hosts, self.events, o)
-        self.begin = time.monotonic()
+        self.begin, self.resumes = time.monotonic(), resumes
 
 
 def _due(every: int | None, step: int) -> bool:
@@ -241,8 +248,8 @@ class Training:
         """status.json says that the run is alive."""
         if self.run.mesh.world.is_first and time.monotonic() > self._next_beat and self.folder.is_dir():
             self._next_beat = time.monotonic() + BEAT_S
-            now = {"step": self.run.state.step, "tokens": self.run.state.consumed_tokens}
-            leave_status(self.folder, "running", checkpoint=self.config.checkpoint.save, reason="", **now)
+            state = self.run.state
+            leave_status(self.folder, "running", self.config, step=state.step, tokens=state.consumed_tokens)
 
     def _save(self, last: bool = False) -> None:
         run, saver, report = self.run, self.saver, self.report

@@ -1,7 +1,8 @@
 """The launcher's part in a run that survives: one run per run directory, and what follows the death of a rank.
 
 All ranks are started again, and continue from the newest checkpoint of --save; --max-restarts bounds how often in an
-hour. A run that dies again and again without a new checkpoint would do so for ever, so it ends after a few times.
+hour. A run that dies again and again without a new checkpoint would do so for ever, so it ends after a few times. One
+that has run and is refused when it is started again (a disk that is full, a mount that is gone) tries again later.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from megalite.config.console import complain
 from megalite.config.options import Config
 from megalite.parallel.local_ranks import End
 from megalite.train.rank_log import FOLDER, stack_of
-from megalite.train.run_dir import Events, Exit, run_folder, settle_status
+from megalite.train.run_dir import RUN_LOCK, Events, Exit, run_folder, save_roots, settle_status
 
-LOCK, WINDOW_S = ".run.lock", 3600.0
+WINDOW_S = 3600.0
 FRUITLESS = 3  # ends in a row without a new checkpoint
+FIRST_WAIT_S, LONGEST_WAIT_S, LOOK_S = 15.0, 900.0, 0.5  # after a restart was refused; each time twice as long
 REFUSED = (Exit.USAGE.outcome, Exit.PREFLIGHT.outcome)
 # the same command would end the same way, or was meant to end; RERUN is for another machine
 FINAL = (Exit.DONE, Exit.USAGE, Exit.PREFLIGHT, Exit.RERUN, Exit.BAD_RESULT, Exit.REQUEUE, Exit.INTERRUPTED)
@@ -37,7 +39,7 @@ def locked_run(config: Config) -> Iterator[bool]:
     fresh = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = Lock(folder, LOCK, "run_dir", "give another --run-dir")
+        lock = Lock(folder, RUN_LOCK, "run_dir", "give another --run-dir")
     except OSError as error:
         complain(f"WARNING: {folder}: {error.strerror}; nothing keeps a second run from writing there")
     try:
@@ -45,7 +47,7 @@ def locked_run(config: Config) -> Iterator[bool]:
     finally:
         if lock is not None:
             lock.close()
-            if fresh and {path.name for path in folder.iterdir()} <= {LOCK, "status.json", FOLDER}:
+            if fresh and {path.name for path in folder.iterdir()} <= {RUN_LOCK, "status.json", FOLDER}:
                 with contextlib.suppress(OSError, ValueError, KeyError):  # a status that could not be written
                     if json.loads((folder / "status.json").read_text("utf-8"))["outcome"] in REFUSED:
                         shutil.rmtree(folder, ignore_errors=True)
@@ -55,11 +57,12 @@ class Restarts:
     """Of a run with these options: whether its ranks are started again, asked at each end."""
 
     def __init__(self, config: Config):
-        c, self._folder = config.checkpoint, run_folder(config)
-        self._most, self._roots = config.operations.max_restarts, [r for r in (c.save_local, c.save) if r is not None]
+        self._config, self._folder = config, run_folder(config)
+        self._most, self._roots = config.operations.max_restarts, save_roots(config)
         self._events, self._began, self._times = Events(self._folder), time.time(), list[float]()
         self._at_first = self._newest = self._saved()
-        self._fruitless = 0
+        self._fruitless = self._refused = 0
+        self._again = False
 
     def _saved(self) -> dict[str, object]:
         """By directory: its newest checkpoint, and when it was completed (behind a URL that is not asked)."""
@@ -76,17 +79,20 @@ class Restarts:
 
     def __call__(self, end: End) -> bool | None:
         """None: no more; else whether the run has saved something to continue from."""
-        settle_status(self._folder, end.code, end.cause, self._began)
+        settle_status(self._folder, self._config, (end.code, end.cause), self._began, self._again)
         if stack := stack_of(self._folder, end.cause, self._began):
             complain(stack)
-        if end.code in FINAL or end.asked or not self._most:
+        refused = end.code == Exit.PREFLIGHT and self._again  # the same command did run
+        if (end.code in FINAL and not refused) or end.asked or not self._most:
             return None
         saved, now = self._saved(), time.time()
-        self._fruitless = self._fruitless + 1 if saved == self._newest else 0
+        self._refused = self._refused + 1 if refused else 0
+        self._fruitless = self._fruitless + 1 if saved == self._newest and not refused else 0
         self._newest, self._times = saved, [t for t in self._times if t > now - WINDOW_S]
         why = None
-        if len(self._times) >= self._most:
-            why = f"{self._most} restarts within an hour, as many as --max-restarts allows"
+        if max(len(self._times), self._refused) >= self._most:
+            row = "in a row" if self._refused >= self._most else "within an hour"
+            why = f"{self._most} restarts {row}, as many as --max-restarts allows"
         elif self._fruitless >= FRUITLESS:
             why = f"{FRUITLESS} times in a row it died without a new checkpoint"
         if why is not None:
@@ -94,8 +100,15 @@ class Restarts:
             complain(f"pretrain_gpt.py: {end.cause}: no restart, {why}; see {self._folder / FOLDER}")
             return None
         self._times.append(now)
-        self._began = now
         count = f"{len(self._times)} of {self._most} within an hour"
         self._events.add("restart", cause=end.cause, code=end.code, count=len(self._times), most=self._most)
-        complain(f"pretrain_gpt.py: {end.cause}: all ranks are started again ({count})")
+        wait_s = min(FIRST_WAIT_S * 2 ** (self._refused - 1), LONGEST_WAIT_S) if refused else 0.0
+        when = f" in {wait_s:.0f} s" if refused else ""
+        complain(f"pretrain_gpt.py: {end.cause}: all ranks are started again{when} ({count})")
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until:
+            time.sleep(LOOK_S)
+            if end.asked:
+                return None
+        self._began, self._again = time.time(), True
         return saved != self._at_first

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
 from megalite.checkpoint.run.saver import Saver
-from megalite.checkpoint.storage import protocol as storage
-from megalite.checkpoint.storage.location import is_url
+from megalite.checkpoint.storage.location import folder_of, is_url
 from megalite.config import environment
 from megalite.config.console import complain, show
 from megalite.config.faults import VARIABLE, fault
@@ -44,7 +43,15 @@ from megalite.train.preflight import check_machine, check_save, choose_device, p
 from megalite.train.progress_file import ProgressLog
 from megalite.train.rank_log import complain_aside, complain_of, rank_log, told_first
 from megalite.train.replicas import ReplicaError
-from megalite.train.run_dir import Exit, keep_rows_until, leave_status, run_folder, write_atomically
+from megalite.train.run_dir import (
+    Exit,
+    keep_rows_until,
+    leave_status,
+    newest_saved,
+    run_folder,
+    save_roots,
+    write_atomically,
+)
 from megalite.train.setup import SetupError, build_run
 from megalite.train.sources import Sources
 from megalite.train.start import foreign_weights as foreign
@@ -105,9 +112,9 @@ def _run_or_refuse(
     except (Exception, KeyboardInterrupt) as error:  # before the first step
         code, reason = _failure(error, ranks)
         # a dry run is none, and another run may have the directory to save in: then its status stays
-        another = config.train.dry_run or isinstance(error, CheckpointError)
-        if ranks.rank == 0 and folder.is_dir() and not another:  # what is there would be taken for this run's
-            leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=reason)
+        another = config.train.dry_run or (isinstance(error, CheckpointError) and not ranks.resumes)
+        if ranks.rank == 0 and folder.is_dir() and not another:
+            leave_status(folder, code.outcome, config, reason, resumes=ranks.resumes)
         if code is Exit.INTERRUPTED:
             os._exit(int(code))
         return code
@@ -135,9 +142,7 @@ def _pretrain(
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
-    watch = Watch(config, run, folder, phases, hosts, ranks.shared)
-    if ranks.rank == 0 and folder.is_dir():
-        leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
+    watch = Watch(config, run, folder, phases, hosts, ranks.shared, ranks.resumes)
     try:
         loaded, notes = continue_run(run, config, ranks) or foreign.start(run, config) or start_run(run, config)
         if t.skip_train:
@@ -146,6 +151,8 @@ def _pretrain(
         notes += more
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, [*warnings, *unlike])
+            if folder.is_dir():  # not before: a run that is refused leaves the status of the one before
+                leave_status(folder, "running", config, step=run.state.step, tokens=run.state.consumed_tokens)
             about = report.attempt("events.jsonl", facts, plan, sources, hosts, device)
             account = Account(folder, run, phases, report.speed.flops_per_token, config, plan, about or {}, ranks)
             if loaded is not None:
@@ -274,7 +281,7 @@ def _conclude(
         complain(f"pretrain_gpt.py: {where}; to go on: {to_go_on(config)}")
     if folder.is_dir():
         steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
-        leave_status(folder, outcome.outcome, checkpoint=config.checkpoint.save, reason=reason, **steps)
+        leave_status(folder, outcome.outcome, config, reason, resumes=watch.resumes, **steps)
 
 
 def newest_checkpoint(config: Config) -> str:
@@ -282,17 +289,13 @@ def newest_checkpoint(config: Config) -> str:
     c = config.checkpoint
     if c.save is None:
         return "none, there is no --save"
-    roots = [root for root in (c.save_local, c.save) if root is not None and not is_url(root)]
-    if not roots:
+    if all(is_url(root) for root in save_roots(config)):
         return f"see {c.save}"  # a store that does not answer may be why the run has ended
     try:
-        found = [(max(steps), root) for root in roots if (steps := storage.steps_in(root))]
+        saved = newest_saved(config)
     except OSError as error:
         return f"{c.save} cannot be read: {error.strerror}"
-    if not found:
-        return f"none in {c.save} yet"
-    step, root = max(found)
-    return str(storage.folder_of(root, step))
+    return f"none in {c.save} yet" if saved is None else str(folder_of(saved[1], saved[0]))
 
 
 def to_go_on(config: Config) -> str:

@@ -11,18 +11,22 @@ torchrun turns every exit code but 0 into 1, so scripts that requeue a run read 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.storage.file_system import is_held
 from megalite.checkpoint.storage.location import is_url
+from megalite.checkpoint.storage.protocol import folder_of, steps_in
 from megalite.config.console import complain
 from megalite.config.options import Config
 
@@ -32,6 +36,8 @@ def now() -> str:
 
 
 _STARTED = now()
+RUN_LOCK = ".run.lock"  # held by whoever runs here (train/restarts.py)
+LEAST_BLOCK = 1024  # bytes that a small file has on any disk
 
 
 class Exit(IntEnum):
@@ -88,43 +94,134 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
         temporary.unlink(missing_ok=True)  # there only if the disk is full or a row could not be read
 
 
+def save_roots(config: Config) -> list[str]:
+    """Where checkpoints of a run are looked for, the fastest first."""
+    return [root for root in (config.checkpoint.save_local, config.checkpoint.save) if root is not None]
+
+
+def newest_saved(config: Config) -> tuple[int, str] | None:
+    """(step, directory) of the newest complete checkpoint; behind a URL that is not asked. Raises OSError."""
+    roots = [root for root in save_roots(config) if not is_url(root)]
+    found = ((step, root) for root in roots for step in steps_in(root))
+    return max(((s, root) for s, root in found if Path(str(folder_of(root, s)), "COMPLETE").is_file()), default=None)
+
+
+def _to_resume(config: Config) -> dict[str, Any]:
+    save = config.checkpoint.save
+    try:
+        saved = newest_saved(config)
+    except OSError:
+        return dict(checkpoint=save, checkpoint_step=None)
+    step, root = saved or (None, save if save is not None and is_url(save) else None)
+    return dict(checkpoint=root, checkpoint_step=step)
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """status.json; empty where it says nothing."""
+    try:
+        path = folder / "status.json"
+        status = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def trained(folder: Path) -> dict[str, int]:
+    """`step` and `tokens` of the last row of metrics.jsonl, which is newer than a status "running"."""
+    last: dict[str, int] = {}
+    with contextlib.suppress(OSError, RecursionError):
+        for _, row in json_rows(folder / "metrics.jsonl"):
+            if type(row.get("step")) is int and type(row.get("tokens")) is int:
+                last = {"step": row["step"], "tokens": row["tokens"]}
+    return last
+
+
+def outcome_of(folder: Path, status: dict[str, Any]) -> str:
+    """As `status` says; "killed" where it says "running" and nobody does: the lock of the run is free, or, without
+    one, its process is gone from this machine."""
+    said, pid = str(status.get("outcome", "unknown")), status.get("pid")
+    if said != "running":
+        return said
+    held = is_held(folder / RUN_LOCK)
+    here = status.get("host") == socket.gethostname() and type(pid) is int and sys.platform == "linux"
+    return "killed" if held is False or (held is None and here and not Path(f"/proc/{pid}").exists()) else said
+
+
+def _stands(folder: Path, config: Config, resumes: bool) -> bool:
+    """Whether the status there outlives the end of a run that never began: it is another's, which this one does not
+    continue. `resumes`: the run was started again after a rank had died."""
+    c = config.checkpoint
+    return bool(read_status(folder)) and not resumes and (c.load is None or c.load != c.save)
+
+
 def leave_status(
-    folder: Path, outcome: str, *, checkpoint: str | None, reason: str, step: int = 0, tokens: int = 0
+    folder: Path,
+    outcome: str,
+    config: Config,
+    reason: str = "",
+    *,
+    step: int = 0,
+    tokens: int = 0,
+    resumes: bool = False,
 ) -> None:
-    """status.json. `outcome`: of `Exit`, or "running", which is said again while the run trains. `tokens` and `step`:
-    trained so far. `checkpoint`: the directory to resume from. `reason`: for people. A full disk is told at the end,
-    and changes nothing else."""
-    status = dict(outcome=outcome, step=step, tokens=tokens, checkpoint=checkpoint, reason=reason, rank=0)
-    status |= dict(pid=os.getpid(), host=socket.gethostname(), started=_STARTED, time=now())
-    try:
-        write_atomically(folder / "status.json", json.dumps(status) + "\n")
-    except OSError as error:
-        if outcome != "running":
-            complain(f"{folder / 'status.json'}: {error.strerror}; it does not tell how this run ended")
+    """status.json. `outcome`: of `Exit`, or "running", which is said again while the run trains; who ends without
+    having said that leaves the status of another run alone. `reason`: for people. `tokens` and `step`: trained so far.
+    `resumes`: of `Ranks`."""
+    me = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED)
+    before = read_status(folder)
+    begun = outcome == "running" or all(before.get(key) == value for key, value in me.items())
+    if not begun:
+        if _stands(folder, config, resumes):
+            return
+        told = trained(folder)
+        step, tokens = max(step, told.get("step", 0)), max(tokens, told.get("tokens", 0))
+    _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **_to_resume(config), reason=reason, **me))
 
 
-def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
-    """What rank 0 could not write, or did not know: the launcher's word, once all ranks have ended. `code`: the first
-    failing exit code. `cause`: of whom. `since`: when they were started; an older status is another run's."""
-    file = folder / "status.json"
-    if not file.is_file():
+def settle_status(folder: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False) -> None:
+    """What rank 0 could not write, or did not know: the launcher's word, once all ranks have ended. `end`: the first
+    failing exit code, and the cause. `since`: when they were started; an older status is not theirs."""
+    code, cause = end
+    path, status = folder / "status.json", read_status(folder)
+    if not folder.is_dir() or (path.exists() and not path.is_file()):
         return
-    try:
-        status = json.loads(file.read_text("utf-8")) if file.stat().st_mtime >= since else {}
-    except (OSError, ValueError):
-        return
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime < since:
+            if code in (Exit.USAGE, Exit.PREFLIGHT) or _stands(folder, config, resumes):
+                return
+            status = {}
     outcome, reason = status.get("outcome"), str(status.get("reason"))
     first = {int(e): e.outcome for e in Exit}.get(code, Exit.CRASH.outcome)
-    if outcome == "running":
-        status |= dict(outcome=first, reason=cause or "ended without a word")
+    if outcome in (None, "running"):
+        status |= dict(outcome=first, reason=cause or "ended without a word" * (code != 0))
     elif outcome == Exit.CRASH.outcome and re.search(r"\brank [1-9]", cause) and code != Exit.REQUEUE:
         status |= dict(outcome=first, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
     else:
         return
+    last = max(({"step": 0, "tokens": 0}, status, trained(folder)), key=lambda told: told.get("step", -1))
+    about = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED) | status
+    about |= {"step": last["step"], "tokens": last["tokens"]} | _to_resume(config)
+    _write_status(folder, about)
+
+
+def _write_status(folder: Path, status: dict[str, Any]) -> None:
+    """Whole; on a full disk in the place of the one before, which takes no room. What cannot be written at the end is
+    told, and changes nothing else."""
+    path, status = folder / "status.json", {"outcome": status["outcome"]} | status | {"time": now()}
     try:
-        write_atomically(file, json.dumps(status | dict(time=now())) + "\n")
+        try:
+            write_atomically(path, json.dumps(status) + "\n")
+        except OSError:
+            with open(path, "r+b", buffering=0, opener=lambda *of: at_once(of[0], of[1] | os.O_NOFOLLOW)) as file:
+                room = max(os.fstat(file.fileno()).st_size, LEAST_BLOCK)
+                while len(json.dumps(status)) >= room and len(status["reason"]) > 3:
+                    status["reason"] = status["reason"][: len(status["reason"]) * 9 // 10 - 3] + "..."
+                text = json.dumps(status).ljust(os.fstat(file.fileno()).st_size - 1) + "\n"
+                if file.write(text.encode()) < len(text):
+                    raise
     except OSError as error:
-        complain(f"{file}: {error.strerror}; it does not tell how this run ended")
+        if status["outcome"] != "running":
+            complain(f"{path}: {error.strerror}; it does not tell how this run ended: {status['outcome']}")
 
 
 class AppendedFile:
@@ -137,6 +234,9 @@ class AppendedFile:
 
     def write(self, text: str) -> None:
         """Raises OSError, or ValueError where the file was closed."""
+        if self.file is not None and os.fstat(self.file.fileno()).st_nlink == 0:  # deleted: nobody would read it
+            self.file.close()
+            self.file = None
         if self.file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "ab", buffering=0, opener=at_once)  # noqa: SIM115 (closed in close)

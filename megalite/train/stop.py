@@ -11,10 +11,11 @@ import time
 from collections.abc import Sequence
 
 from megalite.config.options import Config
-from megalite.parallel.local_ranks import FORWARDED
+from megalite.parallel.local_ranks import AT_ONCE, FORWARDED, HELD
 
-# what ends a job: schedulers and systemd, Ctrl-C, SLURM's warning before the time limit, a terminal that is closed
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# what ends a job: schedulers and systemd, Ctrl-C, SLURM's warning before the time limit, a terminal that is closed,
+# the warning before a limit of processor time
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
 AGAIN_S = 1.0  # of one Ctrl-C a rank gets two, the terminal's and the launcher's; a second one that means it is later
 
 
@@ -31,8 +32,8 @@ class StopSignal:
     """`seen`: signals that asked to stop, read at step boundaries, where all ranks agree on it.
 
     final  the run has stopped, and no rank had a signal: nobody is to start it again at once
-    saves  there is a checkpoint to write, so the first signal only asks; a later SIGINT stops at once, by `Stopped`.
-           Without one there is nothing to wait for: every signal stops at once.
+    saves  there is a checkpoint to write, so the first signal only asks; a later SIGINT stops at once, by `Stopped`,
+           and SIGQUIT always does. Without one there is nothing to wait for: every signal stops at once.
     """
 
     def __init__(self, saves: bool = True, more: Sequence[str] = ()):
@@ -44,10 +45,10 @@ class StopSignal:
 
     def install(self) -> None:
         """Only in the main thread. A signal that whoever started this ignores, as nohup does, stays ignored."""
-        for number in {*STOPPING, *(signal.Signals[name] for name in self.more)}:
+        for number in {*STOPPING, *AT_ONCE, *(signal.Signals[name] for name in self.more)}:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
 
     def _note(self, number: int, _frame: object) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
@@ -55,7 +56,7 @@ class StopSignal:
         if not self.seen:
             self._first = now
         self.seen.append(name)
-        if again or not self.saves:
+        if again or not self.saves or number in AT_ONCE:
             raise Stopped(name)
 
 

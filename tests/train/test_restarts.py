@@ -183,12 +183,12 @@ def checkpoint(folder: Path, step: int) -> None:
     (folder / f"iter_{step:07d}" / "COMPLETE").touch()
 
 
-KILLED = End(137, "rank 1 ended by signal SIGKILL", False)
+KILLED = End(137, "rank 1 ended by signal SIGKILL", ())
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 16, 17, 75, 130])
 def test_ends_that_are_final(tmp_path: Path, code: int) -> None:
-    assert policy(tmp_path, 9)(End(code, "", False)) is None
+    assert policy(tmp_path, 9)(End(code, "", ())) is None
 
 
 def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +196,10 @@ def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(restarts.time, "time", lambda: now[0])
     checkpoint(tmp_path, 3)  # of another run: nothing to continue from
     ask = policy(tmp_path, 2)
-    assert ask(End(137, "", True)) is None  # it was told to stop
+    assert ask(End(137, "", [signal.SIGTERM])) is None  # it was told to stop
     assert ask(KILLED) is False
     checkpoint(tmp_path, 5)
-    assert ask(End(70, "hangs", False)) is True and ask(KILLED) is None  # the third within an hour
+    assert ask(End(70, "hangs", ())) is True and ask(KILLED) is None  # the third within an hour
     now[0] += 3601
     assert ask(KILLED) is True  # an hour later, with the fruitless one counted
     events = rows(tmp_path / "events.jsonl")
@@ -226,6 +226,27 @@ def test_a_run_that_brings_nothing_is_given_up(tmp_path: Path) -> None:
     checkpoint(tmp_path, 5)
     assert [ask(KILLED) for _ in range(4)] == [True, True, True, None]
     assert "without a new checkpoint" in rows(tmp_path / "events.jsonl")[-1]["why"]
+
+
+def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, or a mount that is gone: nothing but time mends it. Who is asked to stop meanwhile stops."""
+    clock, asked = [1000.0], list[int]()
+    monkeypatch.setattr(restarts.time, "time", lambda: clock[0])
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(restarts.time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    full = End(Exit.PREFLIGHT, "rank 0: no room", asked)
+    ask, waits = policy(tmp_path, 9), list[float]()
+    assert ask(full) is None  # of the first start: the same command would end the same way
+    assert ask(KILLED) is False
+    for _ in range(8):
+        begin = clock[0]
+        assert ask(full) is False
+        waits.append(clock[0] - begin)
+    assert waits == [15, 30, 60, 120, 240, 480, 900, 900]
+    assert ask(full) is None and "9 restarts in a row" in rows(tmp_path / "events.jsonl")[-1]["why"]
+    clock[0] += 3600
+    asked.append(signal.SIGTERM)
+    assert ask(full) is None
 
 
 def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:

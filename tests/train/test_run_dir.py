@@ -11,8 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from train_cases import SMALL
 
-from megalite.train.run_dir import Exit, keep_rows_until, leave_status, settle_status, write_atomically
+from megalite.config import cli
+from megalite.config.options import Config
+from megalite.train.restarts import locked_run
+from megalite.train.run_dir import (
+    AppendedFile,
+    Exit,
+    keep_rows_until,
+    leave_status,
+    outcome_of,
+    read_status,
+    settle_status,
+    write_atomically,
+)
 
 
 def test_exit_codes_and_outcomes_are_the_documented_ones() -> None:
@@ -21,30 +34,55 @@ def test_exit_codes_and_outcomes_are_the_documented_ones() -> None:
     assert {e.outcome: int(e) for e in Exit} == documented
 
 
+def config_of(*flags: str | Path) -> Config:
+    return cli.read([*SMALL, "--train-iters", "9", *map(str, flags)], {})[0]
+
+
+def saved(folder: Path, step: int) -> None:
+    (folder / f"iter_{step:07d}").mkdir(parents=True)
+    (folder / f"iter_{step:07d}" / "COMPLETE").touch()
+
+
+def rows_until(folder: Path, step: int) -> None:
+    text = "".join(json.dumps({"step": n, "tokens": 8 * n}) + "\n" for n in range(1, step + 1))
+    (folder / "metrics.jsonl").write_text(text + '{"step": 99, "tok')
+
+
 def test_status(tmp_path: Path) -> None:
-    leave_status(tmp_path, "running", checkpoint=None, reason="")
-    leave_status(tmp_path, "bad-result", step=7, tokens=56, checkpoint="ckpt", reason='loss "nan"')
-    status = json.loads((tmp_path / "status.json").read_text())
+    run, save = tmp_path / "run", tmp_path / "save"
+    run.mkdir()
+    leave_status(run, "running", config_of())
+    assert (read_status(run)["checkpoint"], read_status(run)["checkpoint_step"]) == (None, None)
+    config = config_of("--save", save)
+    leave_status(run, "running", config)
+    assert read_status(run)["checkpoint"] is None  # nothing is saved there
+    saved(save, 3)
+    (save / "iter_0000005").mkdir()  # which is not complete
+    leave_status(run, "bad-result", config, 'loss "nan"', step=7, tokens=56)
+    status = read_status(run)
     times = [datetime.datetime.fromisoformat(status.pop(name)) for name in ("started", "time")]
     assert times[0] <= times[1] and all(one.tzinfo is not None for one in times)
     assert status == {
         "outcome": "bad-result",
         "step": 7,
         "tokens": 56,
-        "checkpoint": "ckpt",
+        "checkpoint": str(save),
+        "checkpoint_step": 3,
         "reason": 'loss "nan"',
         "rank": 0,
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-    assert os.listdir(tmp_path) == ["status.json"]
+    assert os.listdir(run) == ["status.json"] and (run / "status.json").read_text().startswith('{"outcome": "')
 
 
 def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
+    config = config_of("--save", tmp_path / "save")
+
     def settled(outcome: str, reason: str, code: int, cause: str, since: float = 0.0) -> tuple[str, str]:
-        leave_status(tmp_path, outcome, checkpoint=None, reason=reason, step=3)
-        settle_status(tmp_path, code, cause, since)
-        status = json.loads((tmp_path / "status.json").read_text())
+        leave_status(tmp_path, outcome, config, reason, step=3)
+        settle_status(tmp_path, config, (code, cause), since)
+        status = read_status(tmp_path)
         assert status["step"] == 3 and status["pid"] == os.getpid()
         return status["outcome"], status["reason"]
 
@@ -61,9 +99,86 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
     assert settled("crash", "lost another rank", 1, early) == ("crash", f"{early}; rank 0: lost another rank")
     assert settled("requeue", "SIGTERM", 75, "rank 1 ended with exit code 75") == ("requeue", "SIGTERM")
     assert settled("running", "", 137, killed, time.time() + 60) == ("running", "")  # of another run
-    (tmp_path / "status.json").write_text("{")
-    settle_status(tmp_path, 1, killed, 0.0)
-    settle_status(tmp_path / "none", 1, killed, 0.0)
+    rows_until(tmp_path, 8)
+    saved(tmp_path / "save", 6)
+    leave_status(tmp_path, "running", config, step=1)
+    settle_status(tmp_path, config, (137, killed), 0.0)
+    status = read_status(tmp_path)
+    assert (status["step"], status["tokens"], status["checkpoint_step"]) == (8, 64, 6)
+    for text in ("{", "[1]", ""):  # of a rank 0 that could not write
+        (tmp_path / "status.json").write_text(text)
+        settle_status(tmp_path, config, (137, killed), 0.0)
+        status = read_status(tmp_path)
+        assert (status["outcome"], status["step"], status["reason"]) == ("crash", 8, killed)
+    settle_status(tmp_path / "none", config, (1, killed), 0.0)
+    assert not (tmp_path / "none").exists()
+
+
+def test_who_is_refused_leaves_the_status_of_another_run(tmp_path: Path) -> None:
+    """Another process leaves it, as another run does; that which it continues is its own."""
+    rows_until(tmp_path, 5)
+    own, other = config_of("--save", tmp_path, "--load", tmp_path), config_of("--run-dir", tmp_path)
+    before = json.dumps({"outcome": "done", "step": 5, "pid": 1})
+    for config, stays in ((other, True), (own, False)):
+        (tmp_path / "status.json").write_text(before)
+        os.utime(tmp_path / "status.json", (1, 1))
+        leave_status(tmp_path, "usage", config, "no")
+        assert ((tmp_path / "status.json").read_text() == before) == stays
+        assert read_status(tmp_path)["step"] == 5
+        (tmp_path / "status.json").write_text(before)
+        os.utime(tmp_path / "status.json", (1, 1))
+        settle_status(tmp_path, config, (137, "rank 0 ended by signal SIGKILL"), 2.0)  # before it said a word
+        assert ((tmp_path / "status.json").read_text() == before) == stays
+    (tmp_path / "status.json").write_text(before)
+    leave_status(tmp_path, "running", other)
+    leave_status(tmp_path, "crash", other, "but once it runs the folder is its own", step=2)
+    assert (read_status(tmp_path)["outcome"], read_status(tmp_path)["step"]) == ("crash", 2)
+
+
+def test_a_status_takes_the_place_of_the_one_before_where_there_is_no_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a full disk: no new file can be made beside it."""
+    leave_status(tmp_path, "running", config_of(), step=1)
+    (tmp_path / f".status.json.{os.getpid()}").mkdir()
+    leave_status(tmp_path, "crash", config_of(), "ü" * 5000, step=7)
+    status = read_status(tmp_path)
+    assert (status["outcome"], status["step"]) == ("crash", 7) and status["reason"].endswith("ü...")
+    assert (tmp_path / "status.json").stat().st_size <= 1024 and capsys.readouterr().err == ""
+    leave_status(tmp_path, "done", config_of(), "", step=9)  # shorter than what was there
+    assert read_status(tmp_path)["outcome"] == "done"
+    (tmp_path / "other").write_text("keep")
+    (tmp_path / "status.json").unlink()
+    (tmp_path / "status.json").symlink_to(tmp_path / "other")
+    leave_status(tmp_path, "running", config_of())
+    leave_status(tmp_path, "done", config_of("--load", "a", "--save", "a"), "")
+    assert (tmp_path / "other").read_text() == "keep"
+    assert f"{tmp_path / 'status.json'}: " in capsys.readouterr().err
+
+
+def test_running_is_said_of_those_who_run(tmp_path: Path) -> None:
+    """The lock says it; without one the process, on its own machine."""
+    config = config_of("--run-dir", tmp_path)
+    with locked_run(config):
+        leave_status(tmp_path, "running", config)
+        dead = read_status(tmp_path) | {"pid": 2**22 + 1}  # a rank that is started again
+        assert outcome_of(tmp_path, read_status(tmp_path)) == outcome_of(tmp_path, dead) == "running"
+    assert outcome_of(tmp_path, read_status(tmp_path)) == "killed"
+    assert outcome_of(tmp_path, dead | {"host": "elsewhere"}) == "killed"
+    assert outcome_of(tmp_path, dead | {"outcome": "done"}) == "done"
+    (tmp_path / ".run.lock").unlink()
+    assert outcome_of(tmp_path, read_status(tmp_path)) == "running" and outcome_of(tmp_path, dead) == "killed"
+    assert outcome_of(tmp_path, dead | {"host": "elsewhere"}) == "running"
+
+
+def test_lines_go_on_where_their_file_was_deleted(tmp_path: Path) -> None:
+    file = AppendedFile(tmp_path / "run" / "metrics.jsonl")
+    file.write("1")
+    file.path.unlink()
+    file.path.parent.rmdir()
+    file.write("2")
+    file.close()
+    assert file.path.read_text() == "2\n"
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

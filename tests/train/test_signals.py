@@ -24,7 +24,7 @@ def status_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["one process", "two"])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGXCPU"])
 def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str, layout: list[str]) -> None:
     flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=getattr(signal, name))
@@ -141,6 +141,33 @@ def test_a_file_stops_a_run(tmp_path: Path) -> None:
         assert not (tmp_path / "stop").exists() and (tmp_path / f"iter_{status['step']:07d}/COMPLETE").is_file()
     finally:
         process.kill()
+
+
+def last_step(folder: Path) -> int:
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+
+
+def test_ctrl_backslash_ends_a_run_at_once_and_says_so(tmp_path: Path) -> None:
+    flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
+    code, _, err = signalled(*flags, number=signal.SIGQUIT)
+    status = status_in(tmp_path)
+    assert (code, status["outcome"], status["reason"]) == (130, "interrupted", "SIGQUIT"), err
+    assert status["step"] >= last_step(tmp_path) >= 4 and status["checkpoint"] is None
+
+
+def test_what_rank_0_could_not_say_is_so_and_a_refused_command_leaves_it(tmp_path: Path) -> None:
+    """It is killed when its checkpoint is there; then another run is refused that would write to the same place."""
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "9"]
+    save = ["--nproc", "2", "--save", str(tmp_path), "--save-interval", "3", "--eval-iters", "0"]
+    other = ["--run-dir", str(tmp_path), "--load", str(tmp_path), "--qk-layernorm"]  # which does not fit
+    for more, code, fault in ((save, 137, "ckpt.after_commit:0:6:kill"), (other, 2, "")):
+        env = os.environ | {"MEGALITE_FAULT": fault}
+        done = subprocess.run([*words, *more], capture_output=True, text=True, timeout=90, cwd=ROOT, env=env)
+        assert done.returncode == code, done.stderr
+        status = status_in(tmp_path)
+        told = [status[name] for name in ("outcome", "step", "tokens", "checkpoint", "checkpoint_step")]
+        assert told == ["crash", 6, 6 * 8 * 16, str(tmp_path), 6] and last_step(tmp_path) == 6, done.stderr
+        assert status["reason"] == "rank 0 ended by signal SIGKILL"
 
 
 def test_the_death_of_a_rank_is_told_once_with_its_cause(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from train_cases import SMALL
 
+from megalite.config import cli
 from megalite.train.run_dir import Events, settle_status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +80,7 @@ def test_events_and_the_launchers_word_never_wait_nor_raise(tmp_path: Path, caps
     events = Events(tmp_path)
     for _ in range(3):
         events.add("something")
-    settle_status(tmp_path, 1, "rank 1 died", 0.0)
+    settle_status(tmp_path, cli.read([*SMALL, "--train-iters", "1"], {})[0], (1, "rank 1 died"), 0.0)
     assert capsys.readouterr().err.count(f"WARNING: {tmp_path / 'events.jsonl'}: ") == 1
     (tmp_path / "events.jsonl").unlink()
     (tmp_path / "events.jsonl").symlink_to("/dev/full")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import socket
-import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from typing import Any
 
 from megalite.config.options import ConfigError
 from megalite.config.toml import read_toml
-from megalite.train.run_dir import json_rows
+from megalite.train.run_dir import json_rows, outcome_of
 from tools.pictures.canvas import clean
 
 Point = tuple[float, float, float]  # step, tokens, value
@@ -166,11 +164,8 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """As status.json says; "killed" where a process of this machine is gone that said it was running."""
-        said, pid = clean(self.status.get("outcome", "unknown"), 30), number(self.status.get("pid"))
-        here = self.status.get("host") == socket.gethostname() and pid is not None
-        gone = here and sys.platform == "linux" and not Path(f"/proc/{pid:.0f}").exists()
-        return "killed" if said == "running" and gone else said
+        """As status.json says; "killed" where nobody runs that said so."""
+        return clean(outcome_of(self.folder, self.status), 30)
 
 
 def _json(path: Path, problems: list[str]) -> Any:

@@ -161,18 +161,7 @@ class LocalStorage:
             os.close(number)
 
     def in_use(self, folder: Path) -> bool:
-        """flock of a read-only descriptor: on NFS this answers False."""
-        try:
-            number = os.open(folder / "COMPLETE", os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-        finally:
-            os.close(number)
-        return False
+        return is_held(folder / "COMPLETE", fcntl.LOCK_EX) is True
 
 
 class LocalFile:
@@ -194,6 +183,22 @@ class LocalFile:
 
     def close(self) -> None:
         os.close(self._number)
+
+
+def is_held(path: Path, kind: int = fcntl.LOCK_SH) -> bool | None:
+    """Whether somebody holds a lock on it that excludes one of this `kind`; None where that cannot be told. On NFS it
+    cannot for LOCK_EX: the descriptor is read-only."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(number, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    finally:
+        os.close(number)
+    return False
 
 
 class Lock:
