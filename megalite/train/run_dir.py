@@ -111,7 +111,7 @@ def settle_status(folder: Path, code: int, cause: str, since: float) -> None:
         return
     try:
         status = json.loads(file.read_text("utf-8")) if file.stat().st_mtime >= since else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return
     outcome, reason = status.get("outcome"), str(status.get("reason"))
     first = {int(e): e.outcome for e in Exit}.get(code, Exit.CRASH.outcome)
@@ -149,6 +149,7 @@ class AppendedFile:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+            self.file = None
 
 
 class Events:
@@ -163,6 +164,7 @@ class Events:
         row = {"time": now(), "event": event, "rank": self.rank, "step": step, **facts}
         try:
             self._file.write(json.dumps(row, default=str))
+            self._file.close()
         except (OSError, ValueError) as error:
             if not self._lost:
                 complain(
@@ -180,7 +182,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for line in lines:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 yield line.rstrip("\n"), row
