@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: nothing has begun
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli, environment
@@ -87,7 +91,7 @@ def main(argv: list[str]) -> int:
                 return start_local(nproc, run, (config, told), holds_signals=True, ended=Restarts(config))
             alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))
             return run(ranks or alone, config, told)  # type: ignore[func-returns-value]
-    except CheckpointError as error:  # another run has the directory
+    except (CheckpointError, LaunchError) as error:  # another run has the directory; no room for temporary files
         complain(f"pretrain_gpt.py: {error}")
         return Exit.PREFLIGHT
 

@@ -11,13 +11,13 @@ there. Nothing but the command that is asked for is imported. Exit codes are the
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from difflib import get_close_matches
 from pathlib import Path
 
 from megalite import __version__
-from megalite.config.console import as_command
 
 _HERE = Path(__file__).resolve().parent
 PROGRAMS = _HERE / "programs" if (_HERE / "programs").is_dir() else _HERE.parent
@@ -109,6 +109,10 @@ def _without_command(words: list[str]) -> int:
 
 
 def main() -> int:
+    try:
+        from megalite.config.console import as_command
+    except KeyboardInterrupt:
+        os._exit(130)
     return as_command(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"])
 
 

@@ -18,7 +18,7 @@ import pytest
 from megalite.config.cli import read
 from megalite.models.families import PRESETS
 from megalite.train.run_dir import run_folder, taken
-from tools import diff, runs, sweep
+from tools import diff, logs, report, runs, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 TOML = """
@@ -152,6 +152,27 @@ def test_a_run_that_diverged_or_whose_files_are_odd_spoils_no_table(tmp_path: Pa
     assert second[:5] == "killed running 4 of 4".split(), "further than status.json, which is written now and then"
     rows = [json.loads(line) for line in typed("tools/runs.py", "--json", cwd=tmp_path).stdout.splitlines()]
     assert rows[0]["loss"] is None and rows[0]["validation"] == {"valid": None, "odd": None}
+
+
+def test_rows_that_no_run_has_written_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets beyond what Python's stack takes, and times without a zone, of no day, and beyond the calendar's end."""
+    folder, deep = left(tmp_path / "odd"), "[" * 200_000
+    for name in ("metrics.jsonl", "events.jsonl", "report.json"):
+        (folder / name).write_text(f"{deep}\n")
+    times = ["2026-11-23T03:00:00", "2026-11-23T03:00:01+00:00", "2026-99-23", "9999-12-31T23:59:59.999+00:00"]
+    with open(folder / "events.jsonl", "a") as file:
+        file.writelines(json.dumps({"time": time, "event": "save", "rank": 0}) + "\n" for time in times)
+    (folder / "ranks").mkdir()
+    (folder / "ranks/rank-00001.log").write_text("2026-99-23T03:00:00+00:00 said\n2026-11-23T03:00:00Z and said\n")
+    (folder / "ranks/rank-odd.log").write_text("")
+    assert logs.main([str(folder)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition(" | ")[2] for line in shown[1:]].count("save") == 2 and "rank 1 | and said" in str(shown)
+    (folder / "status.json").write_text(deep)
+    assert logs.main([str(folder), "--short"]) == 0
+    assert "not known (RecursionError for status.json)" in capsys.readouterr().out
+    assert report.main([str(folder), "--text"]) == 0 and runs.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().err.startswith(f"runs.py: {folder}: ")
 
 
 def test_what_differs_and_what_of_it_changes_the_training(tmp_path: Path) -> None:

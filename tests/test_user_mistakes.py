@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -294,3 +295,29 @@ def test_a_run_that_is_stopped_says_where_and_how_to_go_on(name: str, saves: boo
         assert f"to go on the same command with --load {tmp_path}" in " ".join(out.split())
     else:
         assert "interrupted at step" in err and "--save DIR keeps what a run has done" in err
+
+
+def test_an_odd_environment_is_no_traceback(tmp_path: Path) -> None:
+    """A TMPDIR beyond what a socket's path may have, and every warning an error, of Python's own too."""
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *MODEL.split(), *"--mock-data --vocab-size 256".split()]
+    env = {**os.environ, "TMPDIR": str(long), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    flags = "--nproc 2 --save s --eval-iters 1 --eval-interval 2".split()
+    done = subprocess.run([*words, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stderr.startswith("note: save=s without"), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not [*long.iterdir()], done.stderr
+
+
+@pytest.mark.parametrize("words", [["pretrain_gpt.py"], ["-m", "megalite", "train"]])
+def test_ctrl_c_among_the_imports_is_no_traceback(words: list[str], tmp_path: Path) -> None:
+    """`-X importtime` tells when the first module of the package has come: others follow, torch among them."""
+    line = [sys.executable, "-X", "importtime", *words, *MODEL.split(), "--mock-data", "--vocab-size", "256"]
+    process = subprocess.Popen([*line, "--run-dir", str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for said in process.stderr:
+        if "megalite.config" in said:
+            process.send_signal(signal.SIGINT)
+            break
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait() in (130, -signal.SIGINT)

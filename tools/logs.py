@@ -48,16 +48,24 @@ class Entry:
         return first if first == last else f"{first} {last}"
 
 
+def time_of(text: str) -> datetime.datetime:
+    """Of a text without a zone: here. Raises ValueError, OverflowError."""
+    time = datetime.datetime.fromisoformat(text)
+    return time if time.tzinfo is not None else time.astimezone()
+
+
 def of_rank(path: Path) -> Iterator[Entry]:
     """A rank's file. Lines without a time are faulthandler's, of the moment when the file was last written."""
-    who = f"rank {int(path.stem.partition('-')[2])}"
+    who = f"rank {path.stem.partition('-')[2].lstrip('0') or 0}"
     end = datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone()
     found = []
     for line in path.read_text("utf-8", errors="replace").splitlines():
         match = STAMP.fullmatch(line)
-        found.append((match[1], match[2]) if match else (None, line))
-    for stamp, lines in itertools.groupby(found, key=lambda pair: pair[0]):
-        time = datetime.datetime.fromisoformat(stamp) if stamp else end
+        try:
+            found.append((time_of(match[1]), match[2]) if match else (end, line))
+        except ValueError:
+            found.append((end, line))
+    for time, lines in itertools.groupby(found, key=lambda pair: pair[0]):
         yield Entry(time, who, tuple(text for _, text in lines))
 
 
@@ -65,8 +73,8 @@ def of_events(path: Path) -> Iterator[Entry]:
     for line in path.read_text("utf-8", errors="replace").splitlines():
         try:
             row: dict[str, Any] = json.loads(line)
-            time, event = datetime.datetime.fromisoformat(row.pop("time")) + WHOLE_SECOND, str(row.pop("event"))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            time, event = time_of(row.pop("time")) + WHOLE_SECOND, str(row.pop("event"))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue  # torn by a crash
         rank = row.pop("rank", None)
         facts = "  ".join(f"{name} {value}" for name, value in row.items() if value is not None)

@@ -92,7 +92,7 @@ def of_plan(args: argparse.Namespace) -> None:
         picture = make(json.loads(args.plan.read_text("utf-8")))
     except OSError as error:
         raise SystemExit(f"plot.py: {args.plan}: {error.strerror}; give what tools/plan.py --json wrote") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SystemExit(f"plot.py: {args.plan}: {error}") from None
     put(picture, args)
 

@@ -32,7 +32,7 @@ def text(run: Run) -> str:
         return table({"outcome": f"{run.outcome}, before its first step"})
     if (past := read_past(run.folder, metrics.stat().st_mtime)) is not None:
         rows["run so far"] = f"goodput {past}"
-    return table(rows)
+    return table(rows or {"outcome": run.outcome})
 
 
 def write(runs: list[Run], folder: Path) -> Path:

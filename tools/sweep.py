@@ -74,7 +74,7 @@ def finished(folder: Path, config: Config) -> bool:
     try:
         status = json.loads((folder / "status.json").read_text("utf-8"))
         return status["outcome"] == "done" and training_of(diff.config_of(folder)) == training_of(config)
-    except (OSError, ValueError, LookupError, TypeError, ConfigError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, ConfigError):
         return False
 
 

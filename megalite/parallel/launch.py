@@ -34,7 +34,7 @@ def read_first_failure(shared: Path, name: str = FIRST_FAILURE) -> tuple[int, st
     try:
         first = json.loads((shared / name).read_text("utf-8"))
         return int(first["code"]), f"rank {first['rank']}: {first['reason']}"
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
@@ -134,6 +134,9 @@ def _checked(
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not env.get(name):
                 raise LaunchError(f"{name} is not set although {world}={ranks.world}: start with torchrun, or set it")
+    port = env.get("MASTER_PORT") or "1"
+    if ranks.world > 1 and not (re.fullmatch("[0-9]{1,9}", port) and 0 < int(port) < 1 << 16):
+        raise LaunchError(f"MASTER_PORT={port!r} is no port: set a number from 1 to 65535, on all ranks the same")
     return ranks
 
 

@@ -15,6 +15,7 @@ import fcntl
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import stat
 import sys
@@ -23,13 +24,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from functools import cache
+from multiprocessing import connection, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
 from megalite.config.console import complain, let_go_of_console
 from megalite.config.run_options import EXIT_SIGNALS
-from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks, die_with_parent, read_first_failure
+from megalite.parallel.launch import FIRST_FAILURE, HANG, LaunchError, Ranks, die_with_parent, read_first_failure
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
@@ -41,6 +43,8 @@ ORDERLY_S = 600.0
 # what the fork server imports for all ranks: the third, with sympy, is needed by the first backward (1 s of each rank)
 PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.run"]
 SCRATCH, YOUNG_S = "megalite-ranks-", 60.0  # a folder gets its lock just after it is made
+# of a path to a folder for the fork server's socket: 103 bytes (macOS; Linux 107), of which names below it take 56
+LONGEST_ROOT = 47
 
 
 @dataclass(frozen=True)
@@ -148,18 +152,48 @@ def _first_failure(folder: Path, code: int, cause: str) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _scratch_folder() -> Iterator[str]:
-    """Of this launcher, and locked. Those of killed ones are free: they are removed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}????????"):
-        with contextlib.suppress(OSError):
-            _sweep(path)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH) as folder:
-        number = os.open(folder, os.O_RDONLY)
-        try:
+    """Of this launcher, and locked. Those of killed ones are free: they are removed. Raises LaunchError where there is
+    no room for one."""
+    try:
+        own = tempfile.gettempdir()
+        root = own if len(os.fsencode(own)) <= LONGEST_ROOT else "/tmp"
+        for path in (path for folder in {own, root} for path in Path(folder).glob(f"{SCRATCH}????????")):
             with contextlib.suppress(OSError):
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _sweep(path)
+        _keep_server_in(root)
+        scratch = tempfile.TemporaryDirectory(prefix=SCRATCH)
+    except OSError as error:
+        raise LaunchError(
+            f"no folder for temporary files: {error}; set TMPDIR to a short path that can be written"
+        ) from None
+    with scratch as folder:
+        number = _locked(folder)
+        try:
             yield folder
         finally:
             os.close(number)
+
+
+def _locked(folder: str) -> int:
+    """Of a file descriptor, while it is open."""
+    number = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return number
+
+
+@cache
+def _keep_server_in(root: str) -> None:
+    """The fork server's socket, in a folder that a later launcher knows for this one's, and removes where it was
+    killed: multiprocessing's own name, pymp-*, is everybody's. Raises OSError."""
+    folder = tempfile.mkdtemp(prefix=SCRATCH, dir=root)
+    _locked(folder)  # until this process ends, as the server does
+    util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)  # its own has -100
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        util.get_temp_dir()  # decides it for this process
+    finally:
+        tempfile.tempdir = before
 
 
 def _sweep(folder: Path) -> None:
@@ -175,6 +209,10 @@ def _sweep(folder: Path) -> None:
             for name in ("rendezvous", FIRST_FAILURE, HANG):
                 (attempt / name).unlink(missing_ok=True)
             attempt.rmdir()
+        for server in folder.glob("pymp-????????"):
+            for listener in server.glob("listener-????????"):
+                listener.unlink()
+            server.rmdir()
         folder.rmdir()
     finally:
         os.close(number)

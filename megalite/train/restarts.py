@@ -47,10 +47,10 @@ def locked_run(config: Config) -> Iterator[bool]:
     finally:
         if lock is not None:
             lock.close()
-            if fresh and {path.name for path in folder.iterdir()} <= {RUN_LOCK, "status.json", FOLDER}:
-                with contextlib.suppress(OSError, ValueError, KeyError):  # a status that could not be written
-                    if json.loads((folder / "status.json").read_text("utf-8"))["outcome"] in REFUSED:
-                        shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError, ValueError, KeyError, RecursionError):  # no status, no folder
+                alone = fresh and {path.name for path in folder.iterdir()} <= {RUN_LOCK, "status.json", FOLDER}
+                if alone and json.loads((folder / "status.json").read_text("utf-8"))["outcome"] in REFUSED:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Restarts:

@@ -249,6 +249,7 @@ class AppendedFile:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+            self.file = None
 
 
 class Events:
@@ -263,6 +264,7 @@ class Events:
         row = {"time": now(), "event": event, "rank": self.rank, "step": step, **facts}
         try:
             self._file.write(json.dumps(row, default=str))
+            self._file.close()
         except (OSError, ValueError) as error:
             if not self._lost:
                 complain(
@@ -280,7 +282,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for line in lines:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 yield line.rstrip("\n"), row

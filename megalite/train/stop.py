@@ -24,7 +24,10 @@ class Stopped(KeyboardInterrupt):
 
 
 def hold() -> None:
-    """Signals but SIGINT wait until `StopSignal.install`; what this process starts inherits that."""
+    """Signals but SIGINT, which is KeyboardInterrupt now, wait until `StopSignal.install`; what this process starts
+    inherits that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, [n for n in FORWARDED if n != signal.SIGINT])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -284,3 +285,13 @@ def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, caps
     with locked_run(config) as held:
         assert not held
     assert "file/r: Not a directory; nothing keeps a second run from writing there" in capsys.readouterr().err
+
+
+def test_a_run_directory_that_became_a_file_is_no_failure_of_the_launcher(tmp_path: Path) -> None:
+    words = [*SMALL, "--train-iters", "1", "--run-dir", str(tmp_path / "run")]
+    for becomes_a_file in (True, False):
+        with locked_run(cli.parse(words, {})):
+            shutil.rmtree(tmp_path / "run")
+            if becomes_a_file:
+                (tmp_path / "run").touch()
+        (tmp_path / "run").unlink(missing_ok=True)

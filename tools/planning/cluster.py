@@ -172,7 +172,7 @@ def read_cluster(path: Path) -> Cluster:
     """Raises ValueError with everything that is wrong with the file, OSError where it cannot be read."""
     try:
         found = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     problems = _problems(found)
     if problems:

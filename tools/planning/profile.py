@@ -86,7 +86,7 @@ def read_profile(path: Path) -> Profile:
         if not all(0 < n < math.inf for n in (*shares, *rates)) or not all(0 <= n < math.inf for n in rest):
             raise ValueError("a share or rate is not above 0, or a time below it")
         return Profile(**{**found, **links, **pairs, "blocks": blocks})
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is no profile ({error}); make one with: tools/plan.py calibrate --out {path}"
         ) from error
