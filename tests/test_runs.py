@@ -170,7 +170,7 @@ def test_rows_that_no_run_has_written_are_left_out(tmp_path: Path, capsys: pytes
     assert [line.partition(" | ")[2] for line in shown[1:]].count("save") == 2 and "rank 1 | and said" in str(shown)
     (folder / "status.json").write_text(deep)
     assert logs.main([str(folder), "--short"]) == 0
-    assert "not known (RecursionError for status.json)" in capsys.readouterr().out
+    assert "not known (status.json is missing or damaged)" in capsys.readouterr().out
     assert report.main([str(folder), "--text"]) == 0 and runs.main([str(tmp_path)]) == 0
     assert capsys.readouterr().err.startswith(f"runs.py: {folder}: ")
 
