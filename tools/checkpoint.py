@@ -2,7 +2,7 @@
 """Look at checkpoints, and change them, without a GPU and without the run that made them.
 
 python tools/checkpoint.py inspect runs/mine                       what is in it; --tensors: every one
-python tools/checkpoint.py verify runs/mine                        hash everything; --all: every checkpoint there
+python tools/checkpoint.py verify runs/mine                        hash it, and older ones until one is whole; --all
 python tools/checkpoint.py diff runs/a/iter_0000500 runs/b         first and largest difference of each tensor
 python tools/checkpoint.py reshard runs/mine small/iter_0000500    in --files 1; --weights: without the optimizer
 python tools/checkpoint.py average OUT A B C                       the mean of the weights
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint.format import manifest as manifests  # noqa: E402
 from megalite.checkpoint.storage import protocol as storage  # noqa: E402
-from megalite.checkpoint.storage.location import CheckpointError, Location, parse  # noqa: E402
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,18 +59,20 @@ def inspect(path: Location, tensors: bool) -> int:
 
 
 def verify(path: Location, every: bool) -> int:
-    from megalite.checkpoint import offline
+    """From the newest down to the first that is whole, or `every` one; 1 if any of them is damaged."""
     from megalite.checkpoint.format import reader
 
-    folders = [offline.open_checkpoint(path).folder]
-    if every:
-        folders = [storage.folder_of(path, step) for step in storage.steps_in(path)]
+    folders = [storage.folder_of(path, step) for step in reversed(storage.steps_in(path))]
+    if not folders and step_of(path.name) is None and "manifest.json" not in storage.storage_of(path).entries(path):
+        raise CheckpointError(f"{path}: no checkpoint; give a --save directory, or one checkpoint in it")
     bad = 0
-    for folder in folders:
+    for folder in folders or [path]:
         try:
             manifest = manifests.load(folder)
             reader.verify(folder, manifest, f"verifying {folder}")
             print(f"{folder}: {len(manifest.tensors)} tensors in {len(manifest.files)} files, all as they were written")
+            if not every:
+                break
         except CheckpointError as error:
             bad += 1
             print(f"{folder}: {error}", file=sys.stderr)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.checkpoint.format import manifest  # noqa: E402
-from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of, parse  # noqa: E402
-from megalite.checkpoint.storage.protocol import storage_of  # noqa: E402
+from megalite.checkpoint.format.manifest import newest  # noqa: E402
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.samples.ledger import Total, read  # noqa: E402
 
@@ -29,21 +28,9 @@ def table(totals: Sequence[Total]) -> str:
     return "\n".join(lines)
 
 
-def newest(directory: Location) -> Location:
-    """`directory` itself, or the complete checkpoint with the largest number in it."""
-    storage = storage_of(directory)
-    if "manifest.json" in storage.entries(directory):
-        return directory
-    for step in reversed(storage.steps_in(directory)):
-        folder = folder_of(directory, step)
-        if "COMPLETE" in storage.entries(folder):
-            return folder
-    raise CheckpointError(f"{directory}: no checkpoint; give a --save directory, or one checkpoint in it")
-
-
 def show(directory: str | Location) -> str:
-    folder = newest(parse(directory))
-    saved = manifest.load(folder).state.get("data")
+    folder, manifest = newest(parse(directory))
+    saved = manifest.state.get("data")
     if saved is None:
         return f"{folder}: trained on generated data, nothing to account for"
     eras, _, totals, consumed = read(saved)

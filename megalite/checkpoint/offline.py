@@ -20,8 +20,8 @@ from megalite.checkpoint.format import reader, writer
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.format.tensor_file import flat, rows_of
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
-from megalite.checkpoint.storage.protocol import folder_of, storage_of
-from megalite.config.console import Bar, show
+from megalite.checkpoint.storage.protocol import storage_of
+from megalite.config.console import Bar
 from megalite.parallel.spec import Box, Piece
 
 
@@ -66,29 +66,9 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Location, *, verified: bool = False) -> Checkpoint:
-    """The checkpoint `path`, or the newest in it that has a whole manifest; with `verified` also the right contents,
-    all of which are then read. Raises CheckpointError."""
-    path = parse(path)
-    storage = storage_of(path)
-
-    def opened(folder: Location) -> Checkpoint:
-        manifest = manifests.load(folder)
-        if verified:
-            reader.verify(folder, manifest)
-        return Checkpoint(folder, manifest)
-
-    if "manifest.json" in storage.entries(path):
-        return opened(path)
-    reasons = []
-    for folder in (folder_of(path, step) for step in reversed(storage.steps_in(path))):
-        try:
-            return opened(folder)
-        except CheckpointError as error:
-            reasons.append(str(error))
-            if verified:
-                show(f"skipping {folder}: {error}")
-    hint = "give a --save directory, or one checkpoint in it"
-    raise CheckpointError(f"{path} holds no checkpoint that can be read; {hint}. {' '.join(reasons)}".strip())
+    """The checkpoint `path`, or the newest in it that has all its files; with `verified` also the right contents,
+    all of which are then read. What is passed over is told. Raises CheckpointError."""
+    return Checkpoint(*manifests.newest(parse(path), reader.verify if verified else manifests.check_sizes))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import loads
@@ -18,6 +19,7 @@ from megalite.checkpoint.storage import file_system
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, Piece
+from tools import ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = Mesh.alone()
@@ -61,6 +63,40 @@ def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert tool.main(["verify", str(tmp_path), "--all"]) == 1
     captured = capsys.readouterr()
     assert "iter_0000004: 3 tensors in 1 files, all as" in captured.out and "optimizer.exp_avg/a" in captured.err
+
+
+def _manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{}")
+
+
+def _file(folder: Path) -> None:
+    (folder / "rank-00000.safetensors").unlink()
+
+
+def _complete(folder: Path) -> None:
+    (folder / "COMPLETE").unlink()
+
+
+@pytest.mark.parametrize("damage", [_manifest, _file, _complete])
+def test_what_is_passed_over_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+) -> None:
+    """By all tools that take the newest checkpoint of a directory: the answer is of an older one."""
+    old, new = (str(make(tmp_path / "run", step)) for step in (2, 3))
+    damage(Path(new))
+    run = str(tmp_path / "run")
+    out = [str(tmp_path / name / "iter_0000001") for name in "ab"]
+    commands = [["inspect", run], ["diff", run, old], ["reshard", run, out[0]], ["average", out[1], run, old]]
+    for start, command in [(tool.main, command) for command in commands] + [(ledger.main, [run])]:
+        assert start(command) == 0
+        said = capsys.readouterr().err
+        assert said.count(f"skipping {new}: {new}/") == 1, (command, said)
+    assert tool.main(["verify", run]) == 1  # the first line of the answer is of the one that is damaged
+    said = capsys.readouterr()
+    assert said.err.startswith(f"{new}: {new}/") and said.out.startswith(f"{old}: 3 tensors")
+    assert tool.main(["verify", new]) == 1 and not capsys.readouterr().out
+    assert tool.main(["verify", old]) == 0
+    assert tool.main(["verify", str(tmp_path)]) == 3
 
 
 def test_diff_says_where_and_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

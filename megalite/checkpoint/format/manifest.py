@@ -10,14 +10,16 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megalite.checkpoint.format.hashing import Stamp
 from megalite.checkpoint.format.pieces import cover
-from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.checkpoint.storage.location import CheckpointError, Location, folder_of
 from megalite.checkpoint.storage.location import ElsewhereError as ElsewhereError
 from megalite.checkpoint.storage.protocol import storage_of
+from megalite.config.console import complain
 from megalite.parallel.spec import Box
 
 FORMAT = 2
@@ -117,6 +119,29 @@ def load_whole(folder: Location) -> Manifest:
     manifest = load(folder)
     check_sizes(folder, manifest)
     return manifest
+
+
+def newest(place: Location, check: Callable[[Location, Manifest], object] = check_sizes) -> tuple[Location, Manifest]:
+    """The checkpoint `place`, or the newest in it with a right manifest that passes `check`, and its manifest; every
+    one that is passed over is told on stderr. Raises CheckpointError, as `check` does of what is damaged."""
+
+    def checked(folder: Location) -> tuple[Location, Manifest]:
+        manifest = load(folder)
+        check(folder, manifest)
+        return folder, manifest
+
+    storage = storage_of(place)
+    if "manifest.json" in storage.entries(place):
+        return checked(place)
+    reasons = []
+    for folder in (folder_of(place, step) for step in reversed(storage.steps_in(place))):
+        try:
+            return checked(folder)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            complain(f"skipping {folder}: {error}")
+    hint = "give a --save directory, or one checkpoint in it"
+    raise CheckpointError(f"{place} holds no checkpoint that can be read; {hint}. {' '.join(reasons)}".strip())
 
 
 def read_stamp(entry: Any) -> Stamp:
