@@ -15,9 +15,11 @@ import re
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from megalite import __version__
 from megalite.config.console import as_command
+from megalite.parallel.launch import leave
 
 _HERE = Path(__file__).resolve().parent
 PROGRAMS = _HERE / "programs" if (_HERE / "programs").is_dir() else _HERE.parent
@@ -108,9 +110,9 @@ def _without_command(words: list[str]) -> int:
     return 0
 
 
-def main() -> int:
-    return as_command(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"])
+def main() -> NoReturn:
+    leave(lambda: as_command(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
