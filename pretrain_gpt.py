@@ -28,6 +28,7 @@ from megalite.parallel.launch import (
     LaunchError,
     Ranks,
     follow_torchrun,
+    leave,
     prepare_cuda,
     read_environment,
     torchrun_restarts,
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        leave(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt:
         os._exit(INTERRUPTED)
     finally:

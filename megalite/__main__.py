@@ -16,6 +16,7 @@ import re
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from megalite import __version__
 
@@ -108,13 +109,14 @@ def _without_command(words: list[str]) -> int:
     return 0
 
 
-def main() -> int:
+def main() -> NoReturn:
     try:
         from megalite.config.console import as_command
+        from megalite.parallel.launch import leave
     except KeyboardInterrupt:
         os._exit(130)
-    return as_command(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"])
+    leave(lambda: as_command(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, process_group, read_environment  # noqa: E402
+from megalite.parallel.launch import LaunchError, Ranks, leave, prepare_cuda, process_group, read_environment  # noqa: E402
 from megalite.parallel.local_ranks import start_local  # noqa: E402
 from tools.bench.collectives import FACTORS, axes_of, fit, over_groups  # noqa: E402
 from tools.outputs import unwritable  # noqa: E402
@@ -203,7 +203,8 @@ def tell(found: Found, args: argparse.Namespace) -> None:
 
     for name in ("inside", "between"):
         if link := found["links"].get(name):
-            print(f"[{name}]\ngb_per_s = {link['bytes_per_s'] / 1e9:.4g}\nlatency_us = {link['latency_s'] * 1e6:.4g}")
+            rate, delay = link["bytes_per_s"] / 1e9, link["latency_s"] * 1e6
+            print(f"[{name}]\ngb_per_s = {rate:.4g}\nlatency_us = {delay:.4g}", flush=True)
     if args.json is not None:
         write_whole(args.json, found)
     if args.csv is not None:
@@ -216,4 +217,4 @@ def tell(found: Found, args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     from tools import benchmark_comm  # by its own name, so that other processes can import what they run
 
-    sys.exit(benchmark_comm.main(sys.argv[1:]))
+    leave(lambda: benchmark_comm.main(sys.argv[1:]))

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, process_group, read_environment  # noqa: E402
+from megalite.parallel.launch import LaunchError, Ranks, leave, prepare_cuda, process_group, read_environment  # noqa: E402
 from megalite.parallel.local_ranks import start_local  # noqa: E402
 from tools.bench.collectives import everywhere, over_groups, timed  # noqa: E402
 
@@ -208,4 +208,4 @@ def tell(found: dict[str, Any], code: int, args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     from tools import check_cluster  # by its own name, so that other processes can import what they run
 
-    sys.exit(check_cluster.main(sys.argv[1:]))
+    leave(lambda: check_cluster.main(sys.argv[1:]))

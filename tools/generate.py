@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.parallel.launch import LaunchError, Ranks, process_group, read_environment
+from megalite.parallel.launch import LaunchError, Ranks, leave, process_group, read_environment
 from megalite.parallel.local_ranks import INTERRUPTED, start_local
 
 LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
@@ -152,6 +152,6 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        leave(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt:
         os._exit(INTERRUPTED)

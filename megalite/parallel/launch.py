@@ -6,6 +6,7 @@ ranks that were started on this machine by local_ranks.py.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import datetime
@@ -16,12 +17,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from megalite.config.console import let_go_of_console
 from megalite.parallel.meeting import MeetingError, meet, torchrun_lacks
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
@@ -249,6 +252,27 @@ def process_group(
         yield here
     finally:
         dist.destroy_process_group()
+
+
+def leave(run: Callable[[], int | None]) -> NoReturn:
+    """End the process with the exit code of `run`, whether returned or raised as SystemExit.
+
+    A rank of a launcher ends as multiprocessing ends those of --nproc: everything is flushed and closed, but the
+    interpreter is not taken down. gloo's threads live until the last reference to their group is gone, which may be
+    then. Python ends a thread that needs the interpreter meanwhile, as to free a tensor, and C++ answers by SIGABRT.
+    """
+    try:
+        code: Any = run()
+    except SystemExit as error:
+        code = error.code
+    with contextlib.suppress(LaunchError):
+        ranks = read_environment()
+        if ranks is not None and ranks.world > 1 and isinstance(code, int | None):
+            threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+            atexit._run_exitfuncs()
+            let_go_of_console()
+            os._exit(code or 0)
+    sys.exit(code)
 
 
 def die_with_parent() -> None:

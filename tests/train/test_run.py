@@ -84,12 +84,45 @@ def test_a_run_whose_backward_was_split_goes_on_with_it_whole(tmp_path: Path) ->
         assert len(whole) == times and both == pytest.approx(whole, rel=1e-5)
 
 
-def test_torchrun_starts_it_too(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "pretrain_gpt.py"]
-    flags = [*SMALL, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--run-dir", str(tmp_path)]
-    done = subprocess.run([*words, *flags], capture_output=True, text=True, timeout=90, cwd=ROOT)
+# a thread of the group still needs the interpreter when that is taken down
+BUSY = """
+import atexit, runpy, sys, time, torch, torch.distributed as dist
+def wait(done):
+    while not sys.is_finalizing():
+        time.sleep(0.01)
+def leave_busy():
+    dist.all_reduce(torch.zeros(1), async_op=True).get_future().then(wait)
+    leave()
+leave, dist.destroy_process_group = dist.destroy_process_group, leave_busy
+atexit.register(print, "closed")
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+BUSY_RUNS = {
+    "train": ["pretrain_gpt.py", *SMALL, "--train-iters", "2", "--tensor-model-parallel-size", "2"],
+    "check": ["tools/check_cluster.py", "--device", "cpu", "--sizes", "64", "--times", "1"],
+    "comm": ["tools/benchmark_comm.py", "--device", "cpu", "--min-bytes", "64", "--max-bytes", "64", "--times", "1"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(BUSY_RUNS))
+def test_torchrun_starts_it_too(tmp_path: Path, name: str) -> None:
+    (tmp_path / "busy.py").write_text(BUSY)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    flags = [*BUSY_RUNS[name], *(["--run-dir", str(tmp_path)] if name == "train" else [])]
+    words += [str(tmp_path / "busy.py"), *flags]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert sorted(losses(tmp_path)) == [1, 2]
+    assert done.stdout.count("closed") == 2
+    if name == "train":
+        assert sorted(losses(tmp_path)) == [1, 2]
+
+
+def test_every_program_for_launchers_ends_its_ranks_alike() -> None:
+    texts = {path.name: path.read_text() for path in (ROOT / "pretrain_gpt.py", *ROOT.glob("tools/**/*.py"))}
+    programs = {name for name, text in texts.items() if "= read_environment(" in text}
+    assert programs == {name for name, text in texts.items() if "    leave(lambda: " in text}
+    assert {"pretrain_gpt.py", "check_cluster.py", "benchmark_comm.py", "generate.py"} == programs
 
 
 BAD = {
