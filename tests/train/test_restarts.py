@@ -243,7 +243,7 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
         assert ask(full) is False
         waits.append(clock[0] - begin)
     assert waits == [15, 30, 60, 120, 240, 480, 900, 900]
-    assert ask(full) is None and "9 restarts in a row" in rows(tmp_path / "events.jsonl")[-1]["why"]
+    assert ask(full) is None and "9 restarts in a row were refused" in rows(tmp_path / "events.jsonl")[-1]["why"]
     clock[0] += 3600
     asked.append(signal.SIGTERM)
     assert ask(full) is None

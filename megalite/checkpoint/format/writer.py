@@ -85,5 +85,7 @@ def name_newest(directory: Location, step: int) -> None:
     try:
         storage_of(directory).put(directory / TRACKER, f"{step}\n", sync=False)
     except OSError as error:
-        why = f"{error.strerror or error}; it does not name step {step}, whose checkpoint is complete"
-        complain(f"WARNING: {directory / TRACKER}: {why}")
+        complain(
+            f"WARNING: {directory / TRACKER}: {error.strerror or error}; it does not name step {step}, "
+            "whose checkpoint is complete"
+        )

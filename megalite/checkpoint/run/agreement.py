@@ -25,8 +25,8 @@ def agree(error: Exception | None, mesh: Mesh, doing: str) -> None:
     if error is not None and own:
         raise CheckpointError(f"{mesh.describe()} failed while {doing}: {reason_of(error)}") from error
     if first <= size:
-        who, why = "a rank" if first == size else f"rank {first}", f" ({error})" if error else ""
-        raise ElsewhereError(f"{who} failed while {doing}{why}; the checkpoint before is untouched")
+        who, why = "?" if first == size else first, f" ({error})" if error else ""
+        raise ElsewhereError(f"rank {who} failed while {doing}{why}; the checkpoint before is untouched")
 
 
 def together(mesh: Mesh, do: Callable[[], T], doing: str) -> T:

@@ -253,8 +253,10 @@ class Lock:
         again = Lock(directory, name, option, remedy)
         self._number, again._number = again._number, self._number
         os.close(again._number)
-        lost = "its lock was deleted under the run, and what else is missing: it is made and locked again"
-        complain(f"WARNING: {option}={str(directory)!r}: {lost}")
+        complain(
+            f"WARNING: {option}={str(directory)!r}: its lock was deleted under the run, and what else is missing: it "
+            "is made and locked again"
+        )
 
     def close(self) -> None:
         os.ftruncate(self._number, 0)
