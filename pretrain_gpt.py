@@ -31,9 +31,10 @@ from megalite.parallel.launch import (
     leave,
     prepare_cuda,
     read_environment,
+    save_after_torchrun,
     torchrun_restarts,
 )
-from megalite.parallel.local_ranks import INTERRUPTED, cores, start_local
+from megalite.parallel.local_ranks import INTERRUPTED, ORDERLY_S, cores, start_local
 from megalite.train.restarts import Restarts, locked_run
 from megalite.train.run_dir import Exit, run_folder, taken
 from megalite.train.stop import hold, stop_signal
@@ -46,6 +47,8 @@ def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
     stop = stop_signal(config)
     stop.install()
+    if config.checkpoint.save is not None:
+        save_after_torchrun(ORDERLY_S)
     from megalite.train.run import pretrain  # imports torch
 
     rehearsal = None

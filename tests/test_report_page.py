@@ -75,7 +75,7 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
         told = {"outcome": "running", "pid": pid, "host": socket.gethostname(), "step": 2, "tokens": 1024}
         (folder / "status.json").write_text(json.dumps(told))
         run = read_run(folder, "run")
-        assert run.outcome == outcome
+        assert run.outcome == outcome and re.search(rf"^outcome +{outcome} *$", report.text(run), re.M)
         assert dict(key_figures(run))["steps"] == "10 of 1,000"  # status.json is older than the last line
 
 

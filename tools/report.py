@@ -27,7 +27,8 @@ from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
 def text(run: Run) -> str:
     """report.json, of the last process that ended; and the run so far. Raises any of DAMAGE."""
     metrics, made = run.folder / "metrics.jsonl", run.report
-    rows = {"written": str(made["time"]), **summary(made)} if made else {}
+    rows = {"outcome": run.outcome} if run.outcome in ("running", "killed") else {}
+    rows |= {"written": str(made["time"]), **summary(made)} if made else {}
     if not made and not metrics.exists():
         return table({"outcome": f"{run.outcome}, before its first step"})
     if (past := read_past(run.folder, metrics.stat().st_mtime)) is not None:

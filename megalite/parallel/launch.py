@@ -18,13 +18,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.config.console import let_go_of_console
+from megalite.config.console import complain, let_go_of_console
 from megalite.parallel.meeting import MeetingError, meet, torchrun_lacks
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
@@ -275,10 +276,10 @@ def leave(run: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def die_with_parent() -> None:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
     """PR_SET_PDEATHSIG, where there is such a thing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, number)
 
 
 def follow_torchrun(env: Mapping[str, str] = os.environ) -> list[str]:
@@ -287,6 +288,25 @@ def follow_torchrun(env: Mapping[str, str] = os.environ) -> list[str]:
         return []
     die_with_parent()
     return torchrun_lacks(env)
+
+
+def save_after_torchrun(most_s: float, env: Mapping[str, str] = os.environ) -> None:
+    """A rank that can save, and lets signals in, gets SIGTERM where its torchrun is gone, as of a SIGUSR1 that it does
+    not pass on; after `most_s` it is killed."""
+    if "TORCHELASTIC_RUN_ID" not in env or sys.platform != "linux":
+        return
+    parent = os.getppid()
+    die_with_parent(signal.SIGTERM)
+
+    def end() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        if env.get("LOCAL_RANK") == "0":
+            complain("torchrun has ended without its ranks: they save and stop")
+        time.sleep(most_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, name="megalite-torchrun", daemon=True).start()
 
 
 def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:

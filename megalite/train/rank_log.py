@@ -23,6 +23,7 @@ from megalite.config.console import complain
 from megalite.parallel.launch import FIRST_FAILURE, Ranks, read_first_failure
 
 FOLDER, MOST_LINES = "ranks", 30
+PATIENCE_S = 3.0  # with a rank that has failed and is to say why
 
 
 class RankStderr:
@@ -126,3 +127,13 @@ def told_first(ranks: Ranks) -> str | None:
     """What the rank that failed first on this machine has left."""
     first = read_first_failure(Path(ranks.shared)) if ranks.shared else None
     return first and first[1]
+
+
+def wait_until_told(ranks: Ranks) -> bool:
+    """Whether a rank of this machine has said why it failed, or does so soon; True where that cannot be seen."""
+    deadline = time.monotonic() + PATIENCE_S
+    while ranks.shared is not None and told_first(ranks) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

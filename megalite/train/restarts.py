@@ -90,9 +90,10 @@ class Restarts:
         self._fruitless = self._fruitless + 1 if saved == self._newest and not refused else 0
         self._newest, self._times = saved, [t for t in self._times if t > now - WINDOW_S]
         why = None
-        if max(len(self._times), self._refused) >= self._most:
-            row = "in a row" if self._refused >= self._most else "within an hour"
-            why = f"{self._most} restarts {row}, as many as --max-restarts allows"
+        if self._refused >= self._most:
+            why = f"{self._most} restarts in a row were refused, as many as --max-restarts allows"
+        elif len(self._times) >= self._most:
+            why = f"{self._most} restarts within an hour, as many as --max-restarts allows"
         elif self._fruitless >= FRUITLESS:
             why = f"{FRUITLESS} times in a row it died without a new checkpoint"
         if why is not None:

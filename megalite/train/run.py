@@ -41,7 +41,7 @@ from megalite.train.peak_rates import find_peak
 from megalite.train.phases import Phases
 from megalite.train.preflight import check_machine, check_save, choose_device, preflight
 from megalite.train.progress_file import ProgressLog
-from megalite.train.rank_log import complain_aside, complain_of, rank_log, told_first
+from megalite.train.rank_log import complain_aside, complain_of, rank_log, told_first, wait_until_told
 from megalite.train.replicas import ReplicaError
 from megalite.train.run_dir import (
     Exit,
@@ -224,7 +224,9 @@ def _failure(
         case ReplicaError() | BadResult() | ScaleExhausted():
             outcome, knows = Exit.BAD_RESULT, ranks.rank == 0
         case CheckpointError():
-            outcome, knows = Exit.CRASH if begun else Exit.PREFLIGHT, not isinstance(error, ElsewhereError)
+            outcome, knows = Exit.CRASH if begun else Exit.PREFLIGHT, True
+            if isinstance(error, ElsewhereError):  # it is to say why; who ends before it has makes the launcher end it
+                knows = not wait_until_told(ranks)
         case DataError():  # the ranks of a dp position read the same samples
             outcome, knows = Exit.PREFLIGHT, run is not None and run.mesh.pp.is_first and run.mesh.tp.is_first
         case RuntimeError() if lost_another(error):
@@ -233,7 +235,7 @@ def _failure(
             tell(f"{where}: {reason}")
             return Exit.CRASH, told_first(ranks) or reason
         case _:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
             text = "".join(traceback.format_exception(error)).rstrip()
             complain_of(ranks, Exit.CRASH, reason, f"{where}:\n{text}")
             return Exit.CRASH, reason

@@ -182,6 +182,47 @@ def test_a_failed_save_leaves_the_one_before(
     assert loads.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_what_is_around_a_checkpoint_ends_no_run(
+    tmp_path: Path, background: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tracker file that cannot be written, and then a directory that is deleted: it is made and locked again."""
+    folder = tmp_path / "save"
+    (folder / storage.TRACKER / "inside").mkdir(parents=True)
+    one = Saver.open(folder, ALONE, 0, background=background)
+    one.save(1, [whole(torch.ones(2))], {})
+    one.wait()
+    said = capsys.readouterr().err
+    assert f"WARNING: {folder / storage.TRACKER}: Is a directory; it does not name step 1, whose checkpoint" in said
+    shutil.rmtree(folder)
+    one.save(2, [whole(torch.ones(2))], {})
+    one.wait()
+    said = capsys.readouterr().err
+    assert said.count(f"WARNING: save='{folder}': its lock was deleted under the run") == said.count("\n") == 1, said
+    assert (folder / storage.TRACKER).read_text() == "2\n" and storage.steps_in(folder) == [2]
+    with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} "):
+        Saver.open(folder, ALONE, 0)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    other = Saver.open(folder, ALONE, 0)  # who came first
+    with pytest.raises(CheckpointError, match="in use by process"):
+        one.save(3, [whole(torch.ones(2))], {})
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_a_failure_without_a_text_has_a_type_and_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    monkeypatch.setattr(writer, "write_rank", lambda *_: bytearray(1 << 62))
+    one = Saver.open(tmp_path, ALONE, 0, background=background)
+    with pytest.raises(CheckpointError, match=r"failed while .*: MemoryError in test_saver.py:\d+$"):
+        one.save(1, [whole(torch.ones(2))], {})
+        one.wait()
+    one.close()
+
+
 def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     one = Saver.open(directory, mesh, 100, background=background)
@@ -253,7 +294,7 @@ def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     for bad in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
         with pytest.raises(CheckpointError, match="cannot be written"):
             Saver.open(bad, ALONE, 0)
-    with pytest.raises(CheckpointError, match="GiB left, a checkpoint needs"):
+    with pytest.raises(CheckpointError, match=r"GiB left, a checkpoint needs 1,073,741,824.0 GiB: "):
         Saver.open(tmp_path, ALONE, 1 << 60)
     odd = tmp_path / "päth with späces ☃"
     one = Saver.open(odd, ALONE, 0)
@@ -353,6 +394,11 @@ def test_a_full_file_system(tmp_path: Path, background: bool) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
+        needed = shutil.disk_usage(tmp_path).free - 4096 + 1  # the lock takes a page
+        with pytest.raises(
+            CheckpointError, match=rf"has {needed - 1:,} bytes left, a checkpoint needs {needed:,} bytes:"
+        ):
+            Saver.open(tmp_path, ALONE, needed)
         assert "No space left on device" in _on_a_small_disk(str(tmp_path), background)
         assert storage.steps_in(tmp_path) == [1, 3]
         assert load(tmp_path / "iter_0000001", whole(torch.zeros(300_000))).tolist() == [1.0] * 300_000

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
 from megalite.config.console import complain
 from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks
 from megalite.parallel.local_ranks import End, _sweep, start_local
@@ -38,6 +39,24 @@ def _twice(ranks: Ranks, folder: str) -> None:
     os._exit(1)
 
 
+def _slow_to_say(ranks: Ranks) -> None:
+    """Rank 1's disk is full; rank 0 has heard of that before rank 1 has said it."""
+    from megalite.train.run import _failure
+
+    if ranks.rank == 0:
+        os._exit(int(_failure(ElsewhereError("rank 1 failed while saving"), ranks)[0]))
+    time.sleep(0.7)
+    os._exit(int(_failure(CheckpointError("rank 1: [Errno 27] File too large"), ranks)[0]))
+
+
+def test_the_words_of_the_rank_that_failed_reach_the_console(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not before them, but after them end those that only heard of it: then the launcher waits for nobody."""
+    assert start_local(2, _slow_to_say, (), threads=1, timeout_s=60, grace_s=0.2) == 3
+    assert [line for line in capfd.readouterr().err.splitlines() if "ank 1" in line] == [
+        "pretrain_gpt.py: rank 1: [Errno 27] File too large"
+    ]
+
+
 def test_all_ranks_are_started_again_and_the_first_failure_is_named(tmp_path: Path) -> None:
     ends: list[End] = []
 
@@ -46,7 +65,7 @@ def test_all_ranks_are_started_again_and_the_first_failure_is_named(tmp_path: Pa
         return True if len(ends) == 1 else None
 
     assert start_local(3, _twice, (str(tmp_path),), threads=1, timeout_s=60, ended=ended) == 0
-    assert ends == [End(17, "rank 2: ValueError: of rank 2", False), End(0, "", False)]
+    assert ends == [End(17, "rank 2: ValueError: of rank 2", []), End(0, "", [])]
     places = []
     for name in ("resumes-False", "resumes-True"):
         rows = [line.split() for line in (tmp_path / name).read_text().splitlines()]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -244,10 +244,41 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
         assert ask(full) is False
         waits.append(clock[0] - begin)
     assert waits == [15, 30, 60, 120, 240, 480, 900, 900]
-    assert ask(full) is None and "9 restarts in a row" in rows(tmp_path / "events.jsonl")[-1]["why"]
+    assert ask(full) is None and "9 restarts in a row were refused" in rows(tmp_path / "events.jsonl")[-1]["why"]
     clock[0] += 3600
     asked.append(signal.SIGTERM)
     assert ask(full) is None
+
+
+@pytest.mark.timeout(300)
+def test_a_run_waits_where_its_disk_has_no_room_for_a_restart(tmp_path: Path) -> None:
+    """Another program fills it: the save fails, all ranks start again, are refused, and wait; the status tells so on the
+    full disk, with what was trained and saved. It is asked to stop, which it does at once."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        flags = f"--save {tmp_path} --nproc 2 --train-iters 100000 --save-interval 40 --max-restarts 3 --eval-iters 0"
+        with started(*flags.split()) as process, open(tmp_path / "filler", "wb", buffering=0) as filler:
+            until(process, "saved iter_0000040 ")
+            with suppress(OSError):
+                while filler.write(bytes(4096)):
+                    pass
+            assert process.stderr is not None
+            said = []
+            for line in process.stderr:
+                said.append(line)
+                if "all ranks are started again in 15 s" in line:
+                    break
+            status = json.loads((tmp_path / "status.json").read_text())
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+        assert (process.returncode, status["outcome"]) == (Exit.PREFLIGHT, "preflight"), said
+        assert status["step"] >= 40 and (status["checkpoint"], status["checkpoint_step"]) == (str(tmp_path), 40)
+        assert status["reason"].endswith(
+            "cannot be written (No space left on device): free some space, or save elsewhere"
+        )
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_a_group_that_gets_usr1_twice_saves_once_where_torchrun_was_told(tmp_pat
 def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its ranks, which it leaves, save and stop."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with torchrun(tmp_path, steps=100_000) as process:
         said = shown(process, "step     3/")
@@ -147,9 +148,12 @@ def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(
         assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in line
         ranks = ranks_of(process)
         process.send_signal(signal.SIGUSR1)
-        process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=60)
+        assert out.count("torchrun has ended without its ranks: they save and stop") <= 1 and "Traceback" not in out
         assert process.returncode == -signal.SIGUSR1
         end_of(ranks)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["outcome"], status["reason"], status["checkpoint_step"]) == ("requeue", "SIGTERM", status["step"])
 
 
 @pytest.mark.long

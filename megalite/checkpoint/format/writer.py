@@ -26,6 +26,7 @@ from megalite.checkpoint.format.manifest import Manifest, Stored, Whole, dump, r
 from megalite.checkpoint.format.tensor_file import Row
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.protocol import TRACKER, storage_of
+from megalite.config.console import complain
 from megalite.config.faults import fault
 from megalite.parallel.spec import Box
 
@@ -76,4 +77,15 @@ def commit(part: Location, final: Location, state: dict[str, Any], step: int, wo
     fault("ckpt.before_commit", 0, step)
     storage.publish(part, final)
     fault("ckpt.after_commit", 0, step)
-    storage.put(final.parent / TRACKER, f"{step}\n", sync=False)
+    name_newest(final.parent, step)
+
+
+def name_newest(directory: Location, step: int) -> None:
+    """The tracker file, for other programs. A checkpoint is there without it, so it ends no run."""
+    try:
+        storage_of(directory).put(directory / TRACKER, f"{step}\n", sync=False)
+    except OSError as error:
+        complain(
+            f"WARNING: {directory / TRACKER}: {error.strerror or error}; it does not name step {step}, "
+            "whose checkpoint is complete"
+        )

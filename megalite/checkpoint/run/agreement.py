@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location
+from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location, reason_of
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.parallel.comm import first_says, reduce_number
 from megalite.parallel.mesh import Mesh
@@ -18,12 +18,15 @@ T = TypeVar("T")
 
 
 def agree(error: Exception | None, mesh: Mesh, doing: str) -> None:
-    """Raise on all ranks if any failed: the culprit with its own error, the others with its rank."""
-    first = reduce_number(mesh.world.rank if error else mesh.world.size, mesh, dist.ReduceOp.MIN)
-    if error is not None:
-        raise CheckpointError(f"{mesh.describe()} failed while {doing}: {error}") from error
-    if first < mesh.world.size:
-        raise ElsewhereError(f"rank {first} failed while {doing}; the checkpoint before is untouched")
+    """Raise on all ranks if any failed: the culprit with its own error, the others with its rank. An ElsewhereError is
+    what this rank knows of another's."""
+    size, own = mesh.world.size, error is not None and not isinstance(error, ElsewhereError)
+    first = reduce_number(mesh.world.rank if own else size + (error is None), mesh, dist.ReduceOp.MIN)
+    if error is not None and own:
+        raise CheckpointError(f"{mesh.describe()} failed while {doing}: {reason_of(error)}") from error
+    if first <= size:
+        who, why = "?" if first == size else first, f" ({error})" if error else ""
+        raise ElsewhereError(f"rank {who} failed while {doing}{why}; the checkpoint before is untouched")
 
 
 def together(mesh: Mesh, do: Callable[[], T], doing: str) -> T:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format import tensor_file, writer
-from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location, reason_of
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.config.faults import fault
 from megalite.parallel.mesh import Mesh
@@ -139,7 +139,7 @@ class BackgroundSave:
                 self.commit()
         except Exception as error:  # raised by the saver's `wait`, on all ranks
             self.error = error
-            self._tell_rank_0(f"rank {rank}: {error}")
+            self._tell_rank_0(f"rank {rank}: {reason_of(error)}")
         finally:
             self.host.release()  # whatever came before the copy
 
@@ -147,7 +147,7 @@ class BackgroundSave:
         """It waits in vain. A full disk may take an empty file only, or nothing: the saver's `wait` tells it too."""
         failed = self.part / f"rank-{self.mesh.world.rank:05d}.failed"
         for words in (text, ""):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, MemoryError):
                 storage_of(failed).put(failed, words)
                 return
 
@@ -159,7 +159,8 @@ def wait_for_lists(
     patience_s: float | None = None,
     confirm: Callable[[], None] = lambda: None,
 ) -> None:
-    """Until all ranks have written their list. CheckpointError when one failed, or when nothing grows any more.
+    """Until all ranks have written their list. ElsewhereError when one failed, CheckpointError when nothing
+    grows any more.
     `confirm` is asked meanwhile: who has taken the directory over may have deleted what is waited for."""
     storage = storage_of(part)
     patience_s = storage.patience_s if patience_s is None else patience_s
@@ -173,11 +174,11 @@ def wait_for_lists(
         failed = sorted(name for name in names if name.endswith(".failed"))
         if failed:
             why = storage.read(part / failed[0]).decode(errors="replace")
-            raise CheckpointError(why or f"{failed[0].removesuffix('.failed')} could not be written, nor why")
+            raise ElsewhereError(why or f"{failed[0].removesuffix('.failed')} could not be written, nor why")
         size = sum(size for name, size in names.items() if name.endswith(".safetensors"))  # these only grow
         if size != seen:
             seen, since = size, time.monotonic()
         elif time.monotonic() - since > patience_s:
             raise CheckpointError(f"rank {missing[0]} has written nothing to {part} for {patience_s:.0f} s")
         if give_up.wait(storage.look_every_s):
-            raise CheckpointError(f"rank {missing[0]}, or another, has failed")
+            raise ElsewhereError(f"rank {missing[0]}, or another, has failed")

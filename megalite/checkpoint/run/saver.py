@@ -29,7 +29,7 @@ from megalite.checkpoint.run.branch import Branch
 from megalite.checkpoint.run.log_lines import LogLines
 from megalite.checkpoint.run.retention import Retention
 from megalite.checkpoint.run.upload import Uploader
-from megalite.checkpoint.storage.location import CheckpointError, Location, parse
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse, reason_of
 from megalite.checkpoint.storage.protocol import RunLock, Storage, folder_of, storage_of
 from megalite.parallel.comm import reduce_number
 from megalite.parallel.mesh import Mesh
@@ -243,7 +243,7 @@ class Saver:
         if flight is not None and wait:
             flight.join()
         if flight is not None and flight.error is not None:
-            lost = f"the last save, to {flight.part}, failed: {flight.error}"
+            lost = f"the last save, to {flight.part}, failed: {reason_of(flight.error)}"
             self._news.append(lost)
         if self._uploader is not None:
             self._uploader.close(wait)

@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.hashing import BLOCK, BlockHash, Stamp
 from megalite.checkpoint.run.log_lines import LogLines
 from megalite.checkpoint.run.retention import Retention, is_complete
 from megalite.checkpoint.storage import left_branch
-from megalite.checkpoint.storage.location import TRACKER, CheckpointError, Location
+from megalite.checkpoint.storage.location import CheckpointError, Location, reason_of
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
 
 _FILES = 4  # sent at once
@@ -68,8 +69,8 @@ class Uploader:
                     self._round()
             except Exception as error:  # of a disk or a network: training continues
                 waiting = "; they stay there, and the next run sends them" if ending else ", the next save tries again"
-                line = f"upload to {self._target} failed ({error}): checkpoints wait in {self._source}{waiting}"
-                self._news.append(line)
+                failed = f"upload to {self._target} failed ({reason_of(error)})"
+                self._news.append(f"{failed}: checkpoints wait in {self._source}{waiting}")
             if ending:
                 return
 
@@ -117,7 +118,7 @@ class Uploader:
         except BaseException:
             self._there.discard(part)
             raise
-        self._there.put(self._target / TRACKER, f"{step}\n")
+        writer.name_newest(self._target, step)
         return sum(stamp.size for stamp in files.values())
 
     def _send_file(self, source: Location, target: Location, stamp: Stamp) -> None:

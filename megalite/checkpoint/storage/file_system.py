@@ -12,15 +12,22 @@ import fcntl
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, is_megatron, step_of
+from megalite.config.console import complain
 
 _REPLACED = ".replaced"
 
 _BEGIN_WRITING = 1 << 22  # bytes
+
+
+def _size(count: int) -> str:
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    return next((f"{count / size:,.1f} {unit}" for unit, size in units if count >= size), f"{count} bytes")
 
 
 class LocalStorage:
@@ -134,16 +141,19 @@ class LocalStorage:
         except OSError as error:
             with contextlib.suppress(OSError):
                 test.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"save={str(directory)!r} cannot be written ({error.strerror}): give --save a writable directory"
-            ) from None
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free some space, or save elsewhere" if full else "give --save a writable directory"
+            raise CheckpointError(f"save={str(directory)!r} cannot be written ({error.strerror}): {remedy}") from None
 
     def check_space(self, directory: Path, needed: int) -> None:
         free = shutil.disk_usage(directory).free
         if free < needed:
+            left, wanted = _size(free), _size(needed)
+            if left == wanted:
+                left, wanted = f"{free:,} bytes", f"{needed:,} bytes"
             raise CheckpointError(
-                f"save={str(directory)!r} has {free / 2**30:.2f} GiB left, a checkpoint needs {needed / 2**30:.2f}: "
-                "free some space, or save elsewhere"
+                f"save={str(directory)!r} has {left} left, a checkpoint needs {wanted}: free some space, or save "
+                "elsewhere"
             )
 
     def lock(self, directory: Path) -> Lock:
@@ -206,10 +216,10 @@ class Lock:
     directory was given with. Raises CheckpointError where another process holds it, OSError where none can."""
 
     def __init__(self, directory: Path, name: str = LOCK, option: str = "save", remedy: str = "save elsewhere"):
-        path = directory / name
-        self._number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path, self._how = directory / name, (name, option, remedy)
+        self._number = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take()
         except OSError as error:
             holder = os.pread(self._number, 200, 0).decode(errors="replace").strip() or "another process"
             os.close(self._number)
@@ -222,8 +232,31 @@ class Lock:
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
 
+    def _take(self) -> None:
+        """Who only looks at it (`is_held`) has it for a moment."""
+        for _ in range(4):
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.05)
+        fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     def confirm(self) -> None:
-        """Nothing to do: the kernel lets nobody else have it."""
+        """The kernel lets nobody else have it. If it was deleted, with its directory, it is made and taken again.
+        Raises CheckpointError where another process has that one, OSError."""
+        try:
+            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._number)):
+                return
+        except FileNotFoundError:
+            pass
+        directory, (name, option, remedy) = self._path.parent, self._how
+        directory.mkdir(parents=True, exist_ok=True)
+        again = Lock(directory, name, option, remedy)
+        self._number, again._number = again._number, self._number
+        os.close(again._number)
+        complain(
+            f"WARNING: {option}={str(directory)!r}: its lock was deleted under the run, and what else is missing: it "
+            "is made and locked again"
+        )
 
     def close(self) -> None:
         os.ftruncate(self._number, 0)

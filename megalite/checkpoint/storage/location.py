@@ -21,6 +21,17 @@ class ElsewhereError(CheckpointError):
     """Another rank failed, and says why itself."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Its text; type and place as well unless it tells of files: a MemoryError has no text at all."""
+    text, place = str(error), error.__traceback__
+    if text and isinstance(error, (CheckpointError, OSError)):
+        return text
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    where = "" if place is None else f" in {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}"
+    return f"{type(error).__name__}{where}{': ' * bool(text)}{text}"
+
+
 @dataclass(frozen=True)
 class Url:
     """A folder or file behind a URL, named as a Path is. `files`: the fsspec file system; `path`: as that names it.
