@@ -52,8 +52,28 @@ class End:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process may use; of a quota of time, as containers have one, the whole ones."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(there, int(_quota())))
+
+
+def _quota(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """The least of this control group and those around it: processors, a large number where there is none."""
+    least, texts = 1e6, list[str]()
+    with contextlib.suppress(OSError, ValueError):
+        group = Path(own.read_text("utf-8").rpartition("::")[2].strip())
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError):
+                texts.append((mounted / folder.relative_to("/") / "cpu.max").read_text("utf-8"))
+    with contextlib.suppress(OSError):  # of the first version
+        texts.append(
+            " ".join((mounted / "cpu" / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period"))
+        )
+    for text in texts:
+        with contextlib.suppress(ValueError, ZeroDivisionError):  # "max 100000" is none
+            quota, period = map(int, text.split())
+            least = min(least, quota / period) if quota > 0 else least
+    return least
 
 
 def start_local(

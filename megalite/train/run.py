@@ -40,7 +40,7 @@ from megalite.train.metrics import Reporter, Silent
 from megalite.train.overview import describe, facts
 from megalite.train.peak_rates import find_peak
 from megalite.train.phases import Phases
-from megalite.train.preflight import check_machine, check_save, choose_device, preflight
+from megalite.train.preflight import check_machine, check_save, choose_device, many_threads, preflight
 from megalite.train.progress_file import ProgressLog
 from megalite.train.rank_log import complain_aside, complain_of, rank_log, told_first
 from megalite.train.replicas import ReplicaError
@@ -93,6 +93,7 @@ def _run_or_refuse(
         device = choose_device(config.parallel.device)
         check_machine(plan, device, ranks)
         check_save(config, ranks)
+        warnings = [*warnings, *many_threads(device, ranks)]
         if config.train.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         if device == "cpu":
