@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -193,14 +193,16 @@ class Training:
         run, log, timers = self.run, self.config.log, self.watch.timers
         step = run.state.step + 1
         self.watch.dog.at("step", step)
-        fault("step.begin", run.mesh.world.rank, step)
-        self._asks = self._why()
         drawn = step == log.profile_pipeline
         if drawn or timers.level == 2:
             run.pipeline.timeline = []
         with self.watch.phases("profiler"):
             self.watch.profiler.before(step)
         self.watch.phases.before_step()
+        begin = time.perf_counter()  # what comes now is this rank's own time, for which the others wait
+        fault("step.begin", run.mesh.world.rank, step)
+        self._asks = self._why()
+        before_s = time.perf_counter() - begin
         result = train_step(
             run,
             want_stop=self._asks is not None,
@@ -208,6 +210,7 @@ class Training:
             timers=timers,
             empty_level=self.config.operations.empty_unused_memory_level,
         )
+        result = replace(result, step_s=before_s + result.step_s)
         self.watch.dog.at("after the step", step)
         self.watch.phases.after_step(result.data_s, result.step_s)
         self._since.append(result)
