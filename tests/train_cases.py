@@ -31,8 +31,11 @@ def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) ->
     from megalite.train.metrics import Silent
     from megalite.train.phases import Phases
     from megalite.train.stop import StopSignal
+    from megalite.train.timers import Timers
+    from megalite.train.watch.hang import Watchdog
 
-    watch = Watch(config, run, folder, Phases(run.mesh, time.perf_counter()), [""] * run.mesh.world.size)
+    dog = Watchdog(run.mesh, folder, Timers(), 600.0)
+    watch = Watch(config, run, folder, Phases(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
     try:
         return Training(run, config, folder, Silent(), StopSignal(), saver, None, watch).train()
     finally:

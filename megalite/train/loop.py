@@ -41,11 +41,9 @@ STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a 
 
 
 class Watch:
-    """What looks on while a run trains. `hosts`: of all ranks. `shared`: of `Ranks`."""
+    """What looks on while a run trains. `hosts`: of all ranks. `dog`: has watched the start."""
 
-    def __init__(
-        self, config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], shared: str | None = None
-    ):
+    def __init__(self, config: Config, run: Run, folder: Path, phases: Phases, hosts: Sequence[str], dog: Watchdog):
         p, log, o = config.parallel, config.log, config.operations
         timed = resolved_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
         limit_s = p.distributed_timeout_seconds_after_init or 60 * p.distributed_timeout_minutes
@@ -53,7 +51,8 @@ class Watch:
         self.profiler = Profiler(o, run.mesh, folder / "trace")
         self.collector = Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval)
         self.phases, self.events = phases, Events(folder, run.mesh.world.rank)
-        self.dog = Watchdog(run.mesh, folder, self.timers, limit_s, shared)
+        dog.join(run.mesh, limit_s)
+        self.dog, dog.timers = dog, self.timers
         self.pulse = Pulse(run.mesh, phases, hosts, self.events, o)
         self.begin = time.monotonic()
 

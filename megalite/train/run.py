@@ -29,6 +29,7 @@ from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, process_group
+from megalite.parallel.mesh import PLANNED, Axis, Mesh, world_axis
 from megalite.parallel.self_test import check_collectives
 from megalite.train import figures as lines
 from megalite.train.arrangement import Arrangement
@@ -42,7 +43,7 @@ from megalite.train.peak_rates import find_peak
 from megalite.train.phases import Phases
 from megalite.train.preflight import check_machine, check_save, choose_device, many_threads, preflight
 from megalite.train.progress_file import ProgressLog
-from megalite.train.rank_log import complain_aside, complain_of, rank_log, told_first
+from megalite.train.rank_log import complain_aside, complain_of, fails_first, rank_log, told_first
 from megalite.train.replicas import ReplicaError
 from megalite.train.run_dir import Exit, keep_rows_until, leave_status, run_folder, write_atomically
 from megalite.train.setup import SetupError, build_run
@@ -52,6 +53,7 @@ from megalite.train.start.origin import begin_branch, continue_run, start_run
 from megalite.train.start.resume import loaded_line, open_saver
 from megalite.train.state import BadResult, Run
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
+from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Watchdog, lost_another
@@ -78,7 +80,11 @@ def pretrain(
 def _run_or_refuse(
     config: Config, ranks: Ranks, warnings: Sequence[str], stop: StopSignal, more: More | None = None
 ) -> int:
-    begin, folder = time.perf_counter(), run_folder(config)
+    folder, p = run_folder(config), config.parallel
+    startup = datetime.timedelta(minutes=p.distributed_timeout_minutes)
+    alone = Mesh.alone()  # a dry run is, too: nobody waits for it
+    mesh = alone if config.train.dry_run else replace(alone, world=Axis("world", ranks.world, ranks.rank, PLANNED))
+    dog = Watchdog(mesh, folder, Timers(), startup.total_seconds(), ranks.shared)
     try:
         config = foreign.with_source(config)
         sources, plan = preflight(config, ranks)
@@ -98,20 +104,24 @@ def _run_or_refuse(
             torch.use_deterministic_algorithms(True)
         if device == "cpu":
             keep_freed_memory()
-        startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-        backend = config.parallel.distributed_backend
-        with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
+        dog.at("meeting", 0)
+        with process_group(ranks, device=device, backend=p.distributed_backend, startup_timeout=startup) as here:
+            dog.join(replace(mesh, world=world_axis()), startup.total_seconds())
+            dog.at("start-up", 0)
             fault("init", ranks.rank, 0)
-            return _pretrain(plan, ranks, here, sources, folder, warnings, stop, begin)
+            return _pretrain(plan, ranks, here, sources, folder, warnings, stop, dog)
     except (Exception, KeyboardInterrupt) as error:  # before the first step
-        code, reason = _failure(error, ranks)
+        code, reason = _failure(error, ranks, dog=dog)
         # a dry run is none, and another run may have the directory to save in: then its status stays
         another = config.train.dry_run or isinstance(error, CheckpointError)
-        if ranks.rank == 0 and folder.is_dir() and not another:  # what is there would be taken for this run's
+        told = ranks.rank == 0 or code is Exit.HANG  # a rank 0 that hangs cannot tell
+        if told and folder.is_dir() and not another:  # what is there would be taken for this run's
             leave_status(folder, code.outcome, checkpoint=config.checkpoint.save, reason=reason)
-        if code is Exit.INTERRUPTED:
+        if code in (Exit.INTERRUPTED, Exit.HANG):
             os._exit(int(code))
         return code
+    finally:
+        dog.close()
 
 
 def _pretrain(
@@ -122,14 +132,14 @@ def _pretrain(
     folder: Path,
     warnings: Sequence[str],
     stop: StopSignal,
-    started: float,
+    dog: Watchdog,
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config, t = plan.config, plan.config.train
-    hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
+    hosts, unlike = compare_ranks(config, sources.ledger, dog.mesh.world, device)  # before these options make groups
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
+    watch = Watch(config, run, folder, Phases(run.mesh, dog.started), hosts, dog)
     check_collectives(run.mesh)
-    phases = Phases(run.mesh, started)
     report: Reporter = Silent()
     account: Account | None = None
     ended, begun = (Exit.CRASH, ""), False
@@ -148,16 +158,16 @@ def _pretrain(
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, [*warnings, *unlike])
             about = report.attempt("events.jsonl", facts, plan, sources, hosts, device)
-            account = Account(folder, run, phases, report.speed.flops_per_token, config, plan, about or {})
+            account = Account(folder, run, watch.phases, report.speed.flops_per_token, config, plan, about or {})
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
             for note in notes:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
-        watch.begin, begun = time.monotonic(), True
-        phases.ready()
+        watch.begin, begun, stop.begun = time.monotonic(), True, True
+        watch.phases.ready()
         ended = Training(run, config, folder, report, stop, saver, saved, watch).train()
-        phases.over_ranks()
+        watch.phases.over_ranks()
         report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - watch.begin) / 60))
         if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)):
             report.say(line)
@@ -204,10 +214,12 @@ def _failure(
         return known
     match error:
         case SetupError() | LaunchError() | DataError() if run is None:
-            if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
+            code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
+            teller = getattr(error, "local_rank", 0)  # else every rank found the same
+            if fails_first(ranks, code, str(error)) if teller is None else ranks.local_rank == teller:
                 for line in str(error).splitlines():
                     complain(f"pretrain_gpt.py: {line}")
-            return Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT, str(error)
+            return code, str(error)
         case KeyboardInterrupt():
             since = time.monotonic()
             # of one Ctrl-C ranks get two, the terminal's and the launcher's; one that comes later means: now

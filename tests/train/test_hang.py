@@ -255,6 +255,22 @@ def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
     assert [(row["event"], row["step"], row["late"]) for row in rows if row["event"] == "hang"] == [("hang", 6, [0])]
 
 
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("init.storage:0:0:sleep", "start, checkpoint/storage/.* probe .a slow checkpoint.; the others wait for it$"),
+        ("init:0:0:sleep", "start-up, train/run.py.*; rank 1 in start-up, .* all-gather 1 over world"),
+    ],
+    ids=["before ranks meet", "at the first collective"],
+)
+def test_a_rank_that_hangs_in_the_start_is_named(tmp_path: Path, fault: str, where: str) -> None:
+    words = ["--nproc", "2", "--save", str(tmp_path), "--distributed-timeout-minutes", "0.15"]
+    code, err, status = ended(tmp_path, *words, fault=fault)
+    assert (code, status["outcome"], status["step"]) == (70, "hang", 0), err
+    assert re.match(f"rank 0 in {where}", status["reason"]), status
+    assert err.count("NOTHING GOES ON") == 1 and "Traceback" not in err
+
+
 def aborted(folder: Path, fault: str, sign: str) -> tuple[int, dict[str, Any]]:
     """Exit code and status of a run whose rank 0 gets SIGABRT once the run has said `sign`, as NCCL's watchdog sends it
     to who waits too long: Python does not hear of it."""
