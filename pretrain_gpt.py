@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 
 from megalite.checkpoint.storage.location import CheckpointError
@@ -28,10 +29,10 @@ from megalite.parallel.launch import (
     read_environment,
     torchrun_restarts,
 )
-from megalite.parallel.local_ranks import INTERRUPTED, cores, start_local
+from megalite.parallel.local_ranks import INTERRUPTED, cores, start_local, tell_stopping
 from megalite.train.restarts import Restarts, locked_run
 from megalite.train.run_dir import Exit, run_folder, taken
-from megalite.train.stop import hold, stop_signal
+from megalite.train.stop import Stopped, hold, stop_signal
 
 MOST_RANKS_PER_CORE = 8
 GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
@@ -39,7 +40,7 @@ GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
 
 def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
-    stop = stop_signal(config)
+    stop = stop_signal(config, tells=ranks.rank == 0 and not (ranks.init_method or "").startswith("file:"))
     stop.install()
     from megalite.train.run import pretrain  # imports torch
 
@@ -95,7 +96,9 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if not isinstance(error, Stopped):  # which was told
+            tell_stopping(signal.SIGINT)
         os._exit(INTERRUPTED)
     finally:
         let_go_of_console()

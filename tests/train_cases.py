@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -63,7 +64,7 @@ def signalled(
             shown.append(line)
             if after in line:
                 break
-        while not after and not waits(process.pid, number):  # torch is not imported yet
+        while not after and not waits(process.pid, signal.SIGTERM):  # torch is not imported yet
             time.sleep(0.01)
         os.kill(process.pid, number) if alone else os.killpg(process.pid, number)
         if again_s is not None:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,8 @@ def start_local(
     processes: list[Any] = []
     with _scratch_folder() as scratch, _forward_signals(processes) as seen:
         resource_tracker.ensure_running()  # it unblocks signals; the processes below find it there
+        with _held():  # the fork server inherits that, and whom it forks
+            forkserver.ensure_running()
         resumes: bool | None = False
         while resumes is not None:
             processes.clear()
@@ -112,8 +114,7 @@ def start_local(
                 told = (ranks, target, args, holds_signals)
                 process = context.Process(target=_local_rank, args=told, name=f"rank {rank}")
                 let_go_of_console()  # or `start` fails of what a full one has not taken
-                with _held():  # the fork server inherits that, and whom it forks
-                    process.start()
+                process.start()  # the first waits until torch is imported
                 processes.append(process)
                 for number in seen:
                     _signal(process, number)
@@ -212,12 +213,31 @@ def _signal(process: Any, number: int) -> None:
             os.kill(process.pid, number)
 
 
+def _end_fork_server() -> None:
+    """It would go on importing torch, and hold the launcher's stdout open."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    if server._forkserver_pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+
+
+def tell_stopping(number: int) -> None:
+    """At once, though it may be a while until it is done; from a signal's handler, which may have stopped a print."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"stopping: {signal.Signals(number).name}\n".encode())
+
+
 @contextlib.contextmanager
 def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
-    """To those of `processes` that live when a signal comes. Yields the signals so far: for those that come later."""
+    """To those of `processes` that live when a signal comes. Yields the signals so far: for those that come later.
+    Ctrl-C before there is one ends it here."""
     seen: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
+        if number == signal.SIGINT and not processes:
+            _end_fork_server()
+            raise KeyboardInterrupt
+        tell_stopping(number)
         seen.append(number)
         for process in processes:
             _signal(process, number)

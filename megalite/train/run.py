@@ -23,6 +23,7 @@ from megalite.config import environment
 from megalite.config.console import complain, show
 from megalite.config.faults import VARIABLE, fault
 from megalite.config.options import Config, resolved_style
+from megalite.config.run_options import TrainConfig
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
 from megalite.models.flops import train_flops_per_token
@@ -57,6 +58,7 @@ from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Watchdog, lost_another
+from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.report import Account
 
 More = Callable[[Arrangement, Sources, int], str]  # what else a dry run tells; the last: ranks of a node
@@ -146,9 +148,7 @@ def _pretrain(
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
-    watch = Watch(config, run, folder, phases, hosts, ranks.shared)
-    if ranks.rank == 0 and folder.is_dir():
-        leave_status(folder, "running", checkpoint=config.checkpoint.save, reason="")
+    heart = Heartbeat(folder, run, config.checkpoint.save, dog)
     try:
         loaded, notes = continue_run(run, config, ranks) or foreign.start(run, config) or start_run(run, config)
         if t.skip_train:
@@ -161,7 +161,7 @@ def _pretrain(
             account = Account(folder, run, watch.phases, report.speed.flops_per_token, config, plan, about or {})
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
-            for note in notes:
+            for note in [*notes, *many_evaluations(run, t)]:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
         watch.begin, begun, stop.begun = time.monotonic(), True, True
@@ -179,6 +179,7 @@ def _pretrain(
         except KeyboardInterrupt as asked:  # its signal came in a collective, which a rank that had it too has left
             ended = _failure(asked, ranks, run, begun, watch.dog)
     finally:
+        heart.close()
         _conclude(run, config, saver, report, account, folder, ended, watch)
     if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG, Exit.INTERRUPTED):
         sys.stdout.flush()
@@ -314,6 +315,17 @@ def to_go_on(config: Config) -> str:
     if c.save is None:
         return "from step 1 by the same command; --save DIR keeps what a run has done"
     return "the same command" + ("" if c.load == c.save else f" with --load {c.save}")
+
+
+def many_evaluations(run: Run, t: TrainConfig) -> list[str]:
+    """A line where they take longer than the training: forward is about a third of a step."""
+    steps = run.last_step - run.state.step
+    times = 1 + (steps - 1) // t.eval_interval if t.eval_interval else 1
+    batches = t.eval_iters * (times * len(run.valid) + len(run.test))
+    if not 0 < 3 * steps < batches:
+        return []
+    few = "fewer --eval-iters do, 0 evaluates nothing"
+    return [f"eval_iters={t.eval_iters}: {batches:,} batches are evaluated for {steps:,} steps of training; {few}"]
 
 
 def _reporter(

@@ -27,13 +27,15 @@ from megalite.parallel.calls import RECEIVE, SEND
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import PLANNED, Mesh, build_mesh
 from megalite.parallel.shared_memory import OrderError
+from megalite.train.run import many_evaluations
 from megalite.train.run_dir import Exit
 from megalite.train.setup import build_run
 from megalite.train.step import train_step
 from megalite.train.timers import Timers
-from megalite.train.watch import hang
+from megalite.train.watch import hang, heartbeat
 from megalite.train.watch.diagnosis import View, diagnose
 from megalite.train.watch.hang import Watchdog
+from megalite.train.watch.heartbeat import Heartbeat
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -193,6 +195,34 @@ def test_a_store_is_not_asked_more_often_than_it_can_answer(
     dog._closing.set()
     assert size / (dog.pace * hang.POLL_S) <= 2048 and (size > 1024 or dog.pace == 1)
     assert 0.8 * 600 + 2 * dog.pace * (hang.POLL_S + hang.ANSWER_S) < 600  # told before the group's time-out
+
+
+def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its main thread does."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    config, _ = cli.read([*SMALL, "--train-iters", "3", "--eval-iters", "9"], PRESETS)
+    run, file = build_run(config, Ranks(), CPU), tmp_path / "status.json"
+    run.last_step = 3
+    assert many_evaluations(run, config.train)[0].startswith("eval_iters=9: 18 batches are evaluated for 3 steps")
+    run.last_step = 6
+    assert not many_evaluations(run, config.train)  # forward is a third of a step
+    dog = _dog(tmp_path)
+    heart = Heartbeat(tmp_path, run, None, dog)
+    run.state.step = 2
+    while json.loads(file.read_text())["step"] != 2:
+        time.sleep(0.01)
+    dog._told = dog._at
+    assert dog.hangs
+    run.state.step = 3
+    time.sleep(0.2)
+    assert json.loads(file.read_text())["step"] == 2
+    dog.at("step", 4)
+    while json.loads(file.read_text())["step"] != 3:
+        time.sleep(0.01)
+    heart.close()
+    dog.close()
+    run.close()
+    assert json.loads(file.read_text())["outcome"] == "running" and not heart._thread.is_alive()
 
 
 def _round(folder: str) -> tuple[str, list[int], float]:
