@@ -34,10 +34,10 @@ from megalite.parallel.launch import (
     save_after_torchrun,
     torchrun_restarts,
 )
-from megalite.parallel.local_ranks import INTERRUPTED, ORDERLY_S, cores, start_local
+from megalite.parallel.local_ranks import INTERRUPTED, ORDERLY_S, cores, start_local, tell_stopping
 from megalite.train.restarts import Restarts, locked_run
 from megalite.train.run_dir import Exit, run_folder, taken
-from megalite.train.stop import hold, stop_signal
+from megalite.train.stop import Stopped, hold, stop_signal
 
 MOST_RANKS_PER_CORE = 8
 GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
@@ -45,7 +45,7 @@ GPUS_PER_NODE = 8  # of the machines that a dry run without a launcher is about
 
 def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
-    stop = stop_signal(config)
+    stop = stop_signal(config, tells=ranks.rank == 0 and not (ranks.init_method or "").startswith("file:"))
     stop.install()
     if config.checkpoint.save is not None:
         save_after_torchrun(ORDERLY_S)
@@ -103,7 +103,9 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     try:
         leave(lambda: main(sys.argv[1:]))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if not isinstance(error, Stopped):  # which was told
+            tell_stopping(signal.SIGINT)
         os._exit(INTERRUPTED)
     finally:
         let_go_of_console()

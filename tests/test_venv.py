@@ -19,7 +19,9 @@ echo "$*"
 
 
 @pytest.mark.parametrize("index", [None, CPU_INDEX])
-def test_where_no_card_is_the_size_of_cudas_build_is_told_before_the_download(tmp_path: Path, index: str | None) -> None:
+def test_where_no_card_is_the_size_of_cudas_build_is_told_before_the_download(
+    tmp_path: Path, index: str | None
+) -> None:
     for name in ("tools/venv.sh", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

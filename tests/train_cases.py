@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -31,8 +32,11 @@ def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) ->
     from megalite.train.metrics import Silent
     from megalite.train.phases import Phases
     from megalite.train.stop import StopSignal
+    from megalite.train.timers import Timers
+    from megalite.train.watch.hang import Watchdog
 
-    watch = Watch(config, run, folder, Phases(run.mesh, time.perf_counter()), [""] * run.mesh.world.size)
+    dog = Watchdog(run.mesh, folder, Timers(), 600.0)
+    watch = Watch(config, run, folder, Phases(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
     try:
         return Training(run, config, folder, Silent(), StopSignal(), saver, None, watch).train()
     finally:
@@ -60,7 +64,7 @@ def signalled(
             shown.append(line)
             if after in line:
                 break
-        while not after and not waits(process.pid, number):  # torch is not imported yet
+        while not after and not waits(process.pid, signal.SIGTERM):  # torch is not imported yet
             time.sleep(0.01)
         os.kill(process.pid, number) if alone else os.killpg(process.pid, number)
         if again_s is not None:

@@ -23,6 +23,7 @@ from typing import Any
 
 VARIABLE, ONCE = "MEGALITE_FAULT", "MEGALITE_FAULT_ONCE"
 POINTS = {
+    "init.storage": "it is tried whether --save can be written to; step 0",
     "init": "the ranks have met, nothing is built; step 0",
     "init.collectives": "collectives are checked for values: what this rank sends; step 0",
     "step.begin": "before a step, and before it is asked whether to stop",

@@ -43,9 +43,10 @@ def read_first_failure(shared: Path, name: str = FIRST_FAILURE) -> tuple[int, st
 
 
 class LaunchError(Exception):
-    """The environment does not describe a process group; the text says what to set. `local_rank`: who is to tell it."""
+    """The environment does not describe a process group; the text says what to set. `local_rank`: who is to tell it,
+    None: whoever of the machine fails first."""
 
-    def __init__(self, text: str, local_rank: int = 0):
+    def __init__(self, text: str, local_rank: int | None = 0):
         super().__init__(text)
         self.local_rank = local_rank
 
@@ -243,11 +244,12 @@ def process_group(
         store = meet(ranks.rank, ranks.world, url, os.environ, startup_timeout, nodes=nodes, gloo=name == "gloo")
         dist.init_process_group(name, store=store, rank=ranks.rank, world_size=ranks.world, timeout=startup_timeout)
     except MeetingError as error:
-        raise LaunchError(str(error)) from error
+        raise LaunchError(str(error), local_rank=None) from error
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {ranks.rank} of {ranks.world} cannot exchange data with all others ({error}): do all nodes reach "
-            "each other's addresses, at every port? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME name the interface to use"
+            "each other's addresses, at every port? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME name the interface to use",
+            local_rank=None,
         ) from error
     try:
         yield here

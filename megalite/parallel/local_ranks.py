@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import connection, resource_tracker, util
+from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,28 @@ class End:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process may use; of a quota of time, as containers have one, the whole ones."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(there, int(_quota())))
+
+
+def _quota(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """The least of this control group and those around it: processors, a large number where there is none."""
+    least, texts = 1e6, list[str]()
+    with contextlib.suppress(OSError, ValueError):
+        group = Path(own.read_text("utf-8").rpartition("::")[2].strip())
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError):
+                texts.append((mounted / folder.relative_to("/") / "cpu.max").read_text("utf-8"))
+    with contextlib.suppress(OSError):  # of the first version
+        texts.append(
+            " ".join((mounted / "cpu" / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period"))
+        )
+    for text in texts:
+        with contextlib.suppress(ValueError, ZeroDivisionError):  # "max 100000" is none
+            quota, period = map(int, text.split())
+            least = min(least, quota / period) if quota > 0 else least
+    return least
 
 
 def start_local(
@@ -89,6 +109,8 @@ def start_local(
     processes: list[Any] = []
     with _scratch_folder() as scratch, _forward_signals(processes) as seen:
         resource_tracker.ensure_running()  # it unblocks signals; the processes below find it there
+        with _held():  # the fork server inherits that, and whom it forks
+            forkserver.ensure_running()
         resumes: bool | None = False
         while resumes is not None:
             processes.clear()
@@ -98,8 +120,7 @@ def start_local(
                 told = (ranks, target, args, holds_signals)
                 process = context.Process(target=_local_rank, args=told, name=f"rank {rank}")
                 let_go_of_console()  # or `start` fails of what a full one has not taken
-                with _held():  # the fork server inherits that, and whom it forks
-                    process.start()
+                process.start()  # the first waits until torch is imported
                 processes.append(process)
                 for number in seen:
                     _signal(process, number)
@@ -234,12 +255,31 @@ def _signal(process: Any, number: int) -> None:
             os.kill(process.pid, signal.SIGKILL if number in AT_ONCE else number)
 
 
+def _end_fork_server() -> None:
+    """It would go on importing torch, and hold the launcher's stdout open."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    if server._forkserver_pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+
+
+def tell_stopping(number: int) -> None:
+    """At once, though it may be a while until it is done; from a signal's handler, which may have stopped a print."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"stopping: {signal.Signals(number).name}\n".encode())
+
+
 @contextlib.contextmanager
 def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
-    """To those of `processes` that live when a signal comes. Yields the signals so far: for those that come later."""
+    """To those of `processes` that live when a signal comes. Yields the signals so far: for those that come later.
+    Ctrl-C before there is one ends it here."""
     seen: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
+        if number == signal.SIGINT and not processes:
+            _end_fork_server()
+            raise KeyboardInterrupt
+        tell_stopping(number)
         seen.append(number)
         for process in processes:
             _signal(process, number)

@@ -15,16 +15,19 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import queue
 import re
 import signal
 import socket
 import struct
+import threading
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 PAUSE_S = 0.02
 PROBE_S = 3.0
 SIOCGIFADDR = 0x8915
@@ -58,15 +61,40 @@ def meet(
     if nodes > 1 and gloo and interface not in env and (found := interface_for_others(host, port)) is not None:
         env[interface] = found
     serves = rank == 0 and env.get(AGENT_STORE) != "True"  # else torchrun does
-    try:
+
+    def find() -> Any:
         store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
         return PrefixStore(name_meeting(store, rank, world, timeout), store)
-    except (DistError, RuntimeError, ValueError) as error:
+
+    try:
+        return within(timeout.total_seconds() + PROBE_S, find)
+    except (DistError, RuntimeError, ValueError, TimeoutError) as error:
         first = str(error).partition("\n")[0][:200]
         raise MeetingError(
             f"rank {rank} of {world} on {socket.gethostname()} could not meet the others at {host}:{port} within "
             f"{timeout.total_seconds():.0f} s: {likely_cause(host, port, serves, nodes, first)} ({first})"
         ) from error
+
+
+def within(seconds: float, do: Callable[[], T]) -> T:
+    """What `do` returns or raises; TimeoutError after that time, and it is left behind: torch's own time-out ends no
+    wait for a listener that takes a connection and says nothing."""
+    outcome = queue.SimpleQueue[tuple[bool, Any]]()
+
+    def run() -> None:
+        try:
+            outcome.put((True, do()))
+        except BaseException as error:
+            outcome.put((False, error))
+
+    threading.Thread(target=run, name="megalite-meeting", daemon=True).start()
+    try:
+        well, result = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"silent for {seconds:.0f} s") from None
+    if not well:
+        raise result
+    return result
 
 
 def name_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:

@@ -6,10 +6,11 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megalite.checkpoint.run.save_clock import SaveClock
 from megalite.checkpoint.run.saver import Saver
@@ -25,7 +26,7 @@ from megalite.train.metrics import Reporter
 from megalite.train.phases import Phases
 from megalite.train.profiling import Collector, Profiler, write_timeline
 from megalite.train.replicas import check_replicas
-from megalite.train.run_dir import Events, Exit, leave_status
+from megalite.train.run_dir import Events, Exit
 from megalite.train.sources import NamedSet
 from megalite.train.start.resume import go_back, save
 from megalite.train.state import Loader, Run, StepResult
@@ -36,12 +37,12 @@ from megalite.train.watch.doubts import Doubts
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.pulse import Pulse
 
-BEAT_S = 10.0  # between two looks of others at status.json that are worth it
+LOOK_S = 2.0  # of an evaluation, between two agreements on whether to go on
 STOP_FILE = "stop"  # in the run directory: whoever makes it stops the run as a signal does
 
 
 class Watch:
-    """What looks on while a run trains. `hosts`: of all ranks. `shared`, `resumes`: of `Ranks`."""
+    """What looks on while a run trains. `hosts`: of all ranks. `dog`: has watched the start. `resumes`: of `Ranks`."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class Watch:
         folder: Path,
         phases: Phases,
         hosts: Sequence[str],
-        shared: str | None = None,
+        dog: Watchdog,
         resumes: bool = False,
     ):
         p, log, o = config.parallel, config.log, config.operations
@@ -60,7 +61,8 @@ class Watch:
         self.profiler = Profiler(o, run.mesh, folder / "trace")
         self.collector = Collector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval)
         self.phases, self.events = phases, Events(folder, run.mesh.world.rank)
-        self.dog = Watchdog(run.mesh, folder, self.timers, limit_s, shared)
+        dog.join(run.mesh, limit_s)
+        self.dog, dog.timers = dog, self.timers
         self.pulse = Pulse(run.mesh, phases, hosts, self.events, o)
         self.begin, self.resumes = time.monotonic(), resumes
 
@@ -70,12 +72,23 @@ def _due(every: int | None, step: int) -> bool:
     return bool(every) and step % (every or 1) == 0
 
 
-def evaluate(run: Run, data: Loader, iters: int, done: Callable[[int], None] = lambda batches: None) -> float:
+class BrokenOffError(Exception):
+    """Some rank wanted an evaluation to end; raised on all, after the same batch."""
+
+
+def evaluate(
+    run: Run,
+    data: Loader,
+    iters: int,
+    done: Callable[[int], None] = lambda batches: None,
+    wants_end: Callable[[], bool] = lambda: False,
+) -> float:
     """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `done`
-    is called with 1 after each."""
+    is called with 1 after each. `wants_end`: of this rank. Raises BrokenOffError."""
     mesh, size = run.mesh, run.eval_batch_size
     fault("eval.begin", mesh.world.rank, run.state.step)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    begin, look = time.monotonic(), 1
     for i in range(iters):
         hosts, _ = data.get(i * size, size)
         loss = run.pipeline.evaluate([on_device(host, mesh.device, run.state.step) for host in hosts])
@@ -83,6 +96,12 @@ def evaluate(run: Run, data: Loader, iters: int, done: Callable[[int], None] = l
             sums[0] += loss
             sums[1:] += float(sum(host.counted_tokens for host in hosts))
         done(1)
+        if i + 1 == look < iters:  # at a batch that all know: after LOOK_S, at the pace of the slowest so far
+            now = torch.tensor([time.monotonic() - begin, wants_end()], dtype=torch.float64, device=mesh.device)
+            seconds, ends = all_reduce_(now, mesh.world, dist.ReduceOp.MAX).tolist()
+            if ends:
+                raise BrokenOffError(f"after {look} of {iters} batches")
+            look += max(1, min(look, int(LOOK_S * look / seconds))) if seconds else 1
     loss_sum, tokens = all_reduce_(sums, mesh.world).tolist()
     return loss_sum / tokens if tokens else math.nan
 
@@ -108,7 +127,6 @@ class Training:
         self._lines = 0
         self._asks: str | None = None  # to stop, before the step that agreed on it
         self._ill: str | None = None  # what the last line has found
-        self._next_beat = 0.0
         self._stop_file = self.folder / STOP_FILE
         self._doubts = Doubts(self.run, self.watch.events, self.report.say, self.config.train.max_skipped_steps)
         minutes = self.config.checkpoint.save_interval_mins
@@ -120,8 +138,6 @@ class Training:
             steps.enter_context(self.watch.collector.running())
             steps.callback(self.watch.profiler.stop)
             outcome, reason = self._take_steps()
-        if outcome is Exit.REQUEUE:
-            self.stop.final = reduce_number(bool(self.stop.seen), self.run.mesh) == 0
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:
@@ -129,11 +145,13 @@ class Training:
                 self.saver.wait()  # a save in the background that failed ends the run here, on all ranks
             self._tell_saves()
         self.report.saved_all()
+        last = (self.run.valid, " on validation set"), (self.run.test, " on test set")
+        if outcome is Exit.DONE and any(self._evaluate(*one) for one in last):  # whoever starts it again evaluates
+            outcome, reason = Exit.REQUEUE, self._asks or "asked by another rank"
+        if outcome is Exit.REQUEUE:
+            self.stop.final = reduce_number(bool(self.stop.seen), self.run.mesh) == 0
         if outcome is Exit.REQUEUE and self.saver is None:  # there is nothing that a requeued run could resume from
             return Exit.DONE, f"{reason}; nothing was saved"
-        if outcome is Exit.DONE:
-            self._evaluate(self.run.valid, " on validation set")
-            self._evaluate(self.run.test, " on test set")
         return outcome, reason
 
     def _take_steps(self) -> tuple[Exit, str]:
@@ -144,19 +162,18 @@ class Training:
                 continue
             result = self._step()
             unreliable = self._doubts.after(result)
-            step = run.state.step
+            step, stop = run.state.step, result.stop
             stopping = result.stop or bool(unreliable) or _due(t.exit_interval, step)
             logged = _due(self._log_interval, step) or step in (self._first, run.last_step) or stopping
             self._log(result, logged)
             self.report.stepped(step, run.last_step, result.loss)
-            self._beat()
             with self.watch.phases("profiler"):
                 self.watch.profiler.after(step, logged)
             if _due(o.check_weight_hash_across_dp_replicas_interval, step):
                 self._check_replicas(step)
             self.watch.collector.after(step)
             if _due(t.eval_interval, step) and step < run.last_step:
-                self._evaluate(run.valid, "")
+                stop = self._evaluate(run.valid, "") or stop
             if result.skipped and result.doubt is not None and result.doubt.finite and run.spikes.action == "rollback":
                 self._roll_back()
             by_clock = self._clock is not None and self._clock.due(step)
@@ -165,19 +182,26 @@ class Training:
             self._tell_saves()
             if wrong := unreliable or (self._ill if o.health_action == "exit" else None):
                 return Exit.RERUN, wrong
-            if result.stop:
+            if stop:
                 return Exit.REQUEUE, self._asks or self._why() or "asked by another rank"
             if stopping and step < run.last_step:
                 return Exit.REQUEUE, f"exit_interval={t.exit_interval}"
         return Exit.DONE, "reached the last step"
 
-    def _why(self) -> str | None:
-        """Why this rank asks the run to stop. Only one rank reads the file, and removes it as it does."""
+    def _told_to_stop(self) -> bool:
+        """By a signal, or by the file: only one rank reads that, and removes it as it does."""
+        file = str(self._stop_file)
         if self.stop.seen:
-            return self.stop.seen[0]
-        if self.run.mesh.world.is_first and self._stop_file.is_file():
+            self._asks = self.stop.seen[0]
+        elif self.run.mesh.world.is_first and self._stop_file.is_file():
             self._stop_file.unlink(missing_ok=True)
-            return str(self._stop_file)
+            self._asks = file
+        return bool(self.stop.seen) or self._asks == file
+
+    def _why(self) -> str | None:
+        """Why this rank asks the run to stop."""
+        if self._told_to_stop():
+            return self._asks
         minutes = self.config.train.exit_duration_in_mins
         if minutes is not None and time.monotonic() - self._begin > 60 * minutes:
             return "exit_duration_in_mins"
@@ -200,14 +224,16 @@ class Training:
         run, log, timers = self.run, self.config.log, self.watch.timers
         step = run.state.step + 1
         self.watch.dog.at("step", step)
-        fault("step.begin", run.mesh.world.rank, step)
-        self._asks = self._why()
         drawn = step == log.profile_pipeline
         if drawn or timers.level == 2:
             run.pipeline.timeline = []
         with self.watch.phases("profiler"):
             self.watch.profiler.before(step)
         self.watch.phases.before_step()
+        begin = time.perf_counter()  # what comes now is this rank's own time, for which the others wait
+        fault("step.begin", run.mesh.world.rank, step)
+        self._asks = self._why()
+        before_s = time.perf_counter() - begin
         result = train_step(
             run,
             want_stop=self._asks is not None,
@@ -215,6 +241,7 @@ class Training:
             timers=timers,
             empty_level=self.config.operations.empty_unused_memory_level,
         )
+        result = replace(result, step_s=before_s + result.step_s)
         self.watch.dog.at("after the step", step)
         self.watch.phases.after_step(result.data_s, result.step_s)
         self._since.append(result)
@@ -244,13 +271,6 @@ class Training:
         self._ill = self.watch.pulse.feel(self._since, step, memory_of(run.mesh)["max allocated"] / 2**30, report)
         self._since.clear()
 
-    def _beat(self) -> None:
-        """status.json says that the run is alive."""
-        if self.run.mesh.world.is_first and time.monotonic() > self._next_beat and self.folder.is_dir():
-            self._next_beat = time.monotonic() + BEAT_S
-            state = self.run.state
-            leave_status(self.folder, "running", self.config, step=state.step, tokens=state.consumed_tokens)
-
     def _save(self, last: bool = False) -> None:
         run, saver, report = self.run, self.saver, self.report
         if saver is None or self.saved == run.state.step:
@@ -266,17 +286,24 @@ class Training:
         report.saving(run.state, saver.background and not last)
         self._tell_timers(("save-checkpoint",))
 
-    def _evaluate(self, sets: Sequence[NamedSet[Loader]], what: str) -> None:
+    def _evaluate(self, sets: Sequence[NamedSet[Loader]], what: str) -> bool:
+        """Whether it was broken off, to stop; what was not evaluated to its end is not logged."""
         report, state, iters = self.report, self.run.state, self.config.train.eval_iters
         for one in sets if iters > 0 else ():
             self.watch.dog.at("evaluate", state.step)
             watch = self.watch
             with watch.collector.evaluation(), watch.timers("evaluate", 0), watch.phases("evaluation"):
                 with report.evaluating(state.step, one.name, iters) as bar:
-                    loss = evaluate(self.run, one.data, iters, bar.add)
+                    try:
+                        loss = evaluate(self.run, one.data, iters, bar.add, self._told_to_stop)
+                    except BrokenOffError as end:
+                        why = self._asks or "asked by another rank"
+                        report.say(f"stopping ({why}): the evaluation of step {state.step} ends {end}, without a loss")
+                        return True
             now = state.step, state.consumed_samples, state.consumed_tokens
             report.validation(*now, loss, what, name=one.name, bytes_per_token=one.bytes_per_token)
             self._tell_timers(("evaluate",))
+        return False
 
     def _tell_saves(self) -> None:
         for line in self.saver.news() if self.saver is not None else ():

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -189,7 +190,7 @@ class Reporter:
 
     def evaluating(self, step: int, name: str, iters: int) -> Bar:
         """Of the batches of an evaluation."""
-        what = f"evaluating {name}".rstrip()
+        what, begin = f"evaluating {name}".rstrip(), time.monotonic()
 
         def plain(done: float) -> None:
             if done == iters:  # its loss follows
@@ -197,7 +198,9 @@ class Reporter:
             if self.megatron:
                 self.say(f"Evaluating iter {done:.0f}/{iters}")
             else:
-                self.say(f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  {what}: {done:.0f} of {iters} batches")
+                left = lines.duration((time.monotonic() - begin) * (iters / done - 1))
+                head = f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  {what}"
+                self.say(f"{head}: {done:.0f} of {iters} batches, about {left} left")
 
         return Bar(what, iters, "batches", every_s=PROGRESS_S, first_s=FIRST_PROGRESS_S, plain=plain)
 

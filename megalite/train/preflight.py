@@ -15,6 +15,7 @@ from megalite.data.files.missing_files import absent, rehearsed
 from megalite.kernels.dispatch import KernelError, choose, runs_triton
 from megalite.models.compiled import CompileError, check_compile
 from megalite.parallel.launch import LaunchError, Ranks, card_of
+from megalite.parallel.local_ranks import cores
 from megalite.train.arrangement import Arrangement, arrange
 from megalite.train.export_hf import check_export
 from megalite.train.memory import memory_there
@@ -82,6 +83,17 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
             f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank{where}, {what} is {there / 2**30:.1f} "
             "GiB: use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
         )
+
+
+def many_threads(device: str, ranks: Ranks) -> list[str]:
+    """A line where ranks that compute on CPU have more threads than there are cores: they wait for each other by
+    turning in circles."""
+    threads, there = torch.get_num_threads(), cores()
+    if device != "cpu" or threads == 1 or threads * ranks.local_world <= there:
+        return []
+    of = f"{ranks.local_world} ranks x {threads} threads" if ranks.local_world > 1 else f"{threads} threads"
+    fewer = max(1, there // ranks.local_world)
+    return [f"{of} on {there} core{'s' * (there > 1)} are many times slower than one per core: OMP_NUM_THREADS={fewer}"]
 
 
 def check_save(config: Config, ranks: Ranks) -> None:

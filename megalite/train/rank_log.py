@@ -34,9 +34,9 @@ class RankStderr:
         self.number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, text: str) -> int:
-        self.aside(text)
         with contextlib.suppress(OSError):
             self.console.write(text)
+        self.aside(text)  # last: the disk may hang
         return len(text)
 
     def flush(self) -> None:

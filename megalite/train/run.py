@@ -22,12 +22,14 @@ from megalite.config import environment
 from megalite.config.console import complain, show
 from megalite.config.faults import VARIABLE, fault
 from megalite.config.options import Config, resolved_style
+from megalite.config.run_options import TrainConfig
 from megalite.config.toml import differences, to_toml
 from megalite.data.errors import DataError
 from megalite.models.flops import train_flops_per_token
 from megalite.optim.loss_scale import ScaleExhausted
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, process_group
+from megalite.parallel.mesh import PLANNED, Axis, Mesh, world_axis
 from megalite.parallel.self_test import check_collectives
 from megalite.train import figures as lines
 from megalite.train.arrangement import Arrangement
@@ -39,9 +41,9 @@ from megalite.train.metrics import Reporter, Silent
 from megalite.train.overview import describe, facts
 from megalite.train.peak_rates import find_peak
 from megalite.train.phases import Phases
-from megalite.train.preflight import check_machine, check_save, choose_device, preflight
+from megalite.train.preflight import check_machine, check_save, choose_device, many_threads, preflight
 from megalite.train.progress_file import ProgressLog
-from megalite.train.rank_log import complain_aside, complain_of, rank_log, told_first, wait_until_told
+from megalite.train.rank_log import complain_aside, complain_of, fails_first, rank_log, told_first, wait_until_told
 from megalite.train.replicas import ReplicaError
 from megalite.train.run_dir import (
     Exit,
@@ -59,9 +61,11 @@ from megalite.train.start.origin import begin_branch, continue_run, start_run
 from megalite.train.start.resume import loaded_line, open_saver
 from megalite.train.state import BadResult, Run
 from megalite.train.stop import AGAIN_S, STOPPING, StopSignal
+from megalite.train.timers import Timers
 from megalite.train.warm_up import warm_up
 from megalite.train.watch.fingerprint import compare_ranks
 from megalite.train.watch.hang import Watchdog, lost_another
+from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.report import Account
 
 More = Callable[[Arrangement, Sources, int], str]  # what else a dry run tells; the last: ranks of a node
@@ -85,7 +89,11 @@ def pretrain(
 def _run_or_refuse(
     config: Config, ranks: Ranks, warnings: Sequence[str], stop: StopSignal, more: More | None = None
 ) -> int:
-    begin, folder = time.perf_counter(), run_folder(config)
+    folder, p = run_folder(config), config.parallel
+    startup = datetime.timedelta(minutes=p.distributed_timeout_minutes)
+    alone = Mesh.alone()  # a dry run is, too: nobody waits for it
+    mesh = alone if config.train.dry_run else replace(alone, world=Axis("world", ranks.world, ranks.rank, PLANNED))
+    dog = Watchdog(mesh, folder, Timers(), startup.total_seconds(), ranks.shared)
     try:
         config = foreign.with_source(config)
         sources, plan = preflight(config, ranks)
@@ -100,24 +108,29 @@ def _run_or_refuse(
         device = choose_device(config.parallel.device)
         check_machine(plan, device, ranks)
         check_save(config, ranks)
+        warnings = [*warnings, *many_threads(device, ranks)]
         if config.train.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         if device == "cpu":
             keep_freed_memory()
-        startup = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-        backend = config.parallel.distributed_backend
-        with process_group(ranks, device=device, backend=backend, startup_timeout=startup) as here:
+        dog.at("meeting", 0)
+        with process_group(ranks, device=device, backend=p.distributed_backend, startup_timeout=startup) as here:
+            dog.join(replace(mesh, world=world_axis()), startup.total_seconds())
+            dog.at("start-up", 0)
             fault("init", ranks.rank, 0)
-            return _pretrain(plan, ranks, here, sources, folder, warnings, stop, begin)
+            return _pretrain(plan, ranks, here, sources, folder, warnings, stop, dog)
     except (Exception, KeyboardInterrupt) as error:  # before the first step
-        code, reason = _failure(error, ranks)
+        code, reason = _failure(error, ranks, dog=dog)
         # a dry run is none, and another run may have the directory to save in: then its status stays
         another = config.train.dry_run or (isinstance(error, CheckpointError) and not ranks.resumes)
-        if ranks.rank == 0 and folder.is_dir() and not another:
+        told = ranks.rank == 0 or code is Exit.HANG  # a rank 0 that hangs cannot tell
+        if told and folder.is_dir() and not another:
             leave_status(folder, code.outcome, config, reason, resumes=ranks.resumes)
-        if code is Exit.INTERRUPTED:
+        if code in (Exit.INTERRUPTED, Exit.HANG):
             os._exit(int(code))
         return code
+    finally:
+        dog.close()
 
 
 def _pretrain(
@@ -128,21 +141,21 @@ def _pretrain(
     folder: Path,
     warnings: Sequence[str],
     stop: StopSignal,
-    started: float,
+    dog: Watchdog,
 ) -> int:
     """Build, load, train; whatever happens, tell how it ended and leave it in the directory of the run."""
     config, t = plan.config, plan.config.train
-    hosts, unlike = compare_ranks(config, sources.ledger, device)  # before groups are made by these options
+    hosts, unlike = compare_ranks(config, sources.ledger, dog.mesh.world, device)  # before these options make groups
     run = build_run(config, ranks, device, sources=sources, arrangement=plan)
+    watch = Watch(config, run, folder, Phases(run.mesh, dog.started), hosts, dog, ranks.resumes)
     check_collectives(run.mesh)
-    phases = Phases(run.mesh, started)
     report: Reporter = Silent()
     account: Account | None = None
     ended, begun = (Exit.CRASH, ""), False
     if t.skip_train:
         config = replace(config, checkpoint=replace(config.checkpoint, save=None))
     saver = open_saver(run, config)  # before anything is written there: another run may have the directory
-    watch = Watch(config, run, folder, phases, hosts, ranks.shared, ranks.resumes)
+    heart = Heartbeat(folder, run, config, dog, ranks.resumes)
     try:
         loaded, notes = continue_run(run, config, ranks) or foreign.start(run, config) or start_run(run, config)
         if t.skip_train:
@@ -151,19 +164,18 @@ def _pretrain(
         notes += more
         if ranks.rank == 0:
             report = _reporter(plan, config, run, sources, folder, ranks, [*warnings, *unlike])
-            if folder.is_dir():  # not before: a run that is refused leaves the status of the one before
-                leave_status(folder, "running", config, step=run.state.step, tokens=run.state.consumed_tokens)
+            heart.begin()
             about = report.attempt("events.jsonl", facts, plan, sources, hosts, device)
-            account = Account(folder, run, phases, report.speed.flops_per_token, config, plan, about or {}, ranks)
+            account = Account(folder, run, watch.phases, report.speed.flops_per_token, config, plan, about or {}, ranks)
             if loaded is not None:
                 report.say(loaded_line(run, config, loaded))
-            for note in notes:
+            for note in [*notes, *many_evaluations(run, t)]:
                 report.say(f"note: {note}")
         _get_ready(run, config, report)
-        watch.begin, begun = time.monotonic(), True
-        phases.ready()
+        watch.begin, begun, stop.begun = time.monotonic(), True, True
+        watch.phases.ready()
         ended = Training(run, config, folder, report, stop, saver, saved, watch).train()
-        phases.over_ranks()
+        watch.phases.over_ranks()
         report.moment(lines.megatron_end(ended[1], run.state.step, (time.monotonic() - watch.begin) / 60))
         if ended[0] is Exit.DONE and (line := export(run, config, sources.eod)):
             report.say(line)
@@ -175,6 +187,7 @@ def _pretrain(
         except KeyboardInterrupt as asked:  # its signal came in a collective, which a rank that had it too has left
             ended = _failure(asked, ranks, run, begun, watch.dog)
     finally:
+        heart.close()
         _conclude(run, config, saver, report, account, folder, ended, watch)
     if ended[0] in (Exit.CRASH, Exit.PREFLIGHT, Exit.HANG, Exit.INTERRUPTED):
         sys.stdout.flush()
@@ -210,10 +223,12 @@ def _failure(
         return known
     match error:
         case SetupError() | LaunchError() | DataError() if run is None:
-            if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
+            code = Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT
+            teller = getattr(error, "local_rank", 0)  # else every rank found the same
+            if fails_first(ranks, code, str(error)) if teller is None else ranks.local_rank == teller:
                 for line in str(error).splitlines():
                     complain(f"pretrain_gpt.py: {line}")
-            return Exit.USAGE if isinstance(error, SetupError) else Exit.PREFLIGHT, str(error)
+            return code, str(error)
         case KeyboardInterrupt():
             since = time.monotonic()
             # of one Ctrl-C ranks get two, the terminal's and the launcher's; one that comes later means: now
@@ -306,6 +321,17 @@ def to_go_on(config: Config) -> str:
     if c.save is None:
         return "from step 1 by the same command; --save DIR keeps what a run has done"
     return "the same command" + ("" if c.load == c.save else f" with --load {c.save}")
+
+
+def many_evaluations(run: Run, t: TrainConfig) -> list[str]:
+    """A line where they take longer than the training: forward is about a third of a step."""
+    steps = run.last_step - run.state.step
+    times = 1 + (steps - 1) // t.eval_interval if t.eval_interval else 1
+    batches = t.eval_iters * (times * len(run.valid) + len(run.test))
+    if not 0 < 3 * steps < batches:
+        return []
+    few = "fewer --eval-iters do, 0 evaluates nothing"
+    return [f"eval_iters={t.eval_iters}: {batches:,} batches are evaluated for {steps:,} steps of training; {few}"]
 
 
 def _reporter(

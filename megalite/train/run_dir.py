@@ -147,7 +147,7 @@ def outcome_of(folder: Path, status: dict[str, Any]) -> str:
     return "killed" if held is False or (held is None and here and not Path(f"/proc/{pid}").exists()) else said
 
 
-def _stands(folder: Path, config: Config, resumes: bool) -> bool:
+def stands(folder: Path, config: Config, resumes: bool) -> bool:
     """Whether the status there outlives the end of a run that never began: it is another's, which this one does not
     continue. `resumes`: the run was started again after a rank had died."""
     c = config.checkpoint
@@ -171,7 +171,7 @@ def leave_status(
     before = read_status(folder)
     begun = outcome == "running" or all(before.get(key) == value for key, value in me.items())
     if not begun:
-        if _stands(folder, config, resumes):
+        if outcome != Exit.HANG.outcome and stands(folder, config, resumes):  # none hangs that was refused
             return
         told = trained(folder)
         step, tokens = max(step, told.get("step", 0)), max(tokens, told.get("tokens", 0))
@@ -187,7 +187,7 @@ def settle_status(folder: Path, config: Config, end: tuple[int, str], since: flo
         return
     with contextlib.suppress(OSError):
         if path.stat().st_mtime < since:
-            if code in (Exit.USAGE, Exit.PREFLIGHT) or _stands(folder, config, resumes):
+            if code in (Exit.USAGE, Exit.PREFLIGHT) or stands(folder, config, resumes):
                 return
             status = {}
     outcome, reason = status.get("outcome"), str(status.get("reason"))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from megalite.config.options import Config
-from megalite.parallel.local_ranks import AT_ONCE, FORWARDED, HELD
+from megalite.parallel.local_ranks import AT_ONCE, FORWARDED, HELD, tell_stopping
 
 # what ends a job: schedulers and systemd, Ctrl-C, SLURM's warning before the time limit, a terminal that is closed,
 # the warning before a limit of processor time
@@ -32,16 +32,18 @@ def hold() -> None:
 
 
 class StopSignal:
-    """`seen`: signals that asked to stop, read at step boundaries, where all ranks agree on it.
+    """`seen`: signals that asked to stop, read at step boundaries and during evaluations, where all ranks agree on it.
 
     final  the run has stopped, and no rank had a signal: nobody is to start it again at once
-    saves  there is a checkpoint to write, so the first signal only asks; a later SIGINT stops at once, by `Stopped`,
-           and SIGQUIT always does. Without one there is nothing to wait for: every signal stops at once.
+    begun  there is something to save: before, SIGINT stops at once, by `Stopped`
+    saves  there is a checkpoint to write, so the first signal only asks; a later SIGINT stops at once, and SIGQUIT
+           always does. Without one there is nothing to wait for: every signal stops at once.
+    tells  no launcher does
     """
 
-    def __init__(self, saves: bool = True, more: Sequence[str] = ()):
+    def __init__(self, saves: bool = True, more: Sequence[str] = (), tells: bool = False):
         """`more`: names of signals that count, too."""
-        self.saves, self.more = saves, more
+        self.saves, self.more, self.tells, self.begun = saves, more, tells, False
         self.seen: list[str] = []
         self.final = False
         self._first = 0.0
@@ -55,16 +57,18 @@ class StopSignal:
 
     def _note(self, number: int, _frame: object) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        again = number == signal.SIGINT and name in self.seen and now > self._first + AGAIN_S
+        again = name in self.seen and now > self._first + AGAIN_S
         if not self.seen:
             self._first = now
         self.seen.append(name)
-        if again or not self.saves or number in AT_ONCE:
+        if self.tells:
+            tell_stopping(number)
+        if not self.saves or number in AT_ONCE or (number == signal.SIGINT and (again or not self.begun)):
             raise Stopped(name)
 
 
-def stop_signal(config: Config) -> StopSignal:
+def stop_signal(config: Config, tells: bool = False) -> StopSignal:
     """Of a run with these options."""
     t = config.train
     saves = config.checkpoint.save is not None or t.exit_signal_handler or t.exit_signal is not None
-    return StopSignal(saves, [t.exit_signal] if t.exit_signal else [])
+    return StopSignal(saves, [t.exit_signal] if t.exit_signal else [], tells)

@@ -94,9 +94,7 @@ def test_whoever_reads_the_log_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_strike_is_refused_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "step.middle:0:1:kill")
     [problem] = environment.problems()
-    assert problem.startswith(
-        "MEGALITE_FAULT='step.middle:0:1:kill' is at no point that there is: init, init.collectives"
-    )
+    assert problem.startswith("MEGALITE_FAULT='step.middle:0:1:kill' is at no point that there is: init.storage, init")
     with pytest.raises(ValueError, match="no tensor"):
         Faults({VARIABLE: "init:0:0:nan"})("init", 0, 0)
 

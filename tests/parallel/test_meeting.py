@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import socket
 import threading
 import time
@@ -93,6 +94,13 @@ def test_a_port_that_is_taken_is_named(port: int) -> None:
 def test_a_first_rank_that_has_not_come_is_named(port: int) -> None:
     assert "that machine answers, but nothing listens there: has rank 0 come" in why(1, "127.0.0.1", port)
     assert "nothing listens there" in why(0, "127.0.0.1", port, AGENT)  # torchrun's own, which has ended
+
+
+def test_a_listener_that_says_nothing_is_not_waited_for_longer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own time-out does not end that."""
+    monkeypatch.setattr(meeting, "PROBE_S", 1.0)
+    with socket.create_server(("127.0.0.1", port)):
+        assert re.search(r"it answers, but rank 0 does not.* \(silent for 2 s\)", why(1, "127.0.0.1", port))
 
 
 def test_a_server_that_is_another_program_s_is_named(port: int) -> None:

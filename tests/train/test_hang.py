@@ -27,13 +27,15 @@ from megalite.parallel.calls import RECEIVE, SEND
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import PLANNED, Mesh, build_mesh
 from megalite.parallel.shared_memory import OrderError
+from megalite.train.run import many_evaluations
 from megalite.train.run_dir import Exit
 from megalite.train.setup import build_run
 from megalite.train.step import train_step
 from megalite.train.timers import Timers
-from megalite.train.watch import hang
+from megalite.train.watch import hang, heartbeat
 from megalite.train.watch.diagnosis import View, diagnose
 from megalite.train.watch.hang import Watchdog
+from megalite.train.watch.heartbeat import Heartbeat
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -195,6 +197,34 @@ def test_a_store_is_not_asked_more_often_than_it_can_answer(
     assert 0.8 * 600 + 2 * dog.pace * (hang.POLL_S + hang.ANSWER_S) < 600  # told before the group's time-out
 
 
+def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its main thread does."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    config, _ = cli.read([*SMALL, "--train-iters", "3", "--eval-iters", "9"], PRESETS)
+    run, file = build_run(config, Ranks(), CPU), tmp_path / "status.json"
+    run.last_step = 3
+    assert many_evaluations(run, config.train)[0].startswith("eval_iters=9: 18 batches are evaluated for 3 steps")
+    run.last_step = 6
+    assert not many_evaluations(run, config.train)  # forward is a third of a step
+    dog = _dog(tmp_path)
+    heart = Heartbeat(tmp_path, run, None, dog)
+    run.state.step = 2
+    while json.loads(file.read_text())["step"] != 2:
+        time.sleep(0.01)
+    dog._told = dog._at
+    assert dog.hangs
+    run.state.step = 3
+    time.sleep(0.2)
+    assert json.loads(file.read_text())["step"] == 2
+    dog.at("step", 4)
+    while json.loads(file.read_text())["step"] != 3:
+        time.sleep(0.01)
+    heart.close()
+    dog.close()
+    run.close()
+    assert json.loads(file.read_text())["outcome"] == "running" and not heart._thread.is_alive()
+
+
 def _round(folder: str) -> tuple[str, list[int], float]:
     """A rank whose main thread is elsewhere answers; the other one asks."""
     mesh = build_mesh(tp=1, pp=1, device=CPU)
@@ -253,6 +283,22 @@ def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
     assert any("all_reduce" in entry["profiling_name"] for entry in entries)
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(row["event"], row["step"], row["late"]) for row in rows if row["event"] == "hang"] == [("hang", 6, [0])]
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("init.storage:0:0:sleep", "start, checkpoint/storage/.* probe .a slow checkpoint.; the others wait for it$"),
+        ("init:0:0:sleep", "start-up, train/run.py.*; rank 1 in start-up, .* all-gather 1 over world"),
+    ],
+    ids=["before ranks meet", "at the first collective"],
+)
+def test_a_rank_that_hangs_in_the_start_is_named(tmp_path: Path, fault: str, where: str) -> None:
+    words = ["--nproc", "2", "--save", str(tmp_path), "--distributed-timeout-minutes", "0.15"]
+    code, err, status = ended(tmp_path, *words, fault=fault)
+    assert (code, status["outcome"], status["step"]) == (70, "hang", 0), err
+    assert re.match(f"rank 0 in {where}", status["reason"]), status
+    assert err.count("NOTHING GOES ON") == 1 and "Traceback" not in err
 
 
 def aborted(folder: Path, fault: str, sign: str) -> tuple[int, dict[str, Any]]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from megalite.parallel import local_ranks
+from megalite.parallel.launch import Ranks
+from megalite.train import preflight
 from megalite.train.peak_rates import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
 
 # names as torch.cuda.get_device_name reports them
@@ -139,3 +144,35 @@ def test_no_matmul_on_this_card_is_faster_than_its_peak() -> None:
     torch.cuda.synchronize()
     reached = 10 * 2 * size**3 / (start.elapsed_time(stop) / 1000) / 1e12
     assert 0.2 * peak.tflops < reached < peak.tflops
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "max 100000", "pods/cpu.max": "150000 100000", "pods/mine/cpu.max": "max 100000"}, 1.5),
+        ({"pods/cpu.max": "800000 100000", "pods/mine/cpu.max": "200000 100000"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 1e6),
+        ({"pods/mine/cpu.max": "what is this"}, 1e6),
+        ({}, 1e6),
+    ],
+)
+def test_a_container_s_quota_of_processors_is_that_of_every_group_around_it(
+    tmp_path: Path, files: dict[str, str], quota: float
+) -> None:
+    (tmp_path / "own").write_text("4:cpu:/else\n0::/pods/mine\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert local_ranks._quota(tmp_path, tmp_path / "own") == quota
+
+
+def test_more_threads_than_cores_are_told_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "cores", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    [line] = preflight.many_threads("cpu", Ranks(world=8, local_world=4))
+    assert line == "4 ranks x 3 threads on 8 cores are many times slower than one per core: OMP_NUM_THREADS=2"
+    assert not preflight.many_threads("cpu", Ranks(world=4, local_world=2))
+    assert not preflight.many_threads("cuda", Ranks(world=8, local_world=8))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert not preflight.many_threads("cpu", Ranks(world=64, local_world=64))  # there is nothing to set

@@ -205,8 +205,8 @@ def test_a_slow_rank_is_named_within_ten_steps_and_nobody_in_a_clean_run(tmp_pat
         json.loads(line)["perf/step_s"] for line in (tmp_path / "clean" / "metrics.jsonl").read_text().splitlines()
     ]
     sleep = max(0.05, 3 * statistics.median(seconds))  # 50 ms where steps are short; more on a busy machine
-    for point, phase in (("step.after_forward_backward", "other"), ("data.get", "data")):
-        folder = tmp_path / phase
+    for point, phase in (("step.begin", "other"), ("step.after_forward_backward", "other"), ("data.get", "data")):
+        folder = tmp_path / point
         code, events = train(folder, 12, "--log-straggler", MEGALITE_FAULT=f"{point}:1:*:sleep={sleep}")
         assert code == 0
         [found] = [event for event in events if event["event"] == "straggler"]

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,59 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -
     status = status_in(tmp_path)
     assert (code, status["outcome"], status["step"]) == (75, "requeue", 1), err
     assert (tmp_path / "iter_0000001" / "COMPLETE").is_file()
+
+
+@pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["one process", "two"])
+def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: list[str]) -> None:
+    """Ranks of --nproc wait for a process that imports it for them."""
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    try:
+        assert process.stderr is not None
+        assert any("without --save-interval" in line for line in process.stderr)  # the last word before
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while layout and len(children.read_text().split()) < 2:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (130, "stopping: SIGINT\n")
+        assert not (tmp_path / "run" / "log.txt").exists()
+    finally:
+        process.kill()
+
+
+def rows_of(folder: Path) -> dict[int, float]:
+    """Training loss by step."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+def test_an_evaluation_is_broken_off_on_all_ranks_and_a_resume_is_the_same_training(tmp_path: Path) -> None:
+    """A signal to one rank alone; the evaluation would take hours."""
+
+    def run(folder: Path, *flags: str, fault: str = "") -> tuple[int, str]:
+        words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--nproc", "2", "--train-iters", "6", *flags]
+        words += ["--save", str(folder), "--run-dir", str(folder)]
+        env = os.environ | {"MEGALITE_FAULT": fault}
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+        return done.returncode, done.stdout + done.stderr
+
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    flags = ["--eval-interval", "3", "--eval-iters", "1000000"]
+    code, text = run(broken, *flags, fault="eval.begin:1:3:term")
+    assert code == 75 and "note: eval_iters=1000000: 3,000,000 batches are evaluated for 6 steps" in text, text
+    assert re.search(
+        r"stopping \(.*\): the evaluation of step 3 ends after \d+ of 1000000 batches, without a loss", text
+    )
+    status, rows = status_in(broken), (broken / "metrics.jsonl").read_text()
+    assert (status["outcome"], status["step"]) == ("requeue", 3) and "val/" not in rows
+    code, text = run(broken, *flags, "--load", str(broken), fault="eval.begin:0:6:term")  # there is no more to train
+    assert (code, status_in(broken)["step"]) == (75, 6) and "val/" not in (broken / "metrics.jsonl").read_text(), text
+    code, text = run(broken, "--load", str(broken))
+    assert (code, status_in(broken)["outcome"]) == (0, "done") and "val/" in (broken / "metrics.jsonl").read_text(), (
+        text
+    )
+    assert run(whole)[0] == 0 and rows_of(broken) == rows_of(whole) and len(rows_of(whole)) == 6
 
 
 @pytest.mark.parametrize(

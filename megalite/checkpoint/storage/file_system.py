@@ -19,6 +19,7 @@ from pathlib import Path
 from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, is_megatron, step_of
 from megalite.config.console import complain
+from megalite.config.faults import fault
 
 _REPLACED = ".replaced"
 
@@ -135,6 +136,7 @@ class LocalStorage:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             test.write_bytes(b"megalite")
+            fault("init.storage", rank, 0)
             left_branch.sync(test)
             os.replace(test, test.with_suffix(".renamed"))
             test.with_suffix(".renamed").unlink()

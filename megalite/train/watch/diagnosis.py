@@ -44,7 +44,7 @@ class View:
         return CAUSES["checkpoint"] if rooms & {"checkpoint", "save-checkpoint"} else None
 
     def __str__(self) -> str:
-        at = f"step {self.step}, {self.phase or self.doing}, {self.place}"
+        at = f"{f'step {self.step}, ' if self.step else ''}{self.phase or self.doing}, {self.place}"
         if self.waits is None:
             return at
         axis, call, seconds = self.waits

@@ -27,7 +27,7 @@ from megalite.config.toml import differences
 from megalite.data.samples.ledger import Ledger
 from megalite.parallel.comm import gather_texts
 from megalite.parallel.launch import LaunchError
-from megalite.parallel.mesh import Axis, world_axis
+from megalite.parallel.mesh import Axis
 from megalite.train.watch.cards import Card, read
 
 EQUAL = ("megalite", "python", "torch", "triton", "numpy", "options", "data")
@@ -38,9 +38,10 @@ HOST = 64  # bytes of a host's name
 Facts = dict[str, str]  # name -> text, of a line or more
 
 
-def compare_ranks(config: Config, ledger: Ledger | None, device: torch.device) -> tuple[list[str], list[str]]:
+def compare_ranks(
+    config: Config, ledger: Ledger | None, world: Axis, device: torch.device
+) -> tuple[list[str], list[str]]:
     """`compare`, of all that a run consists of; one that is alone is asked nothing."""
-    world = world_axis()
     if world.size == 1:
         return [socket.gethostname()], []
     chosen = [f"{name}={value!r}" for section in differences(config).values() for name, value in section.items()]

@@ -8,7 +8,8 @@ thread may sit in a collective for ever. A round:
     said        by the lowest rank that answers, once: who does not answer, who is behind, and the likely cause
 
 A step is late by the usual length of steps, which the first ones have not; whatever a rank does, a collective that has
-used up most of its time is told. Telling ends nothing: that is the group's time-out, and its outcome is `hang`.
+used up most of its time is told. Before ranks have met each is late by itself, when the others are about to give up
+waiting for it. Telling ends nothing: that is the group's time-out, and its outcome is `hang`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from torch.distributed import distributed_c10d
 
 import megalite
 from megalite.config.console import complain
-from megalite.parallel.launch import HANG
-from megalite.parallel.mesh import Mesh
+from megalite.parallel.launch import HANG, LaunchError, read_first_failure
+from megalite.parallel.mesh import PLANNED, Mesh
 from megalite.parallel.shared_memory import OrderError
 from megalite.train.run_dir import Events, Exit
 from megalite.train.timers import Timers
@@ -56,22 +57,39 @@ STATES = dict(T="stopped by a signal", t="stopped by a debugger", D="waits for a
 
 
 class Watchdog:
-    """Of one rank. `timeout_s`: of the groups. `folder`: the run directory. `shared`: of `Ranks`."""
+    """Of one rank. `mesh`: where there are no groups yet, its world is planned; `join` comes later. `timeout_s`: of the
+    groups. `folder`: the run directory. `shared`: of `Ranks`."""
 
     def __init__(self, mesh: Mesh, folder: Path, timers: Timers, timeout_s: float, shared: str | None = None):
         self.mesh, self.rank, self.timeout_s = mesh, mesh.world.rank, timeout_s
         self.folder, self.timers, self.events = folder / "hang", timers, Events(folder, mesh.world.rank)
         self.reason, self.late = "", list[int]()  # of the last round
         self._word = None if shared is None else Path(shared, HANG)  # for the launcher
+        self.started = time.perf_counter()
         self._at, self._took = ("start", 0, time.monotonic()), deque[float](maxlen=50)
         self._told: object = None  # where this rank was in the last round
         self._rounds, self._led = 0, False
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._main, self.pace = threading.get_ident(), max(1.0, mesh.world.size / RANKS)
-        self._store = _own_connection() if mesh.world.size > 1 else None
-        self._put(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._store: Any = None
+        self._met = False
+        self.join(mesh, timeout_s)
         self._thread = threading.Thread(target=self._watch, name="megalite-watchdog", daemon=True)
         self._thread.start()
+
+    def join(self, mesh: Mesh, timeout_s: float) -> None:
+        """The axes of the run, as far as they are made, and how long their collectives may take."""
+        with self._lock:
+            self.mesh, self.timeout_s = mesh, timeout_s
+            if self._met or mesh.world.size == 1 or mesh.world.transport == PLANNED:
+                return
+            self._store, self._met, self._rounds = _own_connection(), True, 0
+            self._put(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it was told, and nothing has gone on since."""
+        return self._told is self._at
 
     def at(self, doing: str, step: int) -> None:
         """The main thread begins something else."""
@@ -83,10 +101,13 @@ class Watchdog:
             if self._word is not None:
                 with contextlib.suppress(OSError):
                     self._word.unlink()
-            complain(f"step {before[1]} goes on, after {took:.0f} s")
+            complain(f"{f'step {before[1]}' if before[1] else 'the start'} goes on, after {took:.0f} s")
 
     def explain(self, error: BaseException) -> tuple[Exit, str] | None:
         """Outcome and reason of a rank that others made end; None: the error is its own."""
+        if isinstance(error, LaunchError):  # another rank of this machine may have told why it does not come
+            told = None if self._word is None else read_first_failure(self._word.parent, HANG)
+            return told and (Exit.HANG, told[1].partition(": ")[2])
         if isinstance(error, OrderError):
             self._round(again=True)
             return Exit.CRASH, f"{error}: {self.reason}"
@@ -114,6 +135,8 @@ class Watchdog:
         doing, _, since = self._at
         now = time.monotonic()
         waited = (w[1] for axis in self.mesh.axes if (w := axis.calls.waiting) is not None)
+        if not self._met and self.mesh.world.size > 1 and doing == "start":
+            return now - since > 0.8 * self.timeout_s
         if now - min(waited, default=now) > 0.8 * self.timeout_s:
             return True
         return doing == "step" and len(self._took) >= ENOUGH and now - since > self.patience_s
@@ -136,7 +159,9 @@ class Watchdog:
         self._put(f"{n}/asked", "")
         mine = self._view()
         self._put(f"{n}/{self.rank}", json.dumps(asdict(mine)))
-        self._dump(mine)
+        dump = threading.Thread(target=self._dump, args=(mine,), daemon=True)  # the disk may be what hangs
+        dump.start()
+        dump.join(self.pace * ANSWER_S)
         others = [f"{n}/{r}" for r in range(world) if r != self.rank]
         end = time.monotonic() + self.pace * ANSWER_S
         while self._store and time.monotonic() < end and not self._has(*(others if self.rank == 0 else [f"{n}/said"])):
@@ -151,7 +176,9 @@ class Watchdog:
         views[self.rank] = mine
         silent = {r: self._state(r) for r in range(world) if r not in views} if self._store else {}
         self.reason, self.late = diagnose(views, silent)
-        if self._store is None and world > 1:
+        if not self._met and world > 1:
+            self.reason += "; the others wait for it"
+        elif self._store is None and world > 1:
             self.reason = (
                 f"the store by which ranks met (MASTER_ADDR) does not answer; this {ranks([self.rank])}: {mine}"
             )
@@ -159,6 +186,8 @@ class Watchdog:
         self._tell(views, silent)
 
     def _tell(self, views: dict[int, View], silent: dict[int, str]) -> None:
+        if not self._met and self._word is not None and self._word.exists():  # one of a machine is enough
+            return
         self._led = True
         doing, step, since = self._at
         usual = f", usually {statistics.median(self._took):.1f} s" if doing == "step" and self._took else ""
@@ -168,11 +197,11 @@ class Watchdog:
             alike.setdefault(str(view), []).append(rank)
         lines += [f"  {ranks(who)}: {text}" for text, who in alike.items()]
         lines += [f"  {ranks([rank])}: no answer{f', {state}' if state else ''}" for rank, state in silent.items()]
-        complain("\n".join([*lines, f"  stacks and collectives of each rank: {self.folder}"]))
         if self._word is not None:
             with contextlib.suppress(OSError):
                 word = {"rank": self.rank, "code": int(Exit.HANG), "reason": self.reason}
                 self._word.write_text(json.dumps(word), "utf-8")
+        complain("\n".join([*lines, f"  stacks and collectives of each rank: {self.folder}"]))
         self.events.add("hang", step, reason=self.reason, late=self.late)
 
     def _view(self) -> View:
