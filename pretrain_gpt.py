@@ -34,7 +34,7 @@ from megalite.parallel.launch import (
 )
 from megalite.parallel.local_ranks import INTERRUPTED, cores, start_local
 from megalite.train.restarts import Restarts, locked_run
-from megalite.train.run_dir import Exit, run_folder, taken
+from megalite.train.run_dir import Exit, leave_status, run_folder, taken
 from megalite.train.stop import hold, stop_signal
 
 MOST_RANKS_PER_CORE = 8
@@ -52,6 +52,21 @@ def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
         from tools.planning.as_rank import tell as rehearsal
     code = pretrain(config, ranks, warnings, stop, rehearsal)
     sys.exit(0 if stop.final and torchrun_restarts() else code)
+
+
+def _lost(config: Config) -> list[str]:
+    elsewhere = config.train.as_rank is not None
+    return absent(rehearsed(config.data) if elsewhere else config.data, elsewhere)
+
+
+def _refuse(config: Config, lost: list[str], ranks: Ranks | None) -> int:
+    """Files are not there: before torch is imported, which takes seconds, and on a cold disk a minute."""
+    for line in lost if ranks is None or ranks.local_rank == 0 else []:
+        complain(f"pretrain_gpt.py: {line}")
+    folder = run_folder(config)
+    if (ranks is None or ranks.rank == 0) and folder.is_dir() and not config.train.dry_run:
+        leave_status(folder, Exit.PREFLIGHT.outcome, checkpoint=config.checkpoint.save, reason="\n".join(lost))
+    return Exit.PREFLIGHT
 
 
 def main(argv: list[str]) -> int:
@@ -73,10 +88,7 @@ def main(argv: list[str]) -> int:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
         if ranks is None or (ranks.rank == 0 and not ranks.resumes):
             problems += taken(config)
-        elsewhere = config.train.as_rank is not None
-        data = rehearsed(config.data) if elsewhere else config.data
-        files = absent(data, elsewhere) if wrong or problems else []  # alone they are told by each rank's start
-        return [*problems, *files]
+        return [*problems, *(_lost(config) if wrong or problems else [])]  # alone they have a code of their own
 
     found = cli.read_or_exit(argv, PRESETS, of_this_machine, world, quiet=ranks is not None and ranks.rank > 0)
     config, nproc = found.config, local_processes(found.config.parallel)
@@ -87,6 +99,8 @@ def main(argv: list[str]) -> int:
     told, first = [*found.warnings, *environment.warnings(), *lacks], ranks is None or ranks.rank == 0
     try:
         with locked_run(config) if first and not config.train.dry_run else contextlib.nullcontext():
+            if lost := _lost(config):
+                return _refuse(config, lost, ranks)
             if ranks is None and (nproc > 1 or config.operations.max_restarts) and not config.train.dry_run:
                 return start_local(nproc, run, (config, told), holds_signals=True, ended=Restarts(config))
             alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))

@@ -22,6 +22,7 @@ from megalite.config.options import Config, LogConfig, options
 from megalite.train.figures import (
     Interval,
     Speed,
+    columns,
     duration,
     megalite_line,
     megalite_validation_line,
@@ -441,3 +442,10 @@ def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest
     written = [{k: v for k, v in row.items() if k != "step" and v is not None} for row in rows(tmp_path)]
     assert calls[1:-1] == [(100, row) for row in written] and "train/loss" not in written[0]
     assert calls[-1] == "finished"
+
+
+def test_a_line_is_as_long_as_it_has_to_be() -> None:
+    """Files and pipes have no width: who searches a log finds a sentence in one piece."""
+    long = "and so on " * 30
+    assert table({"outcome": long + "end", "data": "x\ny"}) == f"outcome  {long}end\ndata     x\n         y"
+    assert columns([("run", "s"), ("a", "10"), ("b", "1")]) == "run   s\na    10\nb     1"

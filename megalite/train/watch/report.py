@@ -154,7 +154,7 @@ def summary(made: Mapping[str, Any]) -> dict[str, str]:
     rows = {
         "time went to": ", ".join(f"{phase} {share:.1f} %" for phase, share in shares if share >= 0.05),
         "computed": f"{made['flops']:.3g} FLOPs in {made['steps']:,} steps, {made['tokens_per_s']:,.0f} tokens/s",
-        "goodput": f"{past}, {run['gpu_hours']:.4g} GPU hours",
+        "goodput": f"{past}, {run['gpu_hours']:.4g} device hours",
         "bottleneck": f"{made['bottleneck']}: {made['advice']}",
     }
     if "cost" in run:
