@@ -22,6 +22,7 @@ from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli, environment
 from megalite.config.console import complain, let_go_of_console
 from megalite.config.options import Config, local_processes
+from megalite.config.packages import missing_packages
 from megalite.data.files.missing_files import absent, rehearsed
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import (
@@ -55,12 +56,14 @@ def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
 
 
 def _lost(config: Config) -> list[str]:
+    """Files and packages that are not there, a line each."""
     elsewhere = config.train.as_rank is not None
-    return absent(rehearsed(config.data) if elsewhere else config.data, elsewhere)
+    files = absent(rehearsed(config.data) if elsewhere else config.data, elsewhere)
+    return files if config.train.dry_run else [*files, *missing_packages(config.log)]
 
 
 def _refuse(config: Config, lost: list[str], ranks: Ranks | None) -> int:
-    """Files are not there: before torch is imported, which takes seconds, and on a cold disk a minute."""
+    """Something is not there: before torch is imported, which takes seconds, and on a cold disk a minute."""
     for line in lost if ranks is None or ranks.local_rank == 0 else []:
         complain(f"pretrain_gpt.py: {line}")
     folder = run_folder(config)

@@ -248,7 +248,7 @@ MISTAKES = {
 if importlib.util.find_spec("wandb") is None:
     MISTAKES["no wandb"] = Mistake(
         f"{MODEL} --mock-data --vocab-size 256 --wandb-project mine",
-        USAGE,
+        PREFLIGHT,
         ("wandb_project='mine' needs the package wandb; pip install wandb (or megalite[wandb])",),
     )
 

@@ -19,6 +19,7 @@ import pytest
 from train_cases import SMALL
 
 from megalite.config.options import Config, LogConfig, options
+from megalite.config.packages import missing_packages
 from megalite.train.figures import (
     Interval,
     Speed,
@@ -36,7 +37,7 @@ from megalite.train.figures import (
     megatron_validation_lines,
     table,
 )
-from megalite.train.metrics import Reporter, missing_packages
+from megalite.train.metrics import Reporter
 from megalite.train.state import State, StepResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -424,7 +425,7 @@ def test_a_missing_package_is_named_before_anything_is_written(
     with pytest.raises(RuntimeError, match=f"{option}=.* needs the package {package}; pip install {package}"):
         Reporter(tmp_path / "run", SPEED, log)
     assert not list(tmp_path.iterdir())
-    assert missing_packages(None, None) == []
+    assert missing_packages(LogConfig()) == []
 
 
 def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
