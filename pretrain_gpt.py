@@ -22,6 +22,7 @@ from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli, environment
 from megalite.config.console import complain, let_go_of_console
 from megalite.config.options import Config, local_processes
+from megalite.config.packages import missing_packages
 from megalite.data.files.missing_files import absent, rehearsed
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import (
@@ -36,7 +37,7 @@ from megalite.parallel.launch import (
 )
 from megalite.parallel.local_ranks import INTERRUPTED, ORDERLY_S, cores, start_local, tell_stopping
 from megalite.train.restarts import Restarts, locked_run
-from megalite.train.run_dir import Exit, run_folder, taken
+from megalite.train.run_dir import Exit, leave_status, run_folder, taken
 from megalite.train.stop import Stopped, hold, stop_signal
 
 MOST_RANKS_PER_CORE = 8
@@ -58,6 +59,24 @@ def run(ranks: Ranks, config: Config, warnings: list[str]) -> None:
     sys.exit(0 if stop.final and torchrun_restarts() else code)
 
 
+def _lost(config: Config) -> list[str]:
+    """Files and packages that are not there, a line each."""
+    elsewhere = config.train.as_rank is not None
+    files = absent(rehearsed(config.data) if elsewhere else config.data, elsewhere)
+    return files if config.train.dry_run else [*files, *missing_packages(config.log)]
+
+
+def _refuse(config: Config, lost: list[str], ranks: Ranks | None) -> int:
+    """Something is not there: before torch is imported, which takes seconds, and on a cold disk a minute."""
+    for line in lost if ranks is None or ranks.local_rank == 0 else []:
+        complain(f"pretrain_gpt.py: {line}")
+    folder = run_folder(config)
+    if (ranks is None or ranks.rank == 0) and folder.is_dir() and not config.train.dry_run:
+        resumes = ranks is not None and ranks.resumes
+        leave_status(folder, Exit.PREFLIGHT.outcome, config, "\n".join(lost), resumes=resumes)
+    return Exit.PREFLIGHT
+
+
 def main(argv: list[str]) -> int:
     hold()
     lacks = follow_torchrun()
@@ -77,10 +96,7 @@ def main(argv: list[str]) -> int:
             problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cores()} processors; start fewer")
         if ranks is None or (ranks.rank == 0 and not ranks.resumes):
             problems += taken(config)
-        elsewhere = config.train.as_rank is not None
-        data = rehearsed(config.data) if elsewhere else config.data
-        files = absent(data, elsewhere) if wrong or problems else []  # alone they are told by each rank's start
-        return [*problems, *files]
+        return [*problems, *(_lost(config) if wrong or problems else [])]  # alone they have a code of their own
 
     found = cli.read_or_exit(argv, PRESETS, of_this_machine, world, quiet=ranks is not None and ranks.rank > 0)
     config, nproc = found.config, local_processes(found.config.parallel)
@@ -91,6 +107,8 @@ def main(argv: list[str]) -> int:
     told, first = [*found.warnings, *environment.warnings(), *lacks], ranks is None or ranks.rank == 0
     try:
         with locked_run(config) if first and not config.train.dry_run else contextlib.nullcontext():
+            if lost := _lost(config):
+                return _refuse(config, lost, ranks)
             if ranks is None and (nproc > 1 or config.operations.max_restarts) and not config.train.dry_run:
                 return start_local(nproc, run, (config, told), holds_signals=True, ended=Restarts(config))
             alone = Ranks(world=nproc, local_world=min(nproc, GPUS_PER_NODE))

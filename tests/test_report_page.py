@@ -217,10 +217,14 @@ def test_without_matplotlib_there_is_the_text_and_one_line(tmp_path: Path) -> No
     folder = write_run(tmp_path / "run", 5)
     hidden = "import sys, runpy; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; "
     start = [sys.executable, "-c", hidden + "runpy.run_path(sys.argv[0], run_name='__main__')", "tools/report.py"]
-    for more, code in (([], 0), (["--out", str(tmp_path / "out")], 1)):
+    needs = "a picture needs the package matplotlib; pip install matplotlib (or megalite[plots])"
+    for more, code in (([], 0), (["--out", str(tmp_path / "out")], 3)):
         done = subprocess.run([*start, str(folder), *more], capture_output=True, text=True, timeout=60, cwd=ROOT)
         assert done.returncode == code and "time went to" in done.stdout
-        assert done.stderr.startswith("report.py: no page: matplotlib is missing") and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"report.py: no page: {needs}; --text") and done.stderr.count("\n") == 1
+    words = ["loss", str(folder), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*start[:-1], "tools/plot.py", *words], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (3, f"plot.py: {needs}\n")
     assert not (tmp_path / "out").exists()
 
 

@@ -128,12 +128,55 @@ MISTAKES = {
         f"{GOOD} --context-parallel-size 2", USAGE, ("context_parallel_size=2 is not supported yet; use 1",)
     ),
     "fp8": Mistake(f"{GOOD} --fp8-format hybrid", USAGE, ("--fp8-format: FP8", "not supported", "use --bf16")),
+    "DeepSpeed's JSON": Mistake(
+        "--config ds.json",
+        USAGE,
+        (
+            "config='ds.json' is JSON (DeepSpeed); write it as TOML, a line name = value for each option",
+            "; train_micro_batch_size_per_gpu is --micro-batch-size",
+        ),
+    ),
+    "Accelerate's YAML": Mistake(
+        "--config fsdp.yaml",
+        USAGE,
+        ("config='fsdp.yaml' is YAML (Accelerate); write it as TOML", "is --bf16 or --fp16"),
+    ),
+    "values that are misspelt, or of others": Mistake(
+        f"{GOOD} --lr-decay-style cosin --activation gleu --normalization rms_norm --optimizer lion --hidden-size 100 "
+        "--position-embedding-type rope --ddp 4",
+        USAGE,
+        (
+            "lr_decay_style='cosin' is not one of constant, linear, cosine, inverse-square-root, WSD; did you mean cosine?",
+            "activation='gleu' is not one of gelu, gelu_erf, swiglu, squared_relu; did you mean gelu?",
+            "normalization='rms_norm' is not one of LayerNorm, RMSNorm; did you mean RMSNorm?",
+            "optimizer=lion is not supported: there is AdamW and SGD; use adam",
+            "hidden_size=100 is not a multiple of num_attention_heads=8: use 96 or 112, or set --kv-channels",
+            "unknown flag --ddp; use --nproc N; ranks beyond tp x pp are data parallel",
+        ),
+        lines=6,
+    ),
+    "a flag that is given twice": Mistake(
+        f"{GOOD} --lr 3e-4 --bf16 --bf16", 0, ("note: lr is given twice, as 1e-3 and as 3e-4; the last",), lines=None
+    ),
+    "a value that the shell has split": Mistake(
+        f"{GOOD} --step-batch-size-schedule 0:6 250B:1536",
+        USAGE,
+        (
+            "'250B:1536' behind --step-batch-size-schedule 0:6; quote a value",
+            "--step-batch-size-schedule '0:6 250B:1536'",
+        ),
+    ),
+    "a preset that is nearly one": Mistake(
+        "--preset llama3-8 --micro-batch-size 2 --train-iters 4 --lr 1e-3 --mock-data",
+        USAGE,
+        ("preset='llama3-8' is unknown; did you mean llama3-8b?",),
+    ),
     "a schedule of batch sizes": Mistake(
         f"{GOOD} --step-batch-size-schedule 2,1K:4",
         USAGE,
         ("step_batch_size_schedule='2,1K:4' has '2'; write TOKENS:SIZE, as 0:768 250B:1536",),
     ),
-    "gpu": Mistake(f"{GOOD} --device gpu", USAGE, ("device='gpu' is not one of auto, cpu, cuda; use one of them",)),
+    "gpu": Mistake(f"{GOOD} --device gpu", USAGE, ("device=gpu is not supported: torch calls it cuda; use cuda",)),
     "a wrong prefix": Mistake(
         f"{DATA} --data-path mine",
         PREFLIGHT,
@@ -205,7 +248,7 @@ MISTAKES = {
 if importlib.util.find_spec("wandb") is None:
     MISTAKES["no wandb"] = Mistake(
         f"{MODEL} --mock-data --vocab-size 256 --wandb-project mine",
-        USAGE,
+        PREFLIGHT,
         ("wandb_project='mine' needs the package wandb; pip install wandb (or megalite[wandb])",),
     )
 
@@ -222,6 +265,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.toml").write_text(TOML)
     (folder / "broken.toml").write_text("[model]\nnum_layers 2\n")
     (folder / "misspelt.toml").write_text(TOML.replace("num_layers", "num_layer"))
+    (folder / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}')
+    (folder / "fsdp.yaml").write_text("compute_environment: LOCAL_MACHINE\nmixed_precision: bf16\n")
     (folder / "x.model").write_bytes(bytes(range(128, 256)))
     (folder / "words").mkdir()
     words = {"type": "WordLevel", "vocab": {"a": 0, "<|endoftext|>": 1}, "unk_token": "a"}

@@ -22,6 +22,7 @@ import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
 from megalite.config.console import Bar  # noqa: E402
+from megalite.config.packages import needs  # noqa: E402
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.files.sidecar import check_tokenizer, read_info  # noqa: E402
@@ -74,7 +75,7 @@ def draw(data: IndexedDataset, path: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise DataError("--png needs the package matplotlib: pip install matplotlib") from None
+        raise DataError(needs("--png", "matplotlib")) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -246,12 +246,12 @@ def _write(args: argparse.Namespace, request: Request, found: Found, budget: Bud
     except OSError as error:
         raise Wrong(f"json={args.json} cannot be written: {error.strerror}; give another path") from None
     if args.out is not None:
-        from tools.pictures.canvas import NoMatplotlib, save
+        from tools.pictures.canvas import save
         from tools.pictures.plan import picture
 
         try:
             save(picture(data), args.out)
-        except (NoMatplotlib, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise Wrong(f"out={args.out}: {error}") from None
 
 

@@ -27,7 +27,7 @@ from megalite.pipeline.schedule import SCHEDULES, Split, plan  # noqa: E402
 from megalite.pipeline.simulate import simulate  # noqa: E402
 from tools.pictures import bench, curves, pipeline, shares  # noqa: E402
 from tools.pictures import plan as plans  # noqa: E402
-from tools.pictures.canvas import NARROW, WIDE, NoMatplotlib, Picture, save  # noqa: E402
+from tools.pictures.canvas import NARROW, WIDE, Picture, save  # noqa: E402
 from tools.pictures.in_text import draw  # noqa: E402
 from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
 
@@ -164,8 +164,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (RunError, NoMatplotlib) as error:
-        more = {"schedule": ", or use --text", "pipeline": " of --profile-pipeline STEP"}.get(args.picture, "")
+    except RunError as error:
+        more = {"pipeline": " of --profile-pipeline STEP"}.get(args.picture, "")
         text = f"{error}{more}"
         raise SystemExit(f"plot.py: {text}") from None
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
@@ -173,4 +173,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))

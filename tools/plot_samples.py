@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
+from megalite.config.packages import MissingPackage, needs
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.samples.blend import split_parts
@@ -44,7 +45,7 @@ def make_figure(heights: Sequence[float]) -> tuple[Any, list[Any]]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise SystemExit("plot_samples.py: matplotlib is missing; pip install matplotlib") from None
+        raise MissingPackage(needs("a picture", "matplotlib")) from None
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     engine: Any = figure.get_layout_engine()
     engine.set(hspace=0.06)
@@ -201,4 +202,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))

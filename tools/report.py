@@ -16,10 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.packages import CODE, MissingPackage  # noqa: E402
 from megalite.train.figures import table  # noqa: E402
 from megalite.train.run_dir import write_atomically  # noqa: E402
 from megalite.train.watch.report import read_past, summary  # noqa: E402
-from tools.pictures.canvas import NoMatplotlib, save  # noqa: E402
+from tools.pictures.canvas import save  # noqa: E402
 from tools.pictures.page import DAMAGE, Page  # noqa: E402
 from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
 
@@ -37,7 +38,7 @@ def text(run: Run) -> str:
 
 
 def write(runs: list[Run], folder: Path) -> Path:
-    """The page and its PNGs. Raises OSError, NoMatplotlib."""
+    """The page and its PNGs. Raises OSError, MissingPackage."""
     page = Page(runs)
     made, path = page.text(), folder / "index.html"
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,9 +71,9 @@ def main(argv: list[str]) -> int:
         return code
     try:
         page = write(runs, args.out or runs[0].folder / "report")
-    except NoMatplotlib as error:
+    except MissingPackage as error:
         print(f"report.py: no page: {error}; --text asks for none", file=sys.stderr)
-        return 1 if args.out else code
+        return CODE if args.out else code
     except OSError as error:
         raise SystemExit(f"report.py: {error.filename}: {error.strerror}; give another --out") from None
     print(f"page: {page}")

@@ -284,14 +284,11 @@ def main(argv: list[str]) -> int:
 
 
 def _draw(verdict: Verdict, path: Path, dtype: str) -> None:
-    """Raises OSError and ValueError."""
+    """Raises OSError, ValueError and MissingPackage."""
     from tools.pictures.agreement import picture
-    from tools.pictures.canvas import NoMatplotlib, save
+    from tools.pictures.canvas import save
 
-    try:
-        save(picture(verdict.rows, str(verdict.made.layout), dtype), path)
-    except NoMatplotlib as error:
-        raise ValueError(f"{path}: {error}") from None
+    save(picture(verdict.rows, str(verdict.made.layout), dtype), path)
 
 
 if __name__ == "__main__":

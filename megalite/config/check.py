@@ -71,7 +71,8 @@ def _ranges(config: Config) -> Iterator[tuple[str, Problem]]:
         value, facts = getattr(getattr(config, section), f.name), facts_of(f)
         if value == 0 and facts.required:
             if section != "model" or not config.checkpoint.use_checkpoint_args:
-                yield f.name, Problem(f"{f.name}=0 is not set; give {flag_of(f.name)} or a --preset", [f.name])
+                preset = " or a --preset" * (section == "model")
+                yield f.name, Problem(f"{f.name}=0 is not set; give {flag_of(f.name)}{preset}", [f.name])
         elif why := facts.problem(value):
             yield f.name, Problem(f"{f.name}={value or 0} {why}", [f.name])
     if config.optim.lr is None and not config.train.skip_train:

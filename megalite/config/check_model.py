@@ -17,7 +17,9 @@ _NOT_YARN = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolati
 def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
     heads = m.num_attention_heads
     if m.kv_channels is None and m.hidden_size % heads:
-        yield say("{=hidden_size} is not a multiple of {=num_attention_heads}; or set {--kv-channels}")
+        unit = heads * (2 if m.position_embedding_type in ("rope", "yarn") else 1)  # channels turn in pairs
+        text = "{=hidden_size} is not a multiple of {=num_attention_heads}: use {fit}, or set {--kv-channels}"
+        yield say(text, fit=_multiples(m.hidden_size, unit))
     elif m.position_embedding_type in ("rope", "yarn") and int(m.head_size * m.rotary_percent) % 2:
         yield say("{=rotary_percent} rotates an odd number of {size} channels; make it even", size=m.head_size)
     tp_breaks = "{=tensor_model_parallel_size} does not divide "
@@ -32,9 +34,11 @@ def model_problems(m: ModelConfig, tp: int, say: Say) -> Iterator[Problem]:
     if m.ffn_size < 1:
         yield say("{=hidden_size} is too small for the default width of swiglu; give {--ffn-hidden-size}")
     if m.ffn_size % tp:
-        yield say(tp_breaks + "{=ffn_hidden_size}; change one", ffn_hidden_size=m.ffn_size)
+        text = tp_breaks + "{=ffn_hidden_size}: use {fit} for it, or another tp"
+        yield say(text, ffn_hidden_size=m.ffn_size, fit=_multiples(m.ffn_size, tp))
     if m.seq_length % tp:
-        yield say(tp_breaks + "{=seq_length}; change one")
+        text = tp_breaks + "{=seq_length}: use {fit} for it, or another tp"
+        yield say(text, fit=_multiples(m.seq_length, tp))
     if m.positions < m.seq_length:
         yield say("{=max_position_embeddings} is below {=seq_length}; make it at least that")
     yield from _window(m, say)
@@ -118,6 +122,16 @@ def layout_problems(config: Config, say: Say) -> Iterator[Problem]:
     if size is not None and size < pp:
         text = "{=microbatch_group_size_per_virtual_pipeline_stage} is below pipeline parallel {pp}; raise it"
         yield say(text, "pipeline_model_parallel_size", pp=pp)
+
+
+def _multiples(n: int, of: int) -> str:
+    """Those next to `n`.
+
+    >>> _multiples(100, 12), _multiples(5, 8)
+    ('96 or 108', '8')
+    """
+    low = n // of * of
+    return f"{low} or {low + of}" if low else str(of)
 
 
 def _divisors(n: int) -> str:

@@ -11,7 +11,9 @@ once, and the exit code is 2, before torch is imported.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +43,24 @@ class Words:
     problems: list[str] = field(default_factory=list)
     unclear: set[str] = field(default_factory=set)  # options that were named, with a value that cannot be read
     misspelt: set[str] = field(default_factory=set)  # options that other flags may have meant
+    notes: list[str] = field(default_factory=list)
+
+    def give(self, name: str, value: Any) -> None:
+        """As argparse does it, and so Megatron-LM: the last one counts."""
+        if self.given.get(name, value) != value:
+            old, new = (" ".join(v) if isinstance(v, list) else v for v in (self.given[name], value))
+            self.notes.append(f"{name} is given twice, as {old} and as {new}; the last one counts")
+        self.given[name] = value
+
+    def stray(self, more: list[str], before: str, name: str, value: Any) -> None:
+        """Words that no flag takes, behind the flag `before`, which sets `name`."""
+        if isinstance(value, str):  # which may have been several words before a shell has read them
+            self.unclear.add(name)
+            flag, whole = before.partition("=")[0], shlex.quote(" ".join([value, *more]))
+            behind = f" behind {flag} {value}; quote a value that has spaces: {flag} {whole}"
+        else:
+            behind = f"{f' behind {before}' * bool(before)}; a flag stands before its value, as in --lr 3e-4"
+        self.problems.append(f"unexpected word{'s' * (len(more) > 1)} {', '.join(map(repr, more))}{behind}")
 
 
 def _is_flag(word: str) -> bool:
@@ -50,15 +70,17 @@ def _is_flag(word: str) -> bool:
 def take_apart(argv: Sequence[str]) -> Words:
     """Every word of `argv` as an option, a flag of Megatron-LM, or a problem."""
     ours = {flag: (f, constant) for _, f in options() for flag, constant in spellings(f)}
-    theirs, found, rest, before = known_flags(), Words(), list(argv), ""
+    theirs, found, rest, before, text = known_flags(), Words(), list(argv), "", ""
     spelt = [flag for flag, known in theirs.items() if known.verdict != INSTEAD]
     while rest:
         word = rest.pop(0)
         if not _is_flag(word):
-            where = f" behind {before}" if before else ""
-            found.problems.append(f"unexpected word {word!r}{where}; a flag stands before its value, as in --lr 3e-4")
+            more = [word]
+            while rest and not _is_flag(rest[0]):
+                more.append(rest.pop(0))
+            found.stray(more, before, text, found.given.get(text))
             continue
-        before = word
+        before, text = word, ""  # `text`: the option that it sets to one
         head, equals, value = word.partition("=")
         flag = head if head in theirs else head.replace("_", "-")
         values = [value] if equals else []
@@ -85,7 +107,7 @@ def take_apart(argv: Sequence[str]) -> Words:
                 found.problems.append(f"{flag}={values[0]} is neither true nor false; give one, or nothing behind it")
                 found.unclear.add(f.name)
             else:
-                found.given[f.name] = constant if holds else not constant if kind == "bool" else f.default
+                found.give(f.name, constant if holds else not constant if kind == "bool" else f.default)
         else:
             name = flag[2:] if f is None else f.name
             lists = kind in ("ints", "strs")
@@ -96,7 +118,8 @@ def take_apart(argv: Sequence[str]) -> Words:
                 found.problems.append(f"{flag} needs a value; {where}")
                 found.unclear.add(name)
             else:
-                found.given[name] = values if lists else values[0]
+                found.give(name, values if lists else values[0])
+                text = name if kind == "str" else ""
     return found
 
 
@@ -154,7 +177,10 @@ def read_all(
     preset = str(given.pop("preset", "") or file.get("preset", ""))
     file.pop("preset", None)
     if preset and preset not in presets:
-        problems.append(f"preset={preset!r} is unknown; use one of {', '.join(sorted(presets))}")
+        near = difflib.get_close_matches(preset, presets, 1, cutoff=0.8)
+        remedy = f"did you mean {near[0]}? There are" if near else "use one of"
+        problems.append(f"preset={preset!r} is unknown; {remedy} {', '.join(sorted(presets))}")
+    if (preset and preset not in presets) or "preset" in unclear:
         words.misspelt.update(*presets.values())  # which the preset was to say
     unclear |= words.misspelt - {**file, **given}.keys()
     values: dict[str, Any] = {}
@@ -170,7 +196,7 @@ def read_all(
         raise ConfigError(list(dict.fromkeys(problems)))
     if configs.resolved_style(made, megatron_spelling=bool(words.foreign)) == "megatron":
         made = replace(made, log=replace(made.log, log_style="megatron"))
-    return Read(made, [*foreign.notes, *without_effect(made)], foreign.warnings)
+    return Read(made, [*words.notes, *foreign.notes, *without_effect(made)], foreign.warnings)
 
 
 def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from megalite.config.environment import wants_plain_lines
+from megalite.config.packages import CODE, MissingPackage
 
 T = TypeVar("T")
 ERASE = "\r\x1b[2K"  # this line of the terminal
@@ -47,7 +48,8 @@ def let_go_of_console() -> None:
 
 def as_command(run: Callable[[], int], prints: bool = True) -> int:
     """The exit code of a program: 130 after Ctrl-C, that of SIGPIPE where whoever reads its output has enough, as head
-    has, 1 where a disk is full that it writes to. `prints`: what it prints is what it is for; it is lost else."""
+    has, 1 where a disk is full that it writes to, 3 without a package that it needs. `prints`: what it prints is what
+    it is for; it is lost else."""
     try:
         code = run()
         if prints and sys.stdout is not None:
@@ -61,6 +63,9 @@ def as_command(run: Callable[[], int], prints: bool = True) -> int:
         if stdout.poll(0):
             return 128 + signal.SIGPIPE
         raise
+    except MissingPackage as error:
+        complain(f"{os.path.basename(sys.argv[0])}: {error}")
+        return CODE
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

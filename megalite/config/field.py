@@ -12,6 +12,7 @@ There is no default: an option without a class would count as something silently
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ class Facts:
     """What an option's declaration says.
 
     flags      other spellings; "--x=VALUE" sets the field to VALUE
-    refused    values of Megatron-LM's that are none of the choices, and why
+    refused    values that others have and that are none of the choices, in lower case if in any; and why
     required   0 is "not set"
     least      the smallest value; `above`: a bound that is too small itself
     below      (a bound that is too large itself, what is said of such a value); `most`: (the largest value, the same)
@@ -147,9 +148,12 @@ def convert(f: Field[Any], value: Any) -> Any:
         except OverflowError:
             raise ValueError(f"{f.name}={shown} is beyond a float's range; give a smaller number") from None
     if kind == "str" and isinstance(value, str):
-        if value in facts.refused:
-            raise ValueError(f"{f.name}={value} is not supported: {facts.refused[value]}")
+        if (reason := facts.refused.get(value) or facts.refused.get(value.lower())) and value not in facts.choices:
+            raise ValueError(f"{f.name}={value} is not supported: {reason}")
         if facts.choices and value not in facts.choices:
-            raise ValueError(f"{f.name}={value!r} is not one of {', '.join(facts.choices)}; use one of them")
+            plain = {re.sub(r"[-_ ]", "", choice).lower(): choice for choice in facts.choices}
+            near = difflib.get_close_matches(re.sub(r"[-_ ]", "", value).lower(), plain, 1, cutoff=0.7)
+            remedy = f"did you mean {plain[near[0]]}?" if near else "use one of them"
+            raise ValueError(f"{f.name}={value!r} is not one of {', '.join(facts.choices)}; {remedy}")
         return value
     raise bad

@@ -102,7 +102,8 @@ def first_of(feature: str) -> str:
 
 def nearest(flag: str, candidates: Iterable[str]) -> str | None:
     """The flag whose words are those of `flag`, each misspelt a little; None rather than a guess."""
-    best = max(candidates, key=lambda candidate: _likeness(flag[2:], candidate[2:]))
+    long = (candidate for candidate in candidates if len(candidate) > len("--abc"))  # any two short ones are alike
+    best = max(long, key=lambda candidate: _likeness(flag[2:], candidate[2:]))
     return best if _likeness(flag[2:], best[2:]) else None
 
 

@@ -32,6 +32,12 @@ class ModelConfig:
         "gelu",
         "feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
         choices=("gelu", "gelu_erf", "swiglu", "squared_relu"),
+        refused={
+            **dict.fromkeys(("silu", "swish"), "here it comes with its gate; use swiglu"),
+            **dict.fromkeys(
+                ("relu", "geglu", "reglu", "quick_gelu", "mish", "tanh"), "use gelu, swiglu or squared_relu"
+            ),
+        },
         flags=("--swiglu=swiglu", "--squared-relu=squared_relu"),
     )
     bias_gelu_fusion: bool = model(True, "tanh form of gelu; off: exact, where none is named", through="activation")
@@ -43,6 +49,7 @@ class ModelConfig:
         "learned_absolute",
         "positions",
         choices=("learned_absolute", "rope", "yarn", "none"),
+        refused={"alibi": "it is not here; use rope"},
         flags=("--use-rotary-position-embeddings=rope",),
     )
     add_position_embedding: bool = model(

@@ -19,7 +19,15 @@ NO_SHARE, TO_TWO = (1, "is no share; use at most 1"), (2, "is above 2; use 0, 1 
 @dataclass(frozen=True)
 class ParallelConfig:
     nproc: int | None = how(None, "local processes to start where no launcher does; default: tp x pp x --dp, else 1")
-    device: str = how("auto", "where to compute; auto: cuda where there is a card", choices=("auto", "cpu", "cuda"))
+    device: str = how(
+        "auto",
+        "where to compute; auto: cuda where there is a card",
+        choices=("auto", "cpu", "cuda"),
+        refused={
+            **dict.fromkeys(("gpu", "nvidia"), "torch calls it cuda; use cuda"),
+            **dict.fromkeys(("mps", "xpu", "tpu", "xla", "npu"), "there are no kernels for it; use cpu"),
+        },
+    )
     tensor_model_parallel_size: int = how(1, "tp: ranks that share each layer", flags=("--tp",), above=0)
     pipeline_model_parallel_size: int = how(1, "pp: ranks that share the depth", flags=("--pp",), above=0)
     context_parallel_size: int = how(
@@ -135,7 +143,18 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    optimizer: str = training("adam", "adam is AdamW", choices=("adam", "sgd"))
+    optimizer: str = training(
+        "adam",
+        "adam is AdamW",
+        choices=("adam", "sgd"),
+        refused={
+            "adamw": "the adam of here is AdamW; use adam",
+            **dict.fromkeys(
+                ("adafactor", "adagrad", "dist_muon", "lamb", "lion", "muon", "rmsprop", "shampoo", "soap", "sophia"),
+                "there is AdamW and SGD; use adam",
+            ),
+        },
+    )
     optimizer_impl: str = how("auto", "whose AdamW; apex needs its CUDA extension", choices=("auto", "torch", "apex"))
     lr: float | None = training(None, "peak learning rate", stand_in=1.0, least=0)
     min_lr: float = training(0.0, "learning rate at the end of decay")

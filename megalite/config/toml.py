@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from typing import Any
 
-from megalite.config.megatron_flags import nearest
+from megalite.config.megatron_flags import INSTEAD, known_flags, nearest
 from megalite.config.options import SECTIONS, Config, ConfigError, gelu_form, options
 
 
@@ -21,12 +22,41 @@ def read_toml(path: str) -> dict[str, Any]:
     return parse_toml(text, path)
 
 
+_OWNERS = {  # keys that only their files have
+    "DeepSpeed": "zero_optimization train_micro_batch_size_per_gpu",
+    "Accelerate": "compute_environment distributed_type",
+    "Hugging Face, of a model": "model_type architectures",
+    "Hugging Face's Trainer": "per_device_train_batch_size",
+}
+_MOST_NAMED = 6
+
+
+def _other_format(text: str) -> str | None:
+    """What a file is that is JSON or YAML, and which flags hold what it says."""
+    json = text.lstrip()[:1] == "{"
+    keys = set(re.findall(r'"(\w+)"\s*:' if json else r"^\s*([A-Za-z_]\w*):(?:\s|$)", text, re.M))
+    if not json and not keys:
+        return None
+    owner = next((f" ({name})" for name, own in _OWNERS.items() if keys & {*own.split()}), "")
+    ours, theirs = {f.name for _, f in options()}, known_flags()
+    said = {}
+    for key in sorted(keys):
+        known = theirs.get(f"--{key.replace('_', '-')}")
+        if key not in ours and known is not None and known.verdict == INSTEAD and known.reason.startswith("--"):
+            said[key] = re.split("[;(]", known.reason)[0].strip()
+    named = "; ".join(f"{key} is {flag}" for key, flag in [*said.items()][:_MOST_NAMED])
+    more = f"docs/flags.md has all options{f'; {named}' if named else ''}"
+    return f"is {'JSON' if json else 'YAML'}{owner}; write it as TOML, a line name = value for each option: {more}"
+
+
 def parse_toml(text: str, path: str) -> dict[str, Any]:
     """Option names to values from a TOML text, with or without [section] tables; `path` names it in errors."""
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
-        raise ConfigError([f"config={path!r} is not TOML ({error}); mend that line"]) from None
+        raise ConfigError(
+            [f"config={path!r} {_other_format(text) or f'is not TOML ({error}); mend that line'}"]
+        ) from None
     known = {f.name: section for section, f in options()}
     values: dict[str, Any] = {}
     problems = []

@@ -106,18 +106,20 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
     return "cudnn" if torch.cuda.get_device_capability(q_SBHK.device)[0] >= 9 else "flash"
 
 
-def describe_attention(device_type: str, dropout: bool = False) -> str:
-    """One line for the plan: what `backend` takes in half precision on such a device."""
+def describe_attention(device_type: str, dropout: bool = False, half: bool = True, window: bool = False) -> str:
+    """One line for the plan: what `backend` takes on such a device; `half`: in half precision, `window`: some layers
+    have one."""
     if dropout:
         own = "triton" if runs_triton(device_type) and forced() in ("auto", "triton") else "blocked"
         training = "explicit scores" if forced() == "torch" else own
-        return f"{training}, for dropout; in evaluation {describe_attention(device_type)}"
+        plain = describe_attention(device_type, half=half, window=window)
+        return training if plain == training else f"{training}, for dropout; in evaluation {plain}"
     if forced() != "auto":
         own = forced() in ("triton", "blocked")
         return f"{forced()} ({environment.source('attention_kernel')})" + ("" if own else "; in a window: blocked")
     if device_type != "cuda":
-        cpu = "blocked in half precision, torch in fp32; in a window: blocked"
-        return "triton" if runs_triton(device_type) else cpu
+        rest = "blocked" if half else "torch; in a window blocked" if window else "torch"
+        return "triton" if runs_triton(device_type) else rest
     if not runs_triton(device_type):
         return "cudnn or flash; by document: torch; in a window: blocked"
     return "triton" if chosen("kernels") == "triton" else "cudnn or flash; by document or in a window: triton"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import environment
+from megalite.config.packages import MissingPackage, needs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
@@ -35,6 +36,10 @@ IN_TORCH: tuple[str, ...] = ()
 
 class KernelError(Exception):
     """The kernels asked for cannot run here; the text says what to set or install."""
+
+
+class NoTriton(KernelError, MissingPackage):
+    """It is asked for and not installed."""
 
 
 _asked = {"kernels": "auto", "attention_kernel": "auto"}
@@ -85,7 +90,7 @@ def runs_triton(device_type: str) -> bool:
     if wanted == "auto":
         return device_type == "cuda" and installed() and not interpreted()
     if not installed():
-        raise KernelError(f"{asked_for()} but triton is not installed; pip install triton, or use torch")
+        raise NoTriton(needs(asked_for(), "triton") + ", or use torch")
     if device_type == "cpu" and not interpreted():
         raise KernelError(f"{asked_for()} on CPU needs TRITON_INTERPRET=1 (slow, for tests); or use torch")
     return True

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.environment import variable
+from megalite.config.packages import MissingPackage, needs
 from megalite.kernels.dispatch import asked_for, chosen, installed
 from megalite.kernels.dropout import drop_reference, dropout_add_by
 from megalite.models.gpt import Block, Stage
@@ -40,12 +41,16 @@ class CompileError(Exception):
     """torch.compile was asked for and cannot run here; the text says what to set or install."""
 
 
+class NoTritonToCompile(CompileError, MissingPackage):
+    """Triton is not installed."""
+
+
 def check_compile(device_type: str) -> None:
     """Raises CompileError. Inductor makes C++ for a CPU and Triton kernels for a card."""
     if chosen("kernels") == "triton":
         raise CompileError(f"compile=True compiles the torch kernels, but {asked_for()}; use auto or torch")
     if device_type == "cuda" and not installed():
-        raise CompileError("compile=True needs triton on cuda and it is not installed; pip install triton")
+        raise NoTritonToCompile(needs("compile=True on cuda", "triton"))
     name = variable("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what inductor calls, and no other
     remedy = "install one or set CXX to the name of one, without options"
     if shutil.which(name) is None:

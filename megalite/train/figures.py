@@ -7,7 +7,6 @@ MFU is model FLOPs (causal, no recompute) per second over the dense peak of all 
 from __future__ import annotations
 
 import datetime
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -197,19 +196,21 @@ def megatron_timers(option: str, seconds: Mapping[str, Sequence[float]]) -> str:
 
 
 def table(rows: Mapping[str, str]) -> str:
-    """Names and values in two columns."""
-    return columns(list(rows.items()), headed=False)
+    """Names and values in two columns. Further lines of a value stand below it."""
+    margin = max(map(len, rows)) + 2
+    return columns([(name, text.replace("\n", "\n" + " " * margin)) for name, text in rows.items()], headed=False)
 
 
 def columns(rows: Sequence[Sequence[str]], headed: bool = True) -> str:
-    """`headed`: the first row is the table's head, and columns but the first hold numbers."""
-    from rich.console import Console
-    from rich.table import Column, Table
+    """`headed`: the first row is the table's head, and columns but the first hold numbers. A line is as long as it has
+    to be, for files and pipes."""
+    from rich.cells import cell_len
 
-    head = [Column(name, justify="right" if i else "left") for i, name in enumerate(rows[0])]
-    made = Table(*(head if headed else ["", Column(overflow="fold")]), show_header=headed, box=None, pad_edge=False)
-    for row in rows[headed:]:
-        made.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=110, color_system=None, markup=False, emoji=False).print(made)
-    return text.getvalue().rstrip()
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        spare = [" " * (width - cell_len(cell)) for width, cell in zip(widths, row, strict=True)]
+        first, *more = zip(row, spare, strict=True)
+        cells = ["".join(first), *("".join(pair[::-1] if headed else pair) for pair in more)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

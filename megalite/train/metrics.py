@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib.util
 import json
 import math
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 
 from megalite.config.console import Bar, complain, show
 from megalite.config.options import LogConfig
+from megalite.config.packages import missing_packages
 from megalite.data.samples.validation_sets import bits_per_byte
 from megalite.train import figures as lines
 from megalite.train.figures import Interval, Speed, perplexity
@@ -29,16 +29,6 @@ from megalite.train.state import State, StepResult
 
 PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
 FIRST_PROGRESS_S = 2.0
-
-
-def missing_packages(tensorboard_dir: str | None, wandb_project: str | None) -> list[str]:
-    """One line for each option whose optional package is not installed; imports nothing."""
-    wanted = (("tensorboard_dir", tensorboard_dir, "tensorboard"), ("wandb_project", wandb_project, "wandb"))
-    return [
-        f"{option}={value!r} needs the package {package}; pip install {package} (or megalite[{package}])"
-        for option, value, package in wanted
-        if value is not None and importlib.util.find_spec(package) is None
-    ]
 
 
 class Reporter:
@@ -66,7 +56,7 @@ class Reporter:
         self._too_fast = False
         self._bar: Bar | None = None
         self._rates = ""
-        missing = missing_packages(log.tensorboard_dir, log.wandb_project)
+        missing = missing_packages(log)
         if missing:
             raise RuntimeError("\n".join(missing))
         self._log, self._rows = AppendedFile(folder / "log.txt"), AppendedFile(folder / "metrics.jsonl")

@@ -27,6 +27,7 @@ def describe(
     """What will run where, and how much of it there is. A dry run has no device and no peak."""
     config, sizes = plan.config, plan.batch_sizes
     m, chunks = config.model, plan.chunks
+    windows = [w for w in m.windows if w is not None]
     batch = f"{sizes.final}" if len(sizes.steps) == 1 else f"{sizes.at(0)} to {sizes.final}"
     ranks = f"{plan.world} rank{'s' * (plan.world > 1)}"
     rows = {
@@ -46,8 +47,13 @@ def describe(
         rows["learning rate"] = f"{config.optim.lr:g} at a batch of {base}, so {peak_rate:g} at one of {sizes.final}"
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
-        rows["attention"] = describe_attention(device_type, m.attention_dropout > 0)
-    if windows := [w for w in m.windows if w is not None]:
+        rows["attention"] = describe_attention(
+            device_type,
+            m.attention_dropout > 0,
+            half=config.precision.bf16 or config.precision.fp16,
+            window=bool(windows),
+        )
+    if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
     if config.train.compile:
         rows["compile"] = describe_compile()

@@ -10,6 +10,7 @@ from megalite.checkpoint.storage.location import parse
 from megalite.checkpoint.storage.protocol import storage_of
 from megalite.config.check import check
 from megalite.config.options import Config
+from megalite.config.packages import MissingPackage, missing_packages
 from megalite.data.errors import DataError
 from megalite.data.files.missing_files import absent, rehearsed
 from megalite.kernels.dispatch import KernelError, choose, runs_triton
@@ -19,7 +20,6 @@ from megalite.parallel.local_ranks import cores
 from megalite.train.arrangement import Arrangement, arrange
 from megalite.train.export_hf import check_export
 from megalite.train.memory import memory_there
-from megalite.train.metrics import missing_packages
 from megalite.train.setup import SetupError
 from megalite.train.sources import Sources, open_sources
 
@@ -28,11 +28,9 @@ def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
     """All that can be refused before a process group exists, all of it at once."""
     t = config.train
     problems: list[str] = [*check(config, ranks.world, complete=True)]
-    if not t.dry_run:  # which opens no log
-        problems += missing_packages(config.log.tensorboard_dir, config.log.wandb_project)
     elsewhere = t.as_rank is not None
     data = rehearsed(config.data) if elsewhere else config.data
-    lost = absent(data, elsewhere)
+    lost = [*absent(data, elsewhere), *(missing_packages(config.log) if not t.dry_run else ())]  # which opens no log
     try:
         check_export(config)
     except SetupError as error:
@@ -71,7 +69,7 @@ def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
         if config.train.cuda_graph_impl != "none" and device != "cuda":
             raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; drop it")
     except (KernelError, CompileError) as error:
-        raise SetupError(str(error)) from None
+        raise (LaunchError if isinstance(error, MissingPackage) else SetupError)(str(error)) from None
     needs = plan.holdings[plan.worst].state
     if device == "cpu":
         there, what = memory_there(torch.device("cpu")) / ranks.local_world, "the memory"

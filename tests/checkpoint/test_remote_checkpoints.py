@@ -325,7 +325,7 @@ def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     foreground.save(f"file://{tmp_path}/local", 1, pieces(1.0), {}, ALONE)
     assert (tmp_path / "local" / "iter_0000001" / "COMPLETE").is_file() and loaded(f"{tmp_path}/local") == 1.0
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(CheckpointError, match="needs the package fsspec: pip install fsspec"):
+    with pytest.raises(CheckpointError, match="needs the package fsspec; pip install fsspec"):
         parse("memory://x")
 
 

@@ -262,13 +262,19 @@ def test_files_that_are_not_there_are_in_the_same_list(tmp_path: Path) -> None:
     ]
     lost += ["--tokenizer-model", str(tmp_path / "none.model")]
     words = [word for word in GOOD if word != "--mock-data"] + lost
+    words += ["--run-dir", str(tmp_path / "run")]
+    program = (
+        "import sys, pretrain_gpt as p; code = p.main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(code)"
+    )
     for more, code, lines in (([], 3, 3), (["--bf16", "--fp16", "--lr", "x"], 2, 5)):
         run = subprocess.run(
-            [sys.executable, "pretrain_gpt.py", *words, *more], cwd=ROOT, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", program, *words, *more], cwd=ROOT, capture_output=True, text=True, timeout=60
         )
         told = run.stderr.splitlines()
         assert run.returncode == code and len(told) == lines, run.stderr
+        assert run.stdout == ("False\n" if code == 3 else ""), "torch takes seconds to import"
         assert sum("No such file or directory" in line for line in told) == 3
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_would_change_the_training_is_not_taken_in_silence() -> None:

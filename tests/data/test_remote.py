@@ -271,7 +271,7 @@ def test_what_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError, match=r"s3://b/a.idx: Install s3fs"):
         IndexedDataset("s3://b/a", cache_path=tmp_path)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(DataError, match="needs the package fsspec: pip install fsspec"):
+    with pytest.raises(DataError, match="needs the package fsspec; pip install fsspec"):
         IndexedDataset(url, cache_path=tmp_path)
 
 

@@ -171,7 +171,7 @@ def test_parquet_columns(tmp_path: Path) -> None:
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
     monkeypatch.setitem(__import__("sys").modules, package, None)
     (tmp_path / name).write_bytes(b"anything")
-    with pytest.raises(DataError, match=f"{name} needs a package: pip install {package}"):
+    with pytest.raises(DataError, match=f"{name} needs the package {package}; pip install {package}"):
         list(read_blocks([str(tmp_path / name)]))
 
 

@@ -181,8 +181,10 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
         assert attention.backend(q.bfloat16(), masked=False) == "blocked"
         assert attention.backend(q.bfloat16(), masked=True) == "torch"
         assert {attention.backend(q, masked=m, window=True) for m in (False, True)} == {"blocked"}
-        cpu = "blocked in half precision, torch in fp32; in a window: blocked"
-        assert attention.describe_attention("cpu") == cpu
+        assert attention.describe_attention("cpu") == attention.describe_attention("cpu", dropout=True) == "blocked"
+        assert attention.describe_attention("cpu", half=False) == "torch"
+        windows = "blocked, for dropout; in evaluation torch; in a window blocked"
+        assert attention.describe_attention("cpu", dropout=True, half=False, window=True) == windows
     finally:
         dispatch.chosen.cache_clear()
 

@@ -19,9 +19,11 @@ import pytest
 from train_cases import SMALL
 
 from megalite.config.options import Config, LogConfig, options
+from megalite.config.packages import missing_packages
 from megalite.train.figures import (
     Interval,
     Speed,
+    columns,
     duration,
     megalite_line,
     megalite_validation_line,
@@ -35,7 +37,7 @@ from megalite.train.figures import (
     megatron_validation_lines,
     table,
 )
-from megalite.train.metrics import Reporter, missing_packages
+from megalite.train.metrics import Reporter
 from megalite.train.state import State, StepResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -423,7 +425,7 @@ def test_a_missing_package_is_named_before_anything_is_written(
     with pytest.raises(RuntimeError, match=f"{option}=.* needs the package {package}; pip install {package}"):
         Reporter(tmp_path / "run", SPEED, log)
     assert not list(tmp_path.iterdir())
-    assert missing_packages(None, None) == []
+    assert missing_packages(LogConfig()) == []
 
 
 def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,3 +443,10 @@ def test_wandb_gets_the_rows_and_is_finished(tmp_path: Path, monkeypatch: pytest
     written = [{k: v for k, v in row.items() if k != "step" and v is not None} for row in rows(tmp_path)]
     assert calls[1:-1] == [(100, row) for row in written] and "train/loss" not in written[0]
     assert calls[-1] == "finished"
+
+
+def test_a_line_is_as_long_as_it_has_to_be() -> None:
+    """Files and pipes have no width: who searches a log finds a sentence in one piece."""
+    long = "and so on " * 30
+    assert table({"outcome": long + "end", "data": "x\ny"}) == f"outcome  {long}end\ndata     x\n         y"
+    assert columns([("run", "s"), ("a", "10"), ("b", "1")]) == "run   s\na    10\nb     1"

@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.config import cli
 from megalite.config.options import ConfigError
+from megalite.config.packages import MissingPackage
 from megalite.models.families import PRESETS
 from megalite.parallel.local_ranks import cores
 from megalite.train.arrangement import arrange
@@ -139,13 +140,13 @@ def finish(table: Table, options: argparse.Namespace, complete: bool) -> None:
 
 def draw(table: Table, found: list[dict[str, Any]]) -> None:
     from tools.pictures import bench
-    from tools.pictures.canvas import NoMatplotlib, save
+    from tools.pictures.canvas import save
 
     assert table.folder is not None
     try:
         for picture in bench.pictures(found):
             save(picture, table.folder / f"{picture.name}.png")
-    except NoMatplotlib as error:
+    except MissingPackage as error:
         print(f"benchmark.py: no pictures: {error}", file=sys.stderr)
 
 

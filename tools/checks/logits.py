@@ -15,6 +15,7 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
+from megalite.config.packages import needs
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.parameter import Maker, weight_pieces
 from megalite.parallel.mesh import Mesh
@@ -73,9 +74,7 @@ def compare_logits(
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise CheckpointError(
-            "logits are compared with transformers; pip install transformers, or use --check-bits"
-        ) from None
+        raise CheckpointError(needs("comparing logits", "transformers") + ", or use --check-bits") from None
     if ids:
         ids_BS = torch.tensor([ids[: model.positions]])
     else:

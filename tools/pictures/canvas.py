@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.config.packages import MissingPackage, needs
+
 WIDE, NARROW = 8.6, 3.7  # inches: of a page's text, and of a telephone
 DPI = 150  # of a PNG
 COLOURS = {  # name: (on white, on black)
@@ -32,10 +34,6 @@ COLOURS = {  # name: (on white, on black)
 SERIES = ("blue", "vermilion", "green", "purple", "orange", "sky")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TEXT = 90  # characters of a name that comes from outside
-
-
-class NoMatplotlib(Exception):
-    """matplotlib is not installed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def _style() -> Any:
 
 def save(picture: Picture, path: Path | str, width: float = WIDE) -> None:
     """As a file, in the format of its suffix. Raises OSError, ValueError where matplotlib does not know the format, and
-    NoMatplotlib."""
+    MissingPackage."""
     made = _drawn(picture, width)
     with _style(), _quiet():
         made.savefig(path, dpi=DPI)
@@ -99,7 +97,7 @@ def _drawn(picture: Picture, width: float) -> Any:
         with _style():
             return picture.draw(width)
     except ImportError:
-        raise NoMatplotlib("matplotlib is missing; pip install matplotlib") from None
+        raise MissingPackage(needs("a picture", "matplotlib")) from None
 
 
 def _quiet() -> Any:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megalite.config.packages import needs
 from megalite.data.errors import DataError
 
 BLOCK_BYTES = 1 << 19
@@ -81,7 +82,7 @@ def _optional(package: str, name: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise DataError(f"{name} needs a package: pip install {package.partition('.')[0]}") from error
+        raise DataError(needs(name, package.partition(".")[0])) from error
 
 
 def read_blocks(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megalite.config.packages import needs
+
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
 # in a folder iter_NNNNNNN or release that Megatron-LM has written, in whatever format, and never in one of ours
@@ -83,7 +85,7 @@ def parse(text: str | Path | Url) -> Location:
     try:
         import fsspec.core
     except ImportError:
-        raise CheckpointError(f"{text!r}: a URL needs the package fsspec: pip install fsspec") from None
+        raise CheckpointError(needs(f"{text!r}: a URL", "fsspec")) from None
     try:  # no cache of listings: other processes write here. A new client would cost 0.3 s: fsspec keeps one
         files, path = fsspec.core.url_to_fs(text.rstrip("/"), use_listings_cache=False)
     except (ImportError, ValueError) as error:  # the message names the package, or the protocol nobody knows

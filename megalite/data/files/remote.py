@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.environment import variable
+from megalite.config.packages import needs
 from megalite.data.errors import DataError
 from megalite.data.files.block_cache import BLOCK, FETCHES, INDEX, Blocks, contents
 from megalite.data.locks import appearing, locked
@@ -56,7 +57,7 @@ class UrlFile:
         try:
             import fsspec.core
         except ImportError as error:
-            raise DataError(f"{url}: reading from a URL needs the package fsspec: pip install fsspec") from error
+            raise DataError(needs(f"{url}: reading from a URL", "fsspec")) from error
         try:
             self._fs, self._path = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:  # the message names the package, or the protocol nobody knows

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.packages import needs
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer, read
 
@@ -70,7 +71,7 @@ class TikTokenizer(Tokenizer):
         try:
             import tiktoken
         except ImportError as error:
-            raise DataError("tokenizer_type=TikTokenizer needs the package tiktoken: pip install tiktoken") from error
+            raise DataError(needs("tokenizer_type=TikTokenizer", "tiktoken")) from error
         lost = [byte for byte in range(256) if bytes([byte]) not in ranks]
         if lost:
             raise DataError(

@@ -174,7 +174,7 @@ def summary(made: Mapping[str, Any]) -> dict[str, str]:
     rows = {
         "time went to": f"{went}; of the process's {duration(made['wall_s'])}",
         "computed": f"{made['flops']:.3g} FLOPs in {made['steps']:,} steps, {made['tokens_per_s']:,.0f} tokens/s",
-        "goodput": f"{past}, {run['gpu_hours']:.4g} GPU hours",
+        "goodput": f"{past}, {run['gpu_hours']:.4g} device hours",
         "bottleneck": f"{made['bottleneck'] or 'not told'}: {made['advice']}",
     }
     if "cost" in run:

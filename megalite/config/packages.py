@@ -1,0 +1,43 @@
+"""Packages that only some options need: what is said where one is not installed, everywhere the same.
+
+A program that lacks one for what it was asked ends with exit code 3, as where files are not there: nothing of the
+command is wrong, and nothing was done.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megalite.config.options import LogConfig
+
+CODE = 3  # train/run_dir.py: Exit.PREFLIGHT
+EXTRAS = {  # pyproject.toml
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "matplotlib": "plots",
+    **dict.fromkeys(("zstandard", "pyarrow", "fsspec", "tiktoken"), "data"),
+    "transformers": "all",
+}
+
+
+class MissingPackage(Exception):
+    """The text is that of `needs`."""
+
+
+def needs(what: str, package: str) -> str:
+    """
+    >>> needs("--png", "matplotlib")
+    '--png needs the package matplotlib; pip install matplotlib (or megalite[plots])'
+    """
+    extra = f" (or megalite[{EXTRAS[package]}])" if package in EXTRAS else ""
+    return f"{what} needs the package {package}; pip install {package}{extra}"
+
+
+def missing_packages(log: LogConfig) -> list[str]:
+    """One line for each option of a run whose package is not installed; imports none of them."""
+    wanted = (("tensorboard_dir", log.tensorboard_dir, "tensorboard"), ("wandb_project", log.wandb_project, "wandb"))
+    return [
+        needs(f"{option}={value!r}", package)
+        for option, value, package in wanted
+        if value is not None and importlib.util.find_spec(package) is None
+    ]
