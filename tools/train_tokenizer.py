@@ -18,14 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.data.errors import DataError  # noqa: E402
-from tools.preprocess.records import read_texts  # noqa: E402
+from tools.preprocess.rejects import GoodTexts  # noqa: E402
 from tools.preprocess.text_input import expand  # noqa: E402
 
 END = "<|endoftext|>"
@@ -37,9 +38,9 @@ SPLIT = (
 PIECE_BYTES = 4096  # SentencePiece leaves out longer "sentences"
 
 
-def read_pieces(files: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
+def cut(texts: Iterable[str]) -> Iterator[str]:
     """All text in pieces that end at line ends and are at most PIECE_BYTES (a longer line is left out)."""
-    for text in read_texts(files, keys):
+    for text in texts:
         piece, size = [], 0
         for part in text.splitlines(keepends=True):
             n = len(part.encode("utf-8"))
@@ -67,27 +68,38 @@ def sample_pieces(pieces: Iterator[str], total_bytes: int, max_bytes: int, max_s
                 return
 
 
-def train(
-    patterns: Sequence[str],
-    model_prefix: str,
-    vocab_size: int,
-    keys: Sequence[str],
-    max_bytes: int,
-    max_sentences: int | None,
-    threads: int,
-    special: Sequence[str] = (),
-) -> None:
+class Handed:
+    """Pieces on their way into a library, which makes a text of its own of what goes wrong in reading: `error` is what
+    it was. No piece at all is a DataError."""
+
+    def __init__(self, pieces: Iterable[str]):
+        self.pieces = pieces
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        some = False
+        try:
+            for piece in self.pieces:
+                some = True
+                yield piece
+            if not some:
+                raise DataError("the input holds no text")
+        except (Exception, KeyboardInterrupt) as error:
+            self.error = error
+            raise
+
+
+def train(pieces: Iterable[str], model_prefix: str, vocab_size: int, threads: int, special: Sequence[str] = ()) -> None:
     """`special` tokens have ids and are never made from text."""
     import sentencepiece
 
-    files = expand(patterns)
-    total = sum(os.path.getsize(name) for name in files)
+    handed = Handed(pieces)
     prefix = Path(model_prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     partial = prefix.with_name(prefix.name + ".partial")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sample_pieces(read_pieces(files, keys), total, max_bytes, max_sentences),
+            sentence_iterator=iter(handed),
             model_prefix=str(partial),
             model_type="bpe",
             vocab_size=vocab_size,
@@ -105,23 +117,30 @@ def train(
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        reason = str(error).strip().rstrip(".")
-        raise DataError(
-            f"vocab_size={vocab_size}: {reason}; give more text, or a vocabulary that fits what this says"
-        ) from error
+        raise handed.error or DataError(_reason(vocab_size, str(error))) from None
     for suffix in (".vocab", ".model"):
         os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
 
 
+def _reason(vocab_size: int, told: str) -> str:
+    """What SentencePiece has to say, without the lines of its source."""
+    if most := re.search(r"Vocabulary size too high.* <= (\d+)", told):
+        return _too_large(vocab_size, int(most[1]))
+    if fewest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", told):
+        return (
+            f"vocab_size={vocab_size} has no room for 256 bytes, the characters of the text and the special tokens; "
+            f"give {fewest[1]} or more"
+        )
+    words = " ".join(re.sub(r"INTERNAL: |\S+\.cc\(\d+\) |\[.*\] ", "", told).split())
+    return f"SentencePiece cannot train: {words or told}"
+
+
+def _too_large(vocab_size: int, most: int) -> str:
+    return f"vocab_size={vocab_size}: the text gives {most} pieces only; give more text, or --vocab-size {most}"
+
+
 def train_hugging_face(
-    patterns: Sequence[str],
-    directory: str,
-    vocab_size: int,
-    keys: Sequence[str],
-    max_bytes: int,
-    max_sentences: int | None,
-    _: int,
-    special: Sequence[str] = (),
+    pieces: Iterable[str], directory: str, vocab_size: int, _: int, special: Sequence[str] = ()
 ) -> None:
     """As `train`, a byte-level BPE of the library tokenizers; no normalisation, so every text comes back exactly."""
     import tokenizers
@@ -133,8 +152,6 @@ def train_hugging_face(
         raise DataError(
             f"vocab_size={vocab_size} has no room for 256 bytes and {' '.join([END, *special])}; give {fewest} or more"
         )
-    files = expand(patterns)
-    total = sum(os.path.getsize(name) for name in files)
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [
@@ -146,12 +163,9 @@ def train_hugging_face(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END, *special], initial_alphabet=alphabet, show_progress=False
     )
-    model.train_from_iterator(sample_pieces(read_pieces(files, keys), total, max_bytes, max_sentences), trainer)
+    model.train_from_iterator(iter(Handed(pieces)), trainer)
     if model.get_vocab_size() < vocab_size:
-        raise DataError(
-            f"vocab_size={vocab_size}: the text gives {model.get_vocab_size()} pieces only; give more text or a "
-            "smaller vocabulary"
-        )
+        raise DataError(_too_large(vocab_size, model.get_vocab_size()))
     # what transformers needs to load the directory; nothing in it names code
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": None, "unk_token": None}
     Path(directory).mkdir(parents=True, exist_ok=True)
@@ -177,6 +191,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="e.g. <fim_prefix> <fim_pad>")
     parser.add_argument("--max-bytes", type=int, default=10_000_000, help="text used for training; default 10 MB")
     parser.add_argument("--max-sentences", type=int, help="pieces of text used for training; default: no limit")
+    parser.add_argument(
+        "--max-bad-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="of the lines that may be bad and are left out; default 0: the first bad one ends the run",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads; default: one per core")
     args = parser.parse_args(argv)
     os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the library tokenizers knows no other way
@@ -185,16 +206,15 @@ def main(argv: list[str]) -> int:
             value = getattr(args, name)
             if value is not None and value < 1:
                 raise DataError(f"{name}={value} is not positive")
-        TRAINERS[args.tokenizer_type](
-            args.input,
-            args.model_prefix,
-            args.vocab_size,
-            args.json_keys,
-            args.max_bytes,
-            args.max_sentences,
-            args.workers,
-            args.special_tokens,
-        )
+        files = expand(args.input)
+        texts = GoodTexts(files, args.json_keys, args.max_bad_fraction)
+        if "-" in files:
+            raise DataError("input=- has no size, by which text is taken evenly from all of it; give a file")
+        total = sum(map(os.path.getsize, files))
+        pieces = sample_pieces(cut(texts), total, args.max_bytes, args.max_sentences)
+        TRAINERS[args.tokenizer_type](pieces, args.model_prefix, args.vocab_size, args.workers, args.special_tokens)
+        if told := texts.left_out():
+            print(f"train_tokenizer.py: {told}", file=sys.stderr)
     except OSError as error:
         print(f"train_tokenizer.py: {args.model_prefix}: {error.strerror}", file=sys.stderr)
         return 3

@@ -161,6 +161,8 @@ class Training:
                 run.pass_over()
                 continue
             result = self._step()
+            if result.copies:
+                self._tell_copies(result.copies, run.state.step)
             unreliable = self._doubts.after(result)
             step, stop = run.state.step, result.stop
             stopping = result.stop or bool(unreliable) or _due(t.exit_interval, step)
@@ -209,8 +211,14 @@ class Training:
 
     def _check_replicas(self, step: int) -> None:
         found = check_replicas(self.run, step, self.config.operations.check_replicas_action)
-        self.report.say(f"WARNING: {found}" if found else f">>> Weight hashes match after {step} iterations...")
-        if found and self.run.mesh.world.is_first:
+        if found:
+            self._tell_copies(found, step)
+        else:
+            self.report.say(f">>> Weight hashes match after {step} iterations...")
+
+    def _tell_copies(self, found: str, step: int) -> None:
+        self.report.say(f"WARNING: {found}")
+        if self.run.mesh.world.is_first:
             self.watch.events.add("replicas", step, text=found)
 
     def _roll_back(self) -> None:

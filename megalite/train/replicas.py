@@ -6,6 +6,10 @@ every step makes it worse.
     main weights  against their copies in half precision, on the rank that owns them
     progress      step, samples, updates, loss scale: the coordinates of all randomness and of the data
 
+Every update heals what it does not start from: it casts a main weight anew and gathers over a copy, so what came of a
+flipped bit would stay, in the main weights of all, and every copy agree. So each step adds up the bits of the weights
+that it computed with (`disagreement`), and the sums meet in the step's one agreement, before the update.
+
 What has no copy is not looked at. Healing: where weights are in half precision the owners' main weights are the truth,
 cast and gathered again; else, with 3 ranks or more over data, what most have. Of two that differ nobody can say which.
 """
@@ -18,13 +22,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megalite.checkpoint.format.hashing import fastest, maker
 from megalite.optim.layout import Slot
 from megalite.parallel.comm import all_reduce_, broadcast_, gather_texts
 from megalite.parallel.mesh import Axis
+from megalite.parallel.spec import HOMES
 from megalite.train.state import Run
 
+BLOCK = 1 << 22  # main weights that are cast at a time: what that takes of a CPU's or a card's memory is used again
+PRIME = 2**32 - 5  # divides no power of two, so a sum of bits in which one is flipped leaves another remainder
 Majority = list[tuple[Slot, Axis, int]]  # what differs over its data axis, and the rank there that has what most have
 
 
@@ -32,13 +40,14 @@ class ReplicaError(RuntimeError):
     """Copies differ; the same words on all ranks."""
 
 
-def check_replicas(run: Run, step: int, action: str = "stop") -> str | None:
+def check_replicas(run: Run, step: int, action: str = "stop", seen: bool = False) -> str | None:
     """What differs, or was healed, in words; None where all is well. Raises ReplicaError with `action` stop, or where
-    healing fails. Collective."""
+    healing fails. `seen`: this step's sums of bits differed. Collective."""
     found, majority = _differences(run)
-    if not found:
+    if not found and not seen:
         return None
-    told = f"step {step}: copies of weights differ: {found}"
+    told = f"step {step}{', before its update' if seen else ''}: copies of weights differ: "
+    told += found or "in the sums of their bits, and a moment later not"
     if action == "heal":
         how = _heal(run, majority)
         if not (found := _differences(run)[0]):
@@ -47,6 +56,31 @@ def check_replicas(run: Run, step: int, action: str = "stop") -> str | None:
     if action == "warn":
         return told
     raise ReplicaError(told)
+
+
+def disagreement(run: Run) -> Tensor:
+    """[2] in fp64 that make [0, 0], summed over the world, where over data all copies, and the main weights and theirs,
+    hold the same bits. Of each home the first rank takes away what the others add, and no sum of whole numbers is
+    rounded below 2^53: 2^21 ranks. Reads all weights once, and what this rank owns once more with its main weights; no
+    wait for the device."""
+    buffer, optimizer = run.buffer, run.optimizer
+    buffer.wait_gather()
+    total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
+    sums: dict[str, Tensor] = {}
+    for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
+        home, copy = bucket.kind.home, buffer.owned_weight(bucket)
+        sums[home] = _sum_of_bits(buffer.weights[bucket.start : bucket.stop]) + sums.get(home, 0)
+        if not optimizer.same:
+            casts = (_sum_of_bits(block.to(copy.dtype)) for block in main.split(BLOCK))
+            total[1] += sum(casts, -_sum_of_bits(copy)).remainder(PRIME)
+    for home, bits in sums.items():
+        axis = run.mesh.axis(HOMES[home][0])
+        total[0] += bits.remainder(PRIME) * (1 - axis.size if axis.is_first else 1)
+    return total
+
+
+def _sum_of_bits(weights: Tensor) -> Tensor:
+    return weights.view(torch.int64).sum()
 
 
 def _differences(run: Run) -> tuple[str, Majority]:
@@ -86,7 +120,7 @@ def _differences(run: Run) -> tuple[str, Majority]:
     return "; ".join(words[:5]) + (f"; and {len(words) - 5} more" if len(words) > 5 else ""), majority
 
 
-def _hash(data: torch.Tensor) -> int:
+def _hash(data: Tensor) -> int:
     raw: Any = data.view(torch.uint8).cpu().numpy()
     return int.from_bytes(maker(fastest())(raw).digest()[:8]) >> 1  # 63 bits, for a signed integer
 

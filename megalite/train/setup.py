@@ -114,7 +114,7 @@ def build_run(
     `dtype`: of the weights, instead of the configuration's (tests use fp64). `sources`: open already. `arrangement`: of
     a configuration that was checked. `compile_backend`: with --compile. `graphs`: of --cuda-graph-impl, not CUDA's.
     """
-    m, p, t = config.model, config.parallel, config.train
+    m, p, t, o = config.model, config.parallel, config.train, config.operations
     if arrangement is None and (problems := check(config, ranks.world)):
         raise SetupError("\n".join(problems))
     sources = sources or open_sources(config.data, m.seq_length, t.seed, t.eval_iters)
@@ -153,6 +153,7 @@ def build_run(
         check_finite=t.check_for_nan_in_loss_and_grad,
         vocab_size=sources.vocab_size,
         rerun=t.rerun_mode,
+        check_copies=o.check_replicas_action if o.check_weight_hash_across_dp_replicas_interval else None,
         spikes=Spikes.of(t),
     )
 

@@ -60,6 +60,7 @@ class Numbers:
     z_sum: float
     unscale: float
     zeros: float | None
+    copies_differ: bool = False  # of the weights that it was computed with
 
     @property
     def finite(self) -> bool:
@@ -111,6 +112,7 @@ class StepResult:
     z_loss: float = 0.0  # what was added to the loss
     zeros: int | None = None  # elements of the gradient that are 0, where they were counted
     doubt: Doubt | None = None
+    copies: str | None = None  # of weights: how they differed, in words
 
 
 @dataclass
@@ -132,6 +134,7 @@ class Run:
     check_finite: bool
     vocab_size: int
     rerun: str = "disabled"  # --rerun-mode
+    check_copies: str | None = None  # --check-replicas-action, where copies of weights are compared
     spikes: Spikes = field(default_factory=Spikes)
     state: State = field(default_factory=State)
     valid: list[NamedSet[Loader]] = field(default_factory=list)

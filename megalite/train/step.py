@@ -8,16 +8,18 @@ same step, and rank 0 knows the loss although it lives on the last stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megalite.config.faults import fault
+from megalite.models.gpt import Batch
 from megalite.parallel.comm import all_reduce_
 from megalite.train.batch import HostBatch, on_device
+from megalite.train.replicas import check_replicas, disagreement
 from megalite.train.state import BadResult, Doubt, Numbers, Run, StepResult
 from megalite.train.timers import Timers
-from megalite.train.watch.suspect import look_again, reason_to_doubt, samples_in_words
+from megalite.train.watch.suspect import compute_again, look_again, reason_to_doubt, samples_in_words
 
 
 class NonFiniteError(BadResult):
@@ -56,9 +58,7 @@ def train_step(
         torch.cuda.empty_cache()
 
     agree = lambda losses: _agree(run, losses, hosts, want_stop, count_zeros, nominal)  # noqa: E731
-    numbers, doubt = agree(losses), None
-    if reason_to_doubt(run, numbers) or run.rerun == "report_stats":
-        numbers, doubt = look_again(run, batches, losses, numbers, agree)
+    numbers, doubt, copies = _judge(run, batches, losses, agree)
     if not numbers.finite and run.check_finite and not run.loss_scaler.dynamic:
         raise _stopped(run, doubt, size)
     stays = doubt is not None and not doubt.passed
@@ -82,7 +82,24 @@ def train_step(
         z_loss=numbers.z_sum / numbers.tokens if numbers.tokens else 0.0,
         zeros=None if numbers.zeros is None else round(numbers.zeros),
         doubt=doubt,
+        copies=copies,
     )
+
+
+def _judge(
+    run: Run, batches: Sequence[Batch], losses: torch.Tensor, agree: Callable[[torch.Tensor], Numbers]
+) -> tuple[Numbers, Doubt | None, str | None]:
+    """What counts of the step, computed again where it was computed with weights that were healed or is in doubt; the
+    doubt; how copies of the weights differed."""
+    numbers, copies = agree(losses), None
+    if numbers.copies_differ and run.check_copies:
+        copies = check_replicas(run, run.state.step + 1, run.check_copies, seen=True)
+        if run.check_copies == "heal":
+            losses, _ = compute_again(run, batches)
+            numbers = agree(losses)
+    if reason_to_doubt(run, numbers) or run.rerun == "report_stats":
+        return *look_again(run, batches, losses, numbers, agree), copies
+    return numbers, None, copies
 
 
 def _stopped(run: Run, doubt: Doubt | None, size: int) -> NonFiniteError:
@@ -105,11 +122,11 @@ def _agree(
     nominal: int,
 ) -> Numbers:
     """Of the whole world, in float64: squared norm of the gradient, loss, tokens that counted, ranks that want to stop,
-    z-loss, and where asked for elements of the gradient that are 0. The step's one sync with the device. They are
-    summed: NaN and inf stay what they are, where a maximum may drop a NaN."""
+    z-loss, and where asked for elements of the gradient that are 0, and whether copies of the weights differ. The
+    step's one sync with the device. They are summed: NaN and inf stay what they are, where a maximum may drop a NaN."""
     mesh = run.mesh
     fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_gradient)
-    mine = torch.zeros(5 + count_zeros, dtype=torch.float64, device=mesh.device)
+    mine = torch.zeros(5 + count_zeros + 2 * bool(run.check_copies), dtype=torch.float64, device=mesh.device)
     with mesh.clock.span("optimizer", "gradient norm"):
         mine[0] = run.optimizer.local_norm_sq()
     if mesh.pp.is_last and mesh.tp.is_first:  # one voice per data-parallel rank for what is replicated
@@ -118,9 +135,12 @@ def _agree(
     mine[3:4] = float(want_stop)
     if count_zeros:
         mine[5] = run.optimizer.local_zeros()
-    norm_sq, loss_sum, tokens, stop, z_sum, *zeros = all_reduce_(mine, mesh.world).tolist()
+    if run.check_copies:
+        mine[-2:] = disagreement(run)
+    norm_sq, loss_sum, tokens, stop, z_sum, *more = all_reduce_(mine, mesh.world).tolist()
     unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
-    return Numbers(norm_sq, loss_sum, tokens, stop, z_sum, unscale, zeros[0] if zeros else None)
+    differ = bool(run.check_copies) and any(more[-2:])
+    return Numbers(norm_sq, loss_sum, tokens, stop, z_sum, unscale, more[0] if count_zeros else None, differ)
 
 
 def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:

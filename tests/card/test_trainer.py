@@ -29,6 +29,7 @@ COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --ffn-hidden-size 48"""
 STEPS = 2
+SUMMED = "--check-weight-hash-across-dp-replicas-interval 9"  # the bits of the weights, at every step
 ONCE = ["tolist megalite/train/step.py"]  # the agreement
 
 
@@ -62,7 +63,7 @@ FLAGS = {
     "selective recompute": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
     "bf16": f"{LLAMA} --bf16",
     "bf16, cudnn": f"{LLAMA} --bf16 --attention-kernel auto --hidden-dropout 0 --attention-dropout 0",
-    "bf16 moments": "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "bf16 moments": f"{SUMMED} --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     "fp16": "--fp16 --loss-scale 128",
     "z-loss": "--bf16 --z-loss-coeff 0.01",
     "documents": f"{LLAMA} --reset-position-ids --reset-attention-mask --eod-mask-loss",
@@ -86,7 +87,7 @@ LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "tp2 vpp2 pp2": (4, "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
                         "--num-layers-per-virtual-pipeline-stage 1"),
-    "dp2": (2, "--ddp-bucket-size 3000 --untie-embeddings-and-output-weights"),
+    "dp2": (2, f"{SUMMED} --ddp-bucket-size 3000 --untie-embeddings-and-output-weights"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "dp2 without overlap": (2, "--ddp-bucket-size 3000 --no-overlap-grad-reduce --no-overlap-param-gather"),
     "dp2 without shards": (2, "--ddp-bucket-size 3000 --no-use-distributed-optimizer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import struct
@@ -402,17 +403,77 @@ def test_trained_tokenizer_gives_back_every_text(tmp_path: Path, kind: str) -> N
     assert again.encode("word 7, another") == tokenizer.encode("word 7, another")
 
 
+def trained(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    code = train_tokenizer.main([str(word) for word in words])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "size", "reason"),
+    [
+        ("HuggingFaceTokenizer", "abc abc", 100, "no room for 256 bytes and <.endoftext.>; give 257 or more"),
+        (
+            "SentencePieceTokenizer",
+            "abc abc",
+            100,
+            "no room for 256 bytes, the characters of the text and .*; give 26. or",
+        ),
+        (
+            "HuggingFaceTokenizer",
+            "abc abc",
+            9000,
+            r"the text gives 2\d\d pieces only; give more text, or --vocab-size 2\d\d",
+        ),
+        (
+            "SentencePieceTokenizer",
+            "abc abc",
+            9000,
+            r"the text gives 2\d\d pieces only; give more text, or --vocab-size 2\d\d",
+        ),
+        ("HuggingFaceTokenizer", "", 300, "the input holds no text"),
+        ("SentencePieceTokenizer", "", 300, "the input holds no text"),
+        ("HuggingFaceTokenizer", "abc", 0, "vocab_size=0 is not positive"),
+    ],
+)
 def test_tokenizer_that_cannot_be_trained_is_one_clear_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, text: str, size: int, reason: str
 ) -> None:
-    (tmp_path / "a.txt").write_text("abc abc")
-    words = ["--input", str(tmp_path / "a.txt"), "--model-prefix", str(tmp_path / "m")]
-    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--vocab-size"]
-    for size, reason in (
-        ("100", "no room for 256 bytes"),
-        ("9000", "pieces only; give more text"),
-        ("0", "not positive"),
-    ):
-        assert train_tokenizer.main([*words, size]) == 3
-        assert reason in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text(text)
+    words = ["--input", tmp_path / "a.txt", "--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size"]
+    code, told = trained(capsys, *words, size)
+    assert code == 3 and re.fullmatch(rf"train_tokenizer.py: .*{reason}.*\n", told), told
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+    if most := re.search(r"or --vocab-size (\d+)", told):  # and that one fits
+        assert trained(capsys, *words, most[1]) == (0, "")
+
+
+TORN = {
+    "torn": ('{"text": "ab', "Unterminated string"),
+    "key missing": ('{"texts": "ab"}', "key 'text' is missing"),
+    "null": ('{"text": null}', "key 'text' is not a string"),
+    "lone surrogate": (r'{"text": "\ud800"}', "surrogates not allowed"),
+    "not UTF-8": ("\udcff", "can't decode byte 0xff"),
+}
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+def test_a_tokenizers_bad_line_is_named_or_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    good = [json.dumps({"text": f"word {i} and another word, {i * i}"}) for i in range(99)]
+    words = ["--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size", 290]
+    for name, (line, reason) in TORN.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join([*good[:2], line, *good[2:]]), errors="surrogateescape")
+        code, told = trained(capsys, "--input", path, *words)
+        assert code == 3 and not (tmp_path / "m.model").exists() and not (tmp_path / "m").exists()
+        wanted = (
+            rf"train_tokenizer.py: {re.escape(str(path))}:3: .*{reason}.*; --max-bad-fraction leaves bad lines out\n"
+        )
+        assert re.fullmatch(wanted, told), told
+    code, told = trained(capsys, "--input", path, *words, "--max-bad-fraction", "0.009")
+    assert code == 3 and "1 of 100 lines are bad (1 not-utf-8), more than max_bad_fraction=0.009 of the input" in told
+    assert f"; the first: {path}:3: " in told and told.count("\n") == 1
+    code, told = trained(capsys, "--input", path, *words, "--max-bad-fraction", "0.01")
+    assert code == 0 and told.startswith(f"train_tokenizer.py: left out: bad lines: 1 not-utf-8; the first: {path}:3: ")
+    assert trained(capsys, "--input", path, *words, "--max-bad-fraction", "1")[0] == 3

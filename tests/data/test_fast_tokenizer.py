@@ -20,7 +20,8 @@ from megalite.data.tokenizers.tokenizer_json import NASTY
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess import fast_tokenizer
 from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate, surround
-from tools.train_tokenizer import train, train_hugging_face
+from tools.preprocess.rejects import GoodTexts
+from tools.train_tokenizer import cut, train, train_hugging_face
 
 WORDS = (" zyxwvut", " qponmlk")  # frequent in what the tokenizers are made of, and not in NASTY
 KINDS = ["HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "TikTokenizer"]
@@ -38,8 +39,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines += [" ".join("".join(letters.choices("aeionrst", k=5)) for _ in range(12)) for _ in range(200)]
     text = "\n\n".join([*lines, *[f"some{WORDS[0]} and{WORDS[1]}, naïve café"] * 400])
     (out / "corpus.txt").write_text(text)
-    train([str(out / "corpus.txt")], str(out / "spm"), 500, ["text"], 10**6, None, 1)
-    train_hugging_face([str(out / "corpus.txt")], str(out / "bpe"), 600, ["text"], 10**6, None, 1)
+    texts = GoodTexts([str(out / "corpus.txt")], ["text"])
+    train(cut(texts), str(out / "spm"), 500, 1)
+    train_hugging_face(cut(texts), str(out / "bpe"), 600, 1)
     model = tokenizers.Tokenizer.from_file(str(out / "bpe" / "tokenizer.json"))
     model.model.save(str(out))
     return out

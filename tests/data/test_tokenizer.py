@@ -20,9 +20,10 @@ from megalite.data.tokenizers.tiktoken_files import ENCODINGS, PATTERNS
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_json import NASTY
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from tools.preprocess.rejects import GoodTexts
 from tools.preprocess.tokenize_files import preprocess
 from tools.preprocess.workers import Job
-from tools.train_tokenizer import train
+from tools.train_tokenizer import cut, train
 
 TEXTS = ["hello world\n\n\tx = 1  # two  spaces\r\n", "ünïcødé 漢字 \u0000 🙂", "", "</s> <|endoftext|> 12345"]
 
@@ -33,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tokenizers")
     lines = [f"hello world {i} and some more text, number {i * i}" for i in range(300)]
     (out / "corpus.txt").write_text("\n".join(lines))
-    train([str(out / "corpus.txt")], str(out / "spm"), 340, ["text"], 10**6, None, 1)
+    train(cut(GoodTexts([str(out / "corpus.txt")], ["text"])), str(out / "spm"), 340, 1)
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

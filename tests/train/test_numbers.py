@@ -297,7 +297,7 @@ def test_a_second_computation_divides_by_all_tokens() -> None:
     run.pipeline.step = lambda batches, weight, more: weights.append(weight)  # type: ignore[assignment, method-assign, return-value]
     run.mesh = plan_mesh(12, 0, cp=2, pp=2)
     micro_batch = SimpleNamespace(tokens_SB=torch.zeros(4, 2))
-    suspect._compute(run, [micro_batch] * 2)  # type: ignore[list-item]
+    suspect.compute_again(run, [micro_batch] * 2)  # type: ignore[list-item]
     run.close()
     assert weights == [1 / (2 * 4 * 2 * 3 * 2)]
 

@@ -206,12 +206,15 @@ def test_a_run_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_copies_that_differ_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next update, though no check of all hashes is due before step 8."""
     monkeypatch.setenv("MEGALITE_FAULT", "step.after_update:1:2:bitflip")
-    words = f"--nproc 2 --train-iters 8 --run-dir {tmp_path} --check-weight-hash-across-dp-replicas-interval 2"
+    words = f"--nproc 2 --train-iters 8 --run-dir {tmp_path} --check-weight-hash-across-dp-replicas-interval 8"
     done = pretrain(*SMALL, *words.split())
     status = json.loads((tmp_path / "status.json").read_text())
     assert (done.returncode, status["outcome"], status["step"]) == (Exit.BAD_RESULT, "bad-result", 2), done.stderr
-    assert re.match(r"step 2: copies of weights differ: \S+ differs over dp on ranks \[0, 1\]", status["reason"])
+    assert re.match(
+        r"step 3, before its update: copies of weights differ: \S+ differs over dp on ranks \[0, 1\]", status["reason"]
+    )
 
 
 def test_who_does_not_come_in_time_is_told(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_step import build
+from torch import Tensor
 from train_cases import SMALL
 
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.options import Config, ConfigError, OperationsConfig, log_steps, resolved_style
 from megalite.models.families import PRESETS
+from megalite.parallel.comm import all_reduce_
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import PLANNED, Axis, Mesh
 from megalite.pipeline.runtime import Timed
@@ -27,7 +29,7 @@ from megalite.train.memory import memory_line
 from megalite.train.phases import PHASES
 from megalite.train.profiling import Collector, Profiler
 from megalite.train.progress_file import ProgressLog
-from megalite.train.replicas import ReplicaError, check_replicas
+from megalite.train.replicas import ReplicaError, check_replicas, disagreement
 from megalite.train.run import pretrain
 from megalite.train.run_dir import Exit
 from megalite.train.setup import build_run
@@ -201,6 +203,7 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     [
         ("", [(5,)] * 4),  # by default nothing but the step's agreement
         ("--log-num-zeros-in-grad", [(6,)] * 4),
+        ("--check-weight-hash-across-dp-replicas-interval 100", [(7,)] * 4),  # sums of bits at every step
         ("--log-params-norm", [(5,), (), (5,), (), (5,), (5,), ()]),  # at logged steps only
         ("--timing-log-level 1 --no-barrier-with-level-1-timing", [(5,), (5, 2), (5,), (5, 2), (5,), (5,), (5, 2)]),
     ],
@@ -296,6 +299,82 @@ def test_a_turned_bit_is_found_and_named(name: str) -> None:
     assert len(set(told)) == 1 and words in told[0]  # all ranks know, and do the same
     stopped = action == "stop" or "still" in words or parameter == "state"
     assert told[0].startswith(f"{'stopped: ' * stopped}step 2: copies of weights differ: ")
+
+
+def flipped_between(flags: str, action: str, where: int | None, part: str = "copy") -> tuple[str, Tensor]:
+    """Three steps, none of which is a check's; after the first a bit of rank `where` is turned, in its copy of what the
+    first rank owns or in its main weights. What was told, and the main weights afterwards."""
+    run = build(f"{flags} --check-weight-hash-across-dp-replicas-interval 100 --check-replicas-action {action}")
+    assert train_step(run).copies is None
+    run.buffer.wait_gather()
+    if run.mesh.world.rank == where:
+        firsts = run.buffer.layout.buckets[0].shard(run.mesh.data.size, 0)
+        flat = run.buffer.weights[firsts.start : firsts.stop] if part == "copy" else run.optimizer.main[0]
+        at = int(flat.abs().argmax())
+        flat[at : at + 1].view(torch.uint8)[-1:].bitwise_xor_(1)  # of its exponent
+    before = torch.cat(run.optimizer.main)
+    try:
+        told = [train_step(run).copies or "" for _ in range(2)]
+        assert action == "warn" or not told[1]
+        return told[0], torch.cat(run.optimizer.main)
+    except ReplicaError as error:
+        assert torch.equal(torch.cat(run.optimizer.main), before)  # nothing was updated
+        return f"stopped: {error}", before
+    finally:
+        run.close()
+
+
+BETWEEN = {
+    "stop": (2, "", "stop", 1, "copy", " differs over dp on ranks [0, 1]"),
+    "stop, bf16": (2, "--bf16", "stop", 1, "copy", " differs over dp on ranks [0, 1]"),
+    "warn": (2, "", "warn", 1, "copy", " differs over dp on ranks [0, 1]"),
+    "heal, bf16": (2, "--bf16", "heal", 1, "copy", "; healed from the main weights"),
+    "heal, bf16, one rank": (1, "--bf16", "heal", 0, "copy", "is not its main weight on rank 0; healed from the main"),
+    "heal, by the majority": (3, THREE, "heal", 1, "copy", " on rank [1]; healed from what most replicas have"),
+    "main weights": (2, "--bf16", "stop", 1, "main", "is not its main weight on rank 1"),
+    "ranks that no gather joins": (
+        4,
+        "--bf16 --tensor-model-parallel-size 2",
+        "heal",
+        3,
+        "copy",
+        "; healed from the main",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_bit_that_turns_between_two_checks_reaches_no_main_weight(name: str) -> None:
+    """Healed, the run goes on to the bits that it has without it."""
+    world, flags, action, where, part, words = BETWEEN[name]
+    told = run_ranks(world, flipped_between, flags, action, where, part)
+    assert len({words for words, _ in told}) == 1 and words in told[0][0], told[0][0]
+    begin = "stopped: " * (action == "stop") + "step 2, before its update: copies of weights differ: "
+    assert told[0][0].startswith(begin)
+    if action == "stop":
+        return
+    twins = run_ranks(world, flipped_between, flags, action, None)
+    alike = [torch.equal(mine, wanted) for (_, mine), (_, wanted) in zip(told, twins, strict=True)]
+    assert all(alike) == (action == "heal")
+
+
+def test_sums_see_every_bit_of_every_copy() -> None:
+    assert all(run_ranks(4, unseen, "--bf16 --pipeline-model-parallel-size 2") + run_ranks(2, unseen, ""))
+
+
+def unseen(flags: str) -> bool:
+    """Whether `disagreement` is zero as it is, and never with a bit of a weight turned on any rank."""
+    run = build(flags)
+    weights = run.buffer.weights.view(torch.uint8)
+    seen = [bool(all_reduce_(disagreement(run), run.mesh.world).any())]
+    for turn in range(40):
+        place = (turn * 7919 * 8) % (8 * weights.numel())
+        mine = turn % dist.get_world_size() == dist.get_rank()
+        weights[place // 8] ^= mine << (turn % 8)
+        seen.append(bool(all_reduce_(disagreement(run), run.mesh.world).any()))
+        weights[place // 8] ^= mine << (turn % 8)
+    run.close()
+    return seen == [False] + [True] * 40
 
 
 def test_a_split_weight_is_not_compared_with_its_other_half() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.data.errors import DataError
-from tools.preprocess.text_input import LINES, MAX_DOCUMENT_BYTES, ROWS, read_blocks
+from tools.preprocess.text_input import LINES, MAX_DOCUMENT_BYTES, ROWS
 
 SAMPLE_BYTES = 200  # of a bad line that are kept to look at
 
@@ -120,12 +119,3 @@ def parse_block(kind: int, line: int, payload: bytes, keys: Sequence[str]) -> It
                 yield number, BadLine(error.reason, str(error), raw if error.reason != "too-long" else b"")
     else:
         yield line, too_long(int.from_bytes(payload, "little"))
-
-
-def read_texts(files: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
-    """Every text of the files under every key, in order. DataError names file, line and reason of a bad one."""
-    for block in read_blocks(files, keys):
-        for line, found in parse_block(block.kind, block.line, block.payload, keys):
-            if isinstance(found, BadLine):
-                raise DataError(f"{files[block.file]}:{line}: {found}")
-            yield from found

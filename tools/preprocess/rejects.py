@@ -1,4 +1,5 @@
-"""Bad lines: a sample of them in `PREFIX.rejects.jsonl`, and how many a run may have.
+"""Bad lines: passed over by `GoodTexts` where texts alone are wanted; else a sample of them in `PREFIX.rejects.jsonl`;
+and how many a run may have.
 
 At most SAMPLES lines of each reason are written, with file, line, reason, what exactly is wrong and how the text
 begins; the counts, which are complete, are in `Tally.bad` and in `prefix.json`.
@@ -9,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megalite.data.errors import DataError
 from tools.preprocess.durable import sync
 from tools.preprocess.journal import Tally
+from tools.preprocess.records import BadLine, parse_block
+from tools.preprocess.text_input import read_blocks
 from tools.preprocess.workers import SAMPLES, Result
 
 JUDGED_AFTER = 1000  # records, before which no share is taken for that of the whole input
@@ -62,7 +65,51 @@ class Rejects:
             self._file.close()
 
 
-def judge(progress: Tally, limit: float, share_read: float, path: Path) -> None:
+class GoodTexts:
+    """Every text of the files under every key, in order. DataError names file, line and reason of the first bad line,
+    or where `max_bad` of the lines may be bad says that there are more; `left_out` says which were."""
+
+    def __init__(self, files: Sequence[str], keys: Sequence[str], max_bad: float = 0.0):
+        check_fraction(max_bad)
+        self.files, self.keys, self.max_bad = files, keys, max_bad
+        self.tally, self.first = Tally(), ""
+
+    def __iter__(self) -> Iterator[str]:
+        sizes = [os.path.getsize(name) if name != "-" else 0 for name in self.files]
+        for block in read_blocks(self.files, self.keys):
+            for line, found in parse_block(block.kind, block.line, block.payload, self.keys):
+                self.tally.records += 1
+                if isinstance(found, BadLine):
+                    self._pass_over(found, f"{self.files[block.file]}:{line}: {found}")
+                else:
+                    yield from found
+            share = (sum(sizes[: block.file]) + block.disk) / max(sum(sizes), 1)
+            self._judge(min(share, 0.999))
+        self._judge(1.0)
+
+    def _pass_over(self, bad: BadLine, words: str) -> None:
+        if not self.max_bad:
+            raise DataError(f"{words}; --max-bad-fraction leaves bad lines out")
+        self.first = self.first or words
+        self.tally.bad[bad.reason] = self.tally.bad.get(bad.reason, 0) + 1
+
+    def _judge(self, share: float) -> None:
+        judge(self.tally, self.max_bad, share, f"the first: {self.first}")
+
+    def left_out(self) -> str:
+        return f"left out: bad lines: {in_words(self.tally.bad)}; the first: {self.first}" if self.tally.bad else ""
+
+
+def in_words(bad: dict[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(bad.items()))
+
+
+def check_fraction(max_bad: float) -> None:
+    if not 0 <= max_bad < 1:
+        raise DataError(f"max_bad_fraction={max_bad} is not a fraction: use 0 or more and less than 1")
+
+
+def judge(progress: Tally, limit: float, share_read: float, see: str) -> None:
     """Raise when more than `limit` of the records are bad; before the end, when the rest can hardly change that.
 
     share_read: of the input, 1 at the end. Before the end the whole input is taken to have twice the
@@ -73,8 +120,7 @@ def judge(progress: Tally, limit: float, share_read: float, path: Path) -> None:
         return
     whole = progress.records if share_read >= 1 else 2 * progress.records / max(share_read, 1e-9)
     if bad > limit * whole:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(progress.bad.items()))
         raise DataError(
-            f"{bad} of {progress.records} lines are bad ({reasons}), more than max_bad_fraction={limit} of the input; "
-            f"samples are in {path}"
+            f"{bad} of {progress.records} lines are bad ({in_words(progress.bad)}), more than "
+            f"max_bad_fraction={limit} of the input; {see}"
         )

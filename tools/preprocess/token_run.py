@@ -21,7 +21,7 @@ from megalite.data.files.sidecar import read_info
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from tools.preprocess.indexed_writer import IndexedWriter, token_dtype
 from tools.preprocess.journal import Journal, Tally
-from tools.preprocess.rejects import Rejects, judge
+from tools.preprocess.rejects import Rejects, in_words, judge
 from tools.preprocess.text_input import MAX_DOCUMENT_BYTES, TextBlock
 from tools.preprocess.workers import Job, Result
 
@@ -169,7 +169,7 @@ class TokenRun:
             self._journal.close(remove=True)
         p = self.progress
         if p.bad or any(p.empty):
-            bad = ", ".join(f"{count} {reason}" for reason, count in sorted(p.bad.items())) or "none"
+            bad = in_words(p.bad) or "none"
             see = f" (samples in {self._rejects_path})" if p.bad else ""
             complain(f"left out: {sum(p.empty)} texts without tokens; bad lines: {bad}{see}")
 
@@ -222,7 +222,7 @@ class TokenRun:
 
     def _judge(self, share: float) -> None:
         try:
-            judge(self.progress, self.max_bad, share, Path(f"{self._rejects_path}.partial"))
+            judge(self.progress, self.max_bad, share, f"samples are in {self._rejects_path}.partial")
         except DataError:
             self._note()  # another limit may be chosen, and the samples are to be looked at
             raise

@@ -20,6 +20,7 @@ from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate
 from tools.preprocess.records import BadLine, parse_block
+from tools.preprocess.rejects import check_fraction
 from tools.preprocess.text_input import expand, format_of, read_blocks
 from tools.preprocess.token_run import TokenRun
 from tools.preprocess.workers import Job, in_process, in_workers
@@ -81,8 +82,7 @@ def preprocess(
 
 
 def _check(files: Sequence[str], keys: Sequence[str], max_bad_fraction: float, resume: bool, overwrite: bool) -> None:
-    if not 0 <= max_bad_fraction < 1:
-        raise DataError(f"max_bad_fraction={max_bad_fraction} is not a fraction: use 0 or more and less than 1")
+    check_fraction(max_bad_fraction)
     if resume and overwrite:
         raise DataError("resume and overwrite: an interrupted run is continued or discarded; give one of them")
     if len(set(keys)) != len(keys):

@@ -47,7 +47,7 @@ def look_again(
     if run.rerun == "disabled":
         return first, Doubt(reason or "", _conclude(run, found, False)[0], finite=first.finite)
     bits = _bits(run.buffer, losses)
-    losses, better = _compute(run, batches)
+    losses, better = compute_again(run, batches)
     differs = bits != _bits(run.buffer, losses)
     second = agree(losses)
     origin, other = _conclude(run, better or found, differs)
@@ -67,7 +67,7 @@ def _bits(buffer: ParamBuffer, losses: Tensor) -> list[int]:
     return [int(x.view(torch.int32).sum(dtype=torch.int64)) for x in [*owned, losses]]
 
 
-def _compute(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding | None]:
+def compute_again(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding | None]:
     """Forward and backward once more: losses, and what is not finite first on this rank. The gradients are reduced as
     in the first computation, but after this rank's own were looked at. A timeline is of the first alone."""
     kept, run.pipeline.timeline = run.pipeline.timeline, None
