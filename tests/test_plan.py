@@ -51,7 +51,9 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
         assert sum(one["parts"].values()) == pytest.approx(one["seconds"])
         assert one["peak"] == max(sum(held.values()) for held in one["memory"]) <= found["usable_memory"]
     assert found["command"][-1] == str(-(-2 * 10**9 // (32 * 1024)))
-    assert picture.read_text().startswith("<?xml")
+    assert (
+        picture.read_text().startswith("<?xml") and "parameters on 16 h100: memory of the best" in picture.read_text()
+    )
     plot.main(["plan", str(file), "--out", str(tmp_path / "again.png"), "--narrow"])
     assert (tmp_path / "again.png").read_bytes()[:4] == b"\x89PNG"
     plot.main(["plan", str(file), "--show", "layout", "--out", str(tmp_path / "layout.svg")])
