@@ -3,6 +3,7 @@
 # whose text, tokenizer and settings it takes; about 5 minutes on 2 CPU cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1 # of every process alike: two threads would add in another order
 python=python
 [ -x .venv/bin/python ] && python=.venv/bin/python
 train() { # NAME FLAGS...

@@ -110,6 +110,41 @@ def test_the_agreement_is_the_largest_difference_and_its_step(tmp_path: Path) ->
     del two.curves["train/loss"][30:]
     assert curves.in_words(differences(one, two)) == "at most 2.50e-01, at step 21, over 30 common log lines"
     assert "Points on the lower edge are equal." in curves.agreement([one, two]).caption
+    made = curves.agreement([one, two]).draw(WIDE)
+    [line], edge = made.axes[0].lines, made.axes[0].get_ylim()[0]
+    assert min(line.get_ydata()) == edge < 0.25 and not line.get_clip_on()
+    assert "equal" in shown(curves.agreement([one, two])) and "equal" in shown(curves.agreement([one, one]))
+    two.steps_of = dict.fromkeys(two.steps_of, 10.0)  # means of other steps
+    assert not differences(one, two)
+
+
+def test_a_perfect_resume_is_no_notch(tmp_path: Path) -> None:
+    """Its first line is a mean of one step; with the next it is what the run without a stop has there."""
+    folder = write_run(tmp_path / "run", 100)
+    losses = [{"step": step, "train/loss": 0.05 * (step % 7) + 5.0} for step in range(1, 101)]
+
+    def told(*ends: int) -> list[dict[str, Any]]:
+        made, begin = [], 0
+        for end in ends:
+            mean = sum(one["train/loss"] for one in losses[begin:end]) / (end - begin)
+            made.append({"step": end, "train/loss": mean, "perf/steps": end - begin, "train/skipped": 0})
+            begin = end
+        return made
+
+    def read(*ends: int) -> Any:
+        text = "".join(json.dumps(row) + "\n" for row in told(*ends))
+        (folder / "metrics.jsonl").write_text(text)
+        return read_run(folder, "run")
+
+    stopped, whole = read(1, 10, 20, 30, 40, 50, 51, 60, 70), read(1, 10, 20, 30, 40, 50, 60, 70)
+    assert stopped.resumed == [50.0] and len(stopped.curve("train/loss")) == 9
+    assert [point[0] for point in stopped.drawn("train/loss")] == [point[0] for point in whole.drawn("train/loss")]
+    values = zip(stopped.drawn("train/loss"), whole.drawn("train/loss"), strict=True)
+    assert all(a[2] == pytest.approx(b[2], rel=1e-12) for a, b in values)
+    assert "drawn with the next" in curves.loss([stopped]).caption
+    assert "drawn with the next" not in curves.loss([whole]).caption
+    assert curves.in_words(differences(stopped, whole)) == "equal to the last bit over 7 common log lines"
+    assert [point[0] for point in read(1, 10, 50, 51).drawn("train/loss")] == [1, 10, 50, 51]
 
 
 def test_what_is_thinned_keeps_every_extreme() -> None:
@@ -146,7 +181,11 @@ def test_planned_and_measured_of_a_timeline_have_their_own_times(tmp_path: Path)
     _, _, slow = pipeline.read_timeline(run.timeline)
     lengths = {s.action.stage: round(s.end - s.start, 9) for s in slow.spans if s.action.op.name == "F"}
     assert lengths == {0: 0.01, 1: 0.01, 2: 0.01, 3: 0.04}
-    assert any(text.startswith("planned: ") for text in shown(pipeline.timeline(run.timeline)))
+    texts = shown(pipeline.timeline(run.timeline))
+    assert any(text.startswith("planned: ") for text in texts) and {"forward", "backward"} <= {*texts}
+    assert "seconds; numbers: micro-batches" in texts and "gradients of weights" not in texts
+    split = shown(pipeline.schedule("1f1b", 2, 2, 4, True))
+    assert "gradients of weights" in split and any("darker: a later chunk" in text for text in split)
 
 
 def test_colours_of_a_page_are_variables_and_its_text_is_text(tmp_path: Path) -> None:

@@ -388,4 +388,4 @@ def test_the_picture_shows_what_differs(tmp_path: Path) -> None:
     rows, _ = compare(reference, ranks, LAYOUT, TOLERANCE)
     save(picture(rows, str(LAYOUT), "float64"), tmp_path / "agreement.svg")
     text = (tmp_path / "agreement.svg").read_text("utf-8")
-    assert "gradients" in text and "allowed" in text
+    assert "gradients" in text and "allowed" in text and ">equal<" in text

@@ -13,10 +13,11 @@ python tools/plan.py published                          predicted beside publish
 The model: --preset, --hf, --config, or any flags of pretrain_gpt.py. Where they name tp or pp, that layout alone is
 planned; else layouts are searched, with micro-batch, recompute and split backward as far as they are left open. What a
 layout is refused for are the run's own checks. Times are simulated, memory is counted. Layouts are called by tp, pp,
-chunks per rank (vpp) and micro-batch; selective, full: recompute (selective: norms and the MLP); split: backward;
-ends: embedding and head each take the place of a layer; ddp: the optimizer is not sharded. Shares are of what shows: a
-collective behind a matmul takes nothing. Exit code 2: the question is wrong, or nothing fits; 1: the given layout does
-not.
+chunks per rank (vpp) and micro-batch; selective, full: recompute (selective: norms and the MLP); split: backward; ends:
+embedding and head each take the place of a layer; ddp: the optimizer is not sharded. A row is the plainest layout of
+its tp, pp and sharding that cannot be told from the fastest, as published steps were mostly within 15 % of their
+prediction. Shares are of what shows: a collective behind a matmul takes nothing. Exit code 2: the question is wrong, or
+nothing fits; 1: the given layout does not.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def plan(argv: list[str]) -> int:
     _model_arguments(parser)
     _budget_arguments(parser)
     parser.add_argument("--usable-memory", type=float, default=0.9, metavar="SHARE", help="of a device's; default 0.9")
-    parser.add_argument("--top", type=int, default=10, help="layouts to show; default 10")
+    parser.add_argument("--top", type=int, default=10, help="rows of layouts to show; default 10")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a picture; the suffix is the format")
     args, words = parser.parse_known_args(argv)
@@ -147,7 +148,7 @@ def plan(argv: list[str]) -> int:
     if not found.plans:
         _nothing_fits(request, found)
         return 2
-    best = found.plans[0]
+    best = found.choices()[0].best
     _tell(request, found, budget, data_tokens, args)
     if args.json is not None or args.out is not None:
         _write(args, request, found, budget)
@@ -178,8 +179,7 @@ def _search(request: Request, profile: Profile | None, args: argparse.Namespace)
 def _nothing_fits(request: Request, found: Found) -> None:
     from tools.planning import advice, show
 
-    number = sum(found.refused.values()) + found.too_large
-    print(f"plan.py: none of {number:,} layouts can be built and fits; refused:", file=sys.stderr)
+    print(f"plan.py: none of {found.candidates:,} layouts can be built and fits; refused:", file=sys.stderr)
     print("\n".join(show.refusals(found)), file=sys.stderr)
     print("\n".join(advice.needs(request, found)), file=sys.stderr)
 
@@ -187,24 +187,22 @@ def _nothing_fits(request: Request, found: Found) -> None:
 def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | None, args: argparse.Namespace) -> None:
     from tools.planning import advice, links, show
 
-    best, c = found.plans[0], request.cluster
+    shown, c = found.choices()[: args.top], request.cluster
+    best = shown[0].best
     price = c.device.price_per_hour if args.price_per_gpu_hour is None else args.price_per_gpu_hour
     batch = best.made.batch_sizes.final * request.config.model.seq_length
     dtype = str(best.made.dtype).removeprefix("torch.")
     nodes = f"{c.nodes:,} node{'s' * (c.nodes > 1)} of {c.per_node}"
     print(f"{c.world:,} x {c.device.name} ({nodes}), {dtype}, batch of {batch:,} tokens")
     _section("the usual questions", advice.path(request, found))
-    print(f"\n{show.ranking(found.plans[: args.top], c.world)}")
-    print(f"{found.candidates:,} layouts, {found.simulated} simulated; shares of a step, of what shows")
-    if found.left:
-        print(f"{found.left:,} more may be faster than the best, by their bounds; they were not simulated")
+    print("\n".join(["", show.ranking(shown), *show.counts(found, len(shown))]))
     _section("refused", show.refusals(found))
-    fits = "" if best.peak <= found.limit else f": does not fit into {found.limit / 2**30:.1f} GiB"
+    fits = f": {'fits' if best.peak <= found.limit else 'does not fit'} into {found.limit / 2**30:.1f} GiB"
     print(f"\n{'as given' if request.is_layout else 'the best'}: {best.layout}{fits}")
     print(show.table(show.memory_rows(best.memory, best.made)))
     _section("", [*advice.bound(best)])
-    _section("warnings", advice.warnings(request, best, budget, data_tokens))
-    rows = show.budget_rows(budget, best.made, best.time.tokens_per_s, c.world, price)
+    _section("warnings", advice.warnings(request, best, found.limit, budget, data_tokens))
+    rows = show.budget_rows(budget, best.made, best.time.tokens_per_s, c.world, price, predicted=True)
     if data_tokens is not None:
         rows.append(("epochs", f"{budget.epochs(data_tokens):.2f} over {data_tokens:,} tokens"))
     _section("the whole run", [f"{name:<15} {text}" for name, text in rows])
@@ -229,16 +227,16 @@ def _section(title: str, lines: list[str]) -> None:
 def _write(args: argparse.Namespace, request: Request, found: Found, budget: Budget) -> None:
     from tools.planning import show
 
-    c, best = request.cluster, found.plans[0]
+    c, shown = request.cluster, found.choices()[: args.top]
     data: dict[str, Any] = {
         "cluster": {"device": c.device.name, "nodes": c.nodes, "per_node": c.per_node},
         "device_memory": c.device.memory_bytes,
         "usable_memory": found.limit,
         "parameters": budget.parameters,
         "tokens": budget.tokens,
-        "plans": [show.as_json(one) for one in found.plans[: args.top]],
+        "plans": [show.as_json(one.best) | {"fastest": show.as_json(one.fastest)} for one in shown],
         "refused": [[count, found.examples[kind]] for kind, count in found.refused.most_common()],
-        "command": show.command_words(request, best.layout, _steps(budget, best.made)),
+        "command": show.command_words(request, shown[0].best.layout, _steps(budget, shown[0].best.made)),
     }
     try:
         if args.json is not None:

@@ -14,7 +14,7 @@ import pytest
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.train.arrangement import Arrangement, arrange
-from tools.planning.memory import memory, moments
+from tools.planning.memory import ACTIVATIONS_ERROR, memory, moments
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = (
@@ -64,7 +64,7 @@ def test_the_memory_of_a_rank_is_what_it_allocates() -> None:
         for position, state, most in ranks:
             found = planned[position]
             assert state == found.weights + found.gradients + found.optimizer, flags
-            assert found.activations + found.buffers == pytest.approx(most, rel=0.05), (flags, position)
+            assert found.activations + found.buffers == pytest.approx(most, rel=ACTIVATIONS_ERROR), (flags, position)
 
 
 def test_messages_and_moments_are_those_of_the_schedule() -> None:

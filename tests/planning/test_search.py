@@ -67,6 +67,33 @@ def test_no_layout_is_faster_than_the_best_that_is_found() -> None:
         assert isinstance(plan, Planned)
         if plan.peak <= found.limit:
             assert plan.time.seconds >= found.plans[0].time.seconds, layout
+            assert found.order(plan) >= found.order(found.choices()[0].best), layout
+    assert len(found.choices()) >= 3
+
+
+@pytest.mark.parametrize("flags,devices", [("--preset llama3-8b --global-batch-size 64", 16), (SMALL, 8)])
+def test_the_plainest_of_what_cannot_be_told_apart_stands_first(flags: str, devices: int) -> None:
+    """Each row is of its own tp, pp and sharding; stages in unlike chunks are no default."""
+    asked = request(flags, devices)
+    found = search(asked, wanted=6)
+    choices = found.choices()
+    assert len({one.best.layout.row for one in choices}) == len(choices) >= 6
+    best, fastest = choices[0].best, found.plans[0]
+    assert best.time.seconds <= 1.15 * fastest.time.seconds and best.moving_parts < fastest.moving_parts
+    equal = [one for one in found.plans if one.time.seconds <= 1.15 * fastest.time.seconds]
+    assert best.moving_parts == min(one.moving_parts for one in equal)
+    slow = [one.best.time.seconds for one in choices if one.best not in equal]
+    assert slow == sorted(slow) and all(one.best in equal for one in choices[: len(choices) - len(slow)])
+    told = "\n".join(show.counts(found, 4))
+    assert f"here 4 of {len(choices)}" in told and f"{found.simulated} of the others were simulated" in told
+    rest = found.candidates - found.impossible - found.too_large
+    assert 0 < found.simulated <= rest
+
+
+def test_chunks_that_do_not_divide_the_layers_are_a_moving_part_more() -> None:
+    assert [Layout(4, 4, vpp).moving_parts(80) for vpp in (1, 5, 7)] == [2, 3, 4]
+    assert Layout(8, 16, 8).moving_parts(126) == Layout(8, 16, 8, ends=True).moving_parts(126) == 4
+    assert Layout().moving_parts(7) == 0 and Layout(recompute="full", sharded=False).moving_parts(7) == 2
 
 
 LATE = (
@@ -95,7 +122,7 @@ def test_bounds_are_below_what_is_simulated_and_allocated(flags: str) -> None:
 def test_a_head_that_weighs_much_hides_no_layout() -> None:
     """Its rank has few layers then, which no even division has. Everything that fits is simulated."""
     asked = request(BROAD, 8)
-    best = search(asked).plans[0]
+    best = search(asked).plans[0]  # the fastest
     assert best.layout == Layout(1, 8, split=True) and best.made.counts[-1] < 32 // 8
     for layout in every(asked):
         plan = planned(layout, asked, None, USABLE * asked.cluster.device.memory_bytes)
@@ -110,6 +137,7 @@ def test_405b_on_16384_devices_is_at_least_as_good_as_the_published_layout() -> 
     found = search(asked)
     best = found.plans[0]
     assert best.peak <= found.limit and found.left == 0
+    assert found.choices()[0].best.layout == Layout(8, 16, 8, ends=True)
     theirs = [Layout(8, 16, vpp, ends=True) for vpp in (1, 2, 4, 8)] + [Layout(8, 16, vpp) for vpp in range(1, 8)]
     for layout in theirs:
         plan = planned(layout, asked, None)
@@ -187,7 +215,9 @@ def test_advice_goes_by_figures() -> None:
     assert isinstance(plan, Planned)
     across = replace(plan, layout=replace(plan.layout, tp=16))
     budget = Budget(70 * 10**9, 5 * 10**12, 4e11)
-    told = "\n".join(advice.warnings(asked, across, budget, 10**12))
+    told = "\n".join(advice.warnings(asked, across, across.peak + 1, budget, 10**12))
+    assert "it fits by 0.00 GiB, and activations were counted within 5%" in told
+    assert "it fits by" not in "\n".join(advice.warnings(asked, across, 2 * across.peak, budget, 10**12))
     assert "tp 16 crosses nodes of 8" in told and "1 micro-batches are few for 8 stages" in told
     assert "a micro-batch of 512 tokens" in told and "5.0 epochs" in told and "critical" not in told
     what, helps = advice.bound(plan)
@@ -195,7 +225,8 @@ def test_advice_goes_by_figures() -> None:
     large = request("--preset llama3-8b --global-batch-size 4096", 64)
     one = planned(Layout(2, 1), large, None)
     assert isinstance(one, Planned)
-    assert "beyond the critical" in "\n".join(advice.warnings(large, one, replace(budget, parameters=8 * 10**9), None))
+    told = "\n".join(advice.warnings(large, one, 2 * one.peak, replace(budget, parameters=8 * 10**9), None))
+    assert "beyond the critical" in told
 
 
 def test_the_path_of_questions_ends_where_the_model_fits() -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tools.pictures.canvas import MARKERS, SERIES, Picture, figure, ink, legend
+from tools.pictures.canvas import MARKERS, SERIES, Picture, equal_edge, figure, ink, legend
 
 if TYPE_CHECKING:
     from tools.checks.agreement import Row
@@ -28,7 +28,7 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
     def draw(width: float) -> Any:
         made, (axis,) = figure(width, [3.0])
         floors = [row.apart for row in rows if row.apart > 0 and math.isfinite(row.apart)]
-        floor = 10.0 ** math.floor(math.log10(min([*floors, EQUAL * 10])))
+        floor = 10.0 ** math.floor(math.log10(min([*floors, EQUAL * 10])) - 0.3)
         for number, (kind, name) in enumerate(KINDS.items()):
             worst = [
                 max((row for row in rows if (row.kind, row.step) == (kind, step)), key=_apart, default=None)
@@ -40,7 +40,7 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
             colour, marker = ink(SERIES[number]), MARKERS[number]
             along = [x + 0.05 * (number - 2) for x, *_ in points]
             how: dict[str, Any] = dict(color=colour, marker=marker, markersize=5, markerfacecolor=ink("paper"))
-            axis.plot(along, [y for _, y, _ in points], linewidth=1.0, label=name, **how)
+            axis.plot(along, [y for _, y, _ in points], linewidth=1.0, label=name, clip_on=False, **how)
             bad = [(x, y) for x, (_, y, differs) in zip(along, points, strict=True) if differs]
             axis.plot([x for x, _ in bad], [y for _, y in bad], marker, color=colour, markersize=7)
         allowed = {row.step: row.tolerance for row in rows if row.kind == "gradient" or row.step == 0}
@@ -50,7 +50,9 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
         axis.yaxis.set_minor_formatter(lambda value, _: "")
-        axis.set_ylim(floor / 3, None)
+        axis.set_ylim(bottom=floor)
+        if equal:
+            equal_edge(axis, floor)
         axis.set_xticks(steps, [str(step) if step else "start" for step in steps])
         axis.set_xlabel("steps")
         axis.set_ylabel("furthest apart, relative")

@@ -138,6 +138,14 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
+def equal_edge(axis: Any, floor: float) -> None:
+    """The lower end of a logarithmic axis of distances is `floor`, and says that what lies there is equal."""
+    usual = axis.yaxis.get_major_formatter()
+    axis.yaxis.set_major_formatter(lambda value, n: "equal" if value <= 1.01 * floor else usual(value, n))
+    axis.set_yticks([floor], ["equal"], minor=True)
+    axis.set_ylim(floor, max(axis.get_ylim()[1], 10 * floor))
+
+
 def legend(made: Any, axis: Any, width: float) -> None:
     """Above all axes of the figure, which grows for it: what `axis` shows."""
     handles, labels = axis.get_legend_handles_labels()

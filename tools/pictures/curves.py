@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tools.pictures.canvas import MARKERS, SERIES, Picture, figure, ink, legend, short
+from tools.pictures.canvas import MARKERS, SERIES, Picture, equal_edge, figure, ink, legend, short
 from tools.pictures.run import Point, Run, differences, thin
 
 
@@ -82,6 +82,8 @@ def loss(runs: Sequence[Run]) -> Picture:
         return made
 
     marks = " Above the edge lies less than a hundredth of the points." * (top is not None)
+    weighed = any(len(run.weighed) < len(run.curve("train/loss")) for run in runs)
+    marks += " The first line after a resume, a mean of one step, is drawn with the next as their mean." * weighed
     marks += " Triangle: another process took over." * any(run.resumed for run in runs)
     marks += " Cross: a step whose loss or gradient was doubted." * any(run.doubts for run in runs)
     return Picture("loss", f"Training loss, mean since the line before, and validation losses as dots.{marks}", draw)
@@ -98,11 +100,13 @@ def _losses(axis: Any, runs: Sequence[Run], number: int, x: int, thick: float) -
     run, alone = runs[number], len(runs) == 1
     name = "" if alone else f"{run.label}: "
     if points := run.drawn("train/loss"):
-        _line(axis, points, x, number, label=f"{name}training {points[-1][2]:.3f}", linewidth=thick)
+        _line(axis, points, x, number, label=f"{name}training {run.last('train/loss'):.3f}", linewidth=thick)
     for i, (which, points) in enumerate(run.validation.items()):
         how: dict[str, Any] = dict(marker=MARKERS[i % len(MARKERS)], markersize=4.5, markeredgecolor=ink("paper"))
         how = dict(linewidth=0.9) | (how if len(points) <= MARKED else {})
-        label = f"{name}{'validation' if which == 'valid' else which} {points[-1][2]:.3f}"
+        newest = run.curve("train/loss") or points
+        at = f" at step {points[-1][0]:,.0f}" * (points[-1][0] < newest[-1][0])
+        label = f"{name}{'validation' if which == 'valid' else which} {points[-1][2]:.3f}{at}"
         _line(axis, thin(points), x, i + 1 if alone else number, label=label, zorder=3, **how)
     _marks(axis, run, x, "ink" if alone else SERIES[number % len(SERIES)], name)
 
@@ -145,6 +149,7 @@ def agreement(runs: Sequence[Run]) -> Picture:
     first, *others = runs
     apart = [(other.label, points) for other in others if (points := differences(first, other))]
     drawn = [(name, thin(points)) for name, points in apart]
+    equal = any(y == 0 for _, points in apart for *_, y in points)
     least = min((max(y, 1e-30) for _, points in apart for *_, y in points if y > 0), default=1e-8)
 
     def draw(width: float) -> Any:
@@ -152,17 +157,21 @@ def agreement(runs: Sequence[Run]) -> Picture:
         floor = 10.0 ** math.floor(math.log10(least) - 0.3)
         for number, (name, points) in enumerate(drawn):
             shown = [(step, tokens, max(y, floor)) for step, tokens, y in points]
-            _line(axis, shown, 0, number + 1, label=name, linewidth=1.1, marker="o", markersize=3)
+            wide = 0.7 * (len(drawn) - 1 - number)  # what is drawn first shows below what it is equal to
+            how: dict[str, Any] = dict(linewidth=1.1 + wide, marker="o", markersize=3 + wide, clip_on=False)
+            _line(axis, shown, 0, number + 1, label=name, **how)
         _log(axis)
-        axis.set_ylim(bottom=floor / 1.5)
+        axis.set_ylim(bottom=floor)
+        if equal:
+            equal_edge(axis, floor)
         axis.set_xlabel("steps")
-        axis.set_ylabel("nats per token")
+        axis.set_ylabel(f"apart from {first.label},\nnats per token")
         _numbers(axis, "x")
         legend(made, axis, width)
         return made
 
-    equal = " Points on the lower edge are equal." * any(y == 0 for _, points in apart for *_, y in points)
-    return Picture("agreement", f"Distance of each run's training loss from that of {first.name}.{equal}", draw)
+    told = " Points on the lower edge are equal." * equal
+    return Picture("agreement", f"Distance of each run's training loss from that of {first.name}.{told}", draw)
 
 
 def in_words(points: Sequence[Point]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.pipeline.schedule import Action, Op, Split, in_flight, plan
 from megalite.pipeline.simulate import WORK, Simulation, simulate
-from tools.pictures.canvas import WIDE, Picture, figure, ink
+from tools.pictures.canvas import WIDE, Picture, figure, ink, legend
 
 Bar = tuple[int, Action, float, float]  # pipeline rank, F, B or W, start, end
 COLOURS = {  # of chunk 0, 1, ..; white text stands on each, and each stands on white and on black
@@ -18,8 +18,9 @@ COLOURS = {  # of chunk 0, 1, ..; white text stands on each, and each stands on 
     Op.B: ("#cc5f0a", "#a64d08", "#833d07", "#632e05"),
     Op.W: ("#12886a", "#0e6d55", "#0b5542", "#084032"),
 }
-LEGEND = "Blue: forward, orange: backward, green: gradients of weights; darker: a later chunk; number: micro-batch."
+NAMES = {Op.F: "forward", Op.B: "backward", Op.W: "gradients of weights"}
 MANY = 1500  # bars above which a page gets them as an image: as shapes they would be megabytes
+NUMBERED = "; numbers: micro-batches"
 LONGEST = 200_000  # bars that are drawn at all
 
 
@@ -83,10 +84,18 @@ def schedule(name: str, pp: int, vpp: int, microbatches: int, split: bool) -> Pi
         made, (axis,) = figure(width, [0.9 + 0.3 * pp])
         spans = [(s.rank, s.action, s.start, s.end) for s in result.spans]
         _bars(axis, spans, pp, f"{title}\n{told(rows, result)}", width)
-        axis.set_xlabel(f"time in forwards\n{LEGEND}")
+        _legend(made, axis, width, split, "time in forwards", vpp > 1)
         return made
 
-    return Picture("schedule", f"{title}: {told(rows, result)}. {LEGEND}", draw)
+    return Picture("schedule", f"{title}: {told(rows, result)}. Numbers are micro-batches.", draw)
+
+
+def _legend(made: Any, axis: Any, width: float, split: bool, unit: str, chunks: bool) -> None:
+    """Above `axis` what the colours are, below it the rest. `unit`: of time."""
+    for op in (Op.F, Op.B, *[Op.W] * split):
+        axis.plot([], [], "s", color=COLOURS[op][0], label=NAMES[op])
+    legend(made, axis, width)
+    made.axes[-1].set_xlabel(f"{unit}{NUMBERED if width == WIDE else ''}{'; darker: a later chunk' * chunks}")
 
 
 def told(rows: Sequence[Sequence[Action]], result: Simulation) -> str:
@@ -107,10 +116,10 @@ def timeline(data: Any) -> Picture:
         planned = [(s.rank, s.action, s.start, s.end) for s in ideal.spans]
         _bars(axes[0], planned, pp, f"planned: {1000 * ideal.end:,.0f} ms, bubble {100 * ideal.bubble:.1f} %", width)
         _bars(axes[1], spans, pp, f"measured: {1000 * end:,.0f} ms, bubble and waits {waits:.1f} %", width)
+        _legend(made, axes[0], width, split, "seconds", vpp > 1)
         axes[0].set_xlim(0, max(end, ideal.end) * 1.005)
-        axes[1].set_xlabel("seconds")
         return made
 
     what = f"{name}{', split backward' * split}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
     caption = f"One step of {what}. Planned: each stage takes its median, and nothing else costs time."
-    return Picture("timeline", f"{caption} {LEGEND}", draw)
+    return Picture("timeline", f"{caption} Numbers are micro-batches.", draw)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.pictures.canvas import Picture, figure, ink, short
+from tools.pictures.canvas import WIDE, Picture, figure, ink, short
 from tools.pictures.shares import layout_of
 
 GIB = 2**30
@@ -26,21 +26,35 @@ def picture(data: Mapping[str, Any]) -> Picture:
         held = [[row[part] / GIB for part in HELD] for _, row in memory]
         times = [[max(0.0, float(plan["parts"][part])) for part in TIME] for plan in plans]
         names = [str(plan["name"]) for plan in plans]
+        abouts = [[abs(float(end) - float(plan["seconds"])) for end in plan["about_seconds"]] for plan in plans]
         device, speed = str(data["cluster"]["device"]), float(best["tokens_per_s"])
+        title = f"{short(float(data['parameters']))} parameters on {int(best['world']):,} {device}"
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no plan of tools/plan.py --json ({type(error).__name__}: {error})") from None
 
     def draw(width: float) -> Any:
         heights = [0.9 + 0.24 * len(held), 0.9 + 0.3 * len(times)]
+        narrow = width < WIDE
         made, (above, below) = figure(width, heights)
-        ranks = [f"pp {rank}" if width < 5 else f"pipeline rank {rank}" for rank, _ in memory]
+        ranks = [f"pp {rank}" if narrow else f"pipeline rank {rank}" for rank, _ in memory]
         _bars(above, held, HELD, COLOURS, ranks)
         above.axvline(limit, color=ink("ink"), linewidth=1.2)
         above.axvline(usable, color=ink("ink"), linewidth=1.2, linestyle=(0, (4, 3)))
         above.set_xlim(0, 1.03 * max(limit, *map(sum, held)))
-        above.set_xlabel(f"GiB per rank of {names[0]}; lines: usable (dashed) and whole memory of a {device}")
-        _bars(below, times, TIME, TIME_COLOURS, names)
-        below.set_xlabel("seconds of a step")
+        lines = "; dashed: usable" if narrow else f"; lines: usable (dashed) and whole memory of a {device}"
+        above.set_xlabel(f"GiB per rank{lines}")
+        _bars(below, times, TIME, TIME_COLOURS, [name.replace(" mb", "\nmb") if narrow else name for name in names])
+        ends = [sum(parts) for parts in times]
+        how: dict[str, Any] = dict(fmt="none", ecolor=ink("ink"), elinewidth=1, capsize=2.5)
+        below.errorbar(ends, range(len(ends)), xerr=list(zip(*abouts, strict=True)), **how)
+        below.set_xlabel("seconds of a step" + "; whiskers: most published ones were so near" * (not narrow))
+        for axis, what in (
+            (above, "memory of the best" + f", {names[0]}" * (not narrow)),
+            (below, "time by layout, the best first"),
+        ):
+            axis.set_title(
+                what if narrow else f"{title}: {what}", loc="left", color=ink("ink"), pad=52 if narrow else 24
+            )
         return made
 
     caption = f"The best plan: {best['seconds']:.3f} s a step, MFU {best['mfu']:.1%}, {short(speed)} tokens/s."
@@ -87,5 +101,5 @@ def _bars(
     axis.grid(True, axis="x", color=ink("line"), linewidth=0.7)
     axis.spines["left"].set_visible(False)
     axis.margins(y=0.01)
-    axis.legend(ncols=len(parts) // 2 if axis.figure.get_figwidth() < 5 else len(parts), loc="lower left")
+    axis.legend(ncols=2 if axis.figure.get_figwidth() < WIDE else len(parts), loc="lower left")
     axis.get_legend().set_bbox_to_anchor((0, 1.0))

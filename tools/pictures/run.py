@@ -99,10 +99,32 @@ class Run:
     def curve(self, key: str) -> list[Point]:
         return self.curves.get(key, [])
 
+    @cached_property
+    def steps_of(self) -> dict[float, float]:
+        """Step of a log line -> the steps that its loss is the mean of, where it says so."""
+        found: dict[float, float] = {}
+        for row in self.rows:
+            step, steps, skipped = (number(row.get(key)) for key in ("step", "perf/steps", "train/skipped"))
+            if step is not None and steps is not None:
+                found[step] = steps - (skipped or 0.0)
+        return found
+
+    @cached_property
+    def weighed(self) -> list[Point]:
+        """Losses; of a process that took over the first line, a mean of one step, is one with the next, of the rest."""
+        found = list(self.curve("train/loss"))
+        for resumed in self.resumed:
+            i = next((i for i, point in enumerate(found) if point[0] > resumed), len(found))
+            (few, more) = (self.steps_of.get(point[0], 0.0) for point in (found[i : i + 2] + [(0.0, 0.0, 0.0)] * 2)[:2])
+            if 0 < few < more:
+                step, tokens, loss = found[i + 1]
+                found[i : i + 2] = [(step, tokens, (few * found[i][2] + more * loss) / (few + more))]
+        return found
+
     def drawn(self, key: str) -> list[Point]:
         """As many points of a curve as can be seen."""
         if key not in self._thin:
-            self._thin[key] = thin(self.curve(key))
+            self._thin[key] = thin(self.weighed if key == "train/loss" else self.curve(key))
         return self._thin[key]
 
     def last(self, key: str) -> float | None:
@@ -213,8 +235,8 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def differences(a: Run, b: Run, key: str = "train/loss") -> list[Point]:
-    """(step, tokens of `a`, distance) where both have a value."""
-    theirs = {step: value for step, _, value in b.curve(key)}
+    """(step, tokens of `a`, distance) where both have a value, of as many steps."""
+    theirs = {step: value for step, _, value in b.curve(key) if a.steps_of.get(step) == b.steps_of.get(step)}
     return [(step, tokens, abs(y - theirs[step])) for step, tokens, y in a.curve(key) if step in theirs]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tools.planning.memory import ACTIVATIONS_ERROR
 from tools.planning.search import Found, Layout, Planned, arranged
 from tools.planning.tokens import MOST_EPOCHS, Budget
 
@@ -83,7 +84,7 @@ def path(request: Request, found: Found) -> list[str]:
                 stages = -(-n / tp * (weight + gradient) // (limit - shared))
                 lines.append(f"fewest stages of tp {tp} for the state: {stages:.0f} -> pp {stages:.0f} or more")
     if found.plans:
-        lines += _chosen(found.plans[0])
+        lines += _chosen(found.choices()[0].best)
     return lines
 
 
@@ -112,9 +113,16 @@ def _parameters(request: Request) -> int:
     return arranged(Layout(), request).parameters
 
 
-def warnings(request: Request, best: Planned, budget: Budget, data_tokens: int | None) -> list[str]:
+def warnings(request: Request, best: Planned, limit: float, budget: Budget, data_tokens: int | None) -> list[str]:
+    """`limit`: bytes that are planned with."""
     made, c, m = best.made, request.cluster, request.config.model
-    lines = []
+    lines, fullest = [], best.memory[best.fullest]
+    spare, off = limit - best.peak, ACTIVATIONS_ERROR * (fullest.activations + fullest.buffers)
+    if 0 <= spare < off:
+        lines.append(
+            f"it fits by {spare / GIB:.2f} GiB, and activations were counted within {ACTIVATIONS_ERROR:.0%} of what "
+            f"runs allocated, {off / GIB:.2f} GiB here: what is kept free (--usable-memory) may have to give the rest"
+        )
     if best.layout.tp > c.per_node or c.per_node % best.layout.tp:
         lines.append(
             f"tp {best.layout.tp} crosses nodes of {c.per_node}: each layer waits for the network four times; use a "

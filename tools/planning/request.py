@@ -73,7 +73,8 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
         in_file = _of_file(words)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    said = given | in_file
+    preset = (in_file | cli.take_apart(words).given).get("preset")
+    said = given | set(in_file) | set(PRESETS.get(str(preset), ()))
     fixed = frozenset(said & {*LAYOUT})
     if fixed & {*OF_ONE} and not fixed & {*WHOLE}:
         names = ", ".join(sorted(fixed & {*OF_ONE}))
@@ -169,10 +170,10 @@ def _named(words: Sequence[str]) -> set[str]:
     return set(cli.take_apart(words).given)
 
 
-def _of_file(words: Sequence[str]) -> set[str]:
-    """The options that the file of --config sets. Raises ConfigError."""
+def _of_file(words: Sequence[str]) -> dict[str, Any]:
+    """What the file of --config says. Raises ConfigError."""
     path = cli.take_apart(words).given.get("config")
-    return set(read_toml(str(path))) if path else set()
+    return dict(read_toml(str(path))) if path else {}
 
 
 def _unlike(args: argparse.Namespace, words: Sequence[str], where: Cluster | None) -> list[str]:

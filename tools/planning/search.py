@@ -2,16 +2,18 @@
 
 candidates   tp within a node, pp, chunks, micro-batch, recompute, split backward; what check() refuses is counted
 bound        a time and a memory that no balance of its stages is below
-estimate     the arrangement with the stages that its run will have, its memory and its simulated step, for the
-             lowest bounds first, until `wanted` are found and no bound is below the SURE best of them
+estimate     the arrangement with the stages that its run will have, its memory and its simulated step: of the lowest
+             bounds, until the fastest is sure; then of the plainest that may be as good, until the best is sure; then
+             of the lowest bound of other rows
+best         the plainest of those that cannot be told from the fastest, as published steps are off by TOLERANCE
+row          of one tp, pp and sharding the best, and the fastest
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.planning.bounds import least_memory, least_time
 from tools.planning.memory import RankMemory, memory
+from tools.planning.published import TOLERANCE
 from tools.planning.request import Request, problems_of, with_options
 
 if TYPE_CHECKING:
@@ -37,7 +40,8 @@ HOW_AGAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # options of wha
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
 )
-SURE = 3  # plans that nothing is faster than but what is shown; those behind them are the best that were simulated
+TWINS = 3  # rows that are looked at without a sharded optimizer, too
+ALIKE = 0.02  # between bounds of a row: of those so close the plainest is simulated for it
 MOST = 60  # plans that are simulated: a few tenths of a second each
 USABLE = 0.9  # of a device's memory: CUDA's context, NCCL's buffers and what lies in pieces take the rest
 
@@ -58,6 +62,16 @@ class Layout:
         more = [self.recompute] * (self.recompute != "none") + ["split"] * self.split + ["ends"] * self.ends
         more += [] if self.sharded else ["ddp"]
         return " ".join([f"tp {self.tp} pp {self.pp}{chunks} mb {self.micro_batch}", *more])
+
+    def moving_parts(self, layers: int) -> int:
+        """What it has beyond plain data parallelism; stages of unlike size are one, too."""
+        uneven = (layers + 2 * self.ends) % (self.pp * self.vpp) > 0
+        several = (self.tp > 1, self.pp > 1, self.vpp > 1, uneven, self.split, self.ends, self.recompute != "none")
+        return sum((*several, not self.sharded))
+
+    @property
+    def row(self) -> tuple[int, int, bool]:
+        return self.tp, self.pp, self.sharded
 
 
 def applied(layout: Layout, config: Config) -> Config:
@@ -107,28 +121,61 @@ class Planned:
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].peak)
 
     @property
+    def moving_parts(self) -> int:
+        return self.layout.moving_parts(self.made.config.model.num_layers)
+
+    @property
     def peak(self) -> int:
         return self.memory[self.fullest].peak
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Of one row."""
+
+    best: Planned
+    fastest: Planned
+
+
 @dataclass
 class Found:
-    """plans: those that fit, the fastest first. too_large: (bytes, layout) of the least that does not fit."""
+    """plans: those that fit, the fastest first. refused: how many layouts each reason keeps out. least: (bytes, layout)
+    of what does not fit."""
 
     limit: float
     plans: list[Planned] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     candidates: int = 0
+    impossible: int = 0  # of these, as are the next two
     simulated: int = 0
     too_large: int = 0
     least: tuple[float, Layout] | None = None
-    left: int = 0  # bounds below the best that were not looked at
+    left: int = 0  # bounds below the fastest that were not looked at
 
-    def refuse(self, problems: list[str]) -> None:
+    @property
+    def equal_s(self) -> float:
+        """Seconds up to which a step cannot be told from the fastest."""
+        return (1 + TOLERANCE) * self.plans[0].time.seconds
+
+    def order(self, plan: Planned) -> tuple[bool, int, float]:
+        """By moving parts up to `equal_s`, beyond by time alone."""
+        slow = plan.time.seconds > self.equal_s
+        return slow, 0 if slow else plan.moving_parts, plan.time.seconds
+
+    def choices(self) -> list[Choice]:
+        """The best first."""
+        rows: dict[tuple[int, int, bool], list[Planned]] = defaultdict(list)
+        for plan in self.plans:
+            rows[plan.layout.row].append(plan)
+        found = [Choice(min(some, key=self.order), some[0]) for some in rows.values()]
+        return sorted(found, key=lambda one: self.order(one.best))
+
+    def refuse(self, problems: list[str], layouts: int = 1) -> None:
+        self.impossible += layouts
         for problem in problems:
             kind = re.sub(r"\d[\d, ]*", "N ", problem)
-            self.refused[kind] += 1
+            self.refused[kind] += layouts
             self.examples.setdefault(kind, problem)
 
     def over(self, size: float, layout: Layout) -> None:
@@ -189,40 +236,63 @@ def search(
     most: int = MOST,
     tell: Callable[[int, float], None] = lambda done, best: None,
 ) -> Found:
-    """`wanted`: plans to be found. `usable`: share of a device's memory. `most`: plans to be simulated. `tell`: how
-    many have been, and the least seconds."""
+    """`wanted`: rows to be found. `usable`: share of a device's memory. `most`: plans to be simulated. `tell`: how many
+    have been, and the least seconds."""
     found = Found(limit=usable * request.cluster.device.memory_bytes)
-    bounds = _bounded(request, profile, found)
-    while bounds and found.simulated < most:
-        bound, _, layout = heapq.heappop(bounds)
-        if len(found.plans) >= wanted and bound > found.plans[min(SURE, wanted) - 1].time.seconds:
-            bounds = []
-            break
+    bounds, looked_at = _bounded(request, profile, found), set[Layout]()
+
+    def estimate(layout: Layout) -> None:
+        looked_at.add(layout)
         _estimate(layout, request, profile, found)
         tell(found.simulated, found.plans[0].time.seconds if found.plans else 0.0)
+
+    for bound, layout in bounds:
+        if found.simulated >= most or found.plans and bound >= found.plans[0].time.seconds:
+            break
+        estimate(layout)
+    if not found.plans:
+        found.left = len(bounds) - len(looked_at)
+        return found
+    found.left = sum(bound < found.plans[0].time.seconds and one not in looked_at for bound, one in bounds)
+    layers = request.config.model.num_layers
+    equals = [(one.moving_parts(layers), bound, one) for bound, one in bounds if bound <= found.equal_s]
+    for parts, bound, layout in sorted(equals, key=lambda one: one[:2]):
+        best = found.choices()[0].best
+        if found.simulated >= most or (parts, bound) >= (best.moving_parts, best.time.seconds):
+            break
+        if layout not in looked_at:
+            estimate(layout)
+    for bound, layout in bounds:
+        rows = {plan.layout.row for plan in found.plans}
+        if len(rows) >= wanted or found.simulated >= most:
+            break
+        if layout.row not in rows and layout not in looked_at:
+            alike = [one for b, one in bounds if one.row == layout.row and b <= (1 + ALIKE) * bound]
+            estimate(min((one for one in alike if one not in looked_at), key=lambda one: one.moving_parts(layers)))
     if not request.is_layout and "use_distributed_optimizer" not in request.fixed:
-        for plan in found.plans[:SURE]:  # what does not share out the optimizer's state takes more memory
-            if plan.made.dp > 1:
-                _estimate(replace(plan.layout, sharded=False), request, profile, found)
-    found.left = sum(bound < found.plans[0].time.seconds for bound, *_ in bounds) if found.plans else len(bounds)
+        for choice in found.choices()[:TWINS]:  # what does not share out the optimizer's state takes more memory
+            if choice.best.made.dp > 1:
+                found.candidates += 1
+                estimate(replace(choice.best.layout, sharded=False))
     return found
 
 
-def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, int, Layout]]:
-    """A heap of (seconds, number, layout) of what can be built and may fit."""
+def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, Layout]]:
+    """Seconds and layout of what can be built and may fit, the lowest first."""
     from tools.planning.cost import Costs
     from tools.planning.profile import default_profile
 
     used = profile or default_profile(request.cluster.device.name)
-    bounds: list[tuple[float, int, Layout]] = []
+    bounds: list[tuple[float, Layout]] = []
     states: dict[tuple[int, int, bool], ModuleBytes] = {}
     for layout in [layout_of(request.config)] if request.is_layout else grid(request):
-        found.candidates += 1
+        alike = [layout] if request.is_layout else [*variants(layout, request)]
+        found.candidates += len(alike)
         problems = problems_of(applied(layout, request.config), request.cluster.world)
         if problems:
-            found.refuse(problems)
+            found.refuse(problems, len(alike))
             continue
-        for one in [layout] if request.is_layout else variants(layout, request):
+        for one in alike:
             made = arranged(one, request)
             key = (one.tp, made.dp, one.sharded)
             if key not in states:
@@ -231,9 +301,8 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
             if size > found.limit and not request.is_layout:
                 found.over(size, one)
                 continue
-            bounds.append((least_time(made, Costs(made, request.cluster, used)), len(bounds), one))
-    heapq.heapify(bounds)
-    return bounds
+            bounds.append((least_time(made, Costs(made, request.cluster, used)), one))
+    return sorted(bounds, key=lambda one: one[0])
 
 
 def _estimate(layout: Layout, request: Request, profile: Profile | None, found: Found) -> None:

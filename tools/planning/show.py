@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tools.planning.published import TOLERANCE
 from tools.planning.request import HOW, LAYOUT, Request, as_flags, without
-from tools.planning.search import Found, Layout, Planned, applied
+from tools.planning.search import Choice, Found, Layout, Planned, applied
 from tools.planning.tokens import Budget
 
 if TYPE_CHECKING:
@@ -37,16 +38,42 @@ def table(rows: Sequence[Sequence[str]], width: int = 118) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
-def ranking(plans: Sequence[Planned], world: int) -> str:
-    """Of the best: seconds of a step, what of it shows, the fullest rank."""
-    head = ("layout", "dp", "s/step", "MFU", "tokens/s", "bubble", *COMM, "update", "GiB", "rank")
+def band(predicted: float) -> tuple[float, float]:
+    """What published steps would have been measured at, mostly (tools/planning/published.py)."""
+    return predicted / (1 + TOLERANCE), predicted / (1 - TOLERANCE)
+
+
+def counts(found: Found, shown: int) -> list[str]:
+    """What the table is of, and which rows of it are one."""
+    about = f"about: published steps were mostly within {TOLERANCE:.0%} of their prediction; shares are of what shows"
+    if found.candidates == 1:
+        return [about]
+    choices, fastest = found.choices(), found.plans[0]
+    equals = sum(one.best.time.seconds <= found.equal_s for one in choices)
+    of_one = f"a row is of one tp, pp and sharding, here {shown} of {len(choices)}"
+    lines = [
+        f"{found.candidates:,} layouts: {found.impossible:,} cannot be built, {found.too_large:,} do not fit, "
+        f"{found.simulated:,} of the others were simulated; {of_one}",
+        about,
+        f"as close as that to the fastest ({fastest.layout}, {fastest.time.seconds:.3f} s): {equals} of the rows; of "
+        "such layouts the one with the fewest moving parts stands first",
+    ]
+    if found.left:
+        lines.append(f"{found.left:,} more may be faster than the fastest, by their bounds; they were not simulated")
+    return lines
+
+
+def ranking(choices: Sequence[Choice]) -> str:
+    """Of rows: seconds of a step, what of it shows, the fullest rank."""
+    head = ("layout", "dp", "s/step", "about", "MFU", "tokens/s", "bubble", *COMM, "update", "GiB")
     rows: list[tuple[str, ...]] = [head]
-    for plan in plans:
+    for plan in (choice.best for choice in choices):
         share = {name: f"{max(0.0, part) / plan.time.seconds:.1%}" for name, part in plan.time.parts.items()}
-        speed = (f"{plan.time.seconds:.3f}", f"{plan.time.mfu:.1%}", f"{plan.time.tokens_per_s:,.0f}")
+        about = "{:.2f}-{:.2f}".format(*band(plan.time.seconds))
+        speed = (f"{plan.time.seconds:.3f}", about, f"{plan.time.mfu:.1%}", f"{plan.time.tokens_per_s:,.0f}")
         parts = (share[name] for name in ("bubble", *COMM, "optimizer"))
-        rows.append((str(plan.layout), str(plan.made.dp), *speed, *parts, f"{plan.peak / GIB:.1f}", str(plan.fullest)))
-    return table(rows)
+        rows.append((str(plan.layout), str(plan.made.dp), *speed, *parts, f"{plan.peak / GIB:.1f}"))
+    return table(rows, 126)
 
 
 def memory_rows(memory: Sequence[RankMemory], made: Arrangement) -> list[tuple[str, ...]]:
@@ -101,7 +128,11 @@ def refusals(found: Found) -> list[str]:
     return lines
 
 
-def budget_rows(budget: Budget, made: Arrangement, speed: float, devices: int, price: float) -> list[tuple[str, str]]:
+def budget_rows(
+    budget: Budget, made: Arrangement, speed: float, devices: int, price: float, predicted: bool = False
+) -> list[tuple[str, str]]:
+    """`predicted`: the speed, which is told with its error."""
+    about = " ({} to {} by an error of {:.0%})".format(*map(_time, band(budget.days(speed))), TOLERANCE) * predicted
     hours = budget.device_hours(speed, devices)
     sizes, seq_length = made.batch_sizes, made.config.model.seq_length
     grown = ", once the batch has grown" if len(sizes.steps) > 1 else ""
@@ -111,7 +142,7 @@ def budget_rows(budget: Budget, made: Arrangement, speed: float, devices: int, p
         ("FLOPs by 6 N D", f"{budget.rule_flops:.3e}"),
         ("FLOPs counted", f"{budget.exact_flops:.3e} ({budget.exact_flops / budget.rule_flops:.2f} of the rule's)"),
         ("steps", f"{budget.steps(sizes, seq_length):,} of {sizes.final * seq_length:,} tokens{grown}"),
-        ("time", f"{_time(budget.days(speed))} at {speed:,.0f} tokens/s"),
+        ("time", f"{_time(budget.days(speed))} at {speed:,.0f} tokens/s{about}"),
         ("device hours", f"{_rounded(hours)} on {devices:,} devices"),
         ("cost", f"{_rounded(hours * price)} $ at {price:g} $ per device hour (give your own: --price-per-gpu-hour)"),
     ]
@@ -142,6 +173,7 @@ def as_json(plan: Planned) -> dict[str, Any]:
         "microbatches": made.microbatches,
         "layers": made.counts,
         "seconds": plan.time.seconds,
+        "about_seconds": band(plan.time.seconds),
         "parts": plan.time.parts,
         "mfu": plan.time.mfu,
         "tokens_per_s": plan.time.tokens_per_s,
