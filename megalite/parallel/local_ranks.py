@@ -109,11 +109,11 @@ def start_local(
     processes: list[Any] = []
     with _scratch_folder() as scratch, _forward_signals(processes) as seen:
         resource_tracker.ensure_running()  # it unblocks signals; the processes below find it there
-        with _held():  # the fork server inherits that, and whom it forks
-            forkserver.ensure_running()
         resumes: bool | None = False
         while resumes is not None:
             processes.clear()
+            with _held():  # the fork server inherits that, and whom it forks
+                forkserver.ensure_running()
             folder = tempfile.mkdtemp(dir=scratch)  # a file of ranks that died would lead astray
             for rank in range(nproc):
                 ranks = Ranks(rank, nproc, rank, nproc, f"file://{folder}/rendezvous", resumes, folder)

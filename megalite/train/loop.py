@@ -81,7 +81,7 @@ def evaluate(
     data: Loader,
     iters: int,
     done: Callable[[int], None] = lambda batches: None,
-    wants_end: Callable[[], bool] = lambda: False,
+    wants_end: Callable[[], bool] | None = None,
 ) -> float:
     """Mean loss per token over the first `iters` global batches of a set: the same ones each time; collective. `done`
     is called with 1 after each. `wants_end`: of this rank. Raises BrokenOffError."""
@@ -96,7 +96,7 @@ def evaluate(
             sums[0] += loss
             sums[1:] += float(sum(host.counted_tokens for host in hosts))
         done(1)
-        if i + 1 == look < iters:  # at a batch that all know: after LOOK_S, at the pace of the slowest so far
+        if wants_end is not None and i + 1 == look < iters:  # which all know: after LOOK_S at the slowest pace so far
             now = torch.tensor([time.monotonic() - begin, wants_end()], dtype=torch.float64, device=mesh.device)
             seconds, ends = all_reduce_(now, mesh.world, dist.ReduceOp.MAX).tolist()
             if ends:

@@ -98,7 +98,7 @@ def test_a_first_rank_that_has_not_come_is_named(port: int) -> None:
 
 def test_a_listener_that_says_nothing_is_not_waited_for_longer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own time-out does not end that."""
-    monkeypatch.setattr(meeting, "PROBE_S", 1.0)
+    monkeypatch.setattr(meeting, "PROBE_S", 0.5)
     with socket.create_server(("127.0.0.1", port)):
         assert re.search(r"it answers, but rank 0 does not.* \(silent for 2 s\)", why(1, "127.0.0.1", port))
 

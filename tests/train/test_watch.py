@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megalite.config.options import Config, ConfigError, OperationsConfig, log_s
 from megalite.models.families import PRESETS
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.launch import Ranks
-from megalite.parallel.mesh import PLANNED, Axis, Mesh
+from megalite.parallel.mesh import PLANNED, Axis, Mesh, world_axis
 from megalite.pipeline.runtime import Timed
 from megalite.train.memory import memory_line
 from megalite.train.phases import PHASES
@@ -192,7 +193,8 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     folder = module.run_folder(config)
     sources, plan = module.preflight(config, ranks)
-    code = module._pretrain(plan, ranks, torch.device("cpu"), sources, folder, [], module.StopSignal(), 0.0)
+    dog = module.Watchdog(replace(Mesh.alone(), world=world_axis()), folder, Timers(), 600.0)
+    code = module._pretrain(plan, ranks, torch.device("cpu"), sources, folder, [], module.StopSignal(), dog)
     assert code == Exit.DONE
     assert shapes.pop() == (len(PHASES),)
     return shapes
