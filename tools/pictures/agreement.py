@@ -51,7 +51,8 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
         axis.yaxis.set_minor_formatter(lambda value, _: "")
         axis.set_ylim(floor / 3, None)
-        axis.set_xticks(steps, [str(step) if step else "start" for step in steps])
+        names = ["start" if not step else "eval" if step % 1 else f"{step:g}" for step in steps]
+        axis.set_xticks(steps, names)
         axis.set_xlabel("steps")
         axis.set_ylabel("furthest apart, relative")
         legend(made, axis, width)
