@@ -106,7 +106,7 @@ def train(config: Config, dtype: str, layout: Layout, timeout_s: float) -> list[
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as folder:
         ends: list[End] = []
         args = (config, dtype, config.train.train_iters, folder)
-        code = start_local(layout.world, take, args, timeout_s=timeout_s, ended=ends.append)
+        code = start_local(layout.world, take, args, timeout_s=timeout_s, holds_signals=True, ended=ends.append)
         if ends[-1].asked:
             raise Stopped(code)
         if code:

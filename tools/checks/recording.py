@@ -201,6 +201,7 @@ def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> N
 
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     limit = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     device = choose_device(config.parallel.device)
     with process_group(ranks, device=device, startup_timeout=limit) as here:
