@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from megalite.models.families import PRESETS
 from tools.checks.agreement import Reference, Tolerance, compare, second_reading
 from tools.checks.causes import Finding, find
 from tools.checks.places import Layout, place
-from tools.checks.recording import Item, Recording
-from tools.checks.smaller import Smaller, smaller, twin
+from tools.checks.recording import Item, Recording, read_all, write
+from tools.checks.smaller import Shared, Smaller, of_groups, smaller, twin
 from tools.pictures.agreement import picture
 from tools.pictures.canvas import save
 
@@ -74,7 +75,72 @@ def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, 
 
 def test_groups_that_ranks_share_stay_shared() -> None:
     config, found = made("--preset llama3-8b --tp 32 --dp 1 --global-batch-size 64 --num-query-groups 4", 4)
-    assert config.model.groups < 32 and found.config.model.groups < found.layout.tp
+    assert config.model.groups < 32 and 1 < found.config.model.groups < found.layout.tp
+
+
+GROUPS = "--group-query-attention --num-query-groups"
+
+
+@pytest.mark.parametrize(
+    "flags,most,second,groups",
+    [
+        (f"{GPT} --tp 4 --pp 4 --dp 2 {GROUPS} 2", 8, 4, 2),  # the first has room for one group
+        ("--preset llama2-70b --tp 16 --dp 2", 8, 8, 4),  # the first, of tp 4, hides rank // groups
+        (f"{GPT} --tp 4 --dp 2 {GROUPS} 2", 8, None, 0),  # the first is the layout itself
+        (f"{GPT} --tp 4 --pp 4 --dp 2 {GROUPS} 1", 8, None, 0),  # there is one group
+        (f"{GPT} --tp 4 --pp 4 --dp 2 {GROUPS} 4", 8, None, 0),  # they are not shared
+    ],
+)
+def test_a_second_run_is_of_groups_that_the_first_hides(flags: str, most: int, second: int | None, groups: int) -> None:
+    config, first = made(flags, most)
+    found = of_groups(config, first, most)
+    assert (found and found.layout) == (second and Layout(second))
+    if found is not None:
+        assert found.config.model.groups == groups and not check(found.config, found.layout.world)
+        assert found.config.train.train_iters == 1 and not check(twin(found.config), 1)
+
+
+def test_too_few_ranks_for_groups_are_told() -> None:
+    config, first = made("--preset llama2-70b --tp 16 --dp 2", 4)
+    assert of_groups(config, first, 4) is None
+    assert first.notes[-1].startswith("not verified, for want of ranks: which of 8 groups each of 16 tp ranks takes")
+    assert first.notes[-1].endswith("give --most-ranks 8 or more")
+
+
+MAPS: list[Callable[[int, int, int, int, int], int]] = [  # of rank r: groups, ranks of each, heads of a rank, ranks
+    lambda r, groups, each, heads, tp: r,
+    lambda r, groups, each, heads, tp: r % groups,
+    lambda r, groups, each, heads, tp: r // groups,
+    lambda r, groups, each, heads, tp: r % each,
+    lambda r, groups, each, heads, tp: r % heads,
+    lambda r, groups, each, heads, tp: r // heads,
+    lambda r, groups, each, heads, tp: r % (each * heads),
+    lambda r, groups, each, heads, tp: r // (each * heads),
+    lambda r, groups, each, heads, tp: r * heads // each,
+    lambda r, groups, each, heads, tp: r * each // tp,
+    lambda r, groups, each, heads, tp: r * groups % tp // each,
+    lambda r, groups, each, heads, tp: (tp - 1 - r) // each,
+    lambda r, groups, each, heads, tp: groups - 1 - r // each,
+    lambda r, groups, each, heads, tp: (r + 1) // each,
+    lambda r, groups, each, heads, tp: max(r - 1, 0) // each,
+    lambda r, groups, each, heads, tp: min(r, groups - 1),
+    lambda r, groups, each, heads, tp: 0,
+]
+
+
+def wrong_maps(one: Shared) -> set[int]:
+    sizes = (one.groups, one.tp // one.groups, one.heads, one.tp)
+    right = [rank // sizes[1] for rank in range(one.tp)]
+    return {i for i, of in enumerate(MAPS) if [of(rank, *sizes) for rank in range(one.tp)] != right}
+
+
+@pytest.mark.parametrize("tp", [4, 8, 12, 16, 32, 64])
+def test_a_wrong_map_to_groups_is_wrong_at_the_small_size(tp: int) -> None:
+    sizes = [(groups, heads) for groups in range(2, tp) if tp % groups == 0 for heads in (1, 2, 3, 4, 8, 16)]
+    for full in (Shared(tp, *some) for some in sizes):
+        small = next(full.on(n) for n in range(2, 9) if tp % n == 0 and not full.hidden_in(full.on(n)))
+        assert small.groups > 1 and wrong_maps(full) <= wrong_maps(small), (full, small)
+    assert not wrong_maps(Shared(16, 8, 4)) <= wrong_maps(Shared(4, 2, 4))  # some layouts of two groups hide one
 
 
 @pytest.mark.parametrize(
@@ -270,6 +336,17 @@ def test_places_are_shares_in_order_and_padding_is_cut() -> None:
         place((40, 6), whole, 0, Layout(tp=2))
 
 
+def test_layers_are_numbered_by_their_place_in_the_pipeline(tmp_path: Path) -> None:
+    layout = Layout(pp=2, dp=2)
+    for rank in range(layout.world):
+        counts = ((2, 1), (0, 3))[layout.at(rank).pp]  # of two chunks: stages of 2, 0, 1 and 3 layers
+        names = [f"layers.{chunk}:{i}.mlp.up" for chunk, count in enumerate(counts) for i in range(count)]
+        items = [(Item(0, "weight", name, -1, (1,), 0), np.zeros(1)) for name in names]
+        write(tmp_path / f"rank-{rank:05d}.npz", Recording([*names, "head"], ["head"], items, counts))
+    layers = [[int(name.split(".")[1]) for name in one.parameters[:-1]] for one in read_all(tmp_path, layout)]
+    assert layers == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+
+
 # ---- the loss by its definition
 
 
@@ -291,7 +368,7 @@ def _read(scale: float = 1.0, masked: bool = True, count: float | None = None) -
         (Item(1, "loss", "micro-batch", 0, (), 0), np.array(total)),
         (Item(1, "loss", "step", -1, (), 0), np.array(total / (count or 2.0))),
     ]
-    return [*second_reading(Reference(Recording(["head"], ["head"], arrays)), 1, TOLERANCE)]
+    return [*second_reading(Reference(Recording(["head"], ["head"], arrays)), TOLERANCE)]
 
 
 def test_losses_are_read_a_second_time() -> None:

@@ -6,10 +6,11 @@ python tools/verify.py --preset llama3-8b --tp 2 --pp 2 --nproc 8 ...      --npr
 python tools/verify.py FLAGS --dtype bfloat16 --out agreement.png          in bf16, with a picture
 python tools/verify.py FLAGS --whole                                       at its own size, on its own data
 
-Trains --steps steps in one process and on the layout, from the same weights, and compares every hidden state, loss,
-gradient and weight of every rank. Sizes and ranks are reduced (--most-ranks) with all that the layout is about left in
-them. Where something differs: the first step, layer and parameter, its ranks and elements, and what leaves such a
-pattern. On a CPU unless --device cuda. Exit codes: 0 they agree; 1 they differ, or the layout failed; 2 usage.
+Trains --steps steps in one process and on the layout, from the same weights, evaluates after the first and the last,
+and compares every hidden state, loss, gradient and weight of every rank. Sizes and ranks are reduced (--most-ranks)
+with all that the layout is about left in them; where tp ranks share groups of keys and values, a second run may be of
+that alone. Where something differs: the first step, layer and parameter, its ranks and elements, and what leaves such
+a pattern. On a CPU unless --device cuda. Exit codes: 0 they agree; 1 they differ, or the layout failed; 2 usage.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megalite.config.options import Config
     from tools.checks.agreement import Row, Tolerance
     from tools.checks.causes import Finding
+    from tools.checks.places import Layout
     from tools.checks.recording import Recording
     from tools.checks.smaller import Smaller
 
@@ -80,36 +84,44 @@ class Verdict:
     @property
     def worst(self) -> list[Row]:
         """Of every kind and step: what is furthest beyond its tolerance."""
-        found: dict[tuple[str, int], Row] = {}
+        found: dict[tuple[str, float], Row] = {}
         for row in self.rows:
             old = found.setdefault((row.kind, row.step), row)
             if (row.differs, row.apart) > (old.differs, old.apart):
                 found[row.kind, row.step] = row
-        return [found[kind, step] for kind in WHAT for step in range(10_000) if (kind, step) in found]
+        kinds = [*WHAT]
+        return [found[key] for key in sorted(found, key=lambda key: (kinds.index(key[0]), key[1]))]
+
+    @property
+    def notes(self) -> list[str]:
+        evaluated = any(row.step % 1 for row in self.rows)
+        return [*self.made.notes, *["not evaluated: --eval-iters 0, or no validation set"] * (not evaluated)]
 
 
-def train(config: Config, dtype: str, steps: int, world: int, timeout_s: float) -> list[Recording]:
-    """On `world` local ranks, what each of them had. Raises Failed and Stopped."""
+def train(config: Config, dtype: str, layout: Layout, timeout_s: float) -> list[Recording]:
+    """On local ranks, what each of them had. Raises Failed and Stopped."""
     from megalite.parallel.local_ranks import End, start_local
-    from tools.checks.recording import read, take
+    from tools.checks.recording import read_all, take
 
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as folder:
         ends: list[End] = []
-        code = start_local(world, take, (config, dtype, steps, folder), timeout_s=timeout_s, ended=ends.append)
+        args = (config, dtype, config.train.train_iters, folder)
+        code = start_local(layout.world, take, args, timeout_s=timeout_s, holds_signals=True, ended=ends.append)
         if ends[-1].asked:
             raise Stopped(code)
         if code:
             late = f"it is not done after {timeout_s:g} s; give more with --timeout"
             why = late if code == 124 else f"{ends[-1].cause}; its error is above"
-            raise Failed(f"the run on {world} rank{'s' * (world > 1)} failed: {why}")
-        return [read(path) for path in sorted(Path(folder).glob("rank-*.npz"))]
+            raise Failed(f"the run on {layout.world} rank{'s' * (layout.world > 1)} failed: {why}")
+        return read_all(Path(folder), layout)
 
 
-def verify(made: Smaller, dtype: str, steps: int, timeout_s: float) -> Verdict:
+def verify(made: Smaller, dtype: str, timeout_s: float) -> Verdict:
     """Train both ways and compare. Raises Failed."""
     from megalite.config.console import Bar
     from tools.checks.agreement import Reference, Tolerance, compare, second_reading
     from tools.checks.causes import find
+    from tools.checks.places import Layout
     from tools.checks.smaller import twin
 
     m, t = made.config.model, made.config.train
@@ -117,13 +129,13 @@ def verify(made: Smaller, dtype: str, steps: int, timeout_s: float) -> Verdict:
     tolerance = Tolerance(dtype, max(m.seq_length * batch, m.ffn_size, m.hidden_size), m.num_layers)
     with Bar("verify", 3, "parts") as bar:
         bar.at(0, "one process")
-        (one,) = train(twin(made.config), dtype, steps, 1, timeout_s)
+        (one,) = train(twin(made.config), dtype, Layout(), timeout_s)
         bar.at(1, str(made.layout))
-        ranks = train(made.config, dtype, steps, made.layout.world, timeout_s)
+        ranks = train(made.config, dtype, made.layout, timeout_s)
         bar.at(2, "comparing")
         reference = Reference(one)
         rows, pieces = compare(reference, ranks, made.layout, tolerance)
-        odd = list(second_reading(reference, steps, tolerance))
+        odd = list(second_reading(reference, tolerance))
         number = batch // (t.micro_batch_size * made.layout.dp)
         return Verdict(made, tolerance, rows, find(rows, pieces, reference, made.layout, number), odd)
 
@@ -137,25 +149,26 @@ def in_precision(config: Config, dtype: str) -> Config:
     return replace(config, precision=replace(config.precision, bf16=dtype == "bfloat16", fp16=False))
 
 
-def text_of(verdict: Verdict, dtype: str, steps: int) -> str:
+def text_of(verdict: Verdict, dtype: str) -> str:
     """For people."""
     from megalite.train.figures import columns
 
     made, m, t = verdict.made, verdict.made.config.model, verdict.made.config.train
-    chunks = _chunks(made)
+    chunks, steps = _chunks(made), t.train_iters
     lines = [
-        f"asked for: {made.wanted}; verified: {made.layout}{chunks}, {dtype}, {steps} steps",
+        f"asked for: {made.wanted}; verified: {made.layout}{chunks}, {dtype}, {steps} step{'s' * (steps != 1)}",
         f"of {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.groups} groups, "
         f"feed-forward {m.ffn_size}, {m.seq_length} tokens, batch {t.global_batch_size} in micro-batches of "
         f"{t.micro_batch_size}",
-        *(f"note: {note}" for note in made.notes),
+        *(f"note: {note}" for note in verdict.notes),
     ]
     rows: list[tuple[str, ...]] = [("compared", "step", "furthest apart", "by", "allowed", "differ")]
     for row in verdict.worst:
         alike = [one for one in verdict.rows if (one.kind, one.step) == (row.kind, row.step)]
         count = f"{sum(one.differs for one in alike)} of {len(alike)}"
         name = row.name if row.apart or row.differs else "equal"
-        rows.append((WHAT[row.kind], str(row.step), name, f"{row.apart:.1e}", f"{row.tolerance:.1e}", count))
+        when = f"{row.step:g}" if row.step == int(row.step) else f"eval {int(row.step)}"
+        rows.append((WHAT[row.kind], when, name, f"{row.apart:.1e}", f"{row.tolerance:.1e}", count))
     lines += ["", columns(rows), ""]
     if verdict.odd:
         lines += ["one process itself is wrong:", *(f"  {line}" for line in verdict.odd)]
@@ -175,13 +188,17 @@ def _chunks(made: Smaller) -> str:
 
 
 def _told(found: Finding) -> list[str]:
+    from tools.checks.agreement import when
+    from tools.checks.recording import STEP
+
     ranks = "; ".join(f"{axis} {' '.join(map(str, some))}" for axis, some in found.ranks.items() if some)
     others = ", ".join(found.others[:NAMED]) + f" and {len(found.others) - NAMED} more" * (len(found.others) > NAMED)
-    when = f"after step {found.step}" if found.kind == "weight" else f"at step {found.step}"
-    when = when if found.step else "before the first step"
+    evaluated, name = found.step % 1 > 0, found.name
+    what = "the validation loss" if evaluated and (found.kind, name) == ("loss", STEP) else OF[found.kind].format(name)
+    place = "in" if evaluated else "after" if found.kind == "weight" else "at"
+    at = f"{place} {when(found.step)}" if found.step else "before the first step"
     lines = [
-        f"DIFFERS first {when}: {OF[found.kind].format(found.name)}, {found.apart:.3g} apart where "
-        f"{found.tolerance:.1e} is allowed",
+        f"DIFFERS first {at}: {what}, {found.apart:.3g} apart where {found.tolerance:.1e} is allowed",
         f"  on ranks: {ranks or 'none'}",
         f"  where: {found.where}",
     ]
@@ -190,15 +207,23 @@ def _told(found: Finding) -> list[str]:
     return [*lines, *(f"  likely: {cause}" for cause in found.causes)]
 
 
-def as_json(verdict: Verdict, dtype: str, steps: int) -> dict[str, Any]:
+def as_json(verdicts: Sequence[Verdict], dtype: str) -> dict[str, Any]:
+    """What is told of all, in what is told of the first run; the second's own under its name."""
+    first, *second = (_one(verdict, dtype) for verdict in verdicts)
+    differing = [one["first"] for one in (first, *second) if one["first"] is not None]
+    both = {"agrees": all(verdict.agrees for verdict in verdicts), "first": differing[0] if differing else None}
+    return {**first, **both, "second": second[0] if second else None}
+
+
+def _one(verdict: Verdict, dtype: str) -> dict[str, Any]:
     keys = ("step", "kind", "name", "apart", "tolerance", "differs", "missing")
     return {
         "agrees": verdict.agrees,
         "dtype": dtype,
-        "steps": steps,
+        "steps": verdict.made.config.train.train_iters,
         "wanted": asdict(verdict.made.wanted),
         "verified": asdict(verdict.made.layout),
-        "notes": verdict.made.notes,
+        "notes": verdict.notes,
         "first": None if verdict.finding is None else asdict(verdict.finding),
         "one_process": verdict.odd,
         "rows": [{key: getattr(row, key) for key in keys} for row in verdict.rows],
@@ -213,23 +238,21 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--dtype", choices=DTYPES, default="float64", help="in float64, the default, nothing hides")
     parser.add_argument("--most-ranks", type=int, default=8, help="processes of the layout, at most; default: 8")
     parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each of the two runs; default: 600")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run; default: 600")
     parser.add_argument("--json", type=Path, help="FILE with all that was compared")
     parser.add_argument("--out", type=Path, help="FILE for a picture of the agreement, .png or .svg")
     return parser.parse_known_args(argv)
 
 
-def prepare(args: argparse.Namespace, words: list[str]) -> Smaller:
+def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     """Raises ConfigError, with every problem."""
-    from dataclasses import replace
-
     from megalite.config import cli
     from megalite.config.check import check
     from megalite.config.options import ConfigError
     from megalite.models.families import PRESETS
     from megalite.train.preflight import choose_device
     from megalite.train.setup import SetupError
-    from tools.checks.smaller import layout_of, smaller
+    from tools.checks.smaller import layout_of, of_groups, smaller
     from tools.outputs import unwritable
 
     counts = (("steps", args.steps), ("most_ranks", args.most_ranks))
@@ -240,18 +263,22 @@ def prepare(args: argparse.Namespace, words: list[str]) -> Smaller:
     found = cli.read_all(words, PRESETS, world=lambda config: layout_of(config)[0].world)
     if found.config.checkpoint.use_checkpoint_args:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
+    config = in_precision(found.config, args.dtype)
     try:
-        made = smaller(in_precision(found.config, args.dtype), args.most_ranks, args.steps, args.whole)
+        first = smaller(config, args.most_ranks, args.steps, args.whole)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    if wrong := check(made.config, made.layout.world):
+    second = None if args.whole else of_groups(config, first, args.most_ranks)
+    runs = [first] if second is None else [first, second]
+    if wrong := [line for made in runs for line in check(made.config, made.layout.world)]:
         raise ConfigError([f"at its small size: {line}; or give --whole" for line in wrong])
-    dropped = ["--compile is not verified: blocks run as they are"] if found.config.train.compile else []
+    if found.config.train.compile:
+        first.notes.append("--compile is not verified: blocks run as they are")
     try:
-        choose_device(made.config.parallel.device)
+        choose_device(first.config.parallel.device)
     except SetupError as error:
         raise ConfigError([str(error)]) from None
-    return replace(made, notes=[*made.notes, *dropped])
+    return runs
 
 
 def main(argv: list[str]) -> int:
@@ -259,28 +286,32 @@ def main(argv: list[str]) -> int:
     from megalite.config.options import ConfigError
 
     try:
-        made = prepare(args, words)
+        runs = prepare(args, words)
     except ConfigError as error:
         print(*(f"verify.py: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
         return 2
+    verdicts: list[Verdict] = []
     try:
-        verdict = verify(made, args.dtype, args.steps, args.timeout)
+        for made in runs:
+            verdicts.append(verify(made, args.dtype, args.timeout))
+            print("\n" * (len(verdicts) > 1) + text_of(verdicts[-1], args.dtype), flush=True)
+            if not verdicts[-1].agrees:
+                break
     except Failed as error:
         print(f"verify.py: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:
         print("verify.py: interrupted", file=sys.stderr)
         return stopped.code
-    print(text_of(verdict, args.dtype, args.steps), flush=True)
     try:
         if args.json is not None:
-            args.json.write_text(json.dumps(as_json(verdict, args.dtype, args.steps)), "utf-8")
+            args.json.write_text(json.dumps(as_json(verdicts, args.dtype)), "utf-8")
         if args.out is not None:
-            _draw(verdict, args.out, args.dtype)
+            _draw(verdicts[0] if verdicts[-1].agrees else verdicts[-1], args.out, args.dtype)
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
         print(f"verify.py: {error}", file=sys.stderr)
         return 2
-    return 0 if verdict.agrees else 1
+    return 0 if verdicts[-1].agrees else 1
 
 
 def _draw(verdict: Verdict, path: Path, dtype: str) -> None:

@@ -24,6 +24,7 @@ LLAMA = """ --swiglu --normalization RMSNorm --position-embedding-type rope --di
 DROPOUT = " --hidden-dropout 0.1"
 TP, PP, DP = (f" --{axis} 2 --nproc 2" for axis in ("tp", "pp", "dp"))
 DP_DDP = DP + " --no-use-distributed-optimizer"
+GROUP = "self.group = tp.rank * G // tp.size"
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,40 @@ MISTAKES = [
         ),
         RUN + TP,
         {"kind": "gradient", "step": 1, "name": "layers.1.mlp.up_bias", "layer": 1, "causes": "backward of this layer"},
+    ),
+    Mistake(
+        _of("ranks that share groups take them in turn", (GROUP, "self.group = tp.rank % G")),
+        RUN.replace("layers 2", "layers 8") + " --tp 4 --pp 4 --dp 2 --group-query-attention --num-query-groups 2",
+        {"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "groups that a rank takes"},
+    ),
+    Mistake(
+        _of("a rank's group is its number over the number of groups", (GROUP, "self.group = tp.rank // G")),
+        "--preset llama2-70b --micro-batch-size 1 --global-batch-size 32 --train-iters 9 --lr 3e-4 --mock-data --tp 16 --nproc 16",
+        {"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "groups that a rank takes"},
+    ),
+    Mistake(
+        _of(
+            "with several stages an evaluation counts half of the loss",
+            ("            sums[0] += loss\n", "            sums[0] += loss / min(2, mesh.pp.size)\n"),
+        ),
+        RUN + PP,
+        {"kind": "loss", "step": 1.5, "name": "step", "causes": "every micro-batch agrees"},
+    ),
+    Mistake(
+        _of(
+            "every stage numbers its layers from 0",
+            ("Block(make, model, layer, self.recompute.parts)", "Block(make, model, layer - stages[number].start, self.recompute.parts)"),
+        ),
+        RUN + PP,
+        {"kind": "weight", "step": 0, "layer": 1, "ranks.pp": [1], "causes": "these are the values of layers.0."},
+    ),
+    Mistake(
+        _of(
+            "a layer draws its dropout by its number in the stage",
+            ("        self.head = None\n        if number", "        for i, block in enumerate(self.blocks):\n            block.layer = i\n        self.head = None\n        if number"),
+        ),
+        RUN + DROPOUT + PP,
+        {"kind": "forward", "step": 1, "name": "layers.1.attention_added", "layer": 1, "ranks.pp": [1], "causes": "dropout"},
     ),
 ]  # fmt: skip
 

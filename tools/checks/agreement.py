@@ -26,7 +26,7 @@ from tools.checks.places import Layout, Place, place
 from tools.checks.recording import FINAL, MICROBATCH, STEP, Item, Recording
 
 Array = NDArray[Any]
-Key = tuple[int, str, str]  # step, kind, name
+Key = tuple[float, str, str]  # step (n + 0.5: the evaluation after step n), kind, name
 KINDS = ("input", "forward", "loss", "gradient", "norm", "weight")  # in the order of a step
 INPUTS = ("tokens", "positions", "labels", "loss mask")
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -43,7 +43,7 @@ class Tolerance:
     terms: int
     layers: int
 
-    def at(self, step: int, kind: str) -> float:
+    def at(self, step: float, kind: str) -> float:
         if kind == "input":
             return 0.0
         eps, later = EPS[self.dtype], max(0, step - 1)
@@ -81,7 +81,7 @@ class Piece:
 class Row:
     """How far one quantity is apart at one step; `wrong`: the pieces that are beyond the tolerance."""
 
-    step: int
+    step: float
     kind: str
     name: str
     tolerance: float
@@ -108,7 +108,7 @@ class Reference:
         self.forward = list(dict.fromkeys(names))
         self.floors = {step: FLOOR * self._rms(step) for step, kind, _ in self.arrays if kind == "gradient"}
 
-    def _rms(self, step: int) -> float:
+    def _rms(self, step: float) -> float:
         """Of all gradients of a step together."""
         each = [some[-1] for (when, kind, _), some in self.arrays.items() if (when, kind) == (step, "gradient")]
         return math.sqrt(sum(_square(one) for one in each) / max(1, sum(one.size for one in each)))
@@ -119,7 +119,7 @@ class Reference:
         rms = math.sqrt(sum(_square(one) for one in each) / max(1, sum(one.size for one in each)))
         return max(rms, self.floors[key[0]] if key[1] == "gradient" else 0.0, 1e-300)
 
-    def order(self, key: Key) -> tuple[int, int, int, str]:
+    def order(self, key: Key) -> tuple[float, int, int, str]:
         """When it is computed: gradients in the order of backward."""
         step, kind, name = key
         at = 0
@@ -132,6 +132,11 @@ class Reference:
         elif kind == "loss":
             at = (MICROBATCH, STEP).index(name)
         return step, KINDS.index(kind), at, name
+
+
+def when(step: float) -> str:
+    """In words."""
+    return f"step {step:g}" if step == int(step) else f"the evaluation after step {math.floor(step)}"
 
 
 def _square(data: Array) -> float:
@@ -219,14 +224,14 @@ def _uncovered(samples: dict[int, Array], pieces: Sequence[Piece]) -> str:
     return ""
 
 
-def second_reading(reference: Reference, steps: int, tolerance: Tolerance) -> Iterator[str]:
+def second_reading(reference: Reference, tolerance: Tolerance) -> Iterator[str]:
     """What is wrong with the losses of the one process itself, by the definition: cross entropy of the final hidden
     states over the true vocabulary, labels that count alone, divided by how many these are. A line per step."""
-    for step in range(1, steps + 1):
+    for step in sorted({step for step, kind, _ in reference.arrays if kind == "loss"}):
         had = {name: reference.arrays.get((step, "input", name), {}) for name in ("labels", "loss mask")}
         final, told = reference.arrays[step, "forward", FINAL], reference.arrays[step, "loss", MICROBATCH]
         last = reference.vocabulary[-1]  # the head, or the embedding that it is tied to
-        head = reference.arrays[step - 1, "weight", last][-1].astype(np.float64)
+        head = reference.arrays[math.ceil(step) - 1, "weight", last][-1].astype(np.float64)
         total, count, bound = 0.0, 0.0, tolerance.at(step, "loss")
         for sample, hidden in final.items():
             labels = had["labels"][sample]
@@ -240,14 +245,14 @@ def second_reading(reference: Reference, steps: int, tolerance: Tolerance) -> It
             total, count = total + loss, count + float(mask.sum())
             if abs(loss - float(told[sample])) > bound * max(abs(loss), 1.0):
                 yield (
-                    f"step {step}: the loss of the micro-batch of sample {sample} is {float(told[sample]):.9g}, and "
+                    f"{when(step)}: the loss of the micro-batch of sample {sample} is {float(told[sample]):.9g}, and "
                     f"by its definition {loss:.9g}: {int(mask.sum())} of {mask.size} labels count, of {len(head)} ids"
                 )
                 return
         mean = float(reference.arrays[step, "loss", STEP][-1])
         if count and abs(mean - total / count) > bound * max(abs(mean), 1.0):
             yield (
-                f"step {step}: the loss is {mean:.9g}, and by its definition {total / count:.9g}: the sum of all "
+                f"{when(step)}: the loss is {mean:.9g}, and by its definition {total / count:.9g}: the sum of all "
                 f"micro-batches over the {count:.0f} labels that count"
             )
             return

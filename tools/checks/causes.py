@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from tools.checks.agreement import Key, Piece, Reference, Row
 from tools.checks.places import Layout
-from tools.checks.recording import ADDED, MICROBATCH, SUMMED
+from tools.checks.recording import ADDED, ATTENTION, MICROBATCH, SUMMED
 
 CLOSE = 1e-3  # relative: a pattern holds, or the tolerance of half precision, which has no better numbers
 
@@ -30,7 +30,7 @@ class Finding:
     """The first difference in the order of computation. `layer`: None outside of the layers. `ranks`: those that
     differ, by axis. `where`: in the whole tensor. `causes`: the likeliest first."""
 
-    step: int
+    step: float
     kind: str
     name: str
     layer: int | None
@@ -136,9 +136,9 @@ def _forward(seen: Seen) -> list[str]:
     row, found = seen.row, _border(seen)
     first_tp = [piece for piece in row.wrong if piece.place.tp == 0]
     if row.step > 1:
-        found.append(
-            "step 1 and the weights after it are right: weights used before they have come, or what a step keeps"
-        )
+        first = "training in steps before is" if row.step % 1 else "step 1 and the weights after it are"
+        other = "what evaluation does otherwise" if row.step % 1 else "what a step keeps"
+        found.append(f"{first} right: weights used before they have come, or {other}")
     delta = [_tokens(piece) for piece in row.wrong if len(piece.item.shape) == 3]
     close = max(CLOSE, row.tolerance)
     if delta and all(_constant(one, (0, 1), close) for one in delta):
@@ -154,7 +154,8 @@ def _forward(seen: Seen) -> list[str]:
             "tp rank 0 is right and others are not: an offset into positions, heads or ids that forgets the rank"
         )
     if seen.layout.tp > 1 and first_tp and row.name.endswith(SUMMED):
-        found.append("a sum over tp that is missing, or made twice, in this layer")
+        heads = ", or the heads and groups that a rank takes" * row.name.endswith(ATTENTION)
+        found.append(f"a sum over tp that is missing, or made twice, in this layer{heads}")
     if len({piece.place.dp for piece in row.wrong}) < seen.layout.dp:
         found.append("some dp ranks are right: their weights, or the coordinates of their samples")
     return found or ["the computation of this layer"]
@@ -168,6 +169,23 @@ def _tokens(piece: Piece) -> Any:
 def _constant(delta: Any, over: tuple[int, ...], close: float) -> bool:
     rest = delta - delta.mean(over, keepdims=True)
     return float(np.linalg.norm(rest)) < close * float(np.linalg.norm(delta))
+
+
+def _taken(seen: Seen) -> Iterator[str]:
+    """Whether all that differs is what another layer has there."""
+    others = {
+        name
+        for step, kind, name in seen.reference.arrays
+        if (step, kind) == (0, "weight") and _within(name) == _within(seen.row.name) != name and name != seen.row.name
+    }
+    for name in sorted(others):
+        whole = seen.reference.arrays[0, "weight", name][-1]
+        if all((whole[piece.slices].reshape(-1) == piece.here).all() for piece in seen.row.wrong):
+            yield f"these are the values of {name}: a layer that takes itself for another"
+
+
+def _within(name: str) -> str:
+    return re.sub(r"^layers\.\d+\.", "", name)
 
 
 def _old(piece: Piece, seen: Seen) -> bool:
@@ -291,7 +309,8 @@ def _norm(seen: Seen) -> list[str]:
 def _weight(seen: Seen) -> list[str]:
     wrong = [piece for row in seen.rows for piece in row.wrong]
     if seen.row.step == 0:
-        return ["the weights begin otherwise: how initial values are drawn, or how a rank's share of them is cut"]
+        other = "the weights begin otherwise: how initial values are drawn, or how a rank's share of them is cut"
+        return [*_taken(seen), other]
     dp = sorted({piece.place.dp for piece in wrong})
     if all(_old(piece, seen) for piece in wrong):
         return [f"these elements are those of the step before on dp ranks {dp}: the gather of weights left them stale"]

@@ -1,22 +1,26 @@
 """What one rank of a short run had: its inputs, hidden states, losses, gradients before each update, and weights.
 
     take(ranks, config, dtype, steps, folder)     trains, and leaves folder/rank-00000.npz
-    read(path) -> Recording                       numpy alone, for whoever compares
+    read_all(folder, layout) -> [Recording]       of every rank; numpy alone, for whoever compares
 
 Everything is this rank's own copy in its own shape, with no word on where it lies in the whole tensor: that is for
-tools/checks/agreement.py to say, by a rule of its own. Forwards are watched by hooks of torch, gradients by the hook
-that a save has before an update. Weights are taken there, too, when the forward has waited for them, so that no gather
-ends earlier than it does in a run.
+tools/checks/agreement.py to say, by a rule of its own. A layer is known by its place in the pipeline (chunk, index in
+it), and gets its number when the layers of all stages are counted, whatever number it has itself. After the first step
+and the last one the run is evaluated.
+
+Forwards are watched by hooks of torch, gradients by the hook that a save has before an update. Weights are taken there,
+too, when the forward has waited for them, so that no gather ends earlier than it does in a run.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
 import signal
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +38,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 ADDED = ".attention_added"  # hidden states between the two halves of a block
-SUMMED = (".attention", ".mlp")  # ends of the names of what ends in a sum over tp
+ATTENTION = ".attention"
+SUMMED = (ATTENTION, ".mlp")  # ends of the names of what ends in a sum over tp
 FINAL = "final_norm"  # hidden states that the head takes
 STEP, MICROBATCH = "step", "micro-batch"
 APART = 0.1  # how far weights that begin as constants (biases, norms) are moved, so that a wrong one shows at once
@@ -44,10 +49,11 @@ APART = 0.1  # how far weights that begin as constants (biases, norms) are moved
 class Item:
     """kind   input, forward, loss, norm, gradient, weight
     name    of the parameter, or of the module whose output it is; of losses STEP or MICROBATCH
+    step    of training; of the evaluation after step n, n + 0.5
     sample  the first of the micro-batch, -1 where there is none
     shape   of the rank's own tensor, of which [first, first + len(data)) of the flattened one is there"""
 
-    step: int
+    step: float
     kind: str
     name: str
     sample: int
@@ -58,20 +64,22 @@ class Item:
 @dataclass(frozen=True)
 class Recording:
     """In the order in which they were taken. `parameters`: names in the order of use; `vocabulary`: those that have a
-    row per id."""
+    row per id; `layers`: how many each chunk has."""
 
     parameters: list[str]
     vocabulary: list[str]
     items: list[tuple[Item, Array]]
+    layers: tuple[int, ...] = ()
 
 
 class _Recorder:
     def __init__(self, run: Run):
-        self.run, self.step, self.sample = run, 0, None  # sample: of the micro-batch whose forward is under way
+        self.run, self.step, self.sample = run, 0.0, None  # sample: of the micro-batch whose forward is under way
         self.items: list[tuple[Item, Array]] = []
-        self.seen: set[tuple[int, str, int]] = set()
-        for stage in run.pipeline.stages:
-            self._watch(stage)
+        self.seen: set[tuple[float, str, int]] = set()
+        self.names = _names(run)
+        for chunk, stage in enumerate(run.pipeline.stages):
+            self._watch(chunk, stage)
         run.before_update = self.before_update
 
     def add(self, kind: str, name: str, data: Tensor, sample: int = -1, shape: Any = None, first: int = 0) -> None:
@@ -81,9 +89,9 @@ class _Recorder:
         made = tuple(data.shape if shape is None else shape)
         self.items.append((Item(self.step, kind, name, sample, made, first), plain.numpy().copy()))
 
-    def _watch(self, stage: Any) -> None:
+    def _watch(self, chunk: int, stage: Any) -> None:
         stage.register_forward_pre_hook(self._begin)
-        for name, module in _parts(stage):
+        for name, module in _parts(chunk, stage):
             module.register_forward_hook(self._out(name))
         stage.register_forward_hook(self._end)
 
@@ -121,7 +129,7 @@ class _Recorder:
             self.seen.add(key)
             self.add(kind, name, data, self.sample)
 
-    def weights(self, step: int) -> None:
+    def weights(self, step: float) -> None:
         buffer, now = self.run.buffer, self.step
         self.step = step
         for bucket in buffer.layout.buckets:
@@ -143,17 +151,21 @@ class _Recorder:
                     self.add("gradient", self.name(slot), data, shape=shape, first=first - slot.start)
 
     def name(self, slot: Any) -> str:
-        return self.run.buffer.layout.entries[slot.entry].spec.name
+        return self.names[slot.entry]
 
     def shape(self, slot: Any) -> tuple[int, ...]:
         return tuple(self.run.buffer.storage.parameters[slot.entry].shape)
 
 
-def _parts(stage: Any) -> list[tuple[str, Any]]:
+def _layer(chunk: int, index: int) -> str:
+    return f"layers.{chunk}:{index}"
+
+
+def _parts(chunk: int, stage: Any) -> list[tuple[str, Any]]:
     """Modules whose outputs are compared, in the order of computation."""
     found = [] if stage.embedding is None else [("embedding", stage.embedding)]
-    for block in stage.blocks:
-        name = f"layers.{block.layer}"
+    for index, block in enumerate(stage.blocks):
+        name = _layer(chunk, index)
         found += [(f"{name}.attention", block.attention), (f"{name}{ADDED}", block.mlp_norm)]
         found += [(f"{name}.mlp", block.mlp), (name, block)]
     return found if stage.head is None else [*found, (FINAL, stage.head.norm)]
@@ -182,12 +194,14 @@ def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> N
 
     from megalite.parallel.launch import process_group
     from megalite.parallel.local_ranks import FORWARDED
+    from megalite.train.loop import evaluate
     from megalite.train.preflight import choose_device
     from megalite.train.setup import build_run
     from megalite.train.step import train_step
 
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     limit = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     device = choose_device(config.parallel.device)
     with process_group(ranks, device=device, startup_timeout=limit) as here:
@@ -199,34 +213,71 @@ def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> N
             result = train_step(run)
             for kind, value in (("loss", result.loss), ("norm", result.grad_norm)):
                 recorder.add(kind, STEP, torch.tensor(value, dtype=torch.float64))
+            if step in (1, steps) and run.valid:
+                recorder.step = step + 0.5
+                loss = evaluate(run, run.valid[0].data, config.train.eval_iters)
+                recorder.add("loss", STEP, torch.tensor(loss, dtype=torch.float64))
         run.buffer.wait_gather()
         recorder.weights(steps)
         run.close()
-        found = Recording(*_names(run), recorder.items)
-        _write(Path(folder) / f"rank-{ranks.rank:05d}.npz", found)
+        layers = tuple(len(stage.blocks) for stage in run.pipeline.stages)  # type: ignore[arg-type]
+        found = Recording(*_in_order_of_use(run, recorder.names), recorder.items, layers)
+        write(Path(folder) / f"rank-{ranks.rank:05d}.npz", found)
 
 
-def _names(run: Run) -> tuple[list[str], list[str]]:
-    """Of parameters in the order of use, the head's own weight after its norm, and of those of the vocabulary."""
+def _names(run: Run) -> list[str]:
+    """Of all parameters: those of a layer by its place."""
+    places = {
+        id(parameter): _layer(chunk, index)
+        for chunk, stage in enumerate(run.pipeline.stages)
+        for index, block in enumerate(stage.blocks)  # type: ignore[arg-type]
+        for parameter in block.parameters()
+    }
+    pairs = zip(run.buffer.storage.parameters, run.buffer.layout.entries, strict=True)
+    return [re.sub(r"^layers\.\d+", places.get(id(parameter), ""), entry.spec.name) for parameter, entry in pairs]
+
+
+def _in_order_of_use(run: Run, names: list[str]) -> tuple[list[str], list[str]]:
+    """Of parameters, the head's own weight after its norm, and of those of the vocabulary."""
     stages: list[Any] = run.pipeline.stages
     heads = [stage.head.weight for stage in stages if stage.head is not None]
     words = [stage.embedding.word for stage in stages if stage.embedding is not None]
     own = {id(weight) for weight in heads} - {id(word) for word in words}
-    pairs = zip(run.buffer.storage.parameters, run.buffer.layout.entries, strict=True)
-    used = [entry.spec for _, entry in sorted(pairs, key=lambda pair: id(pair[0]) in own)]
-    return [spec.name for spec in used], [spec.name for spec in used if spec.vocabulary]
+    rows = zip(run.buffer.storage.parameters, run.buffer.layout.entries, names, strict=True)
+    used = [(name, entry.spec) for _, entry, name in sorted(rows, key=lambda row: id(row[0]) in own)]
+    return [name for name, _ in used], [name for name, spec in used if spec.vocabulary]
 
 
-def _write(path: Path, found: Recording) -> None:
-    names = {"parameters": found.parameters, "vocabulary": found.vocabulary}
+def write(path: Path, found: Recording) -> None:
+    names = {"parameters": found.parameters, "vocabulary": found.vocabulary, "layers": found.layers}
     index = json.dumps({**names, "items": [asdict(item) for item, _ in found.items]})
     arrays: dict[str, Any] = {str(i): data for i, (_, data) in enumerate(found.items)}
     np.savez(path, index=np.frombuffer(index.encode(), np.uint8), **arrays)
 
 
-def read(path: Path) -> Recording:
+def read_all(folder: Path, layout: Layout) -> list[Recording]:
+    """In order of ranks, their layers numbered from the first stage to the last by how many each has."""
+    ranks = [_read(path) for path in sorted(folder.glob("rank-*.npz"))]
+    counts = {
+        (chunk, layout.at(rank).pp): count for rank, one in enumerate(ranks) for chunk, count in enumerate(one.layers)
+    }
+    first, total = {}, 0
+    for stage in sorted(counts):  # chunk 0 of every pipeline rank, chunk 1 of every one, ...
+        first[stage], total = total, total + counts[stage]
+
+    def numbered(one: Recording, pp: int) -> Recording:
+        def name(text: str) -> str:
+            return re.sub(r"(\d+):(\d+)", lambda at: str(first[int(at[1]), pp] + int(at[2])), text, count=1)
+
+        items = [(replace(item, name=name(item.name)), data) for item, data in one.items]
+        return Recording([*map(name, one.parameters)], [*map(name, one.vocabulary)], items, one.layers)
+
+    return [numbered(one, layout.at(rank).pp) for rank, one in enumerate(ranks)]
+
+
+def _read(path: Path) -> Recording:
     with np.load(path, allow_pickle=False) as file:
         index = json.loads(file["index"].tobytes())
         items = [Item(**{**one, "shape": tuple(one["shape"])}) for one in index["items"]]
         arrays = [(item, file[str(i)]) for i, item in enumerate(items)]
-        return Recording(index["parameters"], index["vocabulary"], arrays)
+        return Recording(index["parameters"], index["vocabulary"], arrays, tuple(index["layers"]))

@@ -7,6 +7,10 @@
     other     generated data; one learning rate for all steps, and Adam's eps at least 1e-3: the first update is
               g / (|g| + eps), which makes of a gradient that is rounding alone a whole step
 
+Where tp ranks share groups of keys and values, a rank's group is a function of its number, and on few ranks a wrong one
+may be the right one: on 2 with one group all are, on 4 with two `rank // groups` is. Where the small layout hides one
+that is wrong at full size, `of_groups` is a second run, of tp alone.
+
 `twin` is the same training in one process by the plainest path: all that is how a step is computed is at its default,
 kernels are torch's, and the vocabulary has no padding.
 """
@@ -36,6 +40,7 @@ from tools.checks.places import Layout
 
 HEAD, LENGTH, VOCABULARY, BUCKET = 4, 16, 97, 2000  # channels, tokens, ids (a prime: it is padded), elements
 RATE, EPS = 0.01, 1e-3
+EVALUATED = 2  # batches of an evaluation
 
 
 @dataclass(frozen=True)
@@ -101,13 +106,17 @@ def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Small
     if whole:
         if wanted.world > most:
             raise ValueError(f"world={wanted.world} ({wanted}) is above --most-ranks {most}; raise it, or drop --whole")
-        return Smaller(_short(config, config, wanted, steps), wanted, wanted, notes)
+        return Smaller(_short(config, wanted, steps), wanted, wanted, notes)
     layout, axes = fewer_ranks(wanted, most), sum(size > 1 for size in (wanted.tp, wanted.pp, wanted.dp))
     if layout.world == 1 < wanted.world:
         raise ValueError(f"most_ranks={most} leaves nothing of {wanted}; give {2**axes} or more")
     lost = [f"{axis} {size}" for axis, size, left in _axes(wanted, layout) if size > 1 and left == 1]
     if lost:
         notes.append(f"not verified, for want of ranks: {' and '.join(lost)}; give --most-ranks {2**axes} or more")
+    return Smaller(_made(config, wanted, layout, steps), wanted, layout, notes)
+
+
+def _made(config: Config, wanted: Layout, layout: Layout, steps: int) -> Config:
     chosen = _stages(config, wanted, layout)
     model, layers = _model(config, wanted, layout, chosen)
     made = replace(
@@ -117,7 +126,67 @@ def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Small
         train=_batch(config, wanted, layout, layers),
         data=_generated(config.data),
     )
-    return Smaller(_short(made, config, layout, steps), wanted, layout, notes)
+    return _short(made, layout, steps)
+
+
+def of_groups(config: Config, first: Smaller, most: int) -> Smaller | None:
+    """One step on tp ranks alone that a wrong group differs in, where it does not in `first`; None: it does. Without
+    ranks for that, `first` says so in its notes."""
+    wanted, full = first.wanted, Shared.of(config, first.wanted.tp)
+    if full is None or full.groups == 1 or not full.hidden_in(Shared.of(first.config, first.layout.tp)):
+        return None
+    fitting = (tp for tp in _divisors(wanted.tp) if not full.hidden_in(full.on(tp)))
+    tp = next(fitting, wanted.tp)
+    if tp > most:
+        first.notes.append(
+            f"not verified, for want of ranks: which of {full.groups} groups each of {wanted.tp} tp ranks takes; give "
+            f"--most-ranks {tp} or more"
+        )
+        return None
+    note = f"a second run, as which of {full.groups} groups a rank of tp {wanted.tp} takes does not show in the first"
+    return Smaller(_made(config, wanted, Layout(tp), 1), wanted, Layout(tp), [note])
+
+
+@dataclass(frozen=True)
+class Shared:
+    """tp ranks with `heads` query heads each that share fewer groups of keys and values."""
+
+    tp: int
+    groups: int
+    heads: int
+
+    @classmethod
+    def of(cls, config: Config, tp: int) -> Shared | None:
+        m = config.model
+        return cls(tp, m.groups, m.num_attention_heads // tp) if m.groups < tp else None
+
+    @property
+    def wrong(self) -> set[str]:
+        """Maps from a rank to its group that are not the right one: of remainders and quotients by each size."""
+        each, ranks = self.tp // self.groups, range(self.tp)
+        sizes = dict(groups=self.groups, each=each, heads=self.heads, group_heads=each * self.heads, tp=self.tp)
+        maps = {f"% {name}": [rank % n for rank in ranks] for name, n in sizes.items()}
+        maps |= {f"// {name}": [rank // n for rank in ranks] for name, n in sizes.items()}
+        maps |= {"first": [0 for _ in ranks], "reversed": [(self.tp - 1 - rank) // each for rank in ranks]}
+        return {name for name, groups in maps.items() if groups != maps["// each"]}
+
+    def hidden_in(self, small: Shared | None) -> set[str]:
+        """Wrong maps that are right there."""
+        return self.wrong - (small.wrong if small else set())
+
+    def on(self, tp: int) -> Shared:
+        """On so many ranks, small: what hides least, then with as many ranks per group, then of other sizes each."""
+        if tp < 4 or self.groups == 1:
+            return Shared(tp, 1, min(self.heads, 2))
+        groups = [self.groups] if tp == self.tp else [n for n in _divisors(tp) if 2 <= n < tp] or [1]
+        tried = [Shared(tp, some, heads) for some in groups for heads in ([1] if self.heads == 1 else [2, 3, 4])]
+
+        def cost(one: Shared) -> tuple[int, ...]:
+            each = one.tp // one.groups
+            other = each != self.tp // self.groups
+            return len(self.hidden_in(one)), other, -len({one.groups, each, one.heads}), one.heads
+
+        return min(tried, key=cost)
 
 
 def _axes(a: Layout, b: Layout) -> Iterator[tuple[str, int, int]]:
@@ -163,10 +232,12 @@ def _spread(of: int, count: int) -> list[int]:
 
 def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> tuple[ModelConfig, int]:
     m, tp, layers = config.model, layout.tp, len(stages.layers)
-    copied = wanted.tp > m.groups  # keys and values of a group on several ranks
-    shared = min(m.num_attention_heads // m.groups, 4)
-    groups = max(1, tp // max(2, wanted.tp // m.groups)) if copied else tp * (1 if m.groups == wanted.tp else 2)
-    each = -(-shared * groups // math.lcm(tp, groups)) * math.lcm(tp, groups) if copied else shared * groups
+    if shared := Shared.of(config, wanted.tp):
+        small = shared.on(tp)
+        groups, each = small.groups, small.heads * tp
+    else:
+        groups = tp * (1 if m.groups == wanted.tp else 2)
+        each = min(m.num_attention_heads // m.groups, 4) * groups
     unit = 1 if m.kv_channels else math.gcd(m.hidden_size, 16)  # torch draws normal numbers by sixteens
     heads = (k for k in range(HEAD, m.head_size) if _even(k, m.rotary_percent) and not each * k % unit)
     head = next(heads, m.head_size)
@@ -236,14 +307,22 @@ def _parallel(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -
 def _batch(config: Config, wanted: Layout, layout: Layout, layers: int) -> Any:
     """Fewer micro-batches than stages, as many, or no multiple, as they were."""
     t, pp = config.train, layout.pp
-    real = t.batch_size(wanted.dp) // max(1, t.micro_batch_size * wanted.dp)
-    number = min(real, 3) if pp == 1 else pp - 1 if real < wanted.pp else 2 * pp if real % wanted.pp == 0 else pp + 1
-    size = min(t.micro_batch_size, 2)
+
+    def fewer(batch: int, micro: int) -> tuple[int, int]:
+        real, size = batch // max(1, micro * wanted.dp), min(micro, 2)
+        multiple = 2 * pp if real % wanted.pp == 0 else pp + 1
+        number = min(real, 3) if pp == 1 else pp - 1 if real < wanted.pp else multiple
+        return max(1, number) * size * layout.dp, size
+
+    batch, size = fewer(t.batch_size(wanted.dp), t.micro_batch_size)
+    evaluated, eval_size = fewer(t.eval_batch_size(wanted.dp), t.eval_micro_batch_size or t.micro_batch_size)
     again = t.recompute_num_layers
     return replace(
         t,
         micro_batch_size=size,
-        global_batch_size=max(1, number) * size * layout.dp,
+        global_batch_size=batch,
+        eval_micro_batch_size=eval_size,
+        eval_global_batch_size=evaluated,
         recompute_num_layers=None if again is None else min(again, max(1, layers // pp - 1)),
     )
 
@@ -254,7 +333,7 @@ def _generated(d: DataConfig) -> DataConfig:
     return DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=VOCABULARY, **marks)
 
 
-def _short(config: Config, asked: Config, layout: Layout, steps: int) -> Config:
+def _short(config: Config, layout: Layout, steps: int) -> Config:
     """Some steps of it that leave nothing behind."""
     t, o, p = config.train, config.optim, config.parallel
     nothing = dict(exit_interval=None, exit_duration_in_mins=None, iterations_to_skip=None, rerun_mode="disabled")
@@ -266,7 +345,8 @@ def _short(config: Config, asked: Config, layout: Layout, steps: int) -> Config:
         **steady,  # type: ignore[arg-type]
         **sizes,
         train_iters=steps,
-        eval_iters=0,
+        eval_iters=max(0, min(t.eval_iters, EVALUATED)),
+        eval_interval=None,
         skip_train=False,
         compile=False,
         global_batch_size=t.global_batch_size or t.batch_size(layout.dp),

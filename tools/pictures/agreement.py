@@ -53,7 +53,8 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
         axis.set_ylim(bottom=floor)
         if equal:
             equal_edge(axis, floor)
-        axis.set_xticks(steps, [str(step) if step else "start" for step in steps])
+        names = ["start" if not step else "eval" if step % 1 else f"{step:g}" for step in steps]
+        axis.set_xticks(steps, names)
         axis.set_xlabel("steps")
         axis.set_ylabel("furthest apart, relative")
         legend(made, axis, width)
