@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, is_megatron, step_of
+from megalite.config.own_file import opener
 
 _REPLACED = ".replaced"
 
@@ -71,7 +72,9 @@ class LocalStorage:
     def put(self, path: Path, text: str, sync: bool = True) -> None:
         """Beside it, synced, then renamed: whoever reads it sees the old text or the new, also after a power cut."""
         temporary = path.with_name(f".{path.name}.part")
-        temporary.write_text(text, encoding="utf-8")
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
         if sync:
             left_branch.sync(temporary)
         os.replace(temporary, path)
@@ -127,7 +130,9 @@ class LocalStorage:
         test = directory / f".probe-{rank:05d}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            test.write_bytes(b"megalite")
+            test.unlink(missing_ok=True)
+            with open(test, "xb") as file:
+                file.write(b"megalite")
             left_branch.sync(test)
             os.replace(test, test.with_suffix(".renamed"))
             test.with_suffix(".renamed").unlink()
@@ -152,7 +157,7 @@ class LocalStorage:
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
         """Best effort: a file system without locks gives none."""
-        number = os.open(folder / "COMPLETE", os.O_RDONLY | os.O_NONBLOCK)  # which may have become a pipe
+        number = opener(folder / "COMPLETE", os.O_RDONLY)
         try:
             with contextlib.suppress(OSError):
                 fcntl.flock(number, fcntl.LOCK_SH)
@@ -163,7 +168,7 @@ class LocalStorage:
     def in_use(self, folder: Path) -> bool:
         """flock of a read-only descriptor: on NFS this answers False."""
         try:
-            number = os.open(folder / "COMPLETE", os.O_RDONLY | os.O_NONBLOCK)
+            number = opener(folder / "COMPLETE", os.O_RDONLY)
         except OSError:
             return False
         try:
@@ -180,7 +185,7 @@ class LocalFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._number = opener(path, os.O_RDONLY)
         self.size = os.fstat(self._number).st_size
 
     def pread(self, target: memoryview, begin: int) -> None:
@@ -202,7 +207,7 @@ class Lock:
 
     def __init__(self, directory: Path, name: str = LOCK, option: str = "save", remedy: str = "save elsewhere"):
         path = directory / name
-        self._number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._number = opener(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
