@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megalite.config.field import secret_in
+
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
 # in a folder iter_NNNNNNN or release that Megatron-LM has written, in whatever format, and never in one of ours
@@ -67,6 +69,8 @@ def parse(text: str | Path | Url) -> Location:
         if head and not rest.startswith("/"):
             raise CheckpointError(f"{text!r} is not absolute: give file:///directory, or a path alone")
         return Path(rest)
+    if (reason := secret_in(text)) is not None:
+        raise CheckpointError(f"the place of a checkpoint {reason}")
     if "::" in text:
         raise CheckpointError(f"{text!r} chains protocols, through which no checkpoint can be written; give one URL")
     try:
