@@ -22,8 +22,9 @@ RUN if [ "$APEX" = 1 ]; then \
       rm -rf /tmp/apex; \
     fi
 
-# What megalite needs, in the versions that its tests ran with; torch and its triton stay the base image's. Of the
-# sources the version is enough here: a change of code installs nothing anew.
+# What megalite needs, in the versions that its tests ran with; torch and its triton stay the base image's. No hashes:
+# pip takes them of all packages or of none, and what the image brought has no file left to hash. Of the sources the version is enough
+# here: a change of code installs nothing anew.
 COPY pyproject.toml constraints.txt ./
 COPY megalite/__init__.py megalite/
 RUN sed -i '/^torch==/d' constraints.txt && touch README.md && \
@@ -34,10 +35,10 @@ COPY tools tools
 COPY examples examples
 COPY megalite megalite
 # Compiled now, as no user can write it later; what a run writes goes below runs and data
-RUN pip install --no-deps -e . && python -m compileall -q megalite tools && mkdir -m 1777 runs data
+RUN pip install --no-deps -e . && python -m compileall -q megalite tools && mkdir -m 1777 runs data home
 
 # Any user will do (docker run --user): caches of compiled kernels go to HOME, and torch asks for a name
-ENV HOME=/tmp USER=megalite
+ENV HOME=/opt/megalite/home USER=megalite
 USER 1000:1000
 # no ENTRYPOINT, so that commands are those of the documents: docker run IMAGE torchrun --nproc_per_node 8 pretrain_gpt.py
 CMD ["python", "pretrain_gpt.py", "--help"]

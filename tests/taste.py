@@ -159,6 +159,20 @@ def environment_readers(root: Path) -> Iterator[str]:
             yield f"{path}:{reads[0]}: reads the environment; only {', '.join(sorted(READERS))} do"
 
 
+def links_followed(root: Path) -> Iterator[str]:
+    """A file that others may have planted is written by an opener of config/own_file.py, or is new (mode "x")."""
+    for path, tree in sources(root, *(f"megalite/{room}" for room in ("checkpoint", "train", "data"))):
+        for node in ast.walk(tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if not isinstance(node, ast.Call) or any(word.arg == "opener" for word in node.keywords):
+                continue
+            how = "".join(ast.unparse(word) for word in [*node.args[1:], *(w.value for w in node.keywords)])
+            written = called == "open" and re.search(r"'[rb]*[wa+][wab+]*'", how)
+            written = written or (called == "os.open" and re.search("O_WRONLY|O_RDWR|O_CREAT", how))
+            if written or called.endswith((".write_text", ".write_bytes")):
+                yield f"{path}:{node.lineno}: {called} follows links; give it an opener of config/own_file.py"
+
+
 STREAMS = "megalite/parallel/streams.py"
 ORDER = set("Stream Event ExternalStream current_stream default_stream stream set_stream synchronize".split())
 ORDER |= set("graph CUDAGraph graph_pool_handle make_graphed_callables".split())  # of torch.cuda
@@ -294,6 +308,7 @@ RULES = (
     circles,
     twins,
     environment_readers,
+    links_followed,
     streams_elsewhere,
     facts_by_name,
     options,

@@ -100,7 +100,7 @@ def copy(step: Instruction, work: Path) -> None:
 def as_nobody(work: Path) -> list[str]:
     """Words before a command that take root's right to write what nobody may write: a user of the image owns nothing."""
     for path in [work, *work.rglob("*")]:
-        if not path.is_symlink() and path.name not in ("runs", "data"):
+        if not path.is_symlink() and path.name not in ("runs", "data", "home"):
             path.chmod(path.stat().st_mode & ~0o222)
     drop = "--bounding-set=-dac_override,-dac_read_search"
     return ["setpriv", drop, "--inh-caps=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []

@@ -288,3 +288,21 @@ def test_a_sweep_that_is_interrupted_waits_until_its_run_has_saved(tmp_path: Pat
     assert process.returncode == 130 and "interrupted; the same command goes on" in err, err
     assert list((tmp_path / "out/lr=1e-3").glob("iter_*/COMPLETE")) and not (tmp_path / "out/lr=3e-3").exists()
     assert [line.split()[:2] for line in out.splitlines()[-1:]] == [["lr=1e-3", "requeue"]]
+
+
+def test_no_text_of_a_run_steers_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank logs, events, the status and the configuration may hold what others wrote: of documents, of file names."""
+    bad, stamp = "\x1b]0;mine\x07\x9b2J\u202eevil", "2026-11-23T03:00:00+00:00"
+    folder = left(tmp_path / "a", reason=f"it said {bad}", outcome=bad)
+    (folder / "ranks").mkdir()
+    (folder / "ranks" / "rank-00000.log").write_text(f"{stamp} pretrain_gpt.py: {bad}\n")
+    (folder / "events.jsonl").write_text(json.dumps({"time": stamp, "event": "restart", "cause": bad}) + "\n")
+    for start, words in (
+        (logs.main, [str(folder)]),
+        (runs.main, [str(tmp_path)]),
+        (report.main, [str(folder), "--text"]),
+    ):
+        start(words)
+        said = capsys.readouterr()
+        assert not re.search("[\x1b\x07\x9b\u202e]", said.out + said.err), (words, said)
+        assert start is not logs.main or r"\x1b]0;mine\x07\x9b2J\u202eevil" in said.out

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.checkpoint.format import manifest as manifests  # noqa: E402
 from megalite.checkpoint.storage import protocol as storage  # noqa: E402
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of  # noqa: E402
+from megalite.config.console import printable  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,12 +50,12 @@ def inspect(path: Location, tensors: bool) -> int:
     for name, whole in manifest.tensors.items():
         elements[name.partition("/")[0], whole.dtype] += math.prod(whole.shape)
     for (kind, dtype), count in sorted(elements.items()):
-        print(f"{kind:24} {count:>16,} elements of {dtype}")
+        print(printable(f"{kind:24}") + f" {count:>16,} elements of {dtype}")
     if tensors:
         for name, whole in sorted(manifest.tensors.items()):
-            print(f"{name:56} {whole.dtype:10} {tuple(whole.shape)} in {len(whole.parts)} parts")
+            print(printable(f"{name:56}") + f" {whole.dtype:10} {tuple(whole.shape)} in {len(whole.parts)} parts")
     if "config" in manifest.state:
-        print(f"\n{manifest.state['config'].rstrip()}")
+        print(printable(f"\n{manifest.state['config'].rstrip()}"))
     return 0
 
 
@@ -75,7 +76,7 @@ def verify(path: Location, every: bool) -> int:
                 break
         except CheckpointError as error:
             bad += 1
-            print(f"{folder}: {error}", file=sys.stderr)
+            print(printable(f"{folder}: {error}"), file=sys.stderr)
     return 1 if bad else 0
 
 
@@ -105,7 +106,7 @@ def diff(a: Location, b: Location) -> int:
             where = ", ".join(map(str, d.index))
             text += f"{', ' if text else ''}{d.count:,} elements; first at [{where}]: {d.here:g} and {d.there:g}"
             text += f"; largest {d.largest:g}"
-        print(f"{d.name}: {text}")
+        print(printable(f"{d.name}: {text}"))
     print(f"{found} tensors differ" if found else f"{len(one.manifest.tensors)} tensors, equal to the bit")
     return 1 if found else 0
 
@@ -237,7 +238,7 @@ def main(argv: list[str]) -> int:
             return average(parse(a.out), [parse(one) for one in a.checkpoints], a.files)
         return prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run)
     except (CheckpointError, OSError) as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
+        print(printable(f"checkpoint.py: {error}"), file=sys.stderr)
         return 3
 
 

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.offline import Checkpoint, open_checkpoint  # noqa: E402
+from megalite.config.console import printable  # noqa: E402
 from megalite.config.options import Config, ConfigError, ModelConfig, build  # noqa: E402
 from megalite.config.toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
@@ -306,7 +307,7 @@ def main(argv: list[str]) -> int:
         else:
             good = to_hf(args) if args.to_hf is not None else to_megatron(args)
     except (CheckpointError, ConfigError, DataError, OSError) as error:
-        print(f"convert_checkpoint.py: {error}", file=sys.stderr)
+        print(printable(f"convert_checkpoint.py: {error}"), file=sys.stderr)
         return 3
     return 0 if good else 1
 

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import printable  # noqa: E402
 from megalite.config.field import HOW, MODEL, TRAINING, facts_of  # noqa: E402
 from megalite.config.options import Config, ConfigError, build, completed, options, over_preset  # noqa: E402
 from megalite.config.toml import read_toml  # noqa: E402
@@ -74,9 +75,9 @@ def main(argv: list[str]) -> int:
         rows = differences(config_of(args.a), config_of(args.b))
     except ConfigError as error:
         for problem in error.problems:
-            print(f"diff.py: {problem}", file=sys.stderr)
+            print(printable(f"diff.py: {problem}"), file=sys.stderr)
         return 2
-    print(json.dumps(rows) if args.json else text_of(rows, args.a, args.b))
+    print(json.dumps(rows) if args.json else printable(text_of(rows, args.a, args.b)))
     return 1 if rows else 0
 
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint.format.manifest import newest  # noqa: E402
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse  # noqa: E402
+from megalite.config.console import printable  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.samples.ledger import Total, read  # noqa: E402
 
@@ -49,9 +50,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("checkpoint", type=str, metavar="CHECKPOINT")
     try:
-        print(show(parser.parse_args(argv).checkpoint))
+        print(printable(show(parser.parse_args(argv).checkpoint)))
     except (CheckpointError, DataError) as error:
-        print(f"ledger.py: {error}", file=sys.stderr)
+        print(printable(f"ledger.py: {error}"), file=sys.stderr)
         return 3
     return 0
 

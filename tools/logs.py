@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import printable  # noqa: E402
 from megalite.train.run_dir import outcome_of, read_status, trained  # noqa: E402
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
@@ -123,14 +124,12 @@ def main(argv: list[str]) -> int:
     if not args.run.is_dir():
         parser.error(f"{args.run} is no directory; give that of a run")
     entries = read(args.run)
-    for number, line in enumerate(failures(entries), 1):
-        print(f"failure {number}: {line}")
-    print(f"the end: {status_line(args.run)}")
-    for path in sorted((args.run / "hang").glob("*")):
-        print(f"see also: {path}")
+    lines = [f"failure {number}: {line}" for number, line in enumerate(failures(entries), 1)]
+    lines += [f"the end: {status_line(args.run)}"]
+    lines += [f"see also: {path}" for path in sorted((args.run / "hang").glob("*"))]
     for entry in [] if args.short else entries:
-        for line in entry.lines:
-            print(f"{entry.time:%m-%d %H:%M:%S.%f}"[:-3] + f"  {entry.who:>8} | {line}")
+        lines += [f"{entry.time:%m-%d %H:%M:%S.%f}"[:-3] + f"  {entry.who:>8} | {line}" for line in entry.lines]
+    print(printable("\n".join(lines)))
     return 0
 
 

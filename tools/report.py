@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import printable  # noqa: E402
 from megalite.config.packages import CODE, MissingPackage  # noqa: E402
 from megalite.train.figures import table  # noqa: E402
 from megalite.train.run_dir import write_atomically  # noqa: E402
@@ -43,7 +44,9 @@ def write(runs: list[Run], folder: Path) -> Path:
     made, path = page.text(), folder / "index.html"
     folder.mkdir(parents=True, exist_ok=True)
     for picture in page.pictures:
-        save(picture, folder / f"{picture.name}.png")
+        file = folder / f"{picture.name}.png"
+        file.unlink(missing_ok=True)  # matplotlib would write through a link
+        save(picture, file)
     write_atomically(path, made)
     return path
 
@@ -63,7 +66,7 @@ def main(argv: list[str]) -> int:
         if len(runs) > 1:
             print(f"\n{run.name}")
         try:
-            print(text(run))
+            print(printable(text(run)))
         except DAMAGE as error:  # as rows of files may be
             print(f"report.py: {run.folder}: {error!r}; give a run directory", file=sys.stderr)
             code = 1

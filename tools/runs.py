@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import printable  # noqa: E402
 from megalite.train.figures import columns  # noqa: E402
 from tools.pictures.run import RunError, number, read_run  # noqa: E402
 from tools.pictures.run import table as table_of  # noqa: E402
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> int:
             try:
                 rows.append(row_of(folder))
             except RunError as error:
-                print(f"runs.py: {error}", file=sys.stderr)
+                print(printable(f"runs.py: {error}"), file=sys.stderr)
     except OSError as error:
         print(f"runs.py: {args.folder}: {error.strerror}; give the folder that the runs are in", file=sys.stderr)
         return 2
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> int:
     if args.json:
         print("\n".join(json.dumps(row) for row in rows), end="\n" * bool(rows))
     else:
-        print(table(rows, args.folder) if rows else f"no run in {args.folder}")
+        print(printable(table(rows, args.folder)) if rows else f"no run in {args.folder}")
     return 0
 
 

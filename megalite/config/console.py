@@ -15,6 +15,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -28,6 +29,7 @@ from megalite.config.packages import CODE, MissingPackage
 
 T = TypeVar("T")
 ERASE = "\r\x1b[2K"  # this line of the terminal
+STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # also the direction
 EVERY_S = 0.25
 OTHERS = 20 + 8 + 4  # columns of the bar, the time that is left, and what is between
 _bars: list[Bar] = []  # those on a terminal, of this process; the last one is shown
@@ -83,10 +85,15 @@ def watched() -> bool:
         return False
 
 
+def printable(text: str) -> str:
+    """Text of a file, for a terminal: what would steer it, as Python's escapes."""
+    return STEERS.sub(lambda c: ascii(c[0])[1:-1], text)
+
+
 def show(text: str) -> None:
     """On stdout while that can be written: its reader may be gone, or its disk be full, which ends no run."""
     try:
-        print(ERASE * watched() + text + "\n", end="", flush=True)  # one write: ranks share it
+        print(ERASE * watched() + printable(text) + "\n", end="", flush=True)  # one write: ranks share it
         for bar in _bars[-1:]:  # there may be none when it is looked for again: other threads close some
             bar.draw(again=True)
     except (OSError, ValueError):
@@ -100,7 +107,7 @@ def complain(text: str) -> None:
             sys.stdout.write(ERASE)
             sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(text + "\n")  # at once: other ranks write there, too
+        sys.stderr.write(printable(text) + "\n")  # at once: other ranks write there, too
         sys.stderr.flush()
 
 

@@ -21,7 +21,10 @@ from functools import partial
 from typing import Any
 
 FREE, HOW, TRAINING, MODEL = "free", "how", "training", "model"
-PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+URL = re.compile(r"(?<![a-z0-9+.-])([a-z0-9+.-]*)://((?:[^/@\s]*|[^/@\s:]*:(?!\d+/)[^@\s]*)@)?", re.IGNORECASE)
+QUERY = re.compile(r"://[^?#\s]*([?#]\S*)")
+USERS = ("sftp", "ssh", "ftp", "ftps", "hdfs", "webhdfs", "smb", "abfs", "abfss", "wasb", "wasbs")  # NAME@host is usual
+HARMLESS = re.compile(r"\?(versionId|generation|download)=\w+|#\d+")  # after ? and #: which version of a file
 LONGEST = 200  # characters of a value in an error
 PATHS = re.compile(r"\w+_(path|dir|file)|tokenizer_model|save|save_local|load|pretrained_checkpoint|export_hf")
 LONGEST_PATH, LONGEST_NAME = 4000, 240  # bytes; Linux takes 4095 and 255, with the suffixes that are put behind
@@ -112,10 +115,23 @@ def spellings(f: Field[Any]) -> list[tuple[str, Any]]:
     return result
 
 
+def secret_in(text: str) -> str | None:
+    """What in a URL may be a secret, and the remedy; the text itself is not repeated."""
+    what, query = "", QUERY.search(text)
+    if query and not HARMLESS.fullmatch(query[1]):
+        what = "a query or fragment, such as a token,"
+    for protocol, user in URL.findall(text):
+        if user and (":" in user or protocol.lower() not in USERS):
+            what = "a password" if ":" in user else "a name before its host"
+    if what:
+        return f"has {what} in its URL, which the run's files would show; give it in FSSPEC_<PROTOCOL>_<OPTION> instead"
+    return None
+
+
 def unusable(text: str, path: bool) -> str | None:
     """Why a text can be no value: no file of the run could hold it, or no file system such a path."""
-    if PASSWORD.search(text):
-        return "has a password in its URL, which the run's files would show; set FSSPEC_<PROTOCOL>_PASSWORD instead"
+    if (reason := secret_in(text)) is not None:
+        return reason
     raw = text.encode(errors="surrogateescape")
     if "\0" in text or raw.decode(errors="replace") != text:
         return f"is not UTF-8 text ({raw[:LONGEST]!r}); rename it"

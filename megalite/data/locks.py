@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from megalite.config.own_file import opener
+
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
@@ -26,7 +28,7 @@ SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 2.0, 60.0
 @contextlib.contextmanager
 def locked(path: Path, what: str) -> Iterator[bool]:
     """Hold the lock file `path`; who waits for long says for what and for whom. False: there are no locks here."""
-    with open(path, "a+") as file:
+    with open(path, "a+", opener=opener) as file:
         alone = _take(file, what)
         if alone:
             file.truncate(0)  # "a": what is written goes to the end

@@ -63,6 +63,7 @@ class Profiler:
     def after(self, step: int, logged: bool) -> None:
         if logged and self.history is not None:
             try:
+                Path(self.history).unlink(missing_ok=True)  # a link is replaced, as others open it
                 torch.cuda.memory._dump_snapshot(self.history)
             except OSError as error:
                 complain(f"WARNING: {self.history}: {error.strerror}; the memory history is not recorded any more")
@@ -81,6 +82,7 @@ class Profiler:
         self._torch.stop()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)  # as above
             self._torch.export_chrome_trace(str(self.path))
         except (OSError, RuntimeError) as error:
             complain(f"WARNING: {self.path}: {error}; the profile is lost")

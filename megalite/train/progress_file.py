@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from megalite.config.environment import variable
-from megalite.train.run_dir import at_once
+from megalite.config.own_file import opener
 
 TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -48,7 +48,7 @@ class ProgressLog:
     def _append(self, text: str) -> None:
         head = f"{datetime.datetime.now():{TIME}}\tJob ID: {variable('SLURM_JOB_ID')}\t# GPUs: {self.world}"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8", opener=at_once) as file:
+        with open(self.path, "a", encoding="utf-8", opener=opener) as file:
             file.write(f"{head}\t{text}\n")
 
     def _first_job(self) -> tuple[datetime.datetime, float]:
@@ -56,7 +56,7 @@ class ProgressLog:
         of the training until then."""
         begin: datetime.datetime | None = None
         then = latest = 0.0
-        with open(self.path, encoding="utf-8", errors="replace", opener=at_once) as lines:
+        with open(self.path, encoding="utf-8", errors="replace", opener=opener) as lines:
             for line in lines:
                 fields = line.rstrip("\n").split("\t")
                 try:

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megalite.config.console import complain
+from megalite.config.own_file import inner_opener
 from megalite.parallel.launch import FIRST_FAILURE, Ranks, read_first_failure
+from megalite.train.run_dir import write_atomically
 
 FOLDER, MOST_LINES = "ranks", 30
 PATIENCE_S = 3.0  # with a rank that has failed and is to say why
@@ -31,7 +33,7 @@ class RankStderr:
 
     def __init__(self, console: TextIO, path: Path, who: str):
         self.console, self._rest = console, f"{who}\n"  # before the first line
-        self.number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self.number = inner_opener(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -115,7 +117,7 @@ def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
         if (own := folder / str(ranks.local_rank)).is_dir():
             # of whole seconds the earliest is first in torchrun's table: before those that this rank takes with it
             more = {"extraInfo": {"timestamp": str(int(time.time()) - 1)}}
-            (own / "error.json").write_text(json.dumps({"message": {"message": reason, **more}}), "utf-8")
+            write_atomically(own / "error.json", json.dumps({"message": {"message": reason, **more}}))
     except FileExistsError:
         return False
     except OSError:

@@ -41,7 +41,9 @@ def locked_run(config: Config) -> Iterator[bool]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder, RUN_LOCK, "run_dir", "give another --run-dir")
     except OSError as error:
-        complain(f"WARNING: {folder}: {error.strerror}; nothing keeps a second run from writing there")
+        complain(
+            f"WARNING: {error.filename or folder}: {error.strerror}; nothing keeps a second run from writing there"
+        )
     try:
         yield lock is not None
     finally:

@@ -29,6 +29,7 @@ from megalite.checkpoint.storage.location import is_url
 from megalite.checkpoint.storage.protocol import folder_of, steps_in
 from megalite.config.console import complain
 from megalite.config.options import Config
+from megalite.config.own_file import opener
 
 
 def now() -> str:
@@ -58,11 +59,6 @@ class Exit(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-def at_once(path: str | Path, flags: int) -> int:
-    """An opener that never waits, as that of a pipe would for one who reads it: it raises OSError."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-
-
 def run_folder(config: Config) -> Path:
     """Where a run's files go. They are appended to, which a URL cannot take: of a run that saves to one, here."""
     save = config.checkpoint.save
@@ -87,7 +83,8 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
     """Write beside and rename: a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", encoding="utf-8") as file:
             file.writelines([text] if isinstance(text, str) else text)
         os.replace(temporary, path)
     finally:
@@ -212,7 +209,7 @@ def _write_status(folder: Path, status: dict[str, Any]) -> None:
         try:
             write_atomically(path, json.dumps(status) + "\n")
         except OSError:
-            with open(path, "r+b", buffering=0, opener=lambda *of: at_once(of[0], of[1] | os.O_NOFOLLOW)) as file:
+            with open(path, "r+b", buffering=0, opener=opener) as file:
                 room = max(os.fstat(file.fileno()).st_size, LEAST_BLOCK)
                 while len(json.dumps(status)) >= room and len(status["reason"]) > 3:
                     status["reason"] = status["reason"][: len(status["reason"]) * 9 // 10 - 3] + "..."
@@ -239,7 +236,7 @@ class AppendedFile:
             self.file = None
         if self.file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "ab", buffering=0, opener=at_once)  # noqa: SIM115 (closed in close)
+            self.file = open(self.path, "ab", buffering=0, opener=opener)  # noqa: SIM115 (closed in close)
         data = b"\n" * self._torn + text.encode(errors="backslashreplace") + b"\n"
         written = self.file.write(data)
         self._torn = written < len(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,3 +192,23 @@ def test_usage_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert stop.value.code == 2
     done = subprocess.run([sys.executable, str(ROOT / "tools/checkpoint.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "reshard" in done.stdout
+
+
+def test_no_secret_of_a_url_is_repeated_and_no_text_of_a_file_steers_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url in ("memory://b/x?token=hunter2", "s3://hunter2@host/x", "a::https://h/x?sig=hunter2"):
+        assert tool.main(["inspect", url]) == ledger.main([url]) == 3
+        said = capsys.readouterr().err
+        assert "in its URL" in said and "hunter2" not in said
+    values = torch.zeros(2)
+    box = Box((0,), (2,))
+    state = {"config": "title = '\x1b]0;mine\x07'\n", "data": {"\x1b[2J": 1}}
+    folder = foreground.save(tmp_path, 1, [Piece("model/\x1b[2Ja", (2,), box, range(2), values)], state, ALONE)
+    other = make(tmp_path / "other", 1)
+    for command in (["inspect", "--tensors", str(folder)], ["diff", str(folder), str(other)], ["verify", str(folder)]):
+        tool.main(command)
+    ledger.main([str(folder)])
+    said = capsys.readouterr()
+    assert not re.search("[\x1b\x07]", said.out + said.err)
+    assert said.out.count("model/\\x1b[2Ja") == 2 and "title = '\\x1b]0;mine\\x07'" in said.out

@@ -364,6 +364,12 @@ def test_layers_of_precedence(tmp_path: Path) -> None:
         (f"lr = {'9' * 400}", f"lr={'9' * 200}... is beyond a float"),
         (f"num_layers = '{'x' * 99_999}'", f"num_layers='{'x' * 199}... is not an int"),
         ('save = "sftp://me:secret@host/x"', "save has a password in its URL"),
+        ('save = "memory://b/x?token=secret"', "save has a query or fragment, such as a token, in its URL"),
+        ('load = "https://h/x#access_token=secret"', "load has a query or fragment"),
+        ('export_hf = "s3://secret@host/x"', "export_hf has a name before its host in its URL"),
+        ('tensorboard_dir = "gs://b/x?sig=secret"', "tensorboard_dir has a query or fragment"),
+        ('tokenizer_model = "sftp://me:a/secret@host/x"', "tokenizer_model has a password in its URL"),
+        ('data_path = ["1", "simplecache::https://h/x?sig=secret"]', "data_path has a query or fragment"),
         ('data_path = ["1", "ftp://me:secret@host/x"]', "data_path has a password in its URL"),
         ('save = "a\\u0000b"', "save is not UTF-8 text (b'a\\x00b')"),
         (f'data_path = ["1", "/tmp/{"x" * 5000}"]', "data_path is longer than a path may be"),
@@ -377,6 +383,15 @@ def test_a_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> No
     with pytest.raises(ConfigError) as error:
         cli.read([*[w for w in GOOD.split()], "--config", str(path)], PRESETS)
     assert message in str(error.value) and "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["sftp://me@host/x", "abfs://container@account/x", "s3://b/x?versionId=a1", "hdfs://host:8020/a@b", "/a?token=b@c"],
+)
+def test_a_url_with_a_name_that_is_no_secret_is_taken(url: str) -> None:
+    config, _ = cli.read([*GOOD.split(), "--save", url], PRESETS)
+    assert config.checkpoint.save == url
 
 
 def test_paths_are_told_from_other_texts_and_must_be_utf_8() -> None:

@@ -29,7 +29,7 @@ def run(folder: Path, *flags: str, **how: object) -> tuple[int, str]:
 
 
 def test_a_run_whose_every_file_is_something_else(tmp_path: Path) -> None:
-    """A pipe that nobody reads, a full disk, a directory, a file where a directory belongs; and stdout is closed."""
+    """A pipe that nobody reads, a link, a directory, a file where a directory belongs; and stdout is closed."""
     os.mkfifo(tmp_path / "log.txt")
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     for name in ("status.json", "run_config.toml"):
@@ -85,6 +85,8 @@ def test_events_and_the_launchers_word_never_wait_nor_raise(tmp_path: Path, caps
     (tmp_path / "events.jsonl").unlink()
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     Events(tmp_path).add("something")
-    assert "No space left on device; events are lost there" in capsys.readouterr().err
+    assert (
+        "is a link to another file, and a run opens none; remove it; events are lost there" in capsys.readouterr().err
+    )
     Events(Path("/proc/run")).add("something")
     assert "/proc/run/events.jsonl" in capsys.readouterr().err

@@ -8,13 +8,14 @@ import os
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from megalite.config.own_file import opener
 from megalite.data.errors import DataError
 
 
 def open_locked(path: Path) -> BinaryIO:
     """The file, to append to (nothing is cut yet), held by this process alone until it is closed."""
     while True:
-        file = open(path, "ab")  # noqa: SIM115
+        file = open(path, "ab", opener=opener)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

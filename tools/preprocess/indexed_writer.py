@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.checkpoint.storage import left_branch
+from megalite.config.own_file import opener
 from megalite.data.errors import DataError
 from megalite.data.files.index_rules import CHUNK
 from megalite.data.files.indexed import CODES, HEADER, MAGIC, VERSION
@@ -53,7 +54,7 @@ class IndexedWriter:
         self._file = open_locked(self._at)
         try:
             # stays open until finish()
-            self._lengths = open(self._lengths_partial, "ab")  # noqa: SIM115
+            self._lengths = open(self._lengths_partial, "ab", opener=opener)  # noqa: SIM115
             sizes = ((self._file, self.num_tokens * self.dtype.itemsize), (self._lengths, 4 * self.num_documents))
             for file, size in sizes:
                 if os.fstat(file.fileno()).st_size < size:
@@ -105,11 +106,11 @@ class IndexedWriter:
         self.sync()
         index, sidecar = Path(self.prefix + ".idx"), Path(self.prefix + ".json")
         index_partial, sidecar_partial = Path(str(index) + ".partial"), Path(str(sidecar) + ".partial")
-        with open(index_partial, "wb") as file:
+        with open(index_partial, "wb", opener=opener) as file:
             self._write_index(file)
             sync(file)
         if info is not None:
-            with open(sidecar_partial, "w", encoding="utf-8") as file:
+            with open(sidecar_partial, "w", encoding="utf-8", opener=opener) as file:
                 json.dump(info, file, indent=2, sort_keys=True)
                 file.write("\n")
                 sync(file)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megalite.config.own_file import opener
 from megalite.data.errors import DataError
 from tools.preprocess.durable import sync
 from tools.preprocess.journal import Tally
@@ -27,7 +28,7 @@ class Rejects:
     def __init__(self, path: Path, files: Sequence[str], size: int):
         self.path, self._files = path, files
         self._partial = Path(f"{path}.partial")
-        self._file = open(self._partial, "ab")  # noqa: SIM115, stays open until finish()
+        self._file = open(self._partial, "ab", opener=opener)  # noqa: SIM115, stays open until finish()
         if os.fstat(self._file.fileno()).st_size < size:
             self._file.close()
             raise DataError(f"{self._partial}: shorter than the {size} bytes written before; start over")

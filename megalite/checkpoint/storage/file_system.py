@@ -20,6 +20,7 @@ from megalite.checkpoint.storage import left_branch
 from megalite.checkpoint.storage.location import LOCK, Append, CheckpointError, is_megatron, step_of
 from megalite.config.console import complain
 from megalite.config.faults import fault
+from megalite.config.own_file import opener
 
 _REPLACED = ".replaced"
 
@@ -79,7 +80,9 @@ class LocalStorage:
     def put(self, path: Path, text: str, sync: bool = True) -> None:
         """Beside it, synced, then renamed: whoever reads it sees the old text or the new, also after a power cut."""
         temporary = path.with_name(f".{path.name}.part")
-        temporary.write_text(text, encoding="utf-8")
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
         if sync:
             left_branch.sync(temporary)
         os.replace(temporary, path)
@@ -135,7 +138,9 @@ class LocalStorage:
         test = directory / f".probe-{rank:05d}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            test.write_bytes(b"megalite")
+            test.unlink(missing_ok=True)
+            with open(test, "xb") as file:
+                file.write(b"megalite")
             fault("init.storage", rank, 0)
             left_branch.sync(test)
             os.replace(test, test.with_suffix(".renamed"))
@@ -164,7 +169,7 @@ class LocalStorage:
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
         """Best effort: a file system without locks gives none."""
-        number = os.open(folder / "COMPLETE", os.O_RDONLY | os.O_NONBLOCK)  # which may have become a pipe
+        number = opener(folder / "COMPLETE", os.O_RDONLY)
         try:
             with contextlib.suppress(OSError):
                 fcntl.flock(number, fcntl.LOCK_SH)
@@ -181,7 +186,7 @@ class LocalFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._number = opener(path, os.O_RDONLY)
         self.size = os.fstat(self._number).st_size
 
     def pread(self, target: memoryview, begin: int) -> None:
@@ -219,7 +224,7 @@ class Lock:
 
     def __init__(self, directory: Path, name: str = LOCK, option: str = "save", remedy: str = "save elsewhere"):
         self._path, self._how = directory / name, (name, option, remedy)
-        self._number = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._number = opener(self._path, os.O_RDWR | os.O_CREAT)
         try:
             self._take()
         except OSError as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megalite.config.field import secret_in
 from megalite.config.packages import needs
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -80,6 +81,8 @@ def parse(text: str | Path | Url) -> Location:
         if head and not rest.startswith("/"):
             raise CheckpointError(f"{text!r} is not absolute: give file:///directory, or a path alone")
         return Path(rest)
+    if (reason := secret_in(text)) is not None:
+        raise CheckpointError(f"the place of a checkpoint {reason}")
     if "::" in text:
         raise CheckpointError(f"{text!r} chains protocols, through which no checkpoint can be written; give one URL")
     try:

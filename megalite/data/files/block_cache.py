@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.own_file import opener
 from megalite.data.locks import appearing
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Blocks:
         self._open: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
         self._verified: set[int] = set()
         self._thread_lock = threading.Lock()  # record locks exclude processes, not threads
-        self._lock_file = open(directory / "blocks.lock", "ab")  # noqa: SIM115  closing it would drop the locks
+        self._lock_file = open(directory / "blocks.lock", "ab", opener=opener)  # noqa: SIM115  closing it would drop the locks
         self._pool: ThreadPoolExecutor | None = None
         self._stored, self._told_full = 0, False
         evict(directory.parent, limit)

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.environment import variable
+from megalite.config.field import secret_in
 from megalite.config.packages import needs
 from megalite.data.errors import DataError
 from megalite.data.files.block_cache import BLOCK, FETCHES, INDEX, Blocks, contents
@@ -53,6 +54,8 @@ class UrlFile:
     """One file behind a URL, as it was when this object was made: `size` bytes, `version`."""
 
     def __init__(self, url: str):
+        if (reason := secret_in(url)) is not None:
+            raise DataError(f"the prefix of data {reason}")
         self.url = url
         try:
             import fsspec.core

@@ -36,10 +36,11 @@ from torch.distributed import distributed_c10d
 
 import megalite
 from megalite.config.console import complain
+from megalite.config.own_file import inner_opener
 from megalite.parallel.launch import HANG, LaunchError, read_first_failure
 from megalite.parallel.mesh import PLANNED, Mesh
 from megalite.parallel.shared_memory import OrderError
-from megalite.train.run_dir import Events, Exit
+from megalite.train.run_dir import Events, Exit, write_atomically
 from megalite.train.timers import Timers
 from megalite.train.watch.diagnosis import View, diagnose, ranks
 
@@ -200,7 +201,7 @@ class Watchdog:
         if self._word is not None:
             with contextlib.suppress(OSError):
                 word = {"rank": self.rank, "code": int(Exit.HANG), "reason": self.reason}
-                self._word.write_text(json.dumps(word), "utf-8")
+                write_atomically(self._word, json.dumps(word))
         complain("\n".join([*lines, f"  stacks and collectives of each rank: {self.folder}"]))
         self.events.add("hang", step, reason=self.reason, late=self.late)
 
@@ -227,14 +228,15 @@ class Watchdog:
         path = self.folder / f"rank-{self.rank:03d}.txt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", opener=inner_opener) as file:
                 file.write(f"--- {time.strftime('%F %T')} {mine}\n")
                 for axis, (members, calls) in mine.axes.items():
                     file.writelines(f"{axis} {members}: {op} {peer} {n}, {size} bytes\n" for op, peer, n, size in calls)
                 file.flush()
                 faulthandler.dump_traceback(file)
             if recorder := getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None):
-                path.with_suffix(".json").write_bytes(recorder())
+                with open(path.with_suffix(".json"), "wb", opener=inner_opener) as records:
+                    records.write(recorder())
         except (OSError, RuntimeError, ValueError) as error:
             complain(f"WARNING: {path}: {error}; where this rank is is lost there")
 
