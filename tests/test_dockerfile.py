@@ -72,7 +72,8 @@ def base_image(folder: Path) -> Path:
         needed = [Requirement(line) for line in found.requires or []]
         wanted += [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
         for top in {Path(str(file)).parts[0] for file in found.files or []} - {"..", "__pycache__"}:
-            (packages / top).symlink_to(Path(str(found.locate_file(top))))
+            if not (packages / top).is_symlink():  # CUDA's libraries share a folder, nvidia
+                (packages / top).symlink_to(Path(str(found.locate_file(top))))
     paths = {"base": str(folder / "env"), "platbase": str(folder / "env")}
     site = Path(sysconfig.get_path("purelib", vars=paths))
     (site / "base.pth").write_text(str(packages))

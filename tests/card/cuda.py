@@ -19,6 +19,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.cuda.memory
@@ -285,8 +286,11 @@ def installed(
     sys.modules.update({"torch.cuda": module, "torch.cuda.memory": of_memory})
     torch.cuda = module  # type: ignore[assignment]
     torch.Tensor.record_stream = streams.record_stream  # type: ignore[method-assign, assignment]
+    current = types.SimpleNamespace(is_capturing=graphs.is_current_stream_capturing)
     try:
-        yield found
+        # Adam of a torch that is built for CUDA asks it, past torch.cuda
+        with mock.patch.object(torch.accelerator, "current_stream", lambda: current):
+            yield found
     finally:
         del torch.Tensor.record_stream
         torch.cuda = before["torch.cuda"]  # type: ignore[assignment]
