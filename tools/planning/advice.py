@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tools.planning.memory import ACTIVATIONS_ERROR
+from tools.planning.memory import LARGEST_ERROR
 from tools.planning.search import Found, Layout, Planned, arranged
 from tools.planning.tokens import MOST_EPOCHS, Budget
 
@@ -117,11 +117,11 @@ def warnings(request: Request, best: Planned, limit: float, budget: Budget, data
     """`limit`: bytes that are planned with."""
     made, c, m = best.made, request.cluster, request.config.model
     lines, fullest = [], best.memory[best.fullest]
-    spare, off = limit - best.peak, ACTIVATIONS_ERROR * (fullest.activations + fullest.buffers)
+    spare, off = limit - best.peak, LARGEST_ERROR * (fullest.activations + fullest.buffers)
     if 0 <= spare < off:
         lines.append(
-            f"it fits by {spare / GIB:.2f} GiB, and activations were counted within {ACTIVATIONS_ERROR:.0%} of what "
-            f"runs allocated, {off / GIB:.2f} GiB here: what is kept free (--usable-memory) may have to give the rest"
+            f"it fits by {spare / GIB:.2f} GiB, and activations of some layouts were {LARGEST_ERROR:.0%} off what runs "
+            f"allocate, {off / GIB:.2f} GiB here: what is kept free (--usable-memory) may have to give the rest"
         )
     if best.layout.tp > c.per_node or c.per_node % best.layout.tp:
         lines.append(
