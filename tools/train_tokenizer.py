@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.data.errors import DataError  # noqa: E402
 from tools.preprocess.rejects import GoodTexts  # noqa: E402
-from tools.preprocess.text_input import expand  # noqa: E402
+from tools.preprocess.text_input import expand, text_bytes  # noqa: E402
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
@@ -210,7 +210,7 @@ def main(argv: list[str]) -> int:
         texts = GoodTexts(files, args.json_keys, args.max_bad_fraction)
         if "-" in files:
             raise DataError("input=- has no size, by which text is taken evenly from all of it; give a file")
-        total = sum(map(os.path.getsize, files))
+        total = sum(map(text_bytes, files))
         pieces = sample_pieces(cut(texts), total, args.max_bytes, args.max_sentences)
         TRAINERS[args.tokenizer_type](pieces, args.model_prefix, args.vocab_size, args.workers, args.special_tokens)
         if told := texts.left_out():

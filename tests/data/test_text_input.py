@@ -20,7 +20,7 @@ from megalite.data.errors import DataError
 from tools.preprocess import records, text_input
 from tools.preprocess.records import BadLine, parse_block, parse_line
 from tools.preprocess.rejects import GoodTexts
-from tools.preprocess.text_input import Position, expand, pack_rows, read_blocks
+from tools.preprocess.text_input import Position, expand, pack_rows, read_blocks, text_bytes
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 
@@ -115,6 +115,17 @@ def test_text_files_are_one_document_however_they_are_packed(tmp_path: Path) -> 
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "c.txt.zst").write_bytes(zstandard.compress(text.encode()))
     assert list(GoodTexts(expand([str(tmp_path / "*")]), ("text",))) == [text] * 3
+
+
+def test_the_text_of_a_compressed_file_is_larger_than_the_file(tmp_path: Path) -> None:
+    """Else a bound in bytes of text lets several times as much through."""
+    lines = (json.dumps({"text": f"line {i * i} of {i % 97} words"}) + "\n" for i in range(60_000))
+    raw = "".join(lines).encode()
+    packed = {"a.jsonl": raw, "a.jsonl.gz": gzip.compress(raw), "a.jsonl.zst": zstandard.compress(raw)}
+    for name, data in packed.items():
+        (tmp_path / name).write_bytes(data)
+        assert text_bytes(str(tmp_path / name)) == pytest.approx(len(raw), rel=0.2), name
+        assert len(data) < len(raw) / 2 or name == "a.jsonl"
 
 
 def test_longer_than_a_document_may_be_is_left_out_and_never_held(

@@ -12,6 +12,7 @@ to there and compared by checksum, parquet continues with the row. A compressed 
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import importlib
@@ -103,6 +104,16 @@ def read_blocks(
             raise DataError(f"{name}: {error.strerror or error}") from error
         except (EOFError, zlib.error) as error:
             raise DataError(f"{name}: truncated or damaged ({error}); fetch the file again") from error
+
+
+def text_bytes(name: str) -> int:
+    """Bytes of a file's contents; of a compressed one by how its beginning unpacks. Raises OSError."""
+    size = os.path.getsize(name)
+    if name.endswith((".gz", ".zst")):
+        with contextlib.suppress(EOFError, zlib.error, DataError, StopIteration):  # who reads all of it tells
+            chunk, disk = next(_chunks(name))
+            return size * len(chunk) // max(1, disk)
+    return size
 
 
 def _chunks(name: str, at: int = 0) -> Iterator[tuple[bytes, int]]:
