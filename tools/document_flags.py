@@ -33,7 +33,7 @@ from megalite.config.megatron_flags import (
 )
 from megalite.config.options import SECTIONS, options  # noqa: E402
 
-FACTS = {flag: facts_of(f) for _, f in options() for flag, _ in spellings(f)}
+TAKES = {flag: facts_of(f) for _, f in options() for flag, value in spellings(f) if value is None}  # a value
 OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
 
 
@@ -67,7 +67,9 @@ def flags_page() -> str:
 
 def verdict(name: str, flag: Flag) -> str:
     if flag.verdict == OPTION:
-        facts = FACTS[name]
+        facts = TAKES.get(name)
+        if facts is None:
+            return "does"
         if facts.most is not None and facts.above is not None and facts.most[0] == facts.above + 1:
             return f"takes {facts.most[0]:g} only: a larger value {facts.most[1].partition(';')[0]}"
         refused = ", ".join(f"`{value}`" for value in facts.refused)
