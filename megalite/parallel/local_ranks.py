@@ -31,7 +31,7 @@ from typing import Any
 
 from megalite.config.console import complain, let_go_of_console
 from megalite.config.run_options import EXIT_SIGNALS
-from megalite.parallel.launch import FIRST_FAILURE, HANG, LaunchError, Ranks, die_with_parent, read_first_failure
+from megalite.parallel.launch import FIRST_FAILURE, HANG, SAID, LaunchError, Ranks, die_with_parent, read_first_failure
 
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
@@ -227,7 +227,7 @@ def _sweep(folder: Path) -> None:
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for attempt in folder.glob("tmp????????"):
-            for name in ("rendezvous", FIRST_FAILURE, HANG):
+            for name in ("rendezvous", FIRST_FAILURE, SAID, HANG):
                 (attempt / name).unlink(missing_ok=True)
             attempt.rmdir()
         for server in folder.glob("pymp-????????"):

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from megalite.config.console import complain
 from megalite.config.own_file import inner_opener
-from megalite.parallel.launch import FIRST_FAILURE, Ranks, read_first_failure
+from megalite.parallel.launch import FIRST_FAILURE, SAID, Ranks, read_first_failure
 from megalite.train.run_dir import write_atomically
 
 FOLDER, MOST_LINES = "ranks", 30
@@ -104,6 +104,9 @@ def complain_aside(text: str) -> None:
 def complain_of(ranks: Ranks, code: int, reason: str, text: str) -> None:
     """Of this rank's failure: on stderr if no rank of this machine has failed before."""
     (complain if fails_first(ranks, code, reason) else complain_aside)(text)
+    if ranks.shared is not None:
+        with contextlib.suppress(OSError):
+            Path(ranks.shared, SAID).touch()
 
 
 def fails_first(ranks: Ranks, code: int, reason: str) -> bool:
@@ -134,7 +137,7 @@ def told_first(ranks: Ranks) -> str | None:
 def wait_until_told(ranks: Ranks) -> bool:
     """Whether a rank of this machine has said why it failed, or does so soon; True where that cannot be seen."""
     deadline = time.monotonic() + PATIENCE_S
-    while ranks.shared is not None and told_first(ranks) is None:
+    while ranks.shared is not None and not Path(ranks.shared, SAID).exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)

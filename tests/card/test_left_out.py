@@ -93,6 +93,7 @@ NO_RACE = {
     "optim/param_gather.py ParamGather.gather: self.wait()": "the hooks of the modules wait too; it says when",
     SAVED: "what is saved is owned, and a gather leaves it as it is",
     "train/loop.py Training.train: self.run.buffer.wait_gather()": "as above",
+    "train/replicas.py disagreement: buffer.wait_gather()": "the step's forward has waited for every weight",
     "pipeline/runtime.py Pipeline._now: synchronize(self.mesh.device)": "for the time alone",
     "train/phases.py Phases.over_ranks: synchronize(self._mesh.device)": "for the time alone",
     "parallel/self_test.py _outcomes: start_all_gather(mine[:part], axis).wait()": "the reduce-scatter after it waits",
@@ -110,6 +111,7 @@ OF_THE_HOST = {
     "checkpoint/storage/object_store.py RemoteStorage.reading.renew: over.wait(RENEW_S)",
     "parallel/local_ranks.py _watch: connection.wait([p.sentinel for p in alive], wait)",
     "train/loop.py Training._roll_back: self.saver.wait()",
+    "train/watch/heartbeat.py Heartbeat._beat: self._closing.wait(BEAT_S)",
     "train/loop.py Training.train: self.saver.wait()",
     "train/watch/hang.py Watchdog._watch: self._closing.wait(self.pace * POLL_S)",
     "parallel/comm.py Pending.wait: self._work.wait(limit)",  # over gloo
