@@ -85,7 +85,8 @@ def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
     assert set(states.values()) == {"ok"}, told
     results = made["results"]
     ways = {case["name"]: case for case in results["smoke"]["cases"]}
-    assert ways.pop("compiled")["status"] == "failed (exit code 1)" and "Torch not compiled with CUDA enabled" in told
+    assert ways.pop("compiled")["status"] == "failed (exit code 1)"
+    assert "Torch not compiled with CUDA enabled" in told or "Found no NVIDIA driver" in told  # by torch's build
     assert len(ways) == 11 and {case["status"] for case in ways.values()} == {"ok"}
     assert {case["name"] for case in results["layouts"]["cases"]} == {"one card", "tp 2", "pp 2", "dp 2"}
     assert {row["kind"] for row in results["nccl"]["rows"]} == {
