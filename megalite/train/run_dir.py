@@ -184,7 +184,7 @@ def settle_status(folder: Path, config: Config, end: tuple[int, str], since: flo
         return
     with contextlib.suppress(OSError):
         if path.stat().st_mtime < since:
-            if code in (Exit.USAGE, Exit.PREFLIGHT) or stands(folder, config, resumes):
+            if (code in (Exit.USAGE, Exit.PREFLIGHT) and not resumes) or stands(folder, config, resumes):
                 return
             status = {}
     outcome, reason = status.get("outcome"), str(status.get("reason"))
