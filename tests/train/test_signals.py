@@ -44,8 +44,14 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -
     assert (tmp_path / "iter_0000001" / "COMPLETE").is_file()
 
 
-@pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["one process", "two"])
-def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [([], signal.SIGINT), (["--nproc", "2"], signal.SIGINT), (["--nproc", "2"], signal.SIGQUIT)],
+    ids=["one process", "two", "two, Ctrl-backslash"],
+)
+def test_ctrl_c_while_torch_is_imported_ends_it_at_once(
+    tmp_path: Path, layout: list[str], number: signal.Signals
+) -> None:
     """Ranks of --nproc wait for a process that imports it for them."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
@@ -55,9 +61,9 @@ def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: 
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while layout and len(children.read_text().split()) < 2:
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         _, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (130, "stopping: SIGINT\n")
+        assert (process.returncode, err) == (130, f"stopping: {number.name}\n")
         assert not (tmp_path / "run" / "log.txt").exists()
     finally:
         process.kill()
