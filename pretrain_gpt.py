@@ -123,7 +123,7 @@ if __name__ == "__main__":
         leave(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt as error:
         if not isinstance(error, Stopped):  # which was told
-            tell_stopping(signal.SIGINT)
+            tell_stopping(signal.Signals[error.args[0]] if error.args else signal.SIGINT)
         os._exit(INTERRUPTED)
     finally:
         let_go_of_console()

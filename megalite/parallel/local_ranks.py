@@ -272,13 +272,13 @@ def tell_stopping(number: int) -> None:
 @contextlib.contextmanager
 def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
     """To those of `processes` that live when a signal comes. Yields the signals so far: for those that come later.
-    Ctrl-C before there is one ends it here."""
+    Ctrl-C, and whatever is AT_ONCE, ends it here before there is one."""
     seen: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and not processes:
+        if number in (signal.SIGINT, *AT_ONCE) and not processes:
             _end_fork_server()
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(signal.Signals(number).name)
         tell_stopping(number)
         seen.append(number)
         for process in processes:

@@ -121,10 +121,8 @@ def _run_or_refuse(
             return _pretrain(plan, ranks, here, sources, folder, warnings, stop, dog)
     except (Exception, KeyboardInterrupt) as error:  # before the first step
         code, reason = _failure(error, ranks, dog=dog)
-        # a dry run is none, and another run may have the directory to save in: then its status stays
-        another = config.train.dry_run or (isinstance(error, CheckpointError) and not ranks.resumes)
         told = ranks.rank == 0 or code is Exit.HANG  # a rank 0 that hangs cannot tell
-        if told and folder.is_dir() and not another:
+        if told and folder.is_dir() and not config.train.dry_run:
             leave_status(folder, code.outcome, config, reason, resumes=ranks.resumes)
         if code in (Exit.INTERRUPTED, Exit.HANG):
             os._exit(int(code))

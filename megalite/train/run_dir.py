@@ -167,9 +167,9 @@ def leave_status(
     me = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED)
     before = read_status(folder)
     begun = outcome == "running" or all(before.get(key) == value for key, value in me.items())
-    if not begun:
-        if outcome != Exit.HANG.outcome and stands(folder, config, resumes):  # none hangs that was refused
-            return
+    if not begun and outcome != Exit.HANG.outcome and stands(folder, config, resumes):  # none hangs that was refused
+        return
+    if not begun or (not step and outcome != "running"):  # it has ended before it had loaded what it continues
         told = trained(folder)
         step, tokens = max(step, told.get("step", 0)), max(tokens, told.get("tokens", 0))
     _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **_to_resume(config), reason=reason, **me))
@@ -184,7 +184,7 @@ def settle_status(folder: Path, config: Config, end: tuple[int, str], since: flo
         return
     with contextlib.suppress(OSError):
         if path.stat().st_mtime < since:
-            if code in (Exit.USAGE, Exit.PREFLIGHT) or stands(folder, config, resumes):
+            if (code in (Exit.USAGE, Exit.PREFLIGHT) and not resumes) or stands(folder, config, resumes):
                 return
             status = {}
     outcome, reason = status.get("outcome"), str(status.get("reason"))

@@ -135,6 +135,30 @@ def test_who_is_refused_leaves_the_status_of_another_run(tmp_path: Path) -> None
     assert (read_status(tmp_path)["outcome"], read_status(tmp_path)["step"]) == ("crash", 2)
 
 
+def test_a_restart_that_is_refused_is_no_crash(tmp_path: Path) -> None:
+    """Nothing was saved yet, so its rank 0 takes what is there for another run's; the launcher knows better."""
+    config, refused = config_of("--save", tmp_path), (int(Exit.PREFLIGHT), "rank 0: no room")
+    leave_status(tmp_path, "running", config)
+    leave_status(tmp_path, "crash", config, "rank 1 was killed", step=2)
+    os.utime(tmp_path / "status.json", (1, 1))
+    rows_until(tmp_path, 2)
+    settle_status(tmp_path, config, refused, 2.0)  # of a first start
+    assert read_status(tmp_path)["outcome"] == "crash"
+    settle_status(tmp_path, config, refused, 2.0, resumes=True)
+    told = [read_status(tmp_path)[name] for name in ("outcome", "step", "reason")]
+    assert told == ["preflight", 2, "rank 0: no room"]
+
+
+def test_who_ends_before_it_has_loaded_tells_the_steps_that_are_there(tmp_path: Path) -> None:
+    """It has begun, as it continues what is there, and its own step is still 0."""
+    own = config_of("--save", tmp_path, "--load", tmp_path)
+    rows_until(tmp_path, 5)
+    leave_status(tmp_path, "running", own)
+    leave_status(tmp_path, "preflight", own, "no checkpoint is valid")
+    status = read_status(tmp_path)
+    assert (status["outcome"], status["step"], status["tokens"]) == ("preflight", 5, 40)
+
+
 def test_a_status_takes_the_place_of_the_one_before_where_there_is_no_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,8 +44,14 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -
     assert (tmp_path / "iter_0000001" / "COMPLETE").is_file()
 
 
-@pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["one process", "two"])
-def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [([], signal.SIGINT), (["--nproc", "2"], signal.SIGINT), (["--nproc", "2"], signal.SIGQUIT)],
+    ids=["one process", "two", "two, Ctrl-backslash"],
+)
+def test_ctrl_c_while_torch_is_imported_ends_it_at_once(
+    tmp_path: Path, layout: list[str], number: signal.Signals
+) -> None:
     """Ranks of --nproc wait for a process that imports it for them."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
@@ -55,9 +61,9 @@ def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: 
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while layout and len(children.read_text().split()) < 2:
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         _, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (130, "stopping: SIGINT\n")
+        assert (process.returncode, err) == (130, f"stopping: {number.name}\n")
         assert not (tmp_path / "run" / "log.txt").exists()
     finally:
         process.kill()
@@ -210,18 +216,22 @@ def test_ctrl_backslash_ends_a_run_at_once_and_says_so(tmp_path: Path) -> None:
 
 
 def test_what_rank_0_could_not_say_is_so_and_a_refused_command_leaves_it(tmp_path: Path) -> None:
-    """It is killed when its checkpoint is there; then another run is refused that would write to the same place."""
+    """It is killed when its checkpoint is there; then another run is refused that would write to the same place, and
+    then the run itself, whose disk fails: a scheduler that reads what became of it is to see that."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "9"]
     save = ["--nproc", "2", "--save", str(tmp_path), "--save-interval", "3", "--eval-iters", "0"]
     other = ["--run-dir", str(tmp_path), "--load", str(tmp_path), "--qk-layernorm"]  # which does not fit
-    for more, code, fault in ((save, 137, "ckpt.after_commit:0:6:kill"), (other, 2, "")):
+    own = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    starts = (save, 137, "ckpt.after_commit:0:6:kill"), (other, 2, ""), (own, 3, "init.storage:0:0:eio")
+    for more, code, fault in starts:
         env = os.environ | {"MEGALITE_FAULT": fault}
         done = subprocess.run([*words, *more], capture_output=True, text=True, timeout=90, cwd=ROOT, env=env)
         assert done.returncode == code, done.stderr
         status = status_in(tmp_path)
         told = [status[name] for name in ("outcome", "step", "tokens", "checkpoint", "checkpoint_step")]
-        assert told == ["crash", 6, 6 * 8 * 16, str(tmp_path), 6] and last_step(tmp_path) == 6, done.stderr
-        assert status["reason"] == "rank 0 ended by signal SIGKILL"
+        outcome = "preflight" if more is own else "crash"
+        assert told == [outcome, 6, 6 * 8 * 16, str(tmp_path), 6] and last_step(tmp_path) == 6, done.stderr
+        assert ("cannot be written" if more is own else "rank 0 ended by signal SIGKILL") in status["reason"]
 
 
 def test_the_death_of_a_rank_is_told_once_with_its_cause(tmp_path: Path) -> None:
