@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.offline import Checkpoint, open_checkpoint  # noqa: E402
-from megalite.config.console import printable  # noqa: E402
+from megalite.config.console import complain  # noqa: E402
 from megalite.config.options import Config, ConfigError, ModelConfig, build  # noqa: E402
 from megalite.config.toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
@@ -142,10 +142,10 @@ def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
     try:
         found = build_tokenizer(**options).vocab_size
     except DataError as error:
-        print(f"note: the tokenizer is left out: {error}", file=sys.stderr)
+        complain(f"note: the tokenizer is left out: {error}")
         return {}
     if found > rows:
-        print(f"note: the tokenizer is left out: {found} tokens, but {rows} rows of the embedding", file=sys.stderr)
+        complain(f"note: the tokenizer is left out: {found} tokens, but {rows} rows of the embedding")
         return {}
     return options
 
@@ -211,7 +211,7 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
     written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), state)
     print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
     if unknown:
-        print(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size", file=sys.stderr)
+        complain(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size")
     return not check or checked_megatron(theirs, Ours(open_checkpoint(written, verified=True)), vocab_size)
 
 
@@ -235,7 +235,7 @@ def to_hf(args: argparse.Namespace) -> bool:
     count = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
     print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {count} files, vocabulary {vocab_size}")
     if note is not None:
-        print(f"note: {note}", file=sys.stderr)
+        complain(f"note: {note}")
     return checked(args, args.to_hf, theirs, ours)
 
 
@@ -266,7 +266,7 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
     except DataError as error:
         if given is None and saved is None and config.data.vocab_size is None:
             raise CheckpointError(f"{error}; or give --vocab-size") from None
-        print(f"note: the run's tokenizer cannot be opened: {error}", file=sys.stderr)
+        complain(f"note: the run's tokenizer cannot be opened: {error}")
     size = given or saved or max(size or 0, config.data.vocab_size or 0)
     if not isinstance(size, int) or size < 1:
         raise CheckpointError("the checkpoint does not state the size of its vocabulary; give --vocab-size")
@@ -307,10 +307,12 @@ def main(argv: list[str]) -> int:
         else:
             good = to_hf(args) if args.to_hf is not None else to_megatron(args)
     except (CheckpointError, ConfigError, DataError, OSError) as error:
-        print(printable(f"convert_checkpoint.py: {error}"), file=sys.stderr)
+        complain(f"convert_checkpoint.py: {error}")
         return 3
     return 0 if good else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

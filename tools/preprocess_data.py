@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import TYPES  # noqa: E402
@@ -78,9 +79,9 @@ def main(argv: list[str]) -> int:
             )
             return 2
     if args.pop("keep_sequential_samples"):
-        print("note: --keep-sequential-samples is always on", file=sys.stderr)
+        complain("note: --keep-sequential-samples is always on")
     if args.pop("partitions") != 1:
-        print("note: --partitions changes nothing: blocks of all files go to the workers one by one", file=sys.stderr)
+        complain("note: --partitions changes nothing: blocks of all files go to the workers one by one")
     begin = time.perf_counter()
     try:
         for name in ("workers", "log_interval"):
@@ -97,10 +98,12 @@ def main(argv: list[str]) -> int:
                 f"{time.perf_counter() - begin:.1f} s"
             )
     except DataError as error:
-        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        complain(f"preprocess_data.py: {error}")
         return 3
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

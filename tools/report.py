@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable  # noqa: E402
+from megalite.config.console import complain, printable  # noqa: E402
 from megalite.config.packages import CODE, MissingPackage  # noqa: E402
 from megalite.train.figures import table  # noqa: E402
 from megalite.train.run_dir import write_atomically  # noqa: E402
@@ -68,14 +68,14 @@ def main(argv: list[str]) -> int:
         try:
             print(printable(text(run)))
         except DAMAGE as error:  # as rows of files may be
-            print(f"report.py: {run.folder}: {error!r}; give a run directory", file=sys.stderr)
+            complain(f"report.py: {run.folder}: {error!r}; give a run directory")
             code = 1
     if args.text:
         return code
     try:
         page = write(runs, args.out or runs[0].folder / "report")
     except MissingPackage as error:
-        print(f"report.py: no page: {error}; --text asks for none", file=sys.stderr)
+        complain(f"report.py: no page: {error}; --text asks for none")
         return CODE if args.out else code
     except OSError as error:
         raise SystemExit(f"report.py: {error.filename}: {error.strerror}; give another --out") from None

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megalite.config import cli  # noqa: E402
+from megalite.config.console import complain  # noqa: E402
 from megalite.config.field import MODEL, TRAINING  # noqa: E402
 from megalite.config.options import Config, ConfigError, training_of  # noqa: E402
 from megalite.config.toml import read_toml  # noqa: E402
@@ -128,7 +129,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         problems = error.problems
     if problems:
-        print(*(f"sweep.py: {problem}" for problem in dict.fromkeys(problems)), sep="\n", file=sys.stderr)
+        complain("\n".join(f"sweep.py: {problem}" for problem in dict.fromkeys(problems)))
         return 2
     code, others = 0, {}
     for number, (place, line, config) in enumerate(planned, 1):
@@ -142,17 +143,19 @@ def main(argv: list[str]) -> int:
         if ended and ended not in (75, 130) and options:
             others[place] = options
         if ended in (75, 130):
-            print("sweep.py: interrupted; the same command goes on", file=sys.stderr)
+            complain("sweep.py: interrupted; the same command goes on")
             code = 130
             break
     if others:
         names = ", ".join(dict.fromkeys(name for options in others.values() for name in options))
         why = f"not done, and the runs there have another {names}; give another --folder for a new sweep"
-        print(f"sweep.py: {', '.join(map(str, others))}: {why}", file=sys.stderr)
+        complain(f"sweep.py: {', '.join(map(str, others))}: {why}")
     rows = [runs.row_of(place) for place, _, _ in planned if (place / "status.json").is_file()]
     print(runs.table(rows, folder))
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

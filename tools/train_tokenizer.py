@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from tools.preprocess.rejects import GoodTexts  # noqa: E402
 from tools.preprocess.text_input import expand, text_bytes  # noqa: E402
@@ -214,12 +215,12 @@ def main(argv: list[str]) -> int:
         pieces = sample_pieces(cut(texts), total, args.max_bytes, args.max_sentences)
         TRAINERS[args.tokenizer_type](pieces, args.model_prefix, args.vocab_size, args.workers, args.special_tokens)
         if told := texts.left_out():
-            print(f"train_tokenizer.py: {told}", file=sys.stderr)
+            complain(f"train_tokenizer.py: {told}")
     except OSError as error:
-        print(f"train_tokenizer.py: {args.model_prefix}: {error.strerror}", file=sys.stderr)
+        complain(f"train_tokenizer.py: {args.model_prefix}: {error.strerror}")
         return 3
     except DataError as error:
-        print(f"train_tokenizer.py: {error}", file=sys.stderr)
+        complain(f"train_tokenizer.py: {error}")
         return 3
     written = f"{args.model_prefix}{'.model' if args.tokenizer_type == 'SentencePieceTokenizer' else '/tokenizer.json'}"
     print(f"{written}: {args.vocab_size} pieces")
@@ -227,4 +228,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

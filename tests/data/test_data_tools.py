@@ -140,6 +140,16 @@ def test_merge_without_all_sidecars_writes_none_and_says_so(tmp_path: Path, caps
     assert len(IndexedDataset(tmp_path / "out")) == 2 and read_info(tmp_path / "out") is None
 
 
+def test_a_name_in_a_sidecar_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (write(tmp_path / name, [[1]], NULL) for name in "ab")
+    info = json.loads((tmp_path / "b.json").read_text())
+    info["tokenizer"] |= {"name": "\x1b[2J", "fingerprint": "0" * 64}
+    (tmp_path / "b.json").write_text(json.dumps(info))
+    assert merge_datasets.main(["--input", a, b, "--output-prefix", str(tmp_path / "out")]) == 3
+    told = capsys.readouterr().err
+    assert "\\x1b[2J 000000000000" in told and "\x1b" not in told
+
+
 def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [[1] * 30_000] * 2)
 
