@@ -51,6 +51,7 @@ from tools.checks.bits import compare  # noqa: E402
 from tools.checks.logits import compare_logits  # noqa: E402
 from tools.foreign_import import write_import  # noqa: E402
 from tools.megatron_release import write_megatron  # noqa: E402
+from tools.outputs import local_path  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -78,20 +79,22 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face model directory")
-    source.add_argument("--from-megatron", type=Path, metavar="DIR", help="Megatron-LM checkpoints")
-    source.add_argument("--load", type=Path, metavar="DIR", help="checkpoint of megalite")
+    source.add_argument("--from-hf", type=local_path, metavar="DIR", help="Hugging Face model directory")
+    source.add_argument("--from-megatron", type=local_path, metavar="DIR", help="Megatron-LM checkpoints")
+    source.add_argument("--load", type=local_path, metavar="DIR", help="checkpoint of megalite")
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--save", type=Path, metavar="DIR", help="make a checkpoint of megalite")
-    target.add_argument("--to-hf", type=Path, metavar="DIR", help="make a Hugging Face model directory")
-    target.add_argument("--to-megatron", type=Path, metavar="DIR", help="make a release of Megatron-LM")
+    target.add_argument("--save", type=local_path, metavar="DIR", help="make a checkpoint of megalite")
+    target.add_argument("--to-hf", type=local_path, metavar="DIR", help="make a Hugging Face model directory")
+    target.add_argument("--to-megatron", type=local_path, metavar="DIR", help="make a release of Megatron-LM")
     parser.add_argument(
         "--check", action="store_true", help="compare both sides: all bits, each layer, and logits with transformers'"
     )
     parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf: default: of --like, or the first fit")
-    parser.add_argument("--like", type=Path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied")
+    parser.add_argument(
+        "--like", type=local_path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied"
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
     parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: of a file (default 5GB)")
     parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")

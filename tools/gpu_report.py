@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.bench import gpu_report_goals, limited  # noqa: E402
 from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, load, parts_of  # noqa: E402
+from tools.outputs import local_path  # noqa: E402
 
 LEAST_S = 10.0  # a part is not begun with less
 PROBE_S, ANSWER_S = 90.0, 30.0
@@ -198,7 +199,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_report"), metavar="DIR")
+    parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="of " + ", ".join(names))
     parser.add_argument("--seconds", type=float, help="for all parts together (default 465, on several cards 585)")
     parser.add_argument("--tiny", action="store_true", help="at sizes of which no figure means anything")

@@ -27,6 +27,7 @@ from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.files.sidecar import read_info  # noqa: E402
+from tools.outputs import local  # noqa: E402
 from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
 
 COPY_TOKENS = 1 << 22
@@ -156,7 +157,9 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="what to merge, in order")
-    parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
+    parser.add_argument(
+        "--output-prefix", type=local, required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json"
+    )
     args = parser.parse_args(argv)
     try:
         prefixes = expand_prefixes(args.input)

@@ -25,6 +25,7 @@ from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import TYPES  # noqa: E402
+from tools.outputs import local  # noqa: E402
 from tools.preprocess.tokenize_files import preprocess  # noqa: E402
 from tools.preprocess.workers import Job  # noqa: E402
 
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     formats = ".jsonl, .json (lines), .txt, each also .gz or .zst; .parquet; - for standard input"
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=formats)
-    parser.add_argument("--output-prefix", required=True, help="files are named PREFIX_KEY_document")
+    parser.add_argument("--output-prefix", type=local, required=True, help="files are named PREFIX_KEY_document")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="one pair of files for each")
     parser.add_argument("--tokenizer-type", required=True, choices=TYPES)
     parser.add_argument("--tokenizer-model", help="SentencePiece .model; tokenizer.json or its directory")

@@ -18,6 +18,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.outputs import local_path  # noqa: E402
+
 SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
 
 
@@ -67,7 +71,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--out", type=Path, required=True, help="directory for train.jsonl and valid.jsonl")
+    parser.add_argument("--out", type=local_path, required=True, help="directory for train.jsonl and valid.jsonl")
     parser.add_argument("--valid-every", type=int, default=50, metavar="N", help="one document in N is for validation")
     args = parser.parse_args(argv)
     if args.valid_every < 2:

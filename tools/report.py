@@ -21,6 +21,7 @@ from megalite.config.packages import CODE, MissingPackage  # noqa: E402
 from megalite.train.figures import table  # noqa: E402
 from megalite.train.run_dir import write_atomically  # noqa: E402
 from megalite.train.watch.report import read_past, summary  # noqa: E402
+from tools.outputs import local_path  # noqa: E402
 from tools.pictures.canvas import save  # noqa: E402
 from tools.pictures.page import DAMAGE, Page  # noqa: E402
 from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
@@ -54,7 +55,7 @@ def write(runs: list[Run], folder: Path) -> Path:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="of the page and its pictures (RUN_DIR/report)")
+    parser.add_argument("--out", type=local_path, metavar="DIR", help="of the page and its pictures (RUN_DIR/report)")
     parser.add_argument("--text", action="store_true", help="print where the time went, and write nothing")
     args = parser.parse_args(argv)
     code = 0

@@ -29,6 +29,7 @@ from megalite.config.options import Config, ConfigError, training_of  # noqa: E4
 from megalite.config.toml import read_toml  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from tools import diff, runs  # noqa: E402
+from tools.outputs import local_path  # noqa: E402
 
 DEFAULT = "default"  # a value: the flag is left out
 OWN = ("--run-dir", "--name", "--load")  # which each run has for itself
@@ -115,7 +116,9 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("toml", type=Path, help="as --config of a run")
-    parser.add_argument("--folder", type=Path, help="where the runs go; default: runs/sweep-NAME of the TOML file")
+    parser.add_argument(
+        "--folder", type=local_path, help="where the runs go; default: runs/sweep-NAME of the TOML file"
+    )
     args, words = parser.parse_known_args(argv)
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
     planned, problems = [], []

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
+from tools.outputs import local  # noqa: E402
 from tools.preprocess.rejects import GoodTexts  # noqa: E402
 from tools.preprocess.text_input import expand, text_bytes  # noqa: E402
 
@@ -185,7 +186,9 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=".jsonl, .json (lines), .txt files")
-    parser.add_argument("--model-prefix", required=True, help="what to write: PREFIX.model, or the directory PREFIX")
+    parser.add_argument(
+        "--model-prefix", type=local, required=True, help="what to write: PREFIX.model, or the directory PREFIX"
+    )
     parser.add_argument("--tokenizer-type", choices=sorted(TRAINERS), default="SentencePieceTokenizer")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
