@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -36,6 +35,7 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megalite.train.run_dir import write_atomically  # noqa: E402
 from tools.bench import gpu_report_goals, limited  # noqa: E402
 from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, load, parts_of  # noqa: E402
 from tools.outputs import local_path  # noqa: E402
@@ -81,9 +81,7 @@ class Report:
         made, told = self.render()
         try:
             for name, text in (("report.json", json.dumps(made, indent=1)), ("report.md", told)):
-                beside = self.out / f".{name}"
-                beside.write_text(text, encoding="utf-8")
-                os.replace(beside, self.out / name)
+                write_atomically(self.out / name, text)
         except OSError as error:
             say(f"gpu_report.py: {self.out} cannot be written: {error.strerror}", sys.stderr)
         return made

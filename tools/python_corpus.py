@@ -54,7 +54,9 @@ def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]
     out.mkdir(parents=True, exist_ok=True)
     counts = {"train": (0, 0), "valid": (0, 0)}
     partial = {name: out / f"{name}.jsonl.partial" for name in counts}
-    with open(partial["train"], "w", encoding="utf-8") as train, open(partial["valid"], "w", encoding="utf-8") as valid:
+    for path in partial.values():
+        path.unlink(missing_ok=True)  # a link is not written through
+    with open(partial["train"], "x", encoding="utf-8") as train, open(partial["valid"], "x", encoding="utf-8") as valid:
         for number, document in enumerate(documents(root)):
             name, file = ("valid", valid) if number % valid_every == valid_every // 2 else ("train", train)
             n, size = counts[name]

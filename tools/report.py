@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     try:
         runs = read_runs(args.run_dirs)
     except RunError as error:
-        raise SystemExit(f"report.py: {error}") from None
+        raise SystemExit(printable(f"report.py: {error}")) from None
     for run in runs:
         if len(runs) > 1:
             print(f"\n{run.name}")
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         complain(f"report.py: no page: {error}; --text asks for none")
         return CODE if args.out else code
     except OSError as error:
-        raise SystemExit(f"report.py: {error.filename}: {error.strerror}; give another --out") from None
+        raise SystemExit(printable(f"report.py: {error.filename}: {error.strerror}; give another --out")) from None
     print(f"page: {page}")
     return code
 

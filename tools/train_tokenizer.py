@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
+from megalite.train.run_dir import write_atomically  # noqa: E402
 from tools.outputs import local  # noqa: E402
 from tools.preprocess.rejects import GoodTexts  # noqa: E402
 from tools.preprocess.text_input import expand, text_bytes  # noqa: E402
@@ -99,6 +100,8 @@ def train(pieces: Iterable[str], model_prefix: str, vocab_size: int, threads: in
     prefix = Path(model_prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     partial = prefix.with_name(prefix.name + ".partial")
+    for suffix in (".vocab", ".model"):
+        Path(f"{partial}{suffix}").unlink(missing_ok=True)  # a link is not written through
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(handed),
@@ -173,9 +176,7 @@ def train_hugging_face(
     Path(directory).mkdir(parents=True, exist_ok=True)
     texts = {"tokenizer.json": model.to_str(pretty=True), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
     for name, text in texts.items():
-        partial = Path(directory, f"{name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, Path(directory, name))
+        write_atomically(Path(directory, name), text)
 
 
 TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_hugging_face}
