@@ -453,6 +453,13 @@ def test_a_signal_to_the_group_ends_it_with_one_line(number: int, code: int, tmp
     assert "verify.py: interrupted" in err
 
 
+def test_a_bad_line_is_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from tools import verify; assert verify.main(['--bogus', '1']) == 2 and 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=ROOT).returncode == 0
+
+
 def test_no_card_is_told_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = verify(f"{GPT} {RUN} --tp 2 --device cuda")

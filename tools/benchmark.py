@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.bench import limited  # noqa: E402
 from tools.bench.gpu_report_parts import write_whole  # noqa: E402
+from tools.outputs import local_path  # noqa: E402
 
 SHAPE = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --vocab-size 32000
  --seq-length 512 --micro-batch-size 2 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -138,7 +139,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nproc", type=counts, default=[1], metavar="N[,N...]", help="ranks, of --scaling several")
     parser.add_argument("--sweep", action="append", default=[], metavar="FLAG=A,B", help="may be given several times")
     parser.add_argument("--scaling", choices=["weak", "strong"], help="over the numbers of ranks in --nproc")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="of sweeps and scaling: files, and where to go on")
+    parser.add_argument(
+        "--out", type=local_path, metavar="DIR", help="of sweeps and scaling: files, and where to go on"
+    )
     parser.add_argument("--steps", type=int, default=6, help="timed, after --warmup")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)

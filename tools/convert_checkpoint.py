@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
 from megalite.checkpoint.offline import Checkpoint, open_checkpoint  # noqa: E402
-from megalite.config.console import printable  # noqa: E402
+from megalite.config.console import complain  # noqa: E402
 from megalite.config.options import Config, ConfigError, ModelConfig, build  # noqa: E402
 from megalite.config.toml import parse_toml, to_toml  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
@@ -51,6 +51,7 @@ from tools.checks.bits import compare  # noqa: E402
 from tools.checks.logits import compare_logits  # noqa: E402
 from tools.foreign_import import write_import  # noqa: E402
 from tools.megatron_release import write_megatron  # noqa: E402
+from tools.outputs import local_path  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -78,20 +79,22 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face model directory")
-    source.add_argument("--from-megatron", type=Path, metavar="DIR", help="Megatron-LM checkpoints")
-    source.add_argument("--load", type=Path, metavar="DIR", help="checkpoint of megalite")
+    source.add_argument("--from-hf", type=local_path, metavar="DIR", help="Hugging Face model directory")
+    source.add_argument("--from-megatron", type=local_path, metavar="DIR", help="Megatron-LM checkpoints")
+    source.add_argument("--load", type=local_path, metavar="DIR", help="checkpoint of megalite")
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--save", type=Path, metavar="DIR", help="make a checkpoint of megalite")
-    target.add_argument("--to-hf", type=Path, metavar="DIR", help="make a Hugging Face model directory")
-    target.add_argument("--to-megatron", type=Path, metavar="DIR", help="make a release of Megatron-LM")
+    target.add_argument("--save", type=local_path, metavar="DIR", help="make a checkpoint of megalite")
+    target.add_argument("--to-hf", type=local_path, metavar="DIR", help="make a Hugging Face model directory")
+    target.add_argument("--to-megatron", type=local_path, metavar="DIR", help="make a release of Megatron-LM")
     parser.add_argument(
         "--check", action="store_true", help="compare both sides: all bits, each layer, and logits with transformers'"
     )
     parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf: default: of --like, or the first fit")
-    parser.add_argument("--like", type=Path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied")
+    parser.add_argument(
+        "--like", type=local_path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied"
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
     parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: of a file (default 5GB)")
     parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")
@@ -142,10 +145,10 @@ def checked_tokenizer(options: dict[str, Any], rows: int) -> dict[str, Any]:
     try:
         found = build_tokenizer(**options).vocab_size
     except DataError as error:
-        print(f"note: the tokenizer is left out: {error}", file=sys.stderr)
+        complain(f"note: the tokenizer is left out: {error}")
         return {}
     if found > rows:
-        print(f"note: the tokenizer is left out: {found} tokens, but {rows} rows of the embedding", file=sys.stderr)
+        complain(f"note: the tokenizer is left out: {found} tokens, but {rows} rows of the embedding")
         return {}
     return options
 
@@ -211,7 +214,7 @@ def from_megatron(folder: Path, save: Path, vocab_size: int | None, check: bool)
     written = write_import(save, theirs.tensors, specs_of(theirs.model, vocab_size), state)
     print(f"{written}: {len(theirs.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
     if unknown:
-        print(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size", file=sys.stderr)
+        complain(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size")
     return not check or checked_megatron(theirs, Ours(open_checkpoint(written, verified=True)), vocab_size)
 
 
@@ -235,7 +238,7 @@ def to_hf(args: argparse.Namespace) -> bool:
     count = len({one.place.rpartition(" in ")[2] for one in theirs.tensors})
     print(f"{args.to_hf}: {family}, {len(theirs.tensors)} tensors in {count} files, vocabulary {vocab_size}")
     if note is not None:
-        print(f"note: {note}", file=sys.stderr)
+        complain(f"note: {note}")
     return checked(args, args.to_hf, theirs, ours)
 
 
@@ -266,7 +269,7 @@ def vocabulary(config: Config, saved: Any, given: int | None) -> tuple[int, int 
     except DataError as error:
         if given is None and saved is None and config.data.vocab_size is None:
             raise CheckpointError(f"{error}; or give --vocab-size") from None
-        print(f"note: the run's tokenizer cannot be opened: {error}", file=sys.stderr)
+        complain(f"note: the run's tokenizer cannot be opened: {error}")
     size = given or saved or max(size or 0, config.data.vocab_size or 0)
     if not isinstance(size, int) or size < 1:
         raise CheckpointError("the checkpoint does not state the size of its vocabulary; give --vocab-size")
@@ -307,10 +310,12 @@ def main(argv: list[str]) -> int:
         else:
             good = to_hf(args) if args.to_hf is not None else to_megatron(args)
     except (CheckpointError, ConfigError, DataError, OSError) as error:
-        print(printable(f"convert_checkpoint.py: {error}"), file=sys.stderr)
+        complain(f"convert_checkpoint.py: {error}")
         return 3
     return 0 if good else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

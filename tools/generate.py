@@ -18,9 +18,11 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import complain, printable
 from megalite.parallel.launch import LaunchError, Ranks, leave, process_group, read_environment
 from megalite.parallel.local_ranks import INTERRUPTED, start_local
 
@@ -104,11 +106,11 @@ def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
             generate(args, prompts, here, speak=ranks.rank == 0)
     except (SetupError, DataError, LaunchError) as error:
         if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
-            print(f"generate.py: {error}", file=sys.stderr)
+            complain(f"generate.py: {error}")
         sys.exit(3)
     except CheckpointError as error:
         if not isinstance(error, ElsewhereError):
-            print(f"generate.py: {error}", file=sys.stderr)
+            complain(f"generate.py: {error}")
         sys.exit(3)
 
 
@@ -129,9 +131,13 @@ def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) 
             new = text.ids[text.begin :]
             row = {"number": number, "prompt": prompts[number], "text": model.tokenizer.decode(new), "ids": text.ids}
             row |= {"new_ids": new, "stop": text.stop, "step": model.step}
-            line = json.dumps(row) if args.json else f"[step {model.step}] {model.tokenizer.decode(text.ids)}"
             if speak:
-                print(line, flush=True)
+                print(line_of(row, model.tokenizer.decode(text.ids), args.json), flush=True)
+
+
+def line_of(row: dict[str, Any], whole: str, as_json: bool) -> str:
+    """What is printed of a text: a model may have learned what steers a terminal."""
+    return json.dumps(row) if as_json else f"[step {row['step']}] {printable(whole)}"
 
 
 def main(argv: list[str]) -> int:

@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -36,8 +35,10 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megalite.train.run_dir import write_atomically  # noqa: E402
 from tools.bench import gpu_report_goals, limited  # noqa: E402
 from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, load, parts_of  # noqa: E402
+from tools.outputs import local_path  # noqa: E402
 
 LEAST_S = 10.0  # a part is not begun with less
 PROBE_S, ANSWER_S = 90.0, 30.0
@@ -80,9 +81,7 @@ class Report:
         made, told = self.render()
         try:
             for name, text in (("report.json", json.dumps(made, indent=1)), ("report.md", told)):
-                beside = self.out / f".{name}"
-                beside.write_text(text, encoding="utf-8")
-                os.replace(beside, self.out / name)
+                write_atomically(self.out / name, text)
         except OSError as error:
             say(f"gpu_report.py: {self.out} cannot be written: {error.strerror}", sys.stderr)
         return made
@@ -198,7 +197,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_report"), metavar="DIR")
+    parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="of " + ", ".join(names))
     parser.add_argument("--seconds", type=float, help="for all parts together (default 465, on several cards 585)")
     parser.add_argument("--tiny", action="store_true", help="at sizes of which no figure means anything")

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from megalite.config.console import Bar  # noqa: E402
+from megalite.config.console import Bar, complain  # noqa: E402
 from megalite.config.packages import needs  # noqa: E402
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
@@ -224,7 +224,7 @@ def main(argv: list[str]) -> int:
         if not args.verify and args.document is None:
             print(summary(data, info))
     except DataError as error:
-        print(f"inspect_data.py: {error}", file=sys.stderr)
+        complain(f"inspect_data.py: {error}")
         return 3
     return 0
 

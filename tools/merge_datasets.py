@@ -23,9 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
 
+from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.files.sidecar import read_info  # noqa: E402
+from tools.outputs import local  # noqa: E402
 from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
 
 COPY_TOKENS = 1 << 22
@@ -155,20 +157,24 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="what to merge, in order")
-    parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
+    parser.add_argument(
+        "--output-prefix", type=local, required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json"
+    )
     args = parser.parse_args(argv)
     try:
         prefixes = expand_prefixes(args.input)
         merged = merge(prefixes, args.output_prefix)
     except DataError as error:
-        print(f"merge_datasets.py: {error}", file=sys.stderr)
+        complain(f"merge_datasets.py: {error}")
         return 3
     if 0 < len(merged.without_info) < len(prefixes):
         names = ", ".join(merged.without_info)
-        print(f"note: no {args.output_prefix}.json is written, as these inputs have none: {names}", file=sys.stderr)
+        complain(f"note: no {args.output_prefix}.json is written, as these inputs have none: {names}")
     print(f"{args.output_prefix}: {merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} inputs")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 FORMATS = (".png", ".svg", ".pdf")
+
+
+def local(text: str) -> str:
+    """A path of argparse that is no URL, which would become a folder here; it may hold a secret, so it is not told."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError("a URL, and this takes a local path only; give one")
+    return text
+
+
+def local_path(text: str) -> Path:
+    return Path(local(text))
 
 
 def unwritable(*, pictures: tuple[str, ...] = (), **paths: Path | None) -> Iterator[str]:

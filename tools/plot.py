@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import printable  # noqa: E402
 from megalite.pipeline.schedule import SCHEDULES, Split, plan  # noqa: E402
 from megalite.pipeline.simulate import simulate  # noqa: E402
 from tools.pictures import bench, curves, pipeline, shares  # noqa: E402
@@ -49,7 +50,7 @@ def of_runs(args: argparse.Namespace) -> None:
     runs = read_runs(args.run_dirs)
     for run in runs:
         if problem := lacking(args.picture, run):
-            raise SystemExit(f"plot.py: {run.folder}: {problem}")
+            raise SystemExit(printable(f"plot.py: {run.folder}: {problem}"))
     picture = PICTURES[args.picture][1](runs)
     assert picture is not None  # nothing is lacking
     put(picture, args)
@@ -83,7 +84,7 @@ def timeline(runs: list[Run]) -> Picture:
         return pipeline.timeline(runs[0].timeline)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         told = f"damaged ({error}); train with --profile-pipeline STEP again"
-        raise SystemExit(f"plot.py: {runs[0].folder / 'timeline.json'}: {told}") from None
+        raise SystemExit(printable(f"plot.py: {runs[0].folder / 'timeline.json'}: {told}")) from None
 
 
 def of_plan(args: argparse.Namespace) -> None:
@@ -91,9 +92,11 @@ def of_plan(args: argparse.Namespace) -> None:
         make = {"memory": plans.picture, "layout": plans.layout}[args.show]
         picture = make(json.loads(args.plan.read_text("utf-8")))
     except OSError as error:
-        raise SystemExit(f"plot.py: {args.plan}: {error.strerror}; give what tools/plan.py --json wrote") from None
+        raise SystemExit(
+            printable(f"plot.py: {args.plan}: {error.strerror}; give what tools/plan.py --json wrote")
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise SystemExit(f"plot.py: {args.plan}: {error}") from None
+        raise SystemExit(printable(f"plot.py: {args.plan}: {error}")) from None
     put(picture, args)
 
 
@@ -115,12 +118,12 @@ def of_benchmark(args: argparse.Namespace) -> None:
         made = turns.read(args.folder)
     except (OSError, ValueError) as error:
         told = f"{args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise SystemExit(f"plot.py: {told}; give what tools/benchmark.py had as --out") from None
+        raise SystemExit(printable(f"plot.py: {told}; give what tools/benchmark.py had as --out")) from None
     found = tables.figures(made.rows)
     found = tables.with_efficiency(found) if made.facts.get("scaling") else found
     picture = {"mfu": bench.mfu, "breakdown": bench.breakdown, "scaling": bench.scaling}[args.show](found)
     if picture is None:
-        raise SystemExit(f"plot.py: {args.folder}: no {args.show} was measured there")
+        raise SystemExit(printable(f"plot.py: {args.folder}: no {args.show} was measured there"))
     put(picture, args)
 
 
@@ -167,9 +170,9 @@ def main(argv: list[str]) -> None:
     except RunError as error:
         more = {"pipeline": " of --profile-pipeline STEP"}.get(args.picture, "")
         text = f"{error}{more}"
-        raise SystemExit(f"plot.py: {text}") from None
+        raise SystemExit(printable(f"plot.py: {text}")) from None
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
-        raise SystemExit(f"plot.py: {args.out}: {error}") from None
+        raise SystemExit(printable(f"plot.py: {args.out}: {error}")) from None
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
+from megalite.config.console import complain  # noqa: E402
 from megalite.config.packages import MissingPackage, needs
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
@@ -197,7 +198,7 @@ def main(argv: list[str]) -> None:
     try:
         draw(args.lengths, args.split, args.seq_length, args.seed).savefig(args.out, dpi=200)
     except (DataError, OSError) as error:
-        print(f"plot_samples.py: {error}", file=sys.stderr)
+        complain(f"plot_samples.py: {error}")
         raise SystemExit(2) from None
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import cli  # noqa: E402
+from megalite.config.console import complain  # noqa: E402
 from megalite.config.options import Config, ConfigError  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.samples.blend import Blend  # noqa: E402
@@ -84,17 +85,19 @@ def main(argv: list[str]) -> int:
         files, size = prepare(config)
     except ConfigError as error:
         for problem in error.problems:
-            print(f"prepare_cache.py: {problem}", file=sys.stderr)
+            complain(f"prepare_cache.py: {problem}")
         return 2
     except DataError as error:
-        print(f"prepare_cache.py: {error}", file=sys.stderr)
+        complain(f"prepare_cache.py: {error}")
         return 3
     except OSError as error:
-        print(f"prepare_cache.py: {error.filename}: {error.strerror}; choose a directory to write in", file=sys.stderr)
+        complain(f"prepare_cache.py: {error.filename}: {error.strerror}; choose a directory to write in")
         return 3
     print(f"{config.data.data_cache_path}: {files} files built, {size / 1e6:.1f} MB")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

@@ -21,9 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import TYPES  # noqa: E402
+from tools.outputs import local  # noqa: E402
 from tools.preprocess.tokenize_files import preprocess  # noqa: E402
 from tools.preprocess.workers import Job  # noqa: E402
 
@@ -34,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     formats = ".jsonl, .json (lines), .txt, each also .gz or .zst; .parquet; - for standard input"
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=formats)
-    parser.add_argument("--output-prefix", required=True, help="files are named PREFIX_KEY_document")
+    parser.add_argument("--output-prefix", type=local, required=True, help="files are named PREFIX_KEY_document")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="one pair of files for each")
     parser.add_argument("--tokenizer-type", required=True, choices=TYPES)
     parser.add_argument("--tokenizer-model", help="SentencePiece .model; tokenizer.json or its directory")
@@ -78,9 +80,9 @@ def main(argv: list[str]) -> int:
             )
             return 2
     if args.pop("keep_sequential_samples"):
-        print("note: --keep-sequential-samples is always on", file=sys.stderr)
+        complain("note: --keep-sequential-samples is always on")
     if args.pop("partitions") != 1:
-        print("note: --partitions changes nothing: blocks of all files go to the workers one by one", file=sys.stderr)
+        complain("note: --partitions changes nothing: blocks of all files go to the workers one by one")
     begin = time.perf_counter()
     try:
         for name in ("workers", "log_interval"):
@@ -97,10 +99,12 @@ def main(argv: list[str]) -> int:
                 f"{time.perf_counter() - begin:.1f} s"
             )
     except DataError as error:
-        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        complain(f"preprocess_data.py: {error}")
         return 3
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

@@ -18,6 +18,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.outputs import local_path  # noqa: E402
+
 SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
 
 
@@ -50,7 +54,9 @@ def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]
     out.mkdir(parents=True, exist_ok=True)
     counts = {"train": (0, 0), "valid": (0, 0)}
     partial = {name: out / f"{name}.jsonl.partial" for name in counts}
-    with open(partial["train"], "w", encoding="utf-8") as train, open(partial["valid"], "w", encoding="utf-8") as valid:
+    for path in partial.values():
+        path.unlink(missing_ok=True)  # a link is not written through
+    with open(partial["train"], "x", encoding="utf-8") as train, open(partial["valid"], "x", encoding="utf-8") as valid:
         for number, document in enumerate(documents(root)):
             name, file = ("valid", valid) if number % valid_every == valid_every // 2 else ("train", train)
             n, size = counts[name]
@@ -67,7 +73,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--out", type=Path, required=True, help="directory for train.jsonl and valid.jsonl")
+    parser.add_argument("--out", type=local_path, required=True, help="directory for train.jsonl and valid.jsonl")
     parser.add_argument("--valid-every", type=int, default=50, metavar="N", help="one document in N is for validation")
     args = parser.parse_args(argv)
     if args.valid_every < 2:

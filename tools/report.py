@@ -16,11 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable  # noqa: E402
+from megalite.config.console import complain, printable  # noqa: E402
 from megalite.config.packages import CODE, MissingPackage  # noqa: E402
 from megalite.train.figures import table  # noqa: E402
 from megalite.train.run_dir import write_atomically  # noqa: E402
 from megalite.train.watch.report import read_past, summary  # noqa: E402
+from tools.outputs import local_path  # noqa: E402
 from tools.pictures.canvas import save  # noqa: E402
 from tools.pictures.page import DAMAGE, Page  # noqa: E402
 from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
@@ -54,31 +55,31 @@ def write(runs: list[Run], folder: Path) -> Path:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="of the page and its pictures (RUN_DIR/report)")
+    parser.add_argument("--out", type=local_path, metavar="DIR", help="of the page and its pictures (RUN_DIR/report)")
     parser.add_argument("--text", action="store_true", help="print where the time went, and write nothing")
     args = parser.parse_args(argv)
     code = 0
     try:
         runs = read_runs(args.run_dirs)
     except RunError as error:
-        raise SystemExit(f"report.py: {error}") from None
+        raise SystemExit(printable(f"report.py: {error}")) from None
     for run in runs:
         if len(runs) > 1:
             print(f"\n{run.name}")
         try:
             print(printable(text(run)))
         except DAMAGE as error:  # as rows of files may be
-            print(f"report.py: {run.folder}: {error!r}; give a run directory", file=sys.stderr)
+            complain(f"report.py: {run.folder}: {error!r}; give a run directory")
             code = 1
     if args.text:
         return code
     try:
         page = write(runs, args.out or runs[0].folder / "report")
     except MissingPackage as error:
-        print(f"report.py: no page: {error}; --text asks for none", file=sys.stderr)
+        complain(f"report.py: no page: {error}; --text asks for none")
         return CODE if args.out else code
     except OSError as error:
-        raise SystemExit(f"report.py: {error.filename}: {error.strerror}; give another --out") from None
+        raise SystemExit(printable(f"report.py: {error.filename}: {error.strerror}; give another --out")) from None
     print(f"page: {page}")
     return code
 

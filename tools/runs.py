@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable  # noqa: E402
+from megalite.config.console import complain, printable  # noqa: E402
 from megalite.train.figures import columns  # noqa: E402
 from tools.pictures.run import RunError, number, read_run  # noqa: E402
 from tools.pictures.run import table as table_of  # noqa: E402
@@ -103,9 +103,9 @@ def main(argv: list[str]) -> int:
             try:
                 rows.append(row_of(folder))
             except RunError as error:
-                print(printable(f"runs.py: {error}"), file=sys.stderr)
+                complain(f"runs.py: {error}")
     except OSError as error:
-        print(f"runs.py: {args.folder}: {error.strerror}; give the folder that the runs are in", file=sys.stderr)
+        complain(f"runs.py: {args.folder}: {error.strerror}; give the folder that the runs are in")
         return 2
     rows.sort(key=lambda row: str(row["time"]))
     if args.json:

@@ -23,11 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megalite.config import cli  # noqa: E402
+from megalite.config.console import complain  # noqa: E402
 from megalite.config.field import MODEL, TRAINING  # noqa: E402
 from megalite.config.options import Config, ConfigError, training_of  # noqa: E402
 from megalite.config.toml import read_toml  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from tools import diff, runs  # noqa: E402
+from tools.outputs import local_path  # noqa: E402
 
 DEFAULT = "default"  # a value: the flag is left out
 OWN = ("--run-dir", "--name", "--load")  # which each run has for itself
@@ -114,7 +116,9 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("toml", type=Path, help="as --config of a run")
-    parser.add_argument("--folder", type=Path, help="where the runs go; default: runs/sweep-NAME of the TOML file")
+    parser.add_argument(
+        "--folder", type=local_path, help="where the runs go; default: runs/sweep-NAME of the TOML file"
+    )
     args, words = parser.parse_known_args(argv)
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
     planned, problems = [], []
@@ -128,7 +132,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         problems = error.problems
     if problems:
-        print(*(f"sweep.py: {problem}" for problem in dict.fromkeys(problems)), sep="\n", file=sys.stderr)
+        complain("\n".join(f"sweep.py: {problem}" for problem in dict.fromkeys(problems)))
         return 2
     code, others = 0, {}
     for number, (place, line, config) in enumerate(planned, 1):
@@ -142,17 +146,19 @@ def main(argv: list[str]) -> int:
         if ended and ended not in (75, 130) and options:
             others[place] = options
         if ended in (75, 130):
-            print("sweep.py: interrupted; the same command goes on", file=sys.stderr)
+            complain("sweep.py: interrupted; the same command goes on")
             code = 130
             break
     if others:
         names = ", ".join(dict.fromkeys(name for options in others.values() for name in options))
         why = f"not done, and the runs there have another {names}; give another --folder for a new sweep"
-        print(f"sweep.py: {', '.join(map(str, others))}: {why}", file=sys.stderr)
+        complain(f"sweep.py: {', '.join(map(str, others))}: {why}")
     rows = [runs.row_of(place) for place, _, _ in planned if (place / "status.json").is_file()]
     print(runs.table(rows, folder))
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

@@ -25,7 +25,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
+from megalite.train.run_dir import write_atomically  # noqa: E402
+from tools.outputs import local  # noqa: E402
 from tools.preprocess.rejects import GoodTexts  # noqa: E402
 from tools.preprocess.text_input import expand, text_bytes  # noqa: E402
 
@@ -97,6 +100,8 @@ def train(pieces: Iterable[str], model_prefix: str, vocab_size: int, threads: in
     prefix = Path(model_prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     partial = prefix.with_name(prefix.name + ".partial")
+    for suffix in (".vocab", ".model"):
+        Path(f"{partial}{suffix}").unlink(missing_ok=True)  # a link is not written through
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(handed),
@@ -171,9 +176,7 @@ def train_hugging_face(
     Path(directory).mkdir(parents=True, exist_ok=True)
     texts = {"tokenizer.json": model.to_str(pretty=True), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
     for name, text in texts.items():
-        partial = Path(directory, f"{name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, Path(directory, name))
+        write_atomically(Path(directory, name), text)
 
 
 TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_hugging_face}
@@ -184,7 +187,9 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=".jsonl, .json (lines), .txt files")
-    parser.add_argument("--model-prefix", required=True, help="what to write: PREFIX.model, or the directory PREFIX")
+    parser.add_argument(
+        "--model-prefix", type=local, required=True, help="what to write: PREFIX.model, or the directory PREFIX"
+    )
     parser.add_argument("--tokenizer-type", choices=sorted(TRAINERS), default="SentencePieceTokenizer")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
@@ -214,12 +219,12 @@ def main(argv: list[str]) -> int:
         pieces = sample_pieces(cut(texts), total, args.max_bytes, args.max_sentences)
         TRAINERS[args.tokenizer_type](pieces, args.model_prefix, args.vocab_size, args.workers, args.special_tokens)
         if told := texts.left_out():
-            print(f"train_tokenizer.py: {told}", file=sys.stderr)
+            complain(f"train_tokenizer.py: {told}")
     except OSError as error:
-        print(f"train_tokenizer.py: {args.model_prefix}: {error.strerror}", file=sys.stderr)
+        complain(f"train_tokenizer.py: {args.model_prefix}: {error.strerror}")
         return 3
     except DataError as error:
-        print(f"train_tokenizer.py: {error}", file=sys.stderr)
+        complain(f"train_tokenizer.py: {error}")
         return 3
     written = f"{args.model_prefix}{'.model' if args.tokenizer_type == 'SentencePieceTokenizer' else '/tokenizer.json'}"
     print(f"{written}: {args.vocab_size} pieces")
@@ -227,4 +232,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megalite.config.console import as_command
+
+    sys.exit(as_command(lambda: main(sys.argv[1:])))

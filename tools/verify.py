@@ -250,8 +250,6 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     from megalite.config.check import check
     from megalite.config.options import ConfigError
     from megalite.models.families import PRESETS
-    from megalite.train.preflight import choose_device
-    from megalite.train.setup import SetupError
     from tools.checks.smaller import layout_of, of_groups, smaller
     from tools.outputs import unwritable
 
@@ -272,6 +270,9 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     runs = [first] if second is None else [first, second]
     if wrong := [line for made in runs for line in check(made.config, made.layout.world)]:
         raise ConfigError([f"at its small size: {line}; or give --whole" for line in wrong])
+    from megalite.train.preflight import choose_device  # imports torch
+    from megalite.train.setup import SetupError
+
     if found.config.train.compile:
         first.notes.append("--compile is not verified: blocks run as they are")
     try:
@@ -283,12 +284,13 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
 
 def main(argv: list[str]) -> int:
     args, words = _arguments(argv)
+    from megalite.config.console import complain
     from megalite.config.options import ConfigError
 
     try:
         runs = prepare(args, words)
     except ConfigError as error:
-        print(*(f"verify.py: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
+        complain("\n".join(f"verify.py: {problem}" for problem in error.problems))
         return 2
     verdicts: list[Verdict] = []
     try:
@@ -298,10 +300,10 @@ def main(argv: list[str]) -> int:
             if not verdicts[-1].agrees:
                 break
     except Failed as error:
-        print(f"verify.py: {error}", file=sys.stderr)
+        complain(f"verify.py: {error}")
         return 1
     except Stopped as stopped:
-        print("verify.py: interrupted", file=sys.stderr)
+        complain("verify.py: interrupted")
         return stopped.code
     try:
         if args.json is not None:
@@ -309,7 +311,7 @@ def main(argv: list[str]) -> int:
         if args.out is not None:
             _draw(verdicts[0] if verdicts[-1].agrees else verdicts[-1], args.out, args.dtype)
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
-        print(f"verify.py: {error}", file=sys.stderr)
+        complain(f"verify.py: {error}")
         return 2
     return 0 if verdicts[-1].agrees else 1
 

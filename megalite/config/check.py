@@ -85,6 +85,10 @@ def _machine(config: Config, say: Say) -> Iterator[Problem]:
         yield say("{name} and {run_dir} exclude each other; give one")
     if config.log.name is not None and not re.fullmatch(r"\w[\w.+=,-]{0,79}", config.log.name):
         yield say("{=name!r} is no name of a directory in runs; use at most 80 letters, digits and - _ . + = ,")
+    written = {"run_dir": config.log.run_dir, "data_cache_path": config.data.data_cache_path}
+    for name, value in {**written, "export_hf": config.checkpoint.export_hf}.items():
+        if value is not None and "://" in value:
+            yield say("{=option!r} is a URL; give a local directory", option=name)
     if p.distributed_backend == "mpi":
         yield say("{=distributed_backend} is in no torch wheel; mpirun starts ranks of nccl and gloo too: remove it")
     if p.distributed_backend == "nccl" and p.device == "cpu":

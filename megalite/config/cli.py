@@ -10,18 +10,17 @@ once, and the exit code is 2, before torch is imported.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 import shlex
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalite.config import options as configs
 from megalite.config.check import check, without_effect
-from megalite.config.field import base_type, spellings
+from megalite.config.console import complain
+from megalite.config.field import base_type, masked, spellings
 from megalite.config.help import asked_for, help_text
 from megalite.config.megatron_flags import INSTEAD, OPTION, answer, known_flags, nearest
 from megalite.config.options import Config, ConfigError, options
@@ -49,7 +48,9 @@ class Words:
         """As argparse does it, and so Megatron-LM: the last one counts."""
         if self.given.get(name, value) != value:
             old, new = (" ".join(v) if isinstance(v, list) else v for v in (self.given[name], value))
-            self.notes.append(f"{name} is given twice, as {old} and as {new}; the last one counts")
+            self.notes.append(
+                f"{name} is given twice, as {masked(str(old))} and as {masked(str(new))}; the last one counts"
+            )
         self.given[name] = value
 
     def stray(self, more: list[str], before: str, name: str, value: Any) -> None:
@@ -218,22 +219,22 @@ def read_or_exit(
         try:
             print(help_text(topic, sorted(presets)))
         except ConfigError as error:
-            _tell(f"pretrain_gpt.py: {problem}" for problem in error.problems)
+            _refuse(error)
             raise SystemExit(2) from None
         raise SystemExit(0)
     try:
         found = read_all(argv, presets, also, world)
     except ConfigError as error:
-        _tell(f"pretrain_gpt.py: {problem}" for problem in error.problems)
+        _refuse(error)
         raise SystemExit(2) from None
-    _tell(f"note: {note}" for note in ([] if quiet else found.notes))
+    for note in [] if quiet else found.notes:
+        complain(f"note: {note}")
     return found  # warnings are told by the run, where its log is
 
 
-def _tell(lines: Iterable[str]) -> None:
-    with contextlib.suppress(OSError, ValueError):  # stderr's disk may be the one that is full
-        for line in lines:
-            print(line, file=sys.stderr, flush=True)
+def _refuse(error: ConfigError) -> None:
+    for problem in error.problems:
+        complain(f"pretrain_gpt.py: {problem}")
 
 
 def parse(argv: Sequence[str], presets: Presets) -> Config:

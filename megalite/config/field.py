@@ -128,6 +128,20 @@ def secret_in(text: str) -> str | None:
     return None
 
 
+def masked(text: str) -> str:
+    """A message, which may repeat what somebody has typed, without what in its URLs may be a secret.
+
+    >>> masked("unexpected word 's3://KEY:TOP@b/x?token=T'; quote it"), masked("ssh://me@host/x")
+    ("unexpected word 's3://***@b/x?*** quote it", 'ssh://me@host/x')
+    """
+
+    def of_user(url: re.Match[str]) -> str:
+        usual = not url[2] or (":" not in url[2] and url[1].lower() in USERS)
+        return url[0] if usual else f"{url[1]}://***@"
+
+    return re.sub(r"(://[^?#\s]*[?#])\S+", r"\1***", URL.sub(of_user, text))
+
+
 def unusable(text: str, path: bool) -> str | None:
     """Why a text can be no value: no file of the run could hold it, or no file system such a path."""
     if (reason := secret_in(text)) is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from megalite.config.field import MODEL, TRAINING, convert, facts_of
+from megalite.config.field import MODEL, TRAINING, convert, facts_of, masked
 from megalite.config.model_options import ModelConfig
 from megalite.config.run_options import (
     CheckpointConfig,
@@ -183,5 +183,5 @@ class ConfigError(ValueError):
     """`problems`: one line each."""
 
     def __init__(self, problems: Sequence[str]):
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
+        self.problems = [masked(problem) for problem in problems]
+        super().__init__("\n".join(self.problems))

@@ -131,7 +131,7 @@ def test_the_newest_valid_one_is_chosen_and_damage_is_named(tmp_path: Path, caps
     (tmp_path / "iter_0000010").mkdir()  # incomplete
     found = loads.newest(tmp_path, ALONE)
     assert found is not None and found[0].name == "iter_0000002" and found[1].state == {"step": 2}
-    assert "rank-00000.safetensors: its content changed" in capsys.readouterr().out
+    assert "rank-00000.safetensors: its content changed" in capsys.readouterr().err
     for step in (1, 2):
         os.truncate(tmp_path / f"iter_{step:07d}" / "rank-00000.safetensors", 8)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):

@@ -171,7 +171,7 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(
         return
     assert found is not None and found[1].state == {"step": 1}
     shown = "manifest.json" if name == "COMPLETE" else name
-    assert shown in capsys.readouterr().out
+    assert shown in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))

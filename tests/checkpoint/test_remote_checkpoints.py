@@ -163,7 +163,7 @@ def test_damage_is_named_and_the_one_before_is_taken(
         kept = place.files.cat_file(place.path)  # type: ignore[union-attr]
         change(url, DAMAGE[damage](kept))
         assert loaded(base) == 1.0
-        assert ("manifest.json" if name == "COMPLETE" else name) in capsys.readouterr().out
+        assert ("manifest.json" if name == "COMPLETE" else name) in capsys.readouterr().err
         change(url, kept)
     assert loaded(base) == 2.0
     for step in (1, 2):

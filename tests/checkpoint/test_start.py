@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -379,6 +380,21 @@ def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="holds no checkpoint; give the model's options"):
         with_checkpoint_args(parse("--load", str(tmp_path), base=WITHOUT_MODEL))
     assert with_checkpoint_args(parse()) == parse()  # not asked for
+
+
+def test_use_checkpoint_args_tells_what_it_passes_over(
+    saved: tuple[Path, dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved[0], tmp_path / "run")
+    newest = max((tmp_path / "run").glob("iter_*"))
+    (newest / "manifest.json").write_text("{")
+    config = parse("--load", str(tmp_path / "run"), "--dry-run", base=WITHOUT_MODEL)
+    assert with_checkpoint_args(config).model == parse().model
+    assert f"skipping {newest}" in capsys.readouterr().err
+    for folder in (tmp_path / "run").glob("iter_*"):
+        (folder / "manifest.json").write_text("{")
+    with pytest.raises(SetupError, match="none in it can be read: .*manifest.json"):
+        with_checkpoint_args(config)
 
 
 def test_flags_without_effect_are_refused() -> None:

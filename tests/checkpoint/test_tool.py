@@ -15,7 +15,7 @@ import torch
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest
-from megalite.checkpoint.run import foreground
+from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.storage import file_system
 from megalite.checkpoint.storage import protocol as storage
 from megalite.parallel.mesh import Mesh
@@ -92,6 +92,11 @@ def test_what_is_passed_over_is_told(
         assert start(command) == 0
         said = capsys.readouterr().err
         assert said.count(f"skipping {new}: {new}/") == 1, (command, said)
+    assert (
+        loader.load(run, Mesh.alone(), lambda folder, manifest: loader.Wanted([])) is not None
+    )  # of a run, of generate
+    said = capsys.readouterr()
+    assert f"skipping {new}: {new}/" in said.err and not said.out  # generate --json has objects there
     assert tool.main(["verify", run]) == 1  # the first line of the answer is of the one that is damaged
     said = capsys.readouterr()
     assert said.err.startswith(f"{new}: {new}/") and said.out.startswith(f"{old}: 3 tensors")

@@ -305,3 +305,17 @@ def test_one_rank_tells_the_notes(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr
         told.append(run.stderr.count("note: "))
     assert told[0] > 0 and told[1] == 0
+
+
+def test_what_may_be_a_secret_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under a scheduler the console is a file that others read."""
+    (tmp_path / "odd.toml").write_text('"\\u001b[2Jkey" = 1\n')
+    url = "s3://KEY:SECRET@b/x?token=SECRET"
+    with pytest.raises(SystemExit, match="2"):
+        cli.read_or_exit([*GOOD, url, "--preset", url, "--config", str(tmp_path / "odd.toml")], PRESETS)
+    with pytest.raises(SystemExit, match="2"):
+        cli.read_or_exit([*GOOD, "--config", url], PRESETS)
+    cli.read_or_exit([*GOOD, "--load", url, "--load", "runs/x"], PRESETS)
+    told = capsys.readouterr().err
+    assert told.count("s3://***@b/x?***") == 4 and "SECRET" not in told
+    assert "\x1b" not in told and "\\x1b[2Jkey" in told

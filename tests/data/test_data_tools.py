@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -25,7 +26,17 @@ from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from megalite.train.sources import open_sources
-from tools import inspect_data, merge_datasets, prepare_cache, train_tokenizer
+from tools import (
+    convert_checkpoint,
+    inspect_data,
+    merge_datasets,
+    prepare_cache,
+    preprocess_data,
+    python_corpus,
+    report,
+    sweep,
+    train_tokenizer,
+)
 from tools.merge_datasets import document_blocks, expand_prefixes, merge
 from tools.preprocess.indexed_writer import IndexedWriter
 from tools.preprocess.token_run import make_info
@@ -138,6 +149,39 @@ def test_merge_without_all_sidecars_writes_none_and_says_so(tmp_path: Path, caps
     assert merge_datasets.main(["--input", a, b, "--output-prefix", str(tmp_path / "out")]) == 0
     assert f"no {tmp_path / 'out'}.json is written, as these inputs have none: {b}" in capsys.readouterr().err
     assert len(IndexedDataset(tmp_path / "out")) == 2 and read_info(tmp_path / "out") is None
+
+
+@pytest.mark.parametrize(
+    "tool,words",
+    [
+        (preprocess_data, "--input x --tokenizer-type ByteTokenizer --output-prefix"),
+        (merge_datasets, "--input x --output-prefix"),
+        (train_tokenizer, "--input x --vocab-size 300 --model-prefix"),
+        (python_corpus, "--out"),
+        (convert_checkpoint, "--from-hf x --save"),
+        (convert_checkpoint, "--to-hf x --load"),
+        (sweep, "x.toml --folder"),
+        (report, "x --out"),
+    ],
+)
+def test_no_url_becomes_a_folder(
+    tool: ModuleType, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        tool.main([*words.split(), "s3://KEY:SECRET@b/x"])
+    told = capsys.readouterr().err
+    assert "a URL, and this takes a local path only" in told and "SECRET" not in told and not [*tmp_path.iterdir()]
+
+
+def test_a_name_in_a_sidecar_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (write(tmp_path / name, [[1]], NULL) for name in "ab")
+    info = json.loads((tmp_path / "b.json").read_text())
+    info["tokenizer"] |= {"name": "\x1b[2J", "fingerprint": "0" * 64}
+    (tmp_path / "b.json").write_text(json.dumps(info))
+    assert merge_datasets.main(["--input", a, b, "--output-prefix", str(tmp_path / "out")]) == 3
+    told = capsys.readouterr().err
+    assert "\\x1b[2J 000000000000" in told and "\x1b" not in told
 
 
 def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from megalite.models.gpt import Batch, Stage
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.train.arrangement import arrange, build_stages
 from megalite.train.setup import SetupError
+from tools.generate import line_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = Sampling()
@@ -276,6 +277,12 @@ def test_the_program_on_one_process_and_on_four(models, tmp_path: Path) -> None:
     assert [json.loads(line) for line in tool(*flags, "--json", *four).splitlines()] == rows
     plain = tool(*flags).splitlines()
     assert [line.startswith("[step 0] ") for line in plain] == [True] * 3 and rows[1]["text"] in plain[1]
+
+
+def test_a_text_steers_no_terminal() -> None:
+    text = "\x1b[2J\u202ethe\n\tw10"
+    assert line_of({"step": 7}, text, as_json=False) == "[step 7] \\x1b[2J\\u202ethe\n\tw10"
+    assert json.loads(line_of({"step": 7, "text": text}, text, as_json=True))["text"] == text
 
 
 def test_bad_prompts_and_models_are_told_in_one_line(models, tmp_path: Path) -> None:

@@ -15,6 +15,10 @@ from megalite.checkpoint.storage.file_system import LocalStorage, Lock
 from megalite.config.own_file import inner_opener, opener
 from megalite.data.locks import locked
 from megalite.train.run_dir import AppendedFile, write_atomically
+from tools import python_corpus, train_tokenizer
+from tools.bench import limited
+from tools.bench.gpu_report_parts import write_whole
+from tools.bench.tables import write_csv
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = """
@@ -98,3 +102,22 @@ def test_links_of_both_kinds(tmp_path: Path, plant: object) -> None:
     shown.symlink_to(place)  # a folder that the user names may be one
     AppendedFile(shown / "events").write("x")
     assert (place / "events").read_text() == "x\n"
+
+
+@pytest.mark.parametrize("plant", [os.symlink, os.link])
+def test_tools_write_through_no_link(tmp_path: Path, plant: object) -> None:
+    target, place = tmp_path / "target", tmp_path / "out"
+    target.write_text("of somebody\n")
+    place.mkdir()
+    mine = os.getpid()
+    names = [f".a.json.{mine}", "a.csv", "train.jsonl.partial", "valid.jsonl.partial", "log.txt"]
+    names += ["spm.partial.model", "spm.partial.vocab", "tokenizer.json.partial", "tokenizer_config.json.partial"]
+    for name in names:
+        plant(target, place / name)  # type: ignore[operator]
+    write_whole(place / "a.json", {})
+    write_csv([], place / "a.csv")
+    python_corpus.write(Path(__file__).parent, place, 2)
+    train_tokenizer.train(["a b c"] * 9, str(place / "spm"), 266, 1)
+    train_tokenizer.train_hugging_face(["a b c"] * 9, str(place), 258, 1)
+    limited.run([sys.executable, "-c", "print('x')"], place / "log.txt", 60)
+    assert target.read_text() == "of somebody\n" and (place / "log.txt").read_text() == "x\n"

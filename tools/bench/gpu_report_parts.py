@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.train.run_dir import write_atomically
 from tools.bench import gpu_report_tests
 
 BENCH = Path(__file__).resolve().parent
@@ -239,6 +240,4 @@ def load(file: Path) -> Result:
 
 def write_whole(file: Path, made: Result) -> None:
     """A reader, and whoever comes after a kill, finds the last whole text."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(json.dumps(made, indent=1), encoding="utf-8")
-    os.replace(beside, file)
+    write_atomically(file, json.dumps(made, indent=1))

@@ -96,7 +96,8 @@ def run(command: list[str], log: Path, seconds: float, more: dict[str, str] | No
     """Status ("ok" or what went wrong) and the telling lines of a command that gets `seconds`; `log` is all it said."""
     words = [sys.executable, "-I", "-S", __file__, str(log), str(seconds), *command]
     environment = {**os.environ, **(more or {})}
-    log.write_bytes(b"")
+    log.unlink(missing_ok=True)  # a link is not written through
+    log.touch(exist_ok=False)
     keeper = subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         out, _ = keeper.stdout.read() if keeper.wait(seconds + SLACK_S) == 0 else b"", None  # type: ignore[union-attr]

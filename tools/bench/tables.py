@@ -13,6 +13,7 @@ from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.models.flops import train_flops_per_token
 from megalite.train.arrangement import Arrangement, arrange
+from megalite.train.run_dir import write_atomically
 from tools.bench.breakdown import LOST, break_down
 from tools.bench.turns import OK, REFUSED, WAITING, Row
 
@@ -159,4 +160,4 @@ def write_csv(found: Sequence[Figures], path: Path) -> None:
     writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
-    path.write_text(text.getvalue(), encoding="utf-8")
+    write_atomically(path, text.getvalue())

@@ -18,7 +18,7 @@ from megalite.checkpoint.format.reader import differences, fill_pieces
 from megalite.checkpoint.run.agreement import together
 from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError, Location, parse
 from megalite.checkpoint.storage.protocol import folder_of, storage_of
-from megalite.config.console import show
+from megalite.config.console import complain
 from megalite.parallel.comm import first_says, reduce_number
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
@@ -100,7 +100,7 @@ def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple
     if not reduce_number(reason is not None, mesh):
         return result, None
     if mesh.world.is_first or (tell and reason is not None):
-        show(f"skipping {folder}: {reason or 'damaged, says another rank'}")
+        complain(f"skipping {folder}: {reason or 'damaged, says another rank'}")
     return None, reason or f"{folder}: damaged, says another rank"
 
 

@@ -14,7 +14,7 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.config.check import check
-from megalite.config.console import show
+from megalite.config.console import complain, show
 from megalite.config.field import MODEL, TRAINING, facts_of
 from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build
 from megalite.config.toml import parse_toml
@@ -313,9 +313,12 @@ def with_checkpoint_args(config: Config) -> Config:
     if not c.use_checkpoint_args:
         return config
     source = c.load if c.load is not None and storage.steps_in(c.load) else c.pretrained_checkpoint
-    saved = _newest_config(source, c.ckpt_step if source == c.load else None) if source else None
+    saved, passed = _newest_config(source, c.ckpt_step if source == c.load else None) if source else (None, [])
     if saved is None:
-        raise SetupError(f"use_checkpoint_args: load={c.load!r} holds no checkpoint; give the model's options instead")
+        why = f": none in it can be read: {'; '.join(passed)}" if passed else " holds no checkpoint"
+        raise SetupError(f"use_checkpoint_args: load={source or c.load!r}{why}; give the model's options instead")
+    for line in passed if config.train.dry_run else []:  # a run tells them when it loads
+        complain(f"skipping {line}")
     config, data = with_model(config, saved.model, "the checkpoint"), config.data
     if data.tokenizer_type is None and data.vocab_size is None:
         data = replace(data, **{name: getattr(saved.data, name) for name in TOKENIZER})
@@ -337,13 +340,14 @@ def with_model(config: Config, saved: ModelConfig, where: str) -> Config:
     return replace(config, model=replace(config.model, **model))
 
 
-def _newest_config(directory: str, step: int | None) -> Config | None:
-    """Not collective: every rank reads the same files."""
+def _newest_config(directory: str, step: int | None) -> tuple[Config | None, list[str]]:
+    """And why newer ones were passed over. Not collective: every rank reads the same files."""
+    passed: list[str] = []
     steps: Sequence[int] = storage.steps_in(directory) if step is None else [step]
     for candidate in reversed(steps):
         folder = storage.folder_of(directory, candidate)
         try:
-            return saved_config(manifests.load(folder), folder)
-        except CheckpointError:
-            continue
-    return None
+            return saved_config(manifests.load(folder), folder), passed
+        except CheckpointError as error:
+            passed.append(str(error))
+    return None, passed
