@@ -291,7 +291,8 @@ def test_the_answer_to_a_mistake(name: str, home: Path) -> None:
     for part in wrong.said:
         assert part in answer
     if wrong.lines is not None:
-        assert len(answer.splitlines()) <= wrong.lines
+        told = [line for line in answer.splitlines() if "is given twice" not in line]  # here and in the line before
+        assert len(told) <= wrong.lines
 
 
 @pytest.fixture(scope="module")

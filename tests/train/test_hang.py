@@ -207,7 +207,7 @@ def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeyp
     run.last_step = 6
     assert not many_evaluations(run, config.train)  # forward is a third of a step
     dog = _dog(tmp_path)
-    heart = Heartbeat(tmp_path, run, None, dog)
+    heart = Heartbeat(tmp_path, run, config, dog, False)
     run.state.step = 2
     while json.loads(file.read_text())["step"] != 2:
         time.sleep(0.01)
