@@ -342,7 +342,8 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
 def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
     report = Reporter(tmp_path, SPEED)
     report.train(SEEN)
-    real, report._rows.file = report._rows.file, SimpleNamespace(write=lambda data: real.write(data[:20]))
+    real = report._rows.file
+    report._rows.file = SimpleNamespace(write=lambda data: real.write(data[:20]), fileno=real.fileno)
     report.train(replace(SEEN, step=200))  # torn
     report._rows.file = real
     report.train(replace(SEEN, step=300))
