@@ -293,7 +293,7 @@ def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pyte
         (tmp_path / "x").rename(two / name)
         with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
             loads.newest(tmp_path, ALONE)
-        assert name in capsys.readouterr().out
+        assert name in capsys.readouterr().err
         (one / name).rename(tmp_path / "x")
         (two / name).rename(one / name)
         (tmp_path / "x").rename(two / name)
