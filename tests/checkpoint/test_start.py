@@ -510,7 +510,8 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
 def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Path) -> None:
     from megalite.checkpoint.storage.file_system import Lock
 
-    (tmp_path / "status.json").write_text("of the other run")
+    theirs = '{"outcome": "running", "step": 7}'
+    (tmp_path / "status.json").write_text(theirs)
     lock = Lock(tmp_path)
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2"]
     words += ["--save", str(tmp_path), "--save-interval", "1", "--nproc", "2"]
@@ -519,7 +520,7 @@ def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Pa
     assert done.returncode == 3, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py")]
     assert len(errors) == 1 and f"is in use by process {os.getpid()} on" in errors[0]
-    assert (tmp_path / "status.json").read_text() == "of the other run" and not (tmp_path / "log.txt").exists()
+    assert (tmp_path / "status.json").read_text() == theirs and not (tmp_path / "log.txt").exists()
 
 
 def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None:
