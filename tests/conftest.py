@@ -3,10 +3,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from long_tests import read_list
+import seconds
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # users have none: what is told lies in a buffer first
@@ -28,12 +29,44 @@ with contextlib.suppress(ImportError):  # the tests that need a card run without
     settings.load_profile("megalite")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write what tests took to tests/seconds.txt")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    long = set(read_list())
+    """Mark what is not quick, and what guards a file that was changed."""
+    of_commits, means = seconds.of_commits(), seconds.mean_of_everything()
+    guards = list[tuple[str, float]]()
     for item in items:
-        if item.nodeid in long:
-            item.add_marker("long")
+        if item.nodeid in of_commits:
+            item.add_marker("commit")
+        if (mark := item.get_closest_marker("everything")) and seconds.guarded(mark.kwargs.get("guards", ())):
+            guards.append((item.nodeid, means.get(item.nodeid.split("::")[0], seconds.COMMIT_S)))
+    chosen = set(seconds.within(seconds.GUARDED_S, guards))
+    for item in items:
+        if item.nodeid in chosen:
+            item.add_marker("changed")
+
+
+class Recorder:
+    """What tests took, of all workers."""
+
+    def __init__(self, kinds: set[str]) -> None:
+        self.took, self.everything, self.kinds = Counter[str](), set[str](), kinds
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.took[report.nodeid] += report.duration  # type: ignore[assignment]
+        if "everything" in report.keywords:
+            self.everything.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        seconds.record(self.took, self.everything, self.kinds)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(seconds.ran(config.getoption("markexpr"))))
 
 
 @pytest.fixture(autouse=True)

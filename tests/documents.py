@@ -151,6 +151,45 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return found
 
 
+COLUMNS = 120
+WHOLE_LINK = re.compile(r"\s*([-*]\s+)?!?(\[[^]]*\]\([^)]*\)|<?https?://\S+>?)\.?")
+
+
+def long_lines(root: Path) -> Iterator[str]:
+    """Prose wider than 120 columns; tables, fenced blocks and a link alone on its line may be wider."""
+    for path in documents_of(root):
+        text = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), path.read_text(encoding="utf-8"))
+        for number, line in enumerate(text.splitlines(), 1):
+            free = line.lstrip().startswith("|") or WHOLE_LINK.fullmatch(line)
+            if len(line) > COLUMNS and not free:
+                yield f"{path.relative_to(root)}:{number}: {len(line)} columns of prose; at most {COLUMNS}"
+
+
+ENTRY = re.compile(r"(?:^<a id=\"([a-z0-9-]+)\"></a>\n)?^\*\*(\d{4}-\d\d-\d\d), (.*?)\.?\*\*\s(\*[A-Z])?", re.M | re.S)
+# What is decided while others decide, too, is indexed when all of it is there: entries of this day on may wait for it.
+UNINDEXED_FROM = "2026-11-24"
+
+
+def unindexed(root: Path) -> Iterator[str]:
+    """Decisions that stand twice, have no status, or no place in the index; and places in it that lead nowhere."""
+    page = root / "docs/decisions.md"
+    index, _, entries = page.read_text(encoding="utf-8").partition("## By date") if page.is_file() else ("", "", "")
+    linked, seen = re.findall(r"\]\(#([a-z0-9-]+)\)", index), list[str]()
+    for anchor, date, title, status in ENTRY.findall(entries):
+        title = " ".join(title.split())
+        if title in seen:
+            yield f"decisions.md: {date}, {title}: stands twice"
+        elif date < UNINDEXED_FROM and not status:
+            yield f"decisions.md: {date}, {title}: says not whether it holds"
+        elif (date < UNINDEXED_FROM or anchor) and linked.count(anchor) != 1:
+            yield f"decisions.md: {date}, {title}: stands {linked.count(anchor)} times in the index"
+        seen.append(title)
+    there = {anchor for anchor, *_ in ENTRY.findall(entries)}
+    yield from (
+        f"decisions.md: its index names #{anchor}, which is not there" for anchor in linked if anchor not in there
+    )
+
+
 # ---- what the documents name; each function yields a line per name that leads nowhere
 
 

@@ -16,6 +16,7 @@ BESIDE = {"train": 234, "interop": -234, "nn": 234}  # of the middle: so fewest 
 HOLDS = {
     "generate": "text from a model",
     "train": "where the parts meet",
+    "plan": "what a run will be",
     "interop": "others' formats",
     "pipeline": "schedules, executor",
     "optim": "flat buffers, ZeRO-1",

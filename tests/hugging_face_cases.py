@@ -56,13 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral window": ("MistralConfig", {**SHAPE, "num_key_value_heads": 2, "sliding_window": 7, "head_dim": 16}),
     "qwen2 window": (
         "Qwen2Config",
-        {
-            **SHAPE,
-            "num_key_value_heads": 2,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "max_window_layers": 1,
-        },
+        {**SHAPE, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen2": ("Qwen2Config", {**SHAPE, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**SHAPE, "num_key_value_heads": 2, "head_dim": 16}),

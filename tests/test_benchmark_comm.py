@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 from tools import benchmark_comm
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(ROOT / "tools" / "benchmark_comm.py"), "--device", "cpu", *flags]
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    return programs.run(words, env=env, capture_output=True, text=True, timeout=100, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,6 @@ def test_what_cannot_be_measured_is_refused(words: list[str], text: str, capsys:
     assert code == 2 and text in capsys.readouterr().err
 
 
-@pytest.mark.long
 def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> None:
     files = [str(tmp_path / "found.json"), str(tmp_path / "found.csv")]
     sizes = ["--min-bytes", "1024", "--max-bytes", "20000", "--factor", "16", "--times", "2"]
@@ -106,7 +106,7 @@ def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> 
     assert done.stdout.count("all_to_all") == 2 and "[inside]\ngb_per_s = " in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_groups_work_at_once_and_one_alone() -> None:
     sizes = ["--min-bytes", "1024", "--max-bytes", "1024", "--times", "2", "--kinds", "all_reduce", "--alone"]
     done = bench("--nproc", "4", *sizes, "--tensor-model-parallel-size", "2")

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from formulas import head_flops, layer_flops
 
 from megalite.config import cli
 from megalite.config.options import ConfigError
 from megalite.models.families import PRESETS
-from megalite.models.flops import head_flops, layer_flops
-from megalite.train.arrangement import Arrangement, arrange
+from megalite.plan.arrangement import Arrangement, arrange
 from tools import benchmark, plot
-from tools.bench import tables
+from tools.bench import contender, tables
 from tools.bench.advice import advise
 from tools.bench.breakdown import LOST, break_down, least_traffic, lost, shares
 from tools.bench.turns import OtherBenchmark, Row, Table, combinations_of, read
@@ -33,7 +33,7 @@ def plan(world: int, *words: str) -> Arrangement:
 
 
 def run(parts: dict[str, float], axes: dict[str, float] | None = None, ranks: int = 1, **more: Any) -> dict[str, Any]:
-    """As benchmark.measure returns it; all ranks alike."""
+    """As contender.measure returns it; all ranks alike."""
     whole = dict.fromkeys(("data", "forward", "backward", "optimizer", "communication", "idle", "other"), 0.0) | parts
     made: dict[str, Any] = dict(parts=[whole] * ranks, axes=[axes or {}] * ranks, step_s=2.0, samples_per_step=8)
     made |= dict(flops_per_step=4e12, peak_tflops=4.0, devices=ranks, device="CPU", memory=2 << 30, vocab_size=60)
@@ -64,7 +64,7 @@ def test_lists_make_every_combination() -> None:
         (["--nproc", "1,2"], "nproc=[1, 2] is several numbers of ranks; give --scaling weak or strong, or one number"),
         (["--scaling", "weak"], "scaling=weak needs several numbers of ranks; give --nproc 1,2,4"),
         (["--sweep", "lr=1,2", "--json", "x"], "json=x is of one combination; give --out DIR"),
-        (["--out", "x"], "out=x is of --sweep and --scaling; give one of them, or --json FILE"),
+        (["--out", "x", "--json", "y"], "json=y is of one combination; give --out DIR"),
         (["--memory-gib", "-1"], "memory_gib=-1 is no quantity; give a number above 0"),
         (["--memory-gib", "0"], "memory_gib=0 is no quantity"),
         (["--price-per-hour", "nan"], "price_per_hour=nan is no quantity"),
@@ -72,13 +72,12 @@ def test_lists_make_every_combination() -> None:
         (["--sweep", "no-such-flag=1,2"], "unknown flag --no-such-flag"),
         (["--sweep", "micro-batch-size=3,5"], "global_batch_size=8 is not a multiple of micro_batch_size 3"),
         (["--sweep", "lr=1,2", "--out", "/proc/x"], "--out /proc/x cannot be written"),
-        (["--peer", "megatron-core"], "peer=megatron-core: nobody has tried how it runs here"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(
     words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(benchmark, "measure", None)  # is not reached
+    monkeypatch.setattr(contender, "measure", None)  # is not reached
     try:
         code = benchmark.main([*TINY, *words])
     except SystemExit as end:
@@ -106,7 +105,7 @@ def test_an_interrupted_sweep_says_so_and_keeps_what_it_has(
             raise end
         return end
 
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(contender, "measure", measure)
     line = ["--sweep", "micro-batch-size=1,2,4", "--out", str(tmp_path / "new" / "folder"), *TINY]
     assert benchmark.main(line) == 130
     out, err = capsys.readouterr()
@@ -145,21 +144,22 @@ def test_finished_rows_are_taken_over_and_others_go_on(tmp_path: Path) -> None:
     def rows() -> list[Row]:
         return [Row({"x": str(n)}, "megalite", ["a", str(n)], 1) for n in range(6)]
 
-    first = Table(facts, rows(), tmp_path)
+    file = tmp_path / "bench.json"
+    first = Table(facts, rows(), file)
     first.rows[0].take(run({"forward": 1.0}), 5.0)
     for n, status in enumerate(("failed", "out of memory", "out of time", "refused"), 1):
         first.rows[n].status, first.rows[n].seconds = status, 5.0
     first.save(False)
-    again = Table(facts, rows()[1:], tmp_path)
+    again = Table(facts, rows()[1:], file)
     assert again.resume(timeout=5.0) == 2  # what was out of memory, or of as much time
     assert [row.status for row in again.rows] == ["waiting", "out of memory", "out of time", "waiting", "waiting", "ok"]
     assert not again.rows[5].wants(0) and again.rows[5].wants(1)  # a turn more is a run more
-    more = Table(facts, rows(), tmp_path)
+    more = Table(facts, rows(), file)
     more.resume(timeout=6.0)
     assert more.rows[3].status == "waiting"
     with pytest.raises(OtherBenchmark, match=r"another steps, torch of the figures in .*; give another --out"):
-        Table({**facts, "steps": 3, "torch": "u"}, rows(), tmp_path).resume(5.0)
-    (tmp_path / "bench.json").write_text('{"rows": [{"no": 1}]}')
+        Table({**facts, "steps": 3, "torch": "u"}, rows(), file).resume(5.0)
+    file.write_text('{"rows": [{"no": 1}]}')
     with pytest.raises(OtherBenchmark, match="is damaged"):
         again.resume(5.0)
 
@@ -235,22 +235,22 @@ def test_the_bound_has_evidence() -> None:
 def test_advice_is_computed() -> None:
     nothing = dict.fromkeys(LOST, 0.0)
     one = run({"forward": 0.5, "backward": 0.5}, ranks=2)
-    assert advise(nothing | {"dp": 0.25, "kernels": 0.5}, one, plan(2)) == (
-        "sums of gradients and gathers of weights take 25.0%, once per step: with twice the micro-batches "
-        "(--global-batch-size 16) 14.3%"  # 0.25 of 1 + 0.75
-    )
+    told = advise(nothing | {"dp": 0.25, "kernels": 0.5}, one, plan(2))
+    assert (
+        "takes 25.0% of a step (14.3% with twice the micro-batches, --global-batch-size 16): " in told
+    )  # 0.25 of 1.75
     words = ["--pipeline-model-parallel-size", "2"]
     twice, split = plan(2, *words, "--global-batch-size", "16"), plan(2, *words, "--split-backward")
     told = advise(nothing | {"bubble": 0.2}, one, plan(2, *words))
-    assert f"(--global-batch-size 16) {twice.bubble:.1%}, with --split-backward {split.bubble:.1%}" in told
-    assert "--num-virtual-stages-per-pipeline-rank 2" in told
+    assert f"{twice.bubble:.1%} with twice the micro-batches (--global-batch-size 16)" in told
+    assert f"{split.bubble:.1%} with --split-backward" in told and "--num-virtual-stages-per-pipeline-rank 2)" in told
     told = advise(nothing | {"tp": 0.5}, one, plan(2, "--tensor-model-parallel-size", "2"))
-    assert told.startswith("exposed messages of tp take 50.0% of a step: with tp 1 and dp 2 a rank holds")
+    assert told.startswith("exposed communication of tp takes 50.0% of a step (with tp 1 and dp 2 a rank holds")
     assert "does not fit" not in told and "of 4.0 GiB" in told
     assert "does not fit" in advise(
         nothing | {"tp": 0.5}, one | {"memory_there": 100}, plan(2, *words[:0], "--tensor-model-parallel-size", "2")
     )
-    assert "takes 1000 without" in advise(nothing | {"data": 0.5}, one, plan(2))
+    assert "(1000 of 2000 ms without it)" in advise(nothing | {"data": 0.5}, one, plan(2))
     slow = {**one, "parts": [one["parts"][0], {**one["parts"][0], "forward": 1.5}]}
     assert "rank 1 computes 33.3% longer" in advise(nothing | {"ranks": 0.5}, slow, plan(2))  # 2 of a mean of 1.5
     crowd = advise(nothing | {"tp": 0.5}, one | {"threads": 1, "cores": 1}, plan(2))
@@ -273,7 +273,7 @@ def measured_table(folder: Path) -> Table:
     rows.append(
         Row({"ranks": "2", "micro-batch-size": "64"}, "megalite", FLAGS, 2, status="refused", reason="too large")
     )
-    made = Table({"scaling": "strong"}, rows, folder)
+    made = Table({"scaling": "strong"}, rows, folder / "bench.json")
     made.save(True)
     return made
 
@@ -298,7 +298,7 @@ def test_figures_are_medians_with_their_spread_and_efficiency(tmp_path: Path) ->
 
 def read_back(folder: Path) -> Table:
     made = measured_table(folder)
-    again = read(folder)
+    again = read(folder / "bench.json")
     assert [row.identity for row in again.rows] == [row.identity for row in made.rows]
     return again
 
@@ -324,24 +324,24 @@ def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
 # ---- the whole, in processes
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(600)
 def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real, begun = benchmark.measure, []
+    real, begun = contender.measure, []
 
     def measure(name: str, *rest: Any) -> dict[str, Any]:
         begun.append(name)
         return real(name, *rest)
 
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(contender, "measure", measure)
     huge = "2 --hidden-size 8192 --ffn-hidden-size 65536 --num-attention-heads 2"
     line = ["--steps", "2", "--warmup", "1", "--repeats", "2", "--out", str(tmp_path), "--memory-gib", "4"]
     line += ["--sweep", f"micro-batch-size=1,3,{huge}", *TINY]
     assert benchmark.main(line) == 0
     assert len(begun) == 3  # twice what fits, once what does not, never what is refused
-    rows = read(tmp_path).rows
+    rows = read(tmp_path / "bench.json").rows
     assert [row.status for row in rows] == ["ok", "refused", "out of memory"] and len(rows[0].runs) == 2
     made = json.loads((tmp_path / "bench.json").read_text())
     assert made["complete"] and sum(made["figures"][0]["breakdown"]["shares"].values()) == pytest.approx(1)
@@ -355,7 +355,7 @@ def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(
     assert benchmark.main(line) == 0 and begun == ["megalite"]
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(600)
 def test_scaling_in_processes_has_ranks_efficiency_and_the_axis_of_messages(tmp_path: Path) -> None:
     line = ["--steps", "2", "--warmup", "1", "--repeats", "1", "--nproc", "1,2", "--scaling", "weak"]

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def check(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(ROOT / "tools" / "check_cluster.py"), "--device", "cpu", *flags]
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(words, env={**env, **variables}, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    return programs.run(words, env={**env, **variables}, capture_output=True, text=True, timeout=200, cwd=ROOT)
 
 
 def test_sound_ranks_get_a_table_and_0_and_a_changed_bit_1(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import documents
+import programs
 import pytest
 
 from megalite import __main__ as command
@@ -26,7 +27,7 @@ OF_A_CLONE = {"tools.document_flags", "tools.gpu_report"}  # they write its docu
 
 def megalite(*words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, *python, "-m", "megalite", *words]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return programs.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_every_program_has_a_command() -> None:
@@ -120,12 +121,12 @@ def test_exit_codes_are_those_of_the_programs(line: str, code: int, text: str, t
             str(ROOT / (MODULES[name].replace(".", "/") + ".py")),
             *line.format(tmp_path).split()[len(name.split()) :],
         ]
-        assert subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, timeout=60).returncode == code
+        assert programs.run([sys.executable, *words], cwd=ROOT, capture_output=True, timeout=60).returncode == code
 
 
 def test_ctrl_c_ends_a_program_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = "import signal, sys; import megalite.__main__ as m; m.run = lambda words: signal.raise_signal(signal.SIGINT)"
-    done = subprocess.run([sys.executable, "-c", f"{stop}; m.main()"], cwd=ROOT, capture_output=True, timeout=60)
+    done = programs.run([sys.executable, "-c", f"{stop}; m.main()"], cwd=ROOT, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, b"")
 
 
@@ -165,7 +166,7 @@ def test_words_are_completed(tmp_path: Path) -> None:
     (tmp_path / "megalite").chmod(0o755)
     bash = shutil.which("bash")
     assert bash is not None
-    done = subprocess.run(
+    done = programs.run(
         [bash, "-eu", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{tries}"],
         cwd=ROOT,
         capture_output=True,
@@ -182,7 +183,7 @@ def test_who_reads_what_a_command_prints_may_stop_early(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"outcome": "done"}')
     line = [sys.executable, "-m", "megalite", "runs", str(tmp_path), "--json"]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as much as does not fit into a buffer
-    process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = programs.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()  # as head does, here before the first line
     assert process.stderr.read() == "" and process.wait() == 141

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,12 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalite.config import cli
 from megalite.kernels.dispatch import chosen
 from megalite.models.families import PRESETS
-from megalite.models.flops import stage_saved
 from megalite.models.gpt import Batch
 from megalite.nn import recompute
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
-from megalite.train.arrangement import arrange, build_stages
+from megalite.plan.arrangement import arrange, build_stages
+from megalite.plan.kinds import kinds_of, layers_bill
 from megalite.train.setup import build_run
 from megalite.train.step import train_step
 
@@ -190,8 +191,9 @@ def test_saved_activations_per_layer(style: str, recompute: str) -> None:
     if recompute == "full":
         flags += " --recompute-method uniform"
     per_layer, config = _saved_per_layer(flags, s, b), cli.read([*MODEL.split(), *flags.split()], PRESETS)[0]
-    one, _ = stage_saved(config.model, 1, False, arrange(config, 1, 64).recompute, 2)
-    assert one * s * b == pytest.approx(per_layer, rel=0.01)
+    config = replace(config, train=replace(config.train, micro_batch_size=b))
+    kind, setting = kinds_of(config.model)[0], arrange(config, 1, 64).layers.setting
+    assert layers_bill((kind,), setting, recompute == "full").saved == pytest.approx(per_layer, rel=0.01)
     bound = {"none": 34, "selective": 34, "full": 2.1}[recompute]
     assert 0 < per_layer <= bound * s * b * h, per_layer / (s * b * h)
 

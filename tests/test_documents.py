@@ -14,6 +14,7 @@ import pytest
 import torch_range
 import yaml
 from documents import ROOT, Command, commands, parsed_by, start
+from train_cases import pretrain
 
 from megalite import __main__ as COMMAND
 from megalite.config import cli
@@ -23,7 +24,6 @@ from megalite.config.megatron_flags import known_flags
 from megalite.config.options import local_processes, options
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train.run import pretrain
 
 COMMANDS = commands()
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -206,7 +206,7 @@ def test_readmes_way_from_text_to_a_published_model(
         assert model.config.num_hidden_layers == 2
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(900)
 def test_readmes_own_text_at_its_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -232,7 +232,12 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
     from torch.distributed.run import get_args_parser
 
     found = {flag for _, f in options() for flag, _ in spellings(f)} | known_flags().keys() | {"--preset", "--config"}
-    found |= documents.flags_of(get_args_parser()) | {"--long", "--fresh", "--capture-range"}  # the last of nsys
+    found |= documents.flags_of(get_args_parser()) | {
+        "--fresh",
+        "--capture-range",
+        "--commit",
+        "--record",
+    }  # the last of nsys
     found |= documents.flags_of(torch_range.parser())
     found |= {
         f"--{word}" for word in "build-arg rm gpus shm-size ulimit user network ipc entrypoint env".split()

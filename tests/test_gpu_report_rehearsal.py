@@ -37,7 +37,7 @@ if "forkserver" in words:
         if ranks.rank == 1:
             os.abort()
         return real_build(config, ranks, *args, **kwargs)
-    megalite.train.run.build_run = megalite.train.setup.build_run = build
+    megalite.train.setup.build_run = build
     megalite.parallel.comm.start_all_gather_into = raise_error(RuntimeError("NCCL error: unhandled system error"))
 if "benchmark_rank.py" in words:
     import torch, megalite.train.step
@@ -64,10 +64,11 @@ ILLNESS = {
 }
 
 
-def rehearse(folder: Path, illness: str = "") -> tuple[dict[str, Any], str]:
+def rehearse(folder: Path, illness: str = "", only: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
     (folder / "sitecustomize.py").write_text(everywhere.TEXT + illness)
     environment = {**os.environ, "PYTHONPATH": str(folder), everywhere.CARDS: "2", "PYTEST_ADDOPTS": ADDOPTS}
     command = [sys.executable, str(ROOT / "tools" / "gpu_report.py"), "--tiny", "--seconds", "3000"]
+    command += ["--only", *only] if only else []
     done = subprocess.run([*command, "--out", str(folder / "out")], capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stdout + done.stderr
     made = json.loads((folder / "out" / "report.json").read_text())
@@ -75,7 +76,14 @@ def rehearse(folder: Path, illness: str = "") -> tuple[dict[str, Any], str]:
     return made, (folder / "out" / "report.md").read_text()
 
 
-@pytest.mark.long
+def test_training_runs_on_a_simulated_card(tmp_path: Path) -> None:
+    """With each commit one part, which needs no kernel; compiled it must fail, by its name."""
+    made, told = rehearse(tmp_path, only=("smoke",))
+    ways = {case["name"]: case["status"] for case in made["results"]["smoke"]["cases"]}
+    assert ways.pop("compiled") == "failed (exit code 1)" and set(ways.values()) == {"ok"}, told
+
+
+@pytest.mark.everything
 @pytest.mark.timeout(3000)
 def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
     made, told = rehearse(tmp_path)
@@ -89,18 +97,13 @@ def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
     assert "Torch not compiled with CUDA enabled" in told or "Found no NVIDIA driver" in told  # by torch's build
     assert len(ways) == 11 and {case["status"] for case in ways.values()} == {"ok"}
     assert {case["name"] for case in results["layouts"]["cases"]} == {"one card", "tp 2", "pp 2", "dp 2"}
-    assert {row["kind"] for row in results["nccl"]["rows"]} == {
-        "all_reduce",
-        "all_gather",
-        "reduce_scatter",
-        "message",
-    }
+    assert {row["kind"] for row in results["nccl"]["rows"]} == {"all_reduce", "all_gather", "reduce_scatter", "message"}
     assert all(results[name]["memory"] < 1 << 30 for name in results if name.startswith("train"))  # the card's
     assert all(row["extra_mib"] is not None for row in results["kernels"]["rows"])
     assert results["tests"]["passed"] > 0 and results["tests"]["failed"] == 0
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(3000)
 def test_what_goes_wrong_in_each_part_is_named(tmp_path: Path) -> None:
     made, told = rehearse(tmp_path, ILL)

@@ -13,7 +13,7 @@ import pytest
 from documents import ROOT
 from test_documents import random_qwen, text
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 REQUEUE = 75
 # flags after those of the page win
 TUTORIAL = {
@@ -76,6 +76,7 @@ def typed(page: str) -> list[documents.Command]:
     return [command for command in found if command.words[0] != "pip"]
 
 
+@pytest.mark.everything(guards=("docs/tutorial.md", "docs/api.md"))
 def test_the_tutorial(tmp_path: Path) -> None:
     shell = Shell(tmp_path, TUTORIAL)
     (config,) = blocks("tutorial.md", "toml")
@@ -103,6 +104,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
     assert all(part in one for part, one in zip(parts, said, strict=True)), said
 
 
+@pytest.mark.everything(guards=("docs/from_hugging_face.md",))
 def test_from_hugging_face_and_back(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -120,6 +122,7 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
     assert "iter_0000002" in again and "begin afresh" not in again
 
 
+@pytest.mark.everything(guards=("docs/from_megatron.md",))
 def test_from_megatron(tmp_path: Path) -> None:
     """`old/checkpoints` is in Megatron-LM's format, for two ranks."""
     shell = Shell(tmp_path, MEGATRON)
@@ -134,6 +137,7 @@ def test_from_megatron(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "new/checkpoints/release").iterdir()} == {"mp_rank_00", "mp_rank_01"}
 
 
+@pytest.mark.everything(guards=("docs/index.md",))
 def test_the_first_page(tmp_path: Path) -> None:
     shell = Shell(tmp_path, {"megalite train": "--train-iters 2 --eval-iters 1 --device cpu --peak-tflops 1"})
     (command,) = typed("index.md")

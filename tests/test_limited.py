@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 
 from tools.bench import limited
@@ -79,7 +79,7 @@ def test_a_parent_that_is_ended_takes_the_command_with_it(tmp_path: Path, number
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from tools.bench import limited\n"
     )
     outer += f"limited.run([sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log.txt')!r}), 60)"
-    parent = subprocess.Popen([sys.executable, "-c", outer])
+    parent = programs.Popen([sys.executable, "-c", outer])
     log = tmp_path / "log.txt"
     until = time.monotonic() + 60
     while not (log.is_file() and log.read_text().endswith("\n")) and time.monotonic() < until:
@@ -122,7 +122,7 @@ def test_a_full_disk_stops_the_command_and_its_temporary_files_go(tmp_path: Path
     script.write_text(text.replace("shutil.disk_usage(folder).free for", f"{free} for"))
     told = "import sys; from pathlib import Path; import limited\n"
     told += f"print(limited.run([sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log.txt')!r}), 60))"
-    done = subprocess.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = programs.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert "stopped: it has filled the disk" in done.stdout, done.stdout + done.stderr
     assert not Path((tmp_path / "log.txt").read_text().splitlines()[0]).exists()
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from test_published_lines import byte_level_vocabulary, preprocessed
+from train_cases import pretrain
 
 from megalite.config import cli
 from megalite.config.megatron_flags import known_flags
 from megalite.config.options import ConfigError
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train.run import pretrain
 from megalite.train.sources import open_tokenizer, true_vocab_size
 from tools import plan
 

@@ -18,8 +18,8 @@ from megalite.config.options import Config, ConfigError
 from megalite.config.pattern import read_batch_schedule
 from megalite.models.families import PRESETS
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
-from megalite.train.arrangement import arrange
-from megalite.train.batch_size import BatchSizes
+from megalite.plan.arrangement import arrange
+from megalite.plan.batch_size import BatchSizes
 from megalite.train.setup import rates
 
 MODEL = """--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --micro-batch-size 4 --mock-data
@@ -82,11 +82,7 @@ class Scheduler:
     st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=20, max_size=40),
 )
 def test_every_curve_is_what_a_scheduler_holds_before_it_is_moved_on(
-    style: str,
-    wsd_style: str,
-    growth: str,
-    samples: tuple[float, int, int, int],
-    steps: list[tuple[int, bool]],
+    style: str, wsd_style: str, growth: str, samples: tuple[float, int, int, int], steps: list[tuple[int, bool]]
 ) -> None:
     """Steps of any size; one that updates nothing moves nothing on."""
     warm_up, decay, wsd, grown = samples

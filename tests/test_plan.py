@@ -10,14 +10,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import programs
 import pytest
 from test_runs import typed
 
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.models.families import PRESETS
+from megalite.plan.profile import default_profile
 from tools import plan, plot
-from tools.planning.profile import default_profile
 
 SHAPE = "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000".split()
 BATCH = "--global-batch-size 32 --num-gpus 16".split()
@@ -182,7 +183,7 @@ def test_what_a_file_or_the_line_says_is_kept(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.timeout(120)
 def test_who_has_read_enough_ends_it_without_a_traceback() -> None:
     command = [sys.executable, str(ROOT / "tools" / "plan.py"), "--preset", "llama3-8b", *BATCH, "--tp", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()  # as head does
         assert process.wait(100) in (0, 128 + signal.SIGPIPE) and process.stderr.read() == ""
@@ -192,16 +193,16 @@ def test_who_has_read_enough_ends_it_without_a_traceback() -> None:
 def test_a_full_disk_under_its_output_is_one_line() -> None:
     command = [sys.executable, str(ROOT / "tools" / "plan.py"), "--preset", "llama3-8b", *BATCH, "--tp", "2"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+        done = programs.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
         assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
-        assert subprocess.run(command, stdout=full, stderr=full, timeout=100).returncode == 1
+        assert programs.run(command, stdout=full, stderr=full, timeout=100).returncode == 1
 
 
 def test_a_tiny_model_is_bound_by_what_every_step_takes(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --vocab-size 512 --tp 1"
     words += " --cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0 --global-batch-size 24"
     assert plan.main([*words.split()]) == 0
-    assert "bound by what every step takes" in capsys.readouterr().out
+    assert "bound by fixed costs" in capsys.readouterr().out
 
 
 def test_a_profile_of_another_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

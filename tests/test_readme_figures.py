@@ -30,7 +30,7 @@ NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+|k)?(?![\w-])"
 # what holds digits and is no figure: code, targets of links, dates, versions, names, places on an axis
 WORDS = re.compile(
     r"`[^`]*`|\]\([^)]*\)|\d{4}-\d\d-\d\d|(torch|Python) [\d.]+\+?|Llama[ -]\d[ -]\d+B|Llama \d|Qwen\d\S*"
-    r"|(TP|PP|DP|CP|tp|pp|dp) \d|ZeRO-\d( to \d| and \d)?|of spring and summer \d+|Apache-2.0|llama2-7b/13b/70b",
+    r"|(TP|PP|DP|CP|tp|pp|dp) \d|ZeRO-\d( to \d| and \d)?|of spring and summer \d+|Apache-2.0|llama2-7b/13b/70b"
 )
 
 
@@ -77,7 +77,7 @@ FLAGS = [f for f in known_flags().values() if f.verdict != INSTEAD and f.group n
 
 # how a paragraph or a row of a table begins -> its numbers, in order
 CLAIMS: dict[str, Callable[[], list[float]]] = {
-    "Pipelines have the bits": lambda: run("layouts", "first", "steps", "largest", "loss"),
+    "Pipelines give the losses": lambda: run("layouts", "first", "steps", "largest", "loss"),
     "The first takes 3 minutes": lambda: [
         *run("quickstart", "minutes", "cores", "least_install_minutes", "most_install_minutes", "gb"),
         *run("tests", "gb", "minutes"),
@@ -107,7 +107,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
         len(RESULTS["memory"]["off_percent"]),
         RESULTS["memory"]["shapes"],
     ],
-    "| kernels that memory bounds": lambda: [
+    "| kernels bound by memory": lambda: [
         *kernels("h100", apart=(*LAYER_NORM, f"{ERF} backward")),
         *kernels("h100", *LAYER_NORM),
         *kernels("h100", f"{ERF} backward"),
@@ -129,7 +129,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
         sum("Llama 3" not in name for name, _ in published()),
         *run("published", "tolerance_percent", "fewest", "most"),
     ],
-    "| beside transformers": lambda: [
+    "| compared with transformers": lambda: [
         *(pick(RESULTS["transformers"][key].values()) for key in ("faster", "memory") for pick in (min, max)),
         2,
     ],

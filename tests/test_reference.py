@@ -20,6 +20,7 @@ import reference_model as reference
 import torch
 from reference_model import Documents, Model, Rotary, Trained, Training, Weights, Yarn, is_matrix
 from torch import Tensor
+from train_cases import BORDERS
 
 from megalite.config import cli
 from megalite.kernels.dropout import fold, keep_mask
@@ -58,7 +59,6 @@ QWEN = replace(LLAMA, bias="qkv", qk_norm=True)
 YARN_FLAGS = f"""{LLAMA_FLAGS.replace("type rope", "type yarn")} --rotary-base 100 --rotary-scaling-factor 4
  --yarn-original-max-position-embeddings 10 --yarn-beta-fast 1 --yarn-beta-slow 0.08"""
 YARN = Yarn(factor=4.0, length=10, fast=1.0, slow=0.08)
-BORDERS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 PLAIN = Training(rates=(LR,) * STEPS, eps=1e-3)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from report_cases import STAGES, rows, write_run
 
@@ -69,7 +69,7 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     import socket
 
     folder = write_run(tmp_path / "run", 10)
-    ended = subprocess.Popen(["true"])
+    ended = programs.Popen(["true"])
     ended.wait()
     for pid, outcome in ((os.getpid(), "running"), (ended.pid, "killed")):
         told = {"outcome": "running", "pid": pid, "host": socket.gethostname(), "step": 2, "tokens": 1024}
@@ -258,11 +258,11 @@ def test_without_matplotlib_there_is_the_text_and_one_line(tmp_path: Path) -> No
     start = [sys.executable, "-c", hidden + "runpy.run_path(sys.argv[0], run_name='__main__')", "tools/report.py"]
     needs = "a picture needs the package matplotlib; pip install matplotlib (or megalite[plots])"
     for more, code in (([], 0), (["--out", str(tmp_path / "out")], 3)):
-        done = subprocess.run([*start, str(folder), *more], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        done = programs.run([*start, str(folder), *more], capture_output=True, text=True, timeout=60, cwd=ROOT)
         assert done.returncode == code and "time went to" in done.stdout
         assert done.stderr.startswith(f"report.py: no page: {needs}; --text") and done.stderr.count("\n") == 1
     words = ["loss", str(folder), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*start[:-1], "tools/plot.py", *words], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = programs.run([*start[:-1], "tools/plot.py", *words], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stderr) == (3, f"plot.py: {needs}\n")
     assert not (tmp_path / "out").exists()
 
@@ -326,7 +326,7 @@ def test_a_damaged_run_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     survives(write_run(tmp_path / "run", 8), random.Random(3), capsys)
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(600)
 def test_runs_damaged_in_many_ways_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(20):
@@ -346,10 +346,10 @@ def test_a_damaged_section_says_so_and_leaves_the_others(tmp_path: Path) -> None
     assert [picture.name for picture in page.pictures] == ["loss", "steps", "time", "layout", "memory"]
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 10)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(100_000)))
     words = [sys.executable, "tools/report.py", str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = programs.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0 and (folder / "report/index.html").stat().st_size < 1_000_000

@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from megalite.config.cli import read
 from megalite.models.families import PRESETS
-from megalite.train.run_dir import run_folder, taken
+from megalite.train.tell.run_dir import run_folder, taken
 from tools import diff, logs, report, runs, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +45,7 @@ vocab_size = 64
 
 def typed(program: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, str(ROOT / program), *words]
-    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=100)
+    return programs.run(line, cwd=cwd, capture_output=True, text=True, timeout=100)
 
 
 def left(folder: Path, outcome: str = "done", step: int = 4, **status: Any) -> Path:
@@ -276,7 +277,7 @@ def test_a_sweep_that_is_interrupted_waits_until_its_run_has_saved(tmp_path: Pat
     env = {**os.environ, "MEGALITE_FAULT": "ckpt.shard_written:0:*:sleep=1.5"}  # a checkpoint takes its time
     line = [sys.executable, str(ROOT / "tools/sweep.py"), *words]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(line, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    process = programs.Popen(line, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
         assert process.stdout is not None
         assert any("step     3/" in line for line in process.stdout)

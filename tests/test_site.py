@@ -78,7 +78,7 @@ def lost_lists(page: Page) -> list[str]:
     return [text for text in page.paragraphs if re.search(r"^\s*([-*] |\|)", text, re.MULTILINE)]
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
     pages = {file.stem: Page(file) for file in site.glob("*.html") if file.stem != "404"}
     assert pages.keys() >= {path.stem for path in (ROOT / "docs").glob("*.md")} | {"changelog", "security", "chaos"}
@@ -101,7 +101,7 @@ def test_a_lost_list_is_found(tmp_path: Path) -> None:
 BROKEN = "[a](nothing.md) [b](data.md#nothing) [c](../tests/nothing.md) [d](/data.md)"
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.parametrize(
     "planted,told",
     [

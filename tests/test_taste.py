@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import draw_house
-import long_tests
 import pytest
 import taste
 
@@ -19,6 +18,7 @@ def test_the_house_is_in_order(rule: Rule) -> None:
     assert list(rule(taste.ROOT)) == []
 
 
+INDEXED = '- [a](#a)\n\n## By date\n\n<a id="a"></a>\n**2026-11-23, a.** *Holds.* Why.\n'
 SHAPES = "| `S` | sequence |\n| `B` | micro-batch |\n| `D` | width |\n"
 FAULTS: dict[str, dict[str, str]] = {
     "long_functions": {"megalite/a.py": "def f():\n" + "    pass\n" * taste.FUNCTION_LINES},
@@ -28,10 +28,9 @@ FAULTS: dict[str, dict[str, str]] = {
         "megalite/nn/a.py": "from megalite.nn import b\n",
         "megalite/nn/b.py": "def f():\n    from megalite.nn.a import x\n",
     },
-    "circles ": {
-        "megalite/nn/a.py": "def f():\n    import megalite.train.b\n",
-        "megalite/train/b.py": "",
-    },
+    "circles ": {"megalite/nn/a.py": "def f():\n    import megalite.train.b\n", "megalite/train/b.py": ""},
+    "circles  ": {"tools/a.py": "from tools.bench import b\n", "tools/bench/b.py": "from tools import a\n"},
+    "circles   ": {"megalite/train/a.py": "def f():\n    from tools import b\n", "tools/b.py": ""},
     "twins": {"megalite/nn/a.py": "", "megalite/optim/a.py": ""},
     "twins ": {"megalite/a.py": "class X: ...", "megalite/b.py": "class X: ...\n"},
     "environment_readers": {"megalite/a.py": "import os\n\nx = os.environ['A']\n"},
@@ -47,6 +46,14 @@ FAULTS: dict[str, dict[str, str]] = {
     "options": {
         "megalite/config/a.py": "class AConfig:\n" + "".join(f"    a{i}: int\n" for i in range(taste.OPTIONS + 1))
     },
+    "sizes": {f"megalite/nn/a{i}.py": "x = 1\n" * taste.FILE_LINES for i in range(76)},
+    "sizes ": {f"tools/a{i}.py": "x = 1\n" * taste.FILE_LINES for i in range(42)},
+    "sizes  ": {"tests/a.py": "x = 1\n" * (taste.LINES["tests"] + 1)},
+    "sizes   ": {
+        "docs/architecture.md": "```\nnn/a.py: f\n```\n",
+        "megalite/nn/a.py": "def f(): ...\n\n\n" + "".join(f"from megalite.nn import a{i}\n" for i in range(28)),
+        **{f"megalite/nn/a{i}.py": "x = 1\n" * taste.FILE_LINES for i in range(28)},
+    },
     "shapes": {"megalite/nn/a.py": "def f(x_SBQ): ...\n"},
     "shapes ": {"megalite/nn/a.py": "def f(x_sBD):\n    x_SBD = x_sBD\n"},
     "shapes  ": {"megalite/nn/a.py": "def f(x_sBD):\n    g(x_SBD=x_sBD)\n"},
@@ -61,6 +68,12 @@ FAULTS: dict[str, dict[str, str]] = {
         "docs/a.md": "```\nnn/a.py: f\n  nn/a.py: g   what it does\n```\n",
         "megalite/nn/a.py": "def f(): ...\n\n\ndef g(): ...\n",
     },
+    "unindexed": {"docs/decisions.md": INDEXED.replace(" *Holds.*", "")},
+    "unindexed ": {"docs/decisions.md": INDEXED.replace("- [a](#a)\n", "")},
+    "unindexed  ": {"docs/decisions.md": INDEXED.replace("- [a](#a)\n", "- [a](#a)\n- [b](#b)\n")},
+    "unindexed   ": {"docs/decisions.md": INDEXED + "\n**2026-11-23, a.** *Holds.* Why, again.\n"},
+    "long_lines": {"docs/a.md": f"{'prose ' * 21}\n"},
+    "long_lines ": {"README.md": f"- {'an item ' * 16}\n"},
 }
 
 
@@ -82,9 +95,11 @@ def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
     right = {
         "docs/shapes.md": SHAPES,
         "docs/a.md": "`nn/a.py: A.g`, `nn/a.py: A.h`, [a](shapes.md)\n```\nnn/a.py: f\n  nn/a.py: A.g\n```\n",
+        "docs/wide.md": f"| {'cell ' * 30} |\n\n```\n{'code ' * 30}\n```\n\n- [{'link ' * 30}](shapes.md)\n",
         "megalite/nn/a.py": "import os\n\nclass A:\n    def g(self): self.i, self.h = 1, self.g\n\ndef f(x_SBD):\n"
         "    S, B, _ = x_SBD.shape\n    y_sBD = scatter(x_SBD)\n    return A().g(y_sBD=y_sBD)\n",
         "megalite/train/b.py": "from megalite.nn.a import A\n",
+        "docs/decisions.md": INDEXED + "\n**2026-11-24, b.** Why.\n",
         "megalite/config/environment.py": "import os\nx = os.environ\n",
     }
     for name, text in right.items():
@@ -111,14 +126,3 @@ def test_readme_counts_the_path_of_a_step() -> None:
     lines = sum(taste.path_of_a_step(taste.ROOT).values())
     found = re.search(r"path of a step is about ([\d,]+)\s+lines", (taste.ROOT / "README.md").read_text())
     assert found is not None and abs(int(found[1].replace(",", "")) - lines) <= 0.03 * lines, lines
-
-
-def test_what_is_said_to_take_long_is_there() -> None:
-    for line in long_tests.read_list():
-        path, name = line.split("::", 1)
-        assert f"def {name.split('[')[0]}(" in (taste.ROOT / path).read_text("utf-8"), line
-
-
-def test_what_takes_long_is_read_from_pytests_own_table() -> None:
-    log = "  1.50s call     tests/a.py::b[c d]\n  0.60s setup    tests/a.py::b[c d]\n  1.99s call     tests/a.py::e\n"
-    assert long_tests.from_durations(log) == ["tests/a.py::b[c d]"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
         (tmp_path / name / "timeline.json").write_text(json.dumps(told))
     (tmp_path / "file").write_text("")
     words = line.format(*[tmp_path] * line.count("{}")).split()
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, str(ROOT / "tools" / words[0]), *words[1:]], capture_output=True, text=True, timeout=60
     )
     assert done.returncode not in (0, -9) and text in done.stderr, done.stderr

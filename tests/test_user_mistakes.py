@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import programs
 import pytest
 from train_cases import SMALL, signalled
 
@@ -255,7 +256,7 @@ if importlib.util.find_spec("wandb") is None:
 
 def typed(line: str, folder: Path, program: str = "pretrain_gpt.py") -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(ROOT / program), *line.split()]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60)
+    return programs.run(words, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -330,8 +331,7 @@ def test_the_answer_to_a_wrong_resume(flags: str, code: int, said: list[str], sa
         assert part in answer
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("name,saves", [("SIGINT", False), ("SIGUSR1", True)])
 def test_a_run_that_is_stopped_says_where_and_how_to_go_on(name: str, saves: bool, tmp_path: Path) -> None:
     flags = [*SMALL, "--train-iters", "100000", "--log-interval", "5"]
     flags += ["--save", str(tmp_path), "--save-interval", "50000", "--exit-signal", "SIGUSR1"] if saves else []
@@ -350,7 +350,7 @@ def test_an_odd_environment_is_no_traceback(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *MODEL.split(), *"--mock-data --vocab-size 256".split()]
     env = {**os.environ, "TMPDIR": str(long), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
     flags = "--nproc 2 --save s".split()
-    done = subprocess.run([*words, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    done = programs.run([*words, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stderr.startswith("note: save=s without"), done.stderr
     assert len(done.stderr.splitlines()) == 1 and not [*long.iterdir()], done.stderr
 
@@ -359,7 +359,7 @@ def test_an_odd_environment_is_no_traceback(tmp_path: Path) -> None:
 def test_ctrl_c_among_the_imports_is_no_traceback(words: list[str], tmp_path: Path) -> None:
     """`-X importtime` tells when the first module of the package has come: others follow, torch among them."""
     line = [sys.executable, "-X", "importtime", *words, *MODEL.split(), "--mock-data", "--vocab-size", "256"]
-    process = subprocess.Popen([*line, "--run-dir", str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = programs.Popen([*line, "--run-dir", str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for said in process.stderr:
         if "megalite.config" in said:

@@ -32,6 +32,7 @@ PAGE = ROOT / "docs" / "torch_range.md"
 BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 DISK_BYTES = 12 << 30
 LIMIT_S = 4 * 3600
+MARKS = "not commit and not everything"  # as tests/run.sh
 QUICK = "test_torch.py kernels/test_compiling.py optim pipeline nn parallel test_layouts.py".split()
 ASK = """import json, platform, torch, triton
 card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no card"
@@ -182,7 +183,7 @@ def run_tests(python: Path, folder: Path, quick: bool) -> Row:
     print(*versions, flush=True)
     chosen = [f"tests/{name}" for name in QUICK] if quick else []
     report, workers = folder / "report.xml", os.environ.get("MEGALITE_TEST_WORKERS", "2")
-    words = ["-m", "not long", "-n", workers, "--dist", "worksteal", "--junitxml", str(report), *chosen]
+    words = ["-m", MARKS, "-n", workers, "--dist", "worksteal", "--junitxml", str(report), *chosen]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     began = time.monotonic()
     code = subprocess.run([str(python), "-m", "pytest", *words], cwd=ROOT, env=env, timeout=LIMIT_S).returncode

@@ -1,4 +1,4 @@
-"""Small command lines that tests share: a run of one without what a start does around it, and one that gets a signal."""
+"""Small command lines that tests share, and runs of them: in this process, without what a start does, with a signal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import programs
 
 if TYPE_CHECKING:
     from megalite.checkpoint.run.saver import Saver
     from megalite.config.options import Config
-    from megalite.train.run_dir import Exit
+    from megalite.parallel.launch import Ranks
+    from megalite.train.life.stop import StopSignal
     from megalite.train.state import Run
+    from megalite.train.tell.run_dir import Exit
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -23,22 +28,40 @@ SMALL = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-data --vocab-size 93 --make-vocab-size-divisible-by 8 "
     "--eval-iters 1 --log-interval 1"
 ).split()
+BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # of documents
 TP2_PP2 = "--nproc 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+
+
+def pretrain(
+    config: Config, ranks: Ranks | None = None, warnings: Sequence[str] = (), stop: StopSignal | None = None
+) -> int:
+    """The program on one rank, past its command line, to its exit code. Signals come to `stop`, if to anybody."""
+    import pretrain_gpt
+    from megalite.parallel.launch import Ranks
+    from megalite.train.life.command import Command
+    from megalite.train.life.stop import StopSignal
+
+    return pretrain_gpt.train(ranks or Ranks(), Command(config, warnings, stop=stop or StopSignal()))
 
 
 def train(run: Run, config: Config, folder: Path, saver: Saver | None = None) -> tuple[Exit, str]:
     """From the run's step to its last, without a log."""
+    from megalite.train.life.stop import StopSignal
     from megalite.train.loop import Training, Watch  # torch: others want the command lines alone
-    from megalite.train.metrics import Silent
-    from megalite.train.phases import Phases
-    from megalite.train.stop import StopSignal
-    from megalite.train.timers import Timers
+    from megalite.train.step import train_step
+    from megalite.train.tell.metrics import Silent
+    from megalite.train.tell.phases import Phases
+    from megalite.train.tell.timers import Timers
     from megalite.train.watch.hang import Watchdog
 
     dog = Watchdog(run.mesh, folder, Timers(), 600.0)
     watch = Watch(config, run, folder, Phases(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
     try:
-        return Training(run, config, folder, Silent(), StopSignal(), saver, None, watch).train()
+        training = Training(run, config, folder, Silent(), StopSignal(), saver, None, watch)
+        with training.watched():
+            for asks in training.steps():
+                training.after(train_step(run, **asks))
+        return training.finish()
     finally:
         watch.dog.close()
 
@@ -53,10 +76,12 @@ def signalled(
     *flags: str, number: int, after: str = "step     5/", again_s: float | None = None, alone: bool = False
 ) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a run whose process group gets a signal, as terminals, timeout, scancel and systemd
-    send it, once the run has shown `after`. `again_s`: a second one, so much later. `alone`: only to the launcher."""
+    send it, once the run has shown `after`, while torch is imported where that is "". `again_s`: a second one, so much
+    later. `alone`: only to the launcher."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True)
+    start = programs.Popen if after else subprocess.Popen  # a forked one has torch from the start
+    process = start(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True)
     shown = []
     try:
         assert process.stdout is not None
@@ -64,7 +89,8 @@ def signalled(
             shown.append(line)
             if after in line:
                 break
-        while not after and not waits(process.pid, signal.SIGTERM):  # torch is not imported yet
+        while not after and not waits(process.pid, signal.SIGTERM):
+            assert process.poll() is None
             time.sleep(0.01)
         os.kill(process.pid, number) if alone else os.killpg(process.pid, number)
         if again_s is not None:

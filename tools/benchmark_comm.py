@@ -28,10 +28,9 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megalite.parallel.launch import LaunchError, Ranks, leave, prepare_cuda, process_group, read_environment  # noqa: E402
-from megalite.parallel.local_ranks import start_local  # noqa: E402
-from tools.bench.collectives import FACTORS, axes_of, fit, over_groups  # noqa: E402
-from tools.outputs import unwritable  # noqa: E402
+from megalite.parallel.launch import LaunchError, Ranks, leave, process_group  # noqa: E402
+from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups  # noqa: E402
+from tools.outputs import unwritable, write_json  # noqa: E402
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import Sizes
@@ -60,14 +59,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
-    found = (
+    rules = (
         (min(args.nproc, args.times, *sizes) < 1, "nproc, times and sizes of axes are at least 1"),
         (args.factor < 2, f"factor={args.factor} is below 2; sizes must grow"),
         (args.min_bytes < 4, f"min_bytes={args.min_bytes} is below 4, one number"),
         (args.max_bytes < args.min_bytes, f"max_bytes={args.max_bytes} is below min_bytes={args.min_bytes}; raise it"),
         (not 0 < args.timeout_s < 1e6, f"timeout_s={args.timeout_s:g} is no time; give seconds above 0"),
     )
-    wrong = [*(text for is_wrong, text in found if is_wrong), *unwritable(json=args.json, csv=args.csv)]
+    wrong = [*(text for is_wrong, text in rules if is_wrong), *unwritable(json=args.json, csv=args.csv)]
     if wrong:
         parser.error("; ".join(wrong))
     return args
@@ -75,29 +74,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    try:
-        ranks = read_environment()
-    except LaunchError as error:
-        print(f"benchmark_comm.py: {error}", file=sys.stderr)
-        return 3
-    if wrong := problem(args.nproc if ranks is None else ranks.world, args):
-        print(f"benchmark_comm.py: {wrong}", file=sys.stderr)
-        return 2
-    if args.device != "cpu":
-        prepare_cuda(args.tensor_model_parallel_size, Path("."))
-    if ranks is None and args.nproc > 1:
-        return start_local(args.nproc, rank_of, (args,))
-    return bench(ranks or Ranks(), args)
-
-
-def rank_of(ranks: Ranks, args: argparse.Namespace) -> None:
-    sys.exit(bench(ranks, args))
+    return on_ranks("benchmark_comm.py", bench, args, args.nproc, args.tensor_model_parallel_size, problem)
 
 
 def problem(world: int, args: argparse.Namespace) -> str:
     """Why these ranks cannot be measured so; empty where they can."""
     from megalite.parallel.mesh import plan_mesh
-    from megalite.train.preflight import choose_device
+    from megalite.train.life.preflight import choose_device
     from megalite.train.setup import SetupError
 
     if world == 1:
@@ -120,37 +103,36 @@ def shape_of(args: argparse.Namespace) -> Sizes:
 def bench(ranks: Ranks, args: argparse.Namespace) -> int:
     """The exit code, the same on all ranks."""
     from megalite.parallel.mesh import build_mesh
-    from megalite.train.preflight import choose_device
+    from megalite.train.life.preflight import choose_device
 
     limit = datetime.timedelta(seconds=args.timeout_s)
     try:
-        with process_group(ranks, device=choose_device(args.device), startup_timeout=limit) as here:
-            found = measure(build_mesh(**shape_of(args), device=here, timeout=limit), args)
+        with process_group(ranks, device=choose_device(args.device), startup_timeout=limit) as device:
+            measured = measure(build_mesh(**shape_of(args), device=device, timeout=limit), args)
     except LaunchError as error:
         print(f"benchmark_comm.py: {error}", file=sys.stderr)
         return 3
     if ranks.rank == 0:
-        tell(found, args)
+        tell(measured, args)
     return 0
 
 
 def sizes_of(args: argparse.Namespace) -> list[int]:
     """From --min-bytes on, the last one --max-bytes or just below."""
-    found, size = [], args.min_bytes
+    sizes, size = [], args.min_bytes
     while size <= args.max_bytes:
-        found.append(size)
+        sizes.append(size)
         size *= args.factor
-    return found
+    return sizes
 
 
 def measure(mesh: Any, args: argparse.Namespace) -> Found:
     """Of all axes, kinds and sizes; collective. On rank 0 --json is written after each row, so that what is cut off
     leaves what it has."""
     from megalite.parallel.comm import gather_texts
-    from tools.bench.gpu_report_parts import write_whole
 
     hosts = gather_texts(socket.gethostname(), mesh.world, mesh.device)
-    found: Found = {"ranks": mesh.world.size, "device": mesh.device.type, "hosts": hosts, "rows": [], "complete": False}
+    measured: Found = dict(ranks=mesh.world.size, device=mesh.device.type, hosts=hosts, rows=[], complete=False)
     if mesh.world.is_first:
         print(HEAD)
     for axis in axes_of(mesh):
@@ -158,13 +140,13 @@ def measure(mesh: Any, args: argparse.Namespace) -> Found:
             for kind in args.kinds:
                 for size in sizes_of(args):
                     row = over_groups(axis, kind, size, mesh, args.times, alone=groups == "one")
-                    found["rows"].append({"groups": groups, **row})
+                    measured["rows"].append({"groups": groups, **row})
                     if mesh.world.is_first:
-                        print(line_of(found["rows"][-1]), flush=True)
+                        print(line_of(measured["rows"][-1]), flush=True)
                         if args.json is not None:
-                            write_whole(args.json, found)
+                            write_json(args.json, measured)
     inside = {axis.name: len({hosts[rank] for rank in axis.ranks}) == 1 for axis in axes_of(mesh)}
-    return found | {"links": links_of(found["rows"], inside), "complete": True}
+    return measured | {"links": links_of(measured["rows"], inside), "complete": True}
 
 
 def links_of(rows: list[dict[str, Any]], inside: dict[str, bool]) -> Found:
@@ -179,14 +161,14 @@ def links_of(rows: list[dict[str, Any]], inside: dict[str, bool]) -> Found:
             one_way = row["us"] / 1e6 / FACTORS["message"](row["size"])
             points.setdefault(row["axis"], []).append((row["bytes"], one_way))
     axes = {axis: dict(zip(("latency_s", "bytes_per_s"), fit(some), strict=True)) for axis, some in points.items()}
-    made: Found = {"axes": axes}
+    links: Found = {"axes": axes}
     for where, wanted in (("inside", True), ("between", False)):
         # of the world only where it is a group of the layout: all ranks exchange nothing but the step's agreement
         if some := [
             link for axis, link in axes.items() if inside[axis] is wanted and (axis != "world" or len(axes) < 2)
         ]:
-            made[where] = min(some, key=lambda link: link["bytes_per_s"])
-    return made
+            links[where] = min(some, key=lambda link: link["bytes_per_s"])
+    return links
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -197,21 +179,20 @@ def line_of(row: dict[str, Any]) -> str:
     return cells + "".join(f" {row[name]:9.3g}" for name in ("gb_s", "median", "least"))
 
 
-def tell(found: Found, args: argparse.Namespace) -> None:
+def tell(measured: Found, args: argparse.Namespace) -> None:
     """The links on the terminal, and the files."""
-    from tools.bench.gpu_report_parts import write_whole
 
     for name in ("inside", "between"):
-        if link := found["links"].get(name):
+        if link := measured["links"].get(name):
             rate, delay = link["bytes_per_s"] / 1e9, link["latency_s"] * 1e6
             print(f"[{name}]\ngb_per_s = {rate:.4g}\nlatency_us = {delay:.4g}", flush=True)
     if args.json is not None:
-        write_whole(args.json, found)
+        write_json(args.json, measured)
     if args.csv is not None:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows(found["rows"])
+            writer.writerows(measured["rows"])
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
 from megalite.parallel.launch import Ranks, prepare_cuda  # noqa: E402
 from megalite.parallel.local_ranks import cores, start_local  # noqa: E402
-from tools.bench.gpu_report_parts import write_whole  # noqa: E402
+from tools.bench.contender_rank import limit_memory, peak_memory, time_steps, write  # noqa: E402
 
 COPIED_BYTES = 1 << 27
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
@@ -64,10 +63,11 @@ def parts_of(phases: dict[str, float]) -> tuple[dict[str, float], dict[str, floa
     return parts, axes
 
 
-def timed_steps(run: Any, steps: int, synchronise: Callable[[], None]) -> dict[str, float]:
+def timed_steps(run: Any, steps: int) -> dict[str, float]:
     """Seconds by phase of further steps, by the run's own clock (parallel/clock.py): on a card of its stream, so that
     communication is what nothing hides. Micro-batches that were replayed as a graph run eagerly from now on: in a
     replay forward and backward are one."""
+    from megalite.parallel.streams import synchronize
     from megalite.pipeline.graphed import GraphedPipeline
     from megalite.train.step import train_step
 
@@ -79,7 +79,7 @@ def timed_steps(run: Any, steps: int, synchronise: Callable[[], None]) -> dict[s
             clock.begin(run.mesh.device)
             train_step(run)
             clock.end()
-            synchronise()
+            synchronize(run.mesh.device)
             for phase, seconds in clock.read().items():
                 spent[phase] = spent.get(phase, 0.0) + seconds
     return spent
@@ -88,13 +88,11 @@ def timed_steps(run: Any, steps: int, synchronise: Callable[[], None]) -> dict[s
 def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     import datetime
 
-    import torch
-
     from megalite.parallel.launch import process_group
-    from megalite.train.memory import keep_freed_memory
-    from megalite.train.run import choose_device
+    from megalite.train.life.preflight import choose_device
     from megalite.train.setup import build_run
     from megalite.train.step import train_step
+    from megalite.train.tell.device_memory import keep_freed_memory
     from tools.bench.kernel_clock import Clock, copy_rate
 
     config, _ = cli.read(task["flags"], PRESETS)
@@ -105,23 +103,12 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     with process_group(ranks, device=wanted, startup_timeout=datetime.timedelta(minutes=5)) as device:
         run = build_run(config, ranks, device)
 
-        def synchronise() -> None:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        steps, losses = [], []
-        for _ in range(task["warmup"] + task["steps"]):
-            synchronise()
-            begin = time.perf_counter()
-            losses.append(train_step(run).loss)
-            synchronise()
-            steps.append(time.perf_counter() - begin)
+        losses: list[float] = []
+        steps = time_steps(lambda: losses.append(train_step(run).loss), task, device)
         memory = peak_memory(device)
-        parts, axes = parts_of(timed_steps(run, max(2, task["steps"] // 2), synchronise))
+        parts, axes = parts_of(timed_steps(run, max(2, task["steps"] // 2)))
         run.buffer.wait_gather()
-        facts: dict[str, Any] = dict(
-            steps=steps[task["warmup"] :], losses=losses, memory=memory, parts=parts, axes=axes
-        )
+        facts: dict[str, Any] = dict(steps=steps, losses=losses, memory=memory, parts=parts, axes=axes)
         facts |= facts_of(run, config, ranks)
         write(task, ranks.rank, **facts)
         if ranks.rank == 0:  # of memory that is beyond the caches; what is measured stays, whatever becomes of it
@@ -137,9 +124,9 @@ def facts_of(run: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
     import torch
 
     from megalite.config.options import padded_vocab_size
-    from megalite.models.flops import train_flops_per_token
-    from megalite.train.memory import memory_there
-    from megalite.train.peak_rates import find_peak
+    from megalite.plan.kinds import model_flops
+    from megalite.plan.peak_rates import find_peak
+    from megalite.train.tell.device_memory import memory_there
 
     m, device, size = config.model, run.mesh.device, run.batch_sizes.at(0)
     padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
@@ -147,7 +134,7 @@ def facts_of(run: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
     return dict(
         samples_per_step=size,
         tokens_per_step=size * run.seq_length,
-        flops_per_step=train_flops_per_token(m, run.seq_length, padded) * size * run.seq_length,
+        flops_per_step=model_flops(m, padded) * size * run.seq_length,
         peak_tflops=peak.tflops if peak else None,
         memory_there=memory_there(device),
         vocab_size=run.vocab_size,
@@ -201,30 +188,6 @@ def hidden(events: list[dict[str, Any]]) -> dict[str, float]:
         running[kind] += change
         since = at
     return {"communication_s": whole / 1e6, "hidden_s": both / 1e6}
-
-
-def limit_memory(size: int | None) -> None:
-    """What this process may hold on a CPU: beyond it memory is out for it alone, before the machine's is."""
-    if size is not None:
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (size, most))
-
-
-def peak_memory(device: Any) -> int:
-    """Bytes of this rank."""
-    import resource
-
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def write(task: dict[str, Any], rank: int, **facts: Any) -> None:
-    write_whole(Path(task["folder"]) / f"rank{rank:05d}.json", facts)
 
 
 def main(task: dict[str, Any]) -> int:

@@ -27,9 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megalite.parallel.launch import LaunchError, Ranks, leave, prepare_cuda, process_group, read_environment  # noqa: E402
-from megalite.parallel.local_ranks import start_local  # noqa: E402
-from tools.bench.collectives import everywhere, over_groups, timed  # noqa: E402
+from megalite.parallel.launch import LaunchError, Ranks, leave, process_group  # noqa: E402
+from tools.bench.collectives import everywhere, on_ranks, over_groups, timed  # noqa: E402
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
 # GB/s in one direction of one card within a node, from the vendors' data sheets: half of what they call bidirectional
@@ -61,20 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    try:
-        ranks = read_environment()
-    except LaunchError as error:
-        print(f"check_cluster.py: {error}", file=sys.stderr)
-        return 3
-    if args.device != "cpu":
-        prepare_cuda(args.tensor_parallel, Path("."))
-    if ranks is None and (args.nproc or 1) > 1:
-        return start_local(args.nproc, rank_of, (args,))
-    return check(ranks or Ranks(), args)
-
-
-def rank_of(ranks: Ranks, args: argparse.Namespace) -> None:
-    sys.exit(check(ranks, args))
+    return on_ranks("check_cluster.py", check, args, args.nproc or 1, args.tensor_parallel)
 
 
 def check(ranks: Ranks, args: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ from megalite.interop.megatron import torch_dist as megatron_dist  # noqa: E402
 from megalite.models.families import FAMILIES  # noqa: E402
 from megalite.models.specs import specs_of  # noqa: E402
 from megalite.optim.loss_scale import LossScaler  # noqa: E402
-from megalite.train.export_hf import family_in, like_of, tokenizer_files  # noqa: E402
+from megalite.train.life.export_hf import family_in, like_of, tokenizer_files  # noqa: E402
 from megalite.train.sources import open_tokenizer  # noqa: E402
 from megalite.train.start.foreign_weights import UNKNOWN_VOCABULARY, tokenizer_named_in  # noqa: E402
 from megalite.train.start.resume import TOKENIZER, saved_config  # noqa: E402

@@ -97,7 +97,7 @@ def run(ranks: Ranks, args: argparse.Namespace, prompts: list[str]) -> None:
     """One rank, from its place in the world to its exit code."""
     from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
     from megalite.data.errors import DataError
-    from megalite.train.run import choose_device
+    from megalite.train.life.preflight import choose_device
     from megalite.train.setup import SetupError
 
     try:

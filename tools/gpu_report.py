@@ -35,14 +35,15 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megalite.train.run_dir import write_atomically  # noqa: E402
+from megalite.train.tell.run_dir import write_atomically  # noqa: E402
 from tools.bench import gpu_report_goals, limited  # noqa: E402
-from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, load, parts_of  # noqa: E402
-from tools.outputs import local_path  # noqa: E402
+from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of  # noqa: E402
+from tools.outputs import local_path, read_json  # noqa: E402
 
 LEAST_S = 10.0  # a part is not begun with less
 PROBE_S, ANSWER_S = 90.0, 30.0
 TOTAL_S = {False: 465.0, True: 585.0}  # on one card, on several
+SHOWN_LINES = 400  # of what a part printed
 KEPT_BYTES = 16 << 20  # larger files of a part are no results
 PROBE = [sys.executable, str(ROOT / "tools" / "bench" / "gpu_report_probe.py")]
 
@@ -66,32 +67,32 @@ class Report:
         self.sick = False  # the card did not answer when it was last asked
 
     def render(self) -> tuple[dict[str, Any], str]:
-        """Of report.json and of report.md. Raises what results of an unexpected shape lead to."""
+        """The content of report.json and of report.md. Raises what results of an unexpected shape lead to."""
         judge = not self.setting.tiny
-        made = {
+        content = {
             "dry_run": self.setting.tiny,
             "facts": self.facts,
             "parts": self.parts,
             "figures": [goal.figure(self.results, judge) for goal in gpu_report_goals.goals()],
             "results": self.results,
         }
-        return made, gpu_report_goals.markdown(made)
+        return content, gpu_report_goals.markdown(content)
 
     def write(self) -> dict[str, Any]:
-        made, told = self.render()
+        content, page = self.render()
         try:
-            for name, text in (("report.json", json.dumps(made, indent=1)), ("report.md", told)):
+            for name, text in (("report.json", json.dumps(content, indent=1)), ("report.md", page)):
                 write_atomically(self.out / name, text)
         except OSError as error:
             say(f"gpu_report.py: {self.out} cannot be written: {error.strerror}", sys.stderr)
-        return made
+        return content
 
     def take(self, part: Part, entry: dict[str, Any], folder: Path) -> None:
         """The part's results, if they are there and make sense: a file may have been cut off anywhere."""
         try:
-            found = part.read(folder)
-            if found:
-                self.results[part.name] = found
+            result = part.read(folder)
+            if result:
+                self.results[part.name] = result
                 self.render()
             elif entry["status"] == "ok":
                 entry["status"] = "failed (no results)"
@@ -113,17 +114,18 @@ class Report:
 
 
 def facts_of(out: Path, tiny: bool, cpu: bool) -> tuple[dict[str, Any], str]:
-    """What gpu_report_probe.py found, and why not all of it."""
+    """The facts of gpu_report_probe.py, and why some are missing."""
     file = out / "machine.json"
     file.unlink(missing_ok=True)
-    more = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     command = [*PROBE, json.dumps(TINY_SHAPES if tiny else SHAPES), str(file)]
-    status, tail = limited.run(command, out / "machine.txt", PROBE_S, more)
-    return load(file), "" if status == "ok" else "\n".join(["the machine could not be looked at: " + status, *tail])
+    status, tail = limited.run(command, out / "machine.txt", PROBE_S, environment)
+    problem = "" if status == "ok" else "\n".join([f"the machine could not be examined: {status}", *tail])
+    return read_json(file), problem
 
 
 def commit() -> str:
-    """Of the working tree, with a mark where it was changed; "unknown" outside of git."""
+    """The commit of the working tree, with a mark where it was changed; "unknown" outside of git."""
     try:
         words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=20)
@@ -149,10 +151,12 @@ def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> No
     entry |= {"status": "running", "command": " ".join(command)}
     report.write()
     begin = time.monotonic()
-    more = part.environment | ({"CUDA_VISIBLE_DEVICES": ""} if report.setting.cpu else {})
+    environment = part.environment | ({"CUDA_VISIBLE_DEVICES": ""} if report.setting.cpu else {})
     try:
-        entry["status"], entry["tail"] = limited.run(command, folder / "log.txt", seconds, more)
-        if entry["status"] != "ok":  # what the part itself started may have had more to say, and no time to hand it on
+        entry["status"], entry["tail"] = limited.run(command, folder / "log.txt", seconds, environment)
+        if entry["status"] == "ok":
+            entry["tail"] = limited.shorten(folder / "log.txt").splitlines()[-SHOWN_LINES:]
+        else:  # what the part itself started may have had more to say, and no time to hand it on
             others = [limited.shorten(log) for log in sorted(folder.glob("*.txt")) if log.name != "log.txt"]
             entry["tail"] += [line for text in others if limited.MARKS[1] in text for line in limited.telling(text)]
     except (KeyboardInterrupt, SystemExit):
@@ -188,8 +192,8 @@ def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
                 report.parts.insert(report.parts.index(entry) + 1, again)
                 attempt(part.smaller, again, report, end)
     finally:
-        made = report.write()
-    return made
+        content = report.write()
+    return content
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
@@ -230,8 +234,8 @@ def main(argv: list[str]) -> int:
     report = Report(args.out, facts, parts, setting)
     if problem:
         say(f"gpu_report.py: {problem}", sys.stderr)
-    made = run_all(parts, report, begin + (args.seconds or TOTAL_S[cards > 1]))
-    for figure in made["figures"]:
+    content = run_all(parts, report, begin + (args.seconds or TOTAL_S[cards > 1]))
+    for figure in content["figures"]:
         if figure["value"] is not None:
             say(f"{figure['what']}: {figure['shown']} (goal {figure['goal']}): {figure['met']}")
     say(f"written: {args.out / 'report.md'}, {args.out / 'report.json'}")

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import printable  # noqa: E402
-from megalite.train.run_dir import outcome_of, read_status, trained  # noqa: E402
+from megalite.train.tell.run_dir import outcome_of, read_status, trained  # noqa: E402
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
 FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|pretrain_gpt\.py: |lost another rank")

@@ -1,11 +1,13 @@
-"""Files that a program is asked to write: looked at before its work, so that an hour of it is not for nothing."""
+"""The files that a program is asked to write: checked before its work, so that an hour of it is not lost; and JSON."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -35,3 +37,15 @@ def unwritable(*, pictures: tuple[str, ...] = (), **paths: Path | None) -> Itera
             yield f"{name}={path} cannot be written: no permission; give another path"
         elif name in pictures and path.suffix.lower() not in FORMATS:
             yield f"{name}={path} has no suffix of a picture; end it in one of {' '.join(FORMATS)}"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """A reader, and whoever comes after a kill, finds the last whole text."""
+    from megalite.train.tell.run_dir import write_atomically
+
+    write_atomically(path, json.dumps(content, indent=1))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """{} where there is no such file."""
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}

@@ -32,9 +32,11 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megalite.train.tell.figures import columns  # noqa: E402
+
 if TYPE_CHECKING:
-    from megalite.train.arrangement import Arrangement
-    from tools.planning.profile import Profile
+    from megalite.plan.arrangement import Arrangement
+    from megalite.plan.profile import Profile
     from tools.planning.request import Request
     from tools.planning.search import Found
     from tools.planning.tokens import Budget
@@ -72,7 +74,7 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
     import torch
 
     from megalite.config.options import ConfigError
-    from tools.planning.profile import read_profile
+    from megalite.plan.profile import read_profile
     from tools.planning.request import read
 
     problems: list[str] = []
@@ -103,7 +105,7 @@ def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile 
 
 
 def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | None]:
-    from megalite.models.flops import train_flops_per_token
+    from megalite.plan.kinds import model_flops
     from tools.planning.search import Layout, arranged, layout_of
     from tools.planning.tokens import Budget, chinchilla, quantity
 
@@ -119,7 +121,7 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
         raise Wrong("\n".join(problems))
     m, t = request.config.model, request.config.train
     one = arranged(layout_of(request.config) if request.is_layout else Layout(), request)
-    flops = train_flops_per_token(m, m.seq_length, one.padded_vocab)
+    flops = model_flops(m, one.padded_vocab)
     named = 0 if "train_iters" in request.left_out else one.samples
     tokens = sizes["tokens"] or (t.train_samples or named) * m.seq_length or chinchilla(one.parameters)
     return Budget(one.parameters, tokens, flops), sizes["data_tokens"]
@@ -185,7 +187,8 @@ def _nothing_fits(request: Request, found: Found) -> None:
 
 
 def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | None, args: argparse.Namespace) -> None:
-    from tools.planning import advice, links, show
+    from megalite.plan import links
+    from tools.planning import advice, show
 
     shown, c = found.choices()[: args.top], request.cluster
     best = shown[0].best
@@ -199,7 +202,7 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     _section("refused", show.refusals(found))
     fits = f": {'fits' if best.peak <= found.limit else 'does not fit'} into {found.limit / 2**30:.1f} GiB"
     print(f"\n{'as given' if request.is_layout else 'the best'}: {best.layout}{fits}")
-    print(show.table(show.memory_rows(best.memory, best.made)))
+    print(columns(show.memory_rows(best.memory, best.made)))
     _section("", [*advice.bound(best)])
     _section("warnings", advice.warnings(request, best, found.limit, budget, data_tokens))
     rows = show.budget_rows(budget, best.made, best.time.tokens_per_s, c.world, price, predicted=True)
@@ -208,7 +211,7 @@ def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | Non
     _section("the whole run", [f"{name:<15} {text}" for name, text in rows])
     if c.world > 1:
         words = [line for text in links.in_words(c) for line in textwrap.wrap(text, 116)]
-        _section("links", [*show.table(links.table(c)[: 1 + min(c.nodes, 2)]).splitlines(), *words])
+        _section("links", [*columns(links.table(c)[: 1 + min(c.nodes, 2)]).splitlines(), *words])
     _section("NCCL", advice.nccl(request))
     print(f"\n{show.command(request, best.layout, _steps(budget, best.made))}")
     if "lr" in request.left_out or "--mock-data" in request.words:
@@ -261,7 +264,7 @@ def memory(argv: list[str]) -> int:
     _model_arguments(parser)
     args, words = parser.parse_known_args(argv)
     request, _ = _read(args, words)
-    from tools.planning.memory import memory as count
+    from megalite.plan.memory import memory as count
     from tools.planning.request import problems_of
 
     layout = layout_of(request.config)
@@ -270,7 +273,7 @@ def memory(argv: list[str]) -> int:
     made = arranged(layout, request)
     held = count(made)
     print(f"{layout}, dp {made.dp}, {made.microbatches} micro-batches")
-    print(show.table(show.memory_rows(held, made)))
+    print(columns(show.memory_rows(held, made)))
     limit = request.cluster.device.memory_bytes
     print(f"a {request.cluster.device.name} has {limit / 2**30:.1f} GiB, less what CUDA and NCCL take")
     return 0 if max(one.peak for one in held) <= limit else 1
@@ -283,7 +286,6 @@ def sizes(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     import torch
 
-    from tools.planning import show
     from tools.planning import sizes as rules
     from tools.planning.tokens import quantity
 
@@ -294,10 +296,10 @@ def sizes(argv: list[str]) -> int:
     if args.dp < 1:
         raise Wrong(f"dp={args.dp} is not positive; give 1 or more")
     print(f"GB of state on each of {args.dp} devices, {number:,} parameters, AdamW:")
-    print(show.table(rules.zero_rows(number, args.dp)))
+    print(columns(rules.zero_rows(number, args.dp)))
     for dtype in (torch.float32, torch.bfloat16):
         print(f"\nGB of state on one device, {str(dtype).removeprefix('torch.')}:")
-        print(show.table(rules.size_rows(dtype)))
+        print(columns(rules.size_rows(dtype)))
     return 0
 
 
@@ -351,11 +353,10 @@ def calibrate(argv: list[str]) -> int:
 
 def published(argv: list[str]) -> int:
     _parser("published").parse_args(argv)
-    from tools.planning import show
     from tools.planning.published import table
 
     head, *rows = table()
-    print(show.table([(head[0], *head[2:5]), *((row[0], *row[2:5]) for row in rows)], width=140))
+    print(columns([(head[0], *head[2:5]), *((row[0], *row[2:5]) for row in rows)]))
     print("\nsources: " + "; ".join(dict.fromkeys(row[1] for row in rows)))
     for row in rows:
         if row[5]:

@@ -115,7 +115,7 @@ def of_benchmark(args: argparse.Namespace) -> None:
     from tools.bench import tables, turns
 
     try:
-        made = turns.read(args.folder)
+        made = turns.read(args.folder / "bench.json")
     except (OSError, ValueError) as error:
         told = f"{args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise SystemExit(printable(f"plot.py: {told}; give what tools/benchmark.py had as --out")) from None

@@ -40,7 +40,7 @@ def files_of(dataset: Dataset, samples: int) -> list[tuple[Source, int]]:
 
 def prepare(config: Config) -> tuple[int, int]:
     """Fill the cache; (files built, their bytes). Raises DataError or ConfigError."""
-    from megalite.train.arrangement import Arrangement  # imports torch
+    from megalite.plan.arrangement import Arrangement  # imports torch
 
     d, m, t = config.data, config.model, config.train
     problems = []

@@ -26,6 +26,7 @@ from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import TYPES  # noqa: E402
 from tools.outputs import local  # noqa: E402
+from tools.preprocess.rejects import take_bad_fraction  # noqa: E402
 from tools.preprocess.tokenize_files import preprocess  # noqa: E402
 from tools.preprocess.workers import Job  # noqa: E402
 
@@ -52,13 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-interval", type=int, default=10_000, metavar="N", help="documents between progress lines"
     )
-    parser.add_argument(
-        "--max-bad-fraction",
-        type=float,
-        default=0.0,
-        metavar="F",
-        help="of the lines that may be bad and are left out; default 0: the first bad one ends the run",
-    )
+    take_bad_fraction(parser)
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument("--resume", action="store_true", help="continue an interrupted run, if there is one")
     kept.add_argument("--overwrite", action="store_true", help="discard an interrupted run and start over")

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain, printable  # noqa: E402
 from megalite.config.packages import CODE, MissingPackage  # noqa: E402
-from megalite.train.figures import table  # noqa: E402
-from megalite.train.run_dir import write_atomically  # noqa: E402
-from megalite.train.watch.report import read_past, summary  # noqa: E402
+from megalite.train.tell.figures import table  # noqa: E402
+from megalite.train.tell.report import read_past, summary  # noqa: E402
+from megalite.train.tell.run_dir import write_atomically  # noqa: E402
 from tools.outputs import local_path  # noqa: E402
 from tools.pictures.canvas import save  # noqa: E402
 from tools.pictures.page import DAMAGE, Page  # noqa: E402

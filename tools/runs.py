@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain, printable  # noqa: E402
-from megalite.train.figures import columns  # noqa: E402
+from megalite.train.tell.figures import columns  # noqa: E402
 from tools.pictures.run import RunError, number, read_run  # noqa: E402
 from tools.pictures.run import table as table_of  # noqa: E402
 

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.console import complain  # noqa: E402
 from megalite.data.errors import DataError  # noqa: E402
-from megalite.train.run_dir import write_atomically  # noqa: E402
+from megalite.train.tell.run_dir import write_atomically  # noqa: E402
 from tools.outputs import local  # noqa: E402
-from tools.preprocess.rejects import GoodTexts  # noqa: E402
+from tools.preprocess.rejects import GoodTexts, take_bad_fraction  # noqa: E402
 from tools.preprocess.text_input import expand, text_bytes  # noqa: E402
 
 END = "<|endoftext|>"
@@ -196,13 +196,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="e.g. <fim_prefix> <fim_pad>")
     parser.add_argument("--max-bytes", type=int, default=10_000_000, help="text used for training; default 10 MB")
     parser.add_argument("--max-sentences", type=int, help="pieces of text used for training; default: no limit")
-    parser.add_argument(
-        "--max-bad-fraction",
-        type=float,
-        default=0.0,
-        metavar="F",
-        help="of the lines that may be bad and are left out; default 0: the first bad one ends the run",
-    )
+    take_bad_fraction(parser)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads; default: one per core")
     args = parser.parse_args(argv)
     os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the library tokenizers knows no other way

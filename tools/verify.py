@@ -151,7 +151,7 @@ def in_precision(config: Config, dtype: str) -> Config:
 
 def text_of(verdict: Verdict, dtype: str) -> str:
     """For people."""
-    from megalite.train.figures import columns
+    from megalite.train.tell.figures import columns
 
     made, m, t = verdict.made, verdict.made.config.model, verdict.made.config.train
     chunks, steps = _chunks(made), t.train_iters
@@ -270,7 +270,7 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     runs = [first] if second is None else [first, second]
     if wrong := [line for made in runs for line in check(made.config, made.layout.world)]:
         raise ConfigError([f"at its small size: {line}; or give --whole" for line in wrong])
-    from megalite.train.preflight import choose_device  # imports torch
+    from megalite.train.life.preflight import choose_device  # imports torch
     from megalite.train.setup import SetupError
 
     if found.config.train.compile:

@@ -10,7 +10,7 @@ import importlib.util
 
 from megalite.config.options import LogConfig
 
-CODE = 3  # train/run_dir.py: Exit.PREFLIGHT
+CODE = 3  # train/tell/run_dir.py: Exit.PREFLIGHT
 EXTRAS = {  # pyproject.toml
     "tensorboard": "tensorboard",
     "wandb": "wandb",

@@ -30,7 +30,7 @@ LONGEST_LAYOUT = 100_000  # characters, once repeats are written out
 
 def given_stages(num_layers: int, p: ParallelConfig) -> list[int] | None:
     """Layers of every stage, in order of the model; None: not given, so the layers are to be balanced over
-    pp x num_virtual_stages_per_pipeline_rank stages (pipeline/partition.py).
+    pp x num_virtual_stages_per_pipeline_rank stages (plan/partition.py).
 
     Raises ValueError: `name=value breaks rule; remedy`.
     """

@@ -37,7 +37,7 @@ from megalite.nn.parameter import weight_pieces
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Piece
-from megalite.train.arrangement import Arrangement, build_stages
+from megalite.plan.arrangement import Arrangement, build_stages
 from megalite.train.setup import SetupError
 from megalite.train.sources import open_tokenizer
 from megalite.train.start.foreign_weights import usable

@@ -23,7 +23,7 @@ from torch import Tensor
 from megalite.config import environment
 from megalite.kernels.blocked_attention import Drop, blocked_attention, in_range
 from megalite.kernels.blocked_attention import supports as blocked_supports
-from megalite.kernels.dispatch import chosen, runs_triton, use_triton
+from megalite.kernels.dispatch import chosen, device_type, runs_triton, use_triton
 from megalite.kernels.dropout import keep_mask
 from megalite.kernels.flash_attention import flash_attention, supports
 
@@ -89,7 +89,10 @@ def backend(q_SBHK: Tensor, *, masked: bool, window: bool = False, dropout: bool
         half precision on an older card       flash
         half precision on a CPU               blocked: faster than torch's (docs/performance.md)
         all else                              torch
+        planned on the meta device            triton: q, k, v, o and lse are what any fused kernel keeps
     """
+    if device_type(q_SBHK.device) != q_SBHK.device.type:
+        return "explicit" if dropout and forced() == "torch" else "triton"
     triton = use_triton(q_SBHK) and supports(q_SBHK)
     if dropout:
         own = "triton" if triton and forced() in ("auto", "triton") else "blocked"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalite.kernels.dispatch import kernel, stat_dtype, use_triton
+from megalite.kernels.dispatch import by_device, kernel, stat_dtype, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -33,7 +33,7 @@ SMALLEST = 1e-30  # a label's probability from which its logarithm is taken: far
 
 def _blocks(logits_Nv: Tensor, valid: int, work: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(rows, their valid logits, working space of that shape or the logits themselves if those have its dtype)."""
-    rows = max(1, BLOCK_BYTES.get(logits_Nv.device.type, 2 << 20) // (4 * max(1, valid)))
+    rows = max(1, by_device(BLOCK_BYTES, logits_Nv.device) // (4 * max(1, valid)))
     dtype = stat_dtype(logits_Nv)
     space = None
     if not work or logits_Nv.dtype != dtype:

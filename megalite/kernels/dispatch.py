@@ -12,12 +12,14 @@ file, which costs 0.3 s at each start on CPU and a stand-in for `triton.jit` whe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from megalite.config.packages import MissingPackage, needs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LARGEST_TILE = 32768  # columns of a row that one program can hold in registers
+PLANNED_PROCESSORS = 132  # multiprocessors of the card that the meta device stands for: an H100's
 
 # The modules that have Triton kernels, and those that have only their torch form; the plan at start prints both.
 IN_TRITON = ("rms_norm", "layer_norm", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
@@ -42,7 +45,39 @@ class NoTriton(KernelError, MissingPackage):
     """It is asked for and not installed."""
 
 
+class Listener(Protocol):
+    """Who plans what would run: the meta device stands for one of `device_type`, and no kernel is launched."""
+
+    device_type: str
+
+    def launched(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
+        """Told in place of each launch."""
+        ...
+
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 _asked = {"kernels": "auto", "attention_kernel": "auto"}
+
+
+@contextlib.contextmanager
+def planning(listener: Listener) -> Iterator[None]:
+    """Inside, kernels run on the meta device: their outputs are made, and `listener` is told of the launches."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def device_type(device: torch.device) -> str:
+    """What kernels and sizes are chosen by; of the meta device what it stands for."""
+    listener = _listener.get() if device.type == "meta" else None
+    return device.type if listener is None else listener.device_type
+
+
+def by_device(sizes: Mapping[str, int], device: torch.device) -> int:
+    """The entry of a table of sizes; of a device that is not in it the CPU's."""
+    return sizes.get(device_type(device), sizes["cpu"])
 
 
 def choose(kernels: str, attention_kernel: str) -> None:
@@ -101,7 +136,8 @@ def use_triton(x: Tensor, columns: int = 1) -> bool:
     traces (models/compiled.py) is the torch form, which it fuses with what is around it."""
     if torch.compiler.is_compiling():
         return False
-    return runs_triton(x.device.type) and x.dtype in DTYPES and 0 < columns <= LARGEST_TILE and x.numel() > 0
+    runs = device_type(x.device) == "cuda" if x.is_meta else runs_triton(x.device.type)
+    return runs and x.dtype in DTYPES and 0 < columns <= LARGEST_TILE and x.numel() > 0
 
 
 def describe_kernels(device_type: str) -> str:
@@ -118,15 +154,18 @@ class Kernel:
 
     `kernel[grid](...)` launches it as Triton's own object does; one that a card has no room for raises KernelError. Its
     module names the language under TYPE_CHECKING only (`import triton.language as tl`). What Triton gets sees the names
-    of the module, the real language, and in the place of kernels that it calls what Triton made of them.
+    of the module, the real language, and in the place of kernels that it calls what Triton made of them. `flops`: of a
+    launch with these arguments, where its matmuls depend on a mask; those of other kernels count as none.
     """
 
-    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
-        self.fn, self.options = fn, options
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any], flops: Callable[..., float] | None = None):
+        self.fn, self.options, self.flops = fn, options, flops
         self.jitted: Any = None
         self.refusals: tuple[type[Exception], ...] = ()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
+        if (listener := _listener.get()) is not None:
+            return lambda *args, **_: listener.launched(self, args)
         launch = self.compiled()[grid]
 
         def run(*args: Any, **options: Any) -> None:
@@ -155,9 +194,9 @@ class Kernel:
         return self.jitted
 
 
-def kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+def kernel(fn: Callable[..., Any] | None = None, *, flops: Callable[..., float] | None = None, **options: Any) -> Any:
     """Decorate a Triton kernel; `options` are those of `triton.jit`."""
-    return functools.partial(kernel, **options) if fn is None else Kernel(fn, options)
+    return functools.partial(kernel, flops=flops, **options) if fn is None else Kernel(fn, options, flops)
 
 
 @dataclass(frozen=True)
@@ -207,6 +246,8 @@ def ceil_div(a: int, b: int) -> int:
 @functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a card; on CPU a small number, so that the interpreter sees programs share the work."""
+    if device.type == "meta":
+        return PLANNED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

@@ -54,6 +54,15 @@ def supports(q_SBHK: Tensor) -> bool:
     return fits and q_SBHK.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
+def flops(*args: Any) -> float:
+    """Of one launch, by its arguments: two matmuls over the pairs of query and key that the mask leaves, S^2 / 2 of S
+    positions, or S W - W^2 / 2 in a window of W; borders of documents are not counted. Backward has as many in each of
+    its two kernels, without the scores, which are computed again there."""
+    (S, B, H, K), given = args[0].shape, [x for x in args if not isinstance(x, Tensor)]
+    window = min(S, given[8])  # `seen`
+    return 4.0 * B * H * K * (S * window - window**2 / 2)
+
+
 def unit(x: Tensor) -> str:
     """What multiplies: tensor cores of compute capability 9 or 10, which read operands from shared memory, those of 8
     and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32, where the width
@@ -91,7 +100,7 @@ def _forward_block(
     return o * again[:, None] + dot(p.to(v.dtype), v, WIDE), total, now
 
 
-@kernel(do_not_specialize=["key", "head_offset", "shift", "k_first"])
+@kernel(flops=flops, do_not_specialize=["key", "head_offset", "shift", "k_first"])
 def _forward(
     Q, K, V, OUT, LSE, FIRST, IDS,
     length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
@@ -151,7 +160,7 @@ def _backward_q_block(
     return dq + dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)
 
 
-@kernel(do_not_specialize=["key", "head_offset", "shift", "k_first"])
+@kernel(flops=flops, do_not_specialize=["key", "head_offset", "shift", "k_first"])
 def _backward_q(
     Q, K, V, OUT, DO, LSE, DLSE, DELTA, DQ, FIRST, IDS,
     length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
@@ -227,7 +236,7 @@ def _backward_kv_block(
     return dk, dv
 
 
-@kernel(do_not_specialize=["key", "head_offset", "shift", "k_first"])
+@kernel(flops=flops, do_not_specialize=["key", "head_offset", "shift", "k_first"])
 def _backward_kv(
     Q, K, V, DO, LSE, DELTA, DK, DV, FIRST, END, IDS,
     length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,

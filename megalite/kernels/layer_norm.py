@@ -138,12 +138,13 @@ class _LayerNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         x_ND, weight = as_rows(x), weight.contiguous()
         y, _, mean, r = forward(x_ND, None, weight, bias.contiguous(), eps, tile_for(FORWARD, x.shape[-1]))
-        ctx.save_for_backward(x_ND, weight, mean, r)
+        ctx.save_for_backward(x, weight, mean, r)  # as it came: where rows are apart x_ND is a copy
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dx, dw, db = backward(as_rows(dy), None, *ctx.saved_tensors, block=tile_for(BACKWARD, dy.shape[-1]))
+        x, *rest = ctx.saved_tensors
+        dx, dw, db = backward(as_rows(dy), None, as_rows(x), *rest, block=tile_for(BACKWARD, dy.shape[-1]))
         return dx.view(dy.shape), dw, db, None
 
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalite.kernels.dispatch import by_device
+
 # bytes of one chunk's logits. CPU: measured, docs/performance.md; CUDA: 2048 tokens of 128k bf16 logits, at which
 # dW's traffic is a tenth of the matmuls' time (8 D v bytes at 4 TB/s, 6 D v c FLOPs at 700 TFLOP/s)
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
@@ -26,7 +28,7 @@ MIN_TOKENS = 128  # below, matmuls are slow
 
 def chunk_tokens(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
     """Tokens per chunk: chunks of nearly one size whose logits [chunk, columns] take about CHUNK_BYTES at most."""
-    most = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // max(1, columns * dtype.itemsize)
+    most = by_device(CHUNK_BYTES, device) // max(1, columns * dtype.itemsize)
     chunks = -(-tokens // max(MIN_TOKENS, most))
     return -(-tokens // max(1, chunks))
 

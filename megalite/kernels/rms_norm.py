@@ -138,13 +138,13 @@ class _RMSNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_ND, weight = as_rows(x), weight.contiguous()
         y, _, r = forward(x_ND, None, weight, eps, tile_for(FORWARD, x.shape[-1]))
-        ctx.save_for_backward(x_ND, weight, r)
+        ctx.save_for_backward(x, weight, r)  # as it came: where rows are apart x_ND is a copy
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_ND, weight, r = ctx.saved_tensors
-        dx, dw = backward(as_rows(dy), None, x_ND, weight, r, tile_for(BACKWARD, dy.shape[-1]))
+        x, weight, r = ctx.saved_tensors
+        dx, dw = backward(as_rows(dy), None, as_rows(x), weight, r, tile_for(BACKWARD, dy.shape[-1]))
         return dx.view(dy.shape), dw, None
 
 

@@ -90,6 +90,7 @@ class Block(nn.Module):
     def __init__(self, make: Maker, model: ModelConfig, layer: int, again: tuple[str, ...] = ()):
         """`again`: the parts that are computed again in backward (Recompute.parts)."""
         super().__init__()
+        make = make.of(f"layers.{layer}")
         self.layer, self.seed, self.dropout_p = layer, make.seed, model.hidden_dropout
         self.tp, self.parallel = make.mesh.tp, model.parallel_residual
         self.norms_again, self.mlp_again = "layernorm" in again, "mlp" in again
@@ -158,7 +159,8 @@ class Block(nn.Module):
         if not self._drops():
             return x_sBD + y_sBD
         key = fold(self.seed, where.step, self.layer, site)
-        return self.dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, self.tp.rank * x_sBD.shape[0])
+        first = self.tp.start_of(x_sBD.shape[0])
+        return self.dropout_add(y_sBD, x_sBD, self.dropout_p, key, where.sample_ids_B, first)
 
 
 class Head(nn.Module):
@@ -177,6 +179,7 @@ class Head(nn.Module):
         z_loss: float,
     ):
         super().__init__()
+        make = make.of("head")
         self.tp, self.vocab_size, self.z_loss = make.mesh.tp, vocab_size, z_loss
         self.norm = Norm(
             make, "final_norm", model.hidden_size, model.normalization, model.norm_epsilon, model.apply_layernorm_1p

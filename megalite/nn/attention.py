@@ -126,7 +126,7 @@ class Attention(nn.Module):
         drop = None
         if self.shape.dropout_p and self.training:
             key = fold(self.seed, where.step, self.layer, SITE_ATTENTION)
-            drop = Drop(self.shape.dropout_p, key, where.sample_ids_B, self.tp.rank * q_SBhK.shape[2])
+            drop = Drop(self.shape.dropout_p, key, where.sample_ids_B, self.tp.start_of(q_SBhK.shape[2]))
         scale, window = 1.0 / math.sqrt(K), self.shape.window
         core = partial(self.attend, scale=scale, drop=drop, documents=where.documents, window=window)
         again = self.again and self.training

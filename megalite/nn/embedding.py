@@ -56,6 +56,7 @@ def look_up(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
 class Embedding(nn.Module):
     def __init__(self, make: Maker, spec: ParamSpec, *, positions: int | None, dropout_p: float):
         super().__init__()
+        make = make.of("embedding")
         self.mesh: Mesh = make.mesh
         self.dropout_p, self.seed = dropout_p, make.seed
         self.word = make(spec)
@@ -71,11 +72,11 @@ class Embedding(nn.Module):
         if tp.size == 1:
             x_sBD = look_up(tokens_SB, self.word)
         else:
-            local_SB = tokens_SB - rows * tp.rank
+            local_SB = tokens_SB - tp.start_of(rows)
             elsewhere_SB = (local_SB < 0) | (local_SB >= rows)
             x_SBD = look_up(local_SB.masked_fill(elsewhere_SB, 0), self.word)
             x_sBD = scatter_seq(x_SBD.masked_fill(elsewhere_SB.unsqueeze(-1), 0), tp)
-        first = tp.rank * x_sBD.shape[0]
+        first = tp.start_of(x_sBD.shape[0])
         if self.position is not None:
             here = slice(first, first + x_sBD.shape[0])
             if positions_SB is None:

@@ -31,7 +31,7 @@ def _chunk_stats_(
     logits_nv: Tensor, labels_n: Tensor, dloss_n: Tensor | None, tp: Axis, vocab_size: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """(lse_n, the labels' logits) of a chunk; with `dloss_n`, its logits become their gradients."""
-    first = tp.rank * logits_nv.shape[1]
+    first = tp.start_of(logits_nv.shape[1])
     valid = max(0, min(logits_nv.shape[1], vocab_size - first))
     if dloss_n is not None and tp.size == 1:
         lse_n, target_n = stats_and_grad_(logits_nv, labels_n, dloss_n, valid, z_loss)

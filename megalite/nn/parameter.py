@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,13 +18,19 @@ from megalite.parallel.spec import ParamSpec, Piece
 class Maker:
     """What every parameter of a run has in common: the mesh, the dtype, the seed (of initial weights and dropout).
 
-    `meta` leaves the memory out (shapes only), for plans and dry runs.
+    `meta` leaves the memory out (shapes only), for plans and dry runs. `unit`: what part of the model they are for, as
+    it is used at once: "embedding", "layers.17", "head".
     """
 
     mesh: Mesh
     dtype: torch.dtype
     seed: int
     meta: bool = False
+    unit: str = ""
+
+    def of(self, unit: str) -> Maker:
+        """The same for the parameters of `unit`."""
+        return replace(self, unit=unit)
 
     def __call__(self, spec: ParamSpec) -> nn.Parameter:
         device = "meta" if self.meta else self.mesh.device
@@ -32,13 +38,18 @@ class Maker:
         if not data.is_meta:
             initialize_(data, spec, self.mesh, self.seed)
         parameter = nn.Parameter(data)
-        parameter.spec = spec  # type: ignore[attr-defined]
+        parameter.spec, parameter.unit = spec, self.unit  # type: ignore[attr-defined]
         return parameter
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:
     """The spec that `Maker` attached."""
     return parameter.spec  # type: ignore[attr-defined]
+
+
+def unit_of(parameter: nn.Parameter) -> str:
+    """The unit that `Maker` was told; "" where it was told none, or somebody else made the parameter."""
+    return getattr(parameter, "unit", "")
 
 
 class GradientSink(Protocol):

@@ -1,4 +1,4 @@
-"""One flat weight and one flat gradient tensor; gradients are reduced as they arrive, weights gathered as needed.
+"""Weights and gradients in buckets; gradients are reduced as they arrive, weights gathered as needed.
 
     backward (last of a chunk)   ... layer 3 | layer 2 | layer 1 ...
     reduce-scatter over data                  bucket 0 | bucket 1         one per bucket and step
@@ -6,8 +6,9 @@
     all-gather over dp                                                | bucket 1 | bucket 0      one per bucket and step
     next forward                                                        layer 1  | layer 2 ...
 
-Three parts: where weights and gradients lie and who owns what (flat_storage.py), how gradients land and are reduced
-(grad_reduce.py), how updated weights come to all ranks (param_gather.py). The optimizer asks for what is owned alone.
+Four parts: what is done with a bucket of each kind and who owns what (bucket_rule.py), where weights and gradients lie
+(flat_storage.py), how gradients land and are reduced (grad_reduce.py), how updated weights come to all ranks
+(param_gather.py). The optimizer asks for what is owned alone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megalite.nn.parameter import spec_of
-from megalite.optim.flat_storage import FlatStorage
+from megalite.nn.parameter import spec_of, unit_of
+from megalite.optim.bucket_rule import rules_for
+from megalite.optim.flat_storage import FlatStorage, main_dtype
 from megalite.optim.grad_reduce import GradReduce
 from megalite.optim.layout import Entry, Layout, lay_out
 from megalite.optim.param_gather import ParamGather
@@ -35,7 +37,7 @@ def lay_out_chunks(
         for p in module.parameters():
             found.setdefault(id(p), (chunk, p))
     parameters = [p for _, p in found.values()]
-    entries = [Entry(spec_of(p), p.numel(), chunk) for chunk, p in found.values()]
+    entries = [Entry(spec_of(p), p.numel(), chunk, unit_of(p)) for chunk, p in found.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
     return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, decoupled=decoupled)
 
@@ -43,8 +45,8 @@ def lay_out_chunks(
 class ParamBuffer:
     """Takes over the storage of all parameters of `chunks` (modules whose parameters carry `.spec`).
 
-    Each rank owns its part of each bucket over the mesh's `shard`, and `replica` has as many ranks that own the same.
-    decoupled  embedding and head have a learning rate of their own
+    reduce_in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
+    decoupled       embedding and head have a learning rate of their own
     """
 
     def __init__(
@@ -58,23 +60,25 @@ class ParamBuffer:
         reduce_in_bf16: bool = False,
         decoupled: bool = False,
     ):
-        parameters, layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled)
-        self.mesh, self.layout = mesh, layout
-        self.storage = storage = FlatStorage(parameters, layout, mesh)
-        self.grad_reduce = reduce = GradReduce(storage, mesh, overlap_grad_reduce, reduce_in_bf16)
-        self.param_gather = gather = ParamGather(storage, chunks, overlap_param_gather)
+        self.parameters, self.layout = parameters, layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled)
+        dtypes, device = {p.dtype for p in parameters}, parameters[0].device
+        if len(dtypes) != 1:
+            raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
+        dtype = dtypes.pop()
+        self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16)
+        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters)
+        self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device)
+        self.grad_reduce = reduce = GradReduce(parameters, self.grads, overlap_grad_reduce)
+        self.param_gather = gather = ParamGather(parameters, self.weights, chunks, overlap_param_gather)
         # what the others call
-        self.weights, self.grads, self.sinks = storage.weights, storage.grads, reduce.sinks
-        self.owned_range, self.owned_grad = storage.owned_range, storage.owned_grad
-        self.owned_weight = storage.owned_weight
-        self.zero_grad, self.begin_all, self.finish = reduce.zero, reduce.begin_all, reduce.finish
+        self.sinks, self.begin_all, self.finish = reduce.sinks, reduce.begin_all, reduce.finish
         self.on_last_backward, self.gather, self.wait_gather = reduce.on_last_backward, gather.gather, gather.wait
 
     def first_gradient(self) -> Tensor:
         """Of the reduced ones, what this rank owns of the first bucket."""
-        return self.owned_grad(self.layout.buckets[0])
+        return self.grads.owned(self.layout.buckets[0])
 
-    def whole_weights(self) -> Tensor:
-        """All weights of this rank, once none is on its way."""
+    def first_weights(self) -> Tensor:
+        """The first bucket, once no weight is on its way."""
         self.wait_gather()
-        return self.weights
+        return self.weights.whole(self.layout.buckets[0])

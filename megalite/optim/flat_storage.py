@@ -1,14 +1,14 @@
-"""The memory of weights and gradients, one flat tensor each, of which parameters are views; what of it a rank owns."""
+"""The memory of weights or of gradients: a flat tensor for each bucket, so that each can come and go by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from megalite.optim.layout import Bucket, Layout, Slot
-from megalite.parallel.mesh import Mesh
+from megalite.optim.bucket_rule import BucketRule
+from megalite.optim.layout import Bucket, Kind, Layout, Part, Slot
 
 
 def main_dtype(weights: torch.dtype) -> torch.dtype:
@@ -17,36 +17,43 @@ def main_dtype(weights: torch.dtype) -> torch.dtype:
 
 
 class FlatStorage:
-    """Of `parameters`, the entries of `layout`. Each bucket is shared out over the mesh's shard axis of its home."""
+    """Zeros for the entries of `layout`, whose kinds have `rules`; or, where they are given, the values of
+    `parameters`, which become views of it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, mesh: Mesh):
-        self.parameters, self.layout, self.mesh = parameters, layout, mesh
-        dtypes, device = {p.dtype for p in parameters}, parameters[0].device
-        if len(dtypes) != 1:
-            raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
-        dtype = dtypes.pop()
-        self.weights = torch.zeros(layout.size, dtype=dtype, device=device)
-        for bucket in layout.buckets:
-            for slot in bucket.slots:
-                p = parameters[slot.entry]
-                view = self.view(self.weights, slot)
+    def __init__(
+        self,
+        layout: Layout,
+        rules: Mapping[Kind, BucketRule],
+        dtype: torch.dtype,
+        device: torch.device,
+        parameters: Sequence[nn.Parameter] = (),
+    ):
+        self.layout, self.rules, self.dtype = layout, rules, dtype
+        self.flats: list[Tensor] = []  # of the buckets, in order
+        for bucket in layout.buckets:  # one by one: what a parameter had is let go of before the next
+            self.flats.append(torch.zeros(bucket.size, dtype=dtype, device=device))
+            for p, slot in ((parameters[slot.entry], slot) for slot in bucket.slots if parameters):
+                view = self.part(slot).view_as(p)
                 view.copy_(p.data)
                 p.data = view
-        # the old weights are gone by now
-        self.grads = torch.zeros(layout.size, dtype=main_dtype(dtype), device=device)
 
-    def view(self, flat: Tensor, slot: Slot) -> Tensor:
-        """The part of `flat` that is a parameter's, in its shape."""
-        return flat[slot.start : slot.stop].view_as(self.parameters[slot.entry])
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.nbytes for flat in self.flats)
 
-    def owned_range(self, bucket: Bucket) -> range:
-        shard, _ = self.mesh.owners(bucket.kind.home)
-        return bucket.shard(shard.size, shard.rank)
+    def whole(self, bucket: Bucket) -> Tensor:
+        """All elements of the bucket, padding included."""
+        return self.flats[bucket.number]
 
-    def owned_grad(self, bucket: Bucket) -> Tensor:
-        owned = self.owned_range(bucket)
-        return self.grads[owned.start : owned.stop]
+    def owned(self, bucket: Bucket) -> Tensor:
+        """Those that this rank owns."""
+        owned = self.rules[bucket.kind].owned(bucket)
+        return self.whole(bucket)[owned.start : owned.stop]
 
-    def owned_weight(self, bucket: Bucket) -> Tensor:
-        owned = self.owned_range(bucket)
-        return self.weights[owned.start : owned.stop]
+    def part(self, slot: Slot) -> Tensor:
+        """All elements of a parameter, flat."""
+        return self.flats[slot.bucket][slot.start : slot.stop]
+
+    def owned_part(self, bucket: Bucket, slot: Slot) -> Part:
+        """Of a parameter what this rank owns: which of its elements, and where in `owned`."""
+        return self.rules[bucket.kind].owned_part(bucket, slot)

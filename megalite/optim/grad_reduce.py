@@ -3,8 +3,9 @@
 A matrix's gradient is added into its fp32 view by the matmul that computes it (`parameter.sink`, nn/linear.py); what
 autograd accumulates itself, a hook adds and drops. The hook is on the parameter's node of the graph, which runs once
 per backward, after all uses of the parameter and also if autograd saw no gradient: so it tells that the parameter is
-done. A step's first gradient writes over the last step's; what gets none is zeroed when its bucket is reduced. The
-pipeline says which backward of a chunk is the last. A full bucket waits for those before it, so every rank runs its
+done. A run of backwards ends when its sums are complete (`finish`): the first gradient after that begins the next run
+and writes over the sum; what gets none is zeroed when its bucket is reduced. The pipeline says which backward of a
+chunk is the last. A full bucket waits for those before it, so every rank runs its
 collectives in one order, even where ranks get gradients for different parameters. Gradients are sums: tokens, loss
 scale and clipping are one factor in the optimizer. The extra sums (over replicas, tp, the pipeline's ends) run on what
 a rank owns, a fraction of the bytes.
@@ -14,7 +15,7 @@ Rejected: hooks that count backward passes to find the last one; they break when
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from megalite.nn.parameter import GradientSink
 from megalite.optim.flat_storage import FlatStorage
 from megalite.optim.layout import Bucket
 from megalite.parallel.comm import all_reduce_, start_all_reduce, start_reduce_scatter_into
-from megalite.parallel.mesh import Mesh
 
 
 class Sink:
@@ -34,7 +34,7 @@ class Sink:
         """`slot`: its bucket and its entry. `reduce` is kept weakly: Python does not see through the parameter's node,
         to free a cycle of them."""
         self._name, self._grad, self.slot, self._reduce = name, grad, slot, weakref.ref(reduce)
-        self._reducing, self._begun = reduce.reducing, reduce.begun
+        self._reducing, self._begun = reduce.reducing, reduce.begun[slot[0]]
 
     def open(self) -> tuple[Tensor, bool]:
         bucket, entry = self.slot
@@ -64,45 +64,41 @@ def _lander(p: nn.Parameter, sink: Sink) -> Callable[..., None]:
 
 
 class GradReduce:
-    """Puts a sink on every parameter of `storage`.
+    """Puts a sink on each of `parameters`, the entries of the layout of `grads`.
 
     overlap  reductions begin in the last backward; else all of them in `finish`
-    in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
     """
 
-    def __init__(self, storage: FlatStorage, mesh: Mesh, overlap: bool, in_bf16: bool):
-        self.storage, self.mesh, self.overlap, self.in_bf16 = storage, mesh, overlap, in_bf16
-        self.buckets = storage.layout.buckets
+    def __init__(self, parameters: Sequence[nn.Parameter], grads: FlatStorage, overlap: bool):
+        self.grads, self.rules, self.overlap = grads, grads.rules, overlap
+        self.buckets = grads.layout.buckets
         self._waiting: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
         self.reducing: dict[int, Any] = {}
-        self._rounded: dict[int, Tensor] = {}  # what is owned of buckets on their way in bf16
-        self.begun: set[int] = set()  # entries whose gradient is of this step; all else is left from the last
+        self._rounded: dict[int, Tensor] = {}  # what is owned of buckets on their way in another dtype
+        # of each bucket, entries whose gradient is of this run of backwards; all else is left from the last
+        self.begun: list[set[int]] = [set() for _ in self.buckets]
         self.sinks: dict[str, Sink] = {}
         self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
         for b, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
-                p, name = storage.parameters[slot.entry], storage.layout.entries[slot.entry].spec.name
-                grad = storage.view(storage.grads, slot)
+                p, name = parameters[slot.entry], grads.layout.entries[slot.entry].spec.name
+                grad = grads.part(slot).view_as(p)
                 p.sink = self.sinks[name] = sink = Sink(name, grad, (b, slot.entry), self)  # type: ignore[attr-defined]
                 node = get_gradient_edge(p).node
                 node.register_hook(_lander(p, sink))
                 self._nodes.append(node)
 
-    def zero(self) -> None:
-        """Begin a step. `grads` holds zeros for what gets no gradient once it is reduced, not before."""
-        self.begun.clear()
-
     def begin_all(self) -> None:
-        """Zero what got no gradient in this step so far: all that come are added."""
+        """Zero what got no gradient in this run so far: all that come are added."""
         for bucket in self.buckets:
             self._begin_rest(bucket)
 
     def _begin_rest(self, bucket: Bucket) -> None:
-        rest = [slot for slot in bucket.slots if slot.entry not in self.begun]
-        spans = [(bucket.start, bucket.stop)] if len(rest) == len(bucket.slots) else [(s.start, s.stop) for s in rest]
-        for start, stop in spans:
-            self.storage.grads[start:stop] = 0
-        self.begun.update(slot.entry for slot in rest)
+        begun = self.begun[bucket.number]
+        rest = [slot for slot in bucket.slots if slot.entry not in begun]
+        for flat in map(self.grads.part, rest) if begun else [self.grads.whole(bucket)]:
+            flat.zero_()
+        begun.update(slot.entry for slot in rest)
 
     def on_last_backward(self, chunk: int, sinks: Iterable[GradientSink] | None = None) -> None:
         """The next backward of `chunk` is its last in this step: reduce each bucket when its last gradient lands.
@@ -130,23 +126,23 @@ class GradReduce:
             self._start(b)
 
     def _start(self, b: int) -> None:
-        bucket, storage = self.buckets[b], self.storage
-        shard, replica = self.mesh.owners(bucket.kind.home)
+        bucket = self.buckets[b]
+        rule = self.rules[bucket.kind]
         self._begin_rest(bucket)
         self.reducing[b] = None
-        if shard.size == replica.size == 1:
+        if not rule.is_summed:
             return
-        whole, owned = storage.grads[bucket.start : bucket.stop], storage.owned_grad(bucket)
-        if self.in_bf16:
-            mine, whole = storage.owned_range(bucket), whole.bfloat16()
-            owned = self._rounded[b] = whole[mine.start - bucket.start : mine.stop - bucket.start]
-        if shard.size > 1:
-            self.reducing[b] = start_reduce_scatter_into(owned, whole, shard)
+        whole, owned = self.grads.whole(bucket), self.grads.owned(bucket)
+        if rule.moved_as is not None:
+            mine, whole = rule.owned(bucket), whole.to(rule.moved_as)
+            owned = self._rounded[b] = whole[mine.start : mine.stop]
+        if rule.is_shared_out:
+            self.reducing[b] = start_reduce_scatter_into(owned, whole, rule.shard)
         else:
-            self.reducing[b] = start_all_reduce(whole, replica)
+            self.reducing[b] = start_all_reduce(whole, rule.replica)
 
     def finish(self) -> None:
-        """After the last backward: every gradient this rank owns is complete (summed over data, tp and ends)."""
+        """The run of backwards ends: every gradient this rank owns is complete (summed over data, tp and ends)."""
         for b in [*self._waiting, *range(len(self.buckets))]:
             if b not in self.reducing:  # behind a parameter that got no gradient here, or never armed
                 self._start(b)
@@ -155,13 +151,14 @@ class GradReduce:
             if work is not None:
                 work.wait()
         for b, rounded in self._rounded.items():
-            self.storage.owned_grad(self.buckets[b]).copy_(rounded)
+            self.grads.owned(self.buckets[b]).copy_(rounded)
         self._rounded.clear()
         for bucket in self.buckets:
-            shard, replica = self.mesh.owners(bucket.kind.home)
-            for axis in (*[replica] * (shard.size > 1), *map(self.mesh.axis, bucket.kind.partial)):
-                all_reduce_(self.storage.owned_grad(bucket), axis)
+            for axis in self.rules[bucket.kind].sums:
+                all_reduce_(self.grads.owned(bucket), axis)
         for bucket in self.buckets:
-            if bucket.kind.tied:
-                all_reduce_(self.storage.owned_grad(bucket), self.mesh.ends)
+            if (ends := self.rules[bucket.kind].ends) is not None:
+                all_reduce_(self.grads.owned(bucket), ends)
+        for begun in self.begun:
+            begun.clear()
         self.reducing.clear()

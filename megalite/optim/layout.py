@@ -1,6 +1,6 @@
-"""Where every parameter lies in the flat weight and gradient tensors, and which rank owns what of them. Pure.
+"""Where every parameter lies in the flat tensors of weights and gradients, and which rank owns what of them. Pure.
 
-    | bucket 0 (chunk 0, last layers)  | bucket 1 ...     | ...  | partial | tied |      one flat tensor per rank
+    | bucket 0 (chunk 0, last layers)  | bucket 1 ...     | ...  | partial | tied |      a flat tensor each
     | 0    | 1    | 2    | 3           |                             each bucket splits evenly over its data axis
 
 Parameters are laid in reverse order of use, the order in which their gradients arrive, and cut into buckets of about
@@ -13,19 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megalite.parallel.spec import HOMES, ParamSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALIGN = 64  # elements; 128 bytes in bf16, so that every matmul operand is aligned for tensor cores
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One local parameter: its spec, its number of local elements, the model chunk it is used in."""
+    """One local parameter: its spec, its number of local elements, the model chunk it is used in, and the unit of the
+    model that it was made for (nn/parameter.py: Maker)."""
 
     spec: ParamSpec
     numel: int
     chunk: int
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,45 +50,62 @@ class Kind:
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, stop) of the flat tensor are entry number `entry`."""
+    """Elements [start, stop) of bucket number `bucket` are entry number `entry`."""
 
+    bucket: int
     entry: int
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Elements [start, stop) of the flat tensor, padding included; what one collective moves."""
+class Part:
+    """Elements `span` of a parameter, which begin at element `start` of what a rank owns of the bucket."""
 
+    span: range
+    start: int
+
+    def of(self, owned: Tensor) -> Tensor:
+        """Their values, where `owned` has those of all that the rank owns of the bucket."""
+        return owned[self.start : self.start + len(self.span)]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`size` elements, padding included; what one collective moves. `number`: its place in the layout."""
+
+    number: int
     chunk: int
     kind: Kind
-    start: int
-    stop: int
+    size: int
     slots: tuple[Slot, ...]
 
     def shard(self, ranks: int, rank: int) -> range:
-        """The part of the flat tensor that rank `rank` of `ranks` owns, a divisor of its data axis."""
-        size = (self.stop - self.start) // ranks
-        return range(self.start + rank * size, self.start + (rank + 1) * size)
+        """The elements that rank `rank` of `ranks` owns, a divisor of its data axis."""
+        size = self.size // ranks
+        return range(rank * size, (rank + 1) * size)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All buckets, back to back; `size` elements in the flat tensor."""
+    """All buckets, in the order in which a rank reduces them."""
 
     entries: tuple[Entry, ...]
     buckets: tuple[Bucket, ...]
-    size: int
+
+    @property
+    def size(self) -> int:
+        """Elements of all buckets."""
+        return sum(bucket.size for bucket in self.buckets)
 
     def __str__(self) -> str:
         lines = []
-        for i, b in enumerate(self.buckets):
+        for b in self.buckets:
             kind = "partial" if b.kind.partial else "tied" if b.kind.tied else "whole"
-            names = [self.entries[s.entry].spec.name for s in b.slots]
+            units = [self.entries[s.entry].unit for s in b.slots]
             lines.append(
-                f"bucket {i:3d} chunk {b.chunk} {kind:7s} {'decay' if b.kind.decay else 'plain'} "
-                f"{b.stop - b.start:11,d} elements  {names[0]} .. {names[-1]}"
+                f"bucket {b.number:3d} chunk {b.chunk} {kind:7s} {'decay' if b.kind.decay else 'plain'} "
+                f"{b.size:11,d} elements  {units[0]} .. {units[-1]}"
             )
         return "\n".join(lines)
 
@@ -94,7 +117,6 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, i
     Buckets of a chunk are in the order in which backward fills them: that of their last members.
     """
     buckets: list[Bucket] = []
-    position = 0
     for chunk in sorted({e.chunk for e in entries}):
         open_slots: dict[Kind, list[int]] = {}
         closed: list[tuple[Kind, list[int]]] = []
@@ -108,14 +130,13 @@ def lay_out(entries: Sequence[Entry], *, bucket_size: int, sizes: Mapping[str, i
             if sum(entries[i].numel for i in members) >= bucket_size:
                 closed.append((kind, open_slots.pop(kind)))
         for kind, members in sorted([*closed, *open_slots.items()], key=lambda bucket: -bucket[1][-1]):
-            start, slots = position, []
-            unit = ALIGN * sizes.get(HOMES[kind.home][0], 1)
+            number, slots, position = len(buckets), [], 0
             for index in members:
-                slots.append(Slot(index, position, position + entries[index].numel))
+                slots.append(Slot(number, index, position, position + entries[index].numel))
                 position = _up(slots[-1].stop, ALIGN)
-            position = start + _up(position - start, unit)
-            buckets.append(Bucket(chunk, kind, start, position, tuple(slots)))
-    return Layout(tuple(entries), tuple(buckets), position)
+            size = _up(position, ALIGN * sizes.get(HOMES[kind.home][0], 1))
+            buckets.append(Bucket(number, chunk, kind, size, tuple(slots)))
+    return Layout(tuple(entries), tuple(buckets))
 
 
 def _kind(spec: ParamSpec, sizes: Mapping[str, int], decoupled: bool) -> Kind:

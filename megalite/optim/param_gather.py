@@ -16,19 +16,20 @@ GATHERS_AHEAD = 2
 
 
 class ParamGather:
-    """Modules of `chunks`, whose parameters are those of `storage`, wait for their weights. overlap False: all do."""
+    """Modules of `chunks`, whose parameters are views of `weights`, wait for them. overlap False: all at once."""
 
-    def __init__(self, storage: FlatStorage, chunks: Sequence[nn.Module], overlap: bool):
-        self.storage, self.overlap = storage, overlap
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], weights: FlatStorage, chunks: Sequence[nn.Module], overlap: bool
+    ):
+        self.weights, self.overlap = weights, overlap
         self._shards: dict[int, Axis] = {}  # buckets of which there is something to gather, over which axis
         self._to_gather: list[int] = []  # in the order in which every rank starts them
         self._gathering: dict[int, Any] = {}
-        buckets = storage.layout.buckets
+        buckets = weights.layout.buckets
         for b, bucket in enumerate(buckets):
-            shard, _ = storage.mesh.owners(bucket.kind.home)
-            if shard.size > 1:
-                self._shards[b] = shard
-        parts = {id(storage.parameters[slot.entry]): b for b in self._shards for slot in buckets[b].slots}
+            if (rule := weights.rules[bucket.kind]).is_shared_out:
+                self._shards[b] = rule.shard
+        parts = {id(parameters[slot.entry]): b for b in self._shards for slot in buckets[b].slots}
         for module in (m for chunk in chunks for m in chunk.modules()):
             if needs := sorted({parts[id(p)] for p in module.parameters(recurse=False) if id(p) in parts}):
                 module.register_forward_pre_hook(partial(self._finish_all, needs))
@@ -40,7 +41,7 @@ class ParamGather:
     def gather(self) -> None:
         """In order of use. GATHERS_AHEAD are under way at a time, and one that is waited for starts the next: with a
         single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all at once would hold up every kernel behind them."""
-        buckets = self.storage.layout.buckets
+        buckets = self.weights.layout.buckets
         self._to_gather = sorted(self._shards, key=lambda b: (buckets[b].chunk, -b))
         for _ in range(GATHERS_AHEAD):
             self._start_next()
@@ -50,9 +51,9 @@ class ParamGather:
     def _start_next(self) -> None:
         if self._to_gather:
             b = self._to_gather.pop(0)
-            bucket = self.storage.layout.buckets[b]
-            whole = self.storage.weights[bucket.start : bucket.stop]
-            self._gathering[b] = start_all_gather_into(whole, self.storage.owned_weight(bucket), self._shards[b])
+            bucket = self.weights.layout.buckets[b]
+            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)
+            self._gathering[b] = start_all_gather_into(whole, owned, self._shards[b])
 
     def _finish(self, b: int) -> None:
         while b in self._to_gather:

@@ -12,7 +12,7 @@ factor that unscales, averages and clips.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,14 +40,14 @@ class Zero1:
         self.main: list[Tensor] = []
         self.state: list[dict[str, Tensor]] = []
         for bucket in buffer.layout.buckets:
-            weight = buffer.owned_weight(bucket)
+            weight = buffer.weights.owned(bucket)
             main = weight if self.same else weight.to(buffer.grads.dtype)
             self.main.append(main)
             self.state.append({name: torch.zeros_like(main, dtype=dtype) for name, dtype in rule.states.items()})
 
     def local_norm_sq(self) -> Tensor:
         """This rank's share of the squared gradient norm, fp64 scalar; unscaled sums of gradients. NaN and inf stay."""
-        grads = (sum_of_squares(self.buffer.owned_grad(b)) for b in self.buffer.layout.buckets)
+        grads = (sum_of_squares(self.buffer.grads.owned(b)) for b in self.buffer.layout.buckets)
         return self._once(grads)
 
     def local_weight_norm_sq(self) -> Tensor:
@@ -56,11 +56,10 @@ class Zero1:
 
     def local_zeros(self) -> Tensor:
         """This rank's share of the number of gradient elements that are 0, fp64 scalar."""
-        buffer, counts = self.buffer, []
-        for bucket in buffer.layout.buckets:
-            owned = buffer.owned_range(bucket)
-            there = sum(max(0, min(s.stop, owned.stop) - max(s.start, owned.start)) for s in bucket.slots)
-            counts.append(there - buffer.owned_grad(bucket).count_nonzero())  # the padding is 0 and no element
+        grads, counts = self.buffer.grads, []
+        for bucket in self.buffer.layout.buckets:
+            there = sum(len(grads.owned_part(bucket, slot).span) for slot in bucket.slots)
+            counts.append(there - grads.owned(bucket).count_nonzero())  # the padding is 0 and no element
         return self._once(counts)
 
     def _once(self, of_buckets: Iterable[Tensor]) -> Tensor:
@@ -68,8 +67,7 @@ class Zero1:
         buffer = self.buffer
         total = torch.zeros((), dtype=torch.float64, device=buffer.mesh.device)
         for bucket, figure in zip(buffer.layout.buckets, of_buckets, strict=True):
-            _, replica = buffer.mesh.owners(bucket.kind.home)
-            total += figure / (bucket.kind.replicas * replica.size)
+            total += figure / buffer.rules[bucket.kind].copies
         return total
 
     def step(self, *, lr: float, weight_decay: float, scale: float, decoupled_lr: float = 0.0) -> None:
@@ -78,8 +76,8 @@ class Zero1:
         self.updates += 1
         for bucket, main, state in zip(self.buffer.layout.buckets, self.main, self.state, strict=True):
             decay = weight_decay if bucket.kind.decay else 0.0
-            grad = self.buffer.owned_grad(bucket)
-            copy = None if self.same else self.buffer.owned_weight(bucket)
+            grad = self.buffer.grads.owned(bucket)
+            copy = None if self.same else self.buffer.weights.owned(bucket)
             rate = decoupled_lr if bucket.kind.decoupled else lr
             self.rule.update_(Update(main, grad, state, rate, decay, self.updates, scale, copy))
 
@@ -89,23 +87,21 @@ class Zero1:
         buffer, mesh = self.buffer, self.buffer.mesh
         sizes, position, result = mesh.sizes, mesh.position, []
         for b, bucket in enumerate(buffer.layout.buckets):
-            owned = buffer.owned_range(bucket)
-            flats, (_, replica) = self._flats(b), mesh.owners(bucket.kind.home)
+            flats, rule = self._flats(b), buffer.rules[bucket.kind]
             for slot in bucket.slots:
                 spec = buffer.layout.entries[slot.entry].spec
                 box = spec.stored_box(sizes, position)
-                first, last = max(slot.start, owned.start), min(slot.start + box.numel, owned.stop)
-                if first >= last:
+                part = rule.owned_part(bucket, replace(slot, stop=slot.start + box.numel))  # the padding is not stored
+                if not part.span:
                     continue
-                mine = replica.is_first and spec.first_copy(position)
-                span = range(first - slot.start, last - slot.start)
+                mine = rule.replica.is_first and spec.first_copy(position)
                 for prefix, flat in flats.items():
-                    data = flat[first - owned.start : last - owned.start]
-                    result.append(Owned(Piece(f"{prefix}/{spec.name}", spec.stored_shape, box, span, data), mine))
+                    name, data = f"{prefix}/{spec.name}", part.of(flat)
+                    result.append(Owned(Piece(name, spec.stored_shape, box, part.span, data), mine))
         return result
 
     def _flats(self, b: int) -> dict[str, Tensor]:
-        flats = {"model": self.buffer.owned_weight(self.buffer.layout.buckets[b])}
+        flats = {"model": self.buffer.weights.owned(self.buffer.layout.buckets[b])}
         if not self.same:
             flats["optimizer.main"] = self.main[b]
         return flats | {f"optimizer.{name}": flat for name, flat in self.state[b].items()}
@@ -118,6 +114,6 @@ class Zero1:
         """Make the copies agree after `pieces()` were written: weights from main weights, or the other way round."""
         for bucket, main in zip(self.buffer.layout.buckets, self.main, strict=True):
             if not self.same:
-                weight = self.buffer.owned_weight(bucket)
+                weight = self.buffer.weights.owned(bucket)
                 weight.copy_(main) if main_loaded else main.copy_(weight)
         self.buffer.gather()

@@ -6,7 +6,7 @@
 
 A moment belongs to the innermost span. On a card a mark is an event on the current stream, so that a phase is what the
 card spent in it, waits included, and nobody waits to find out. Spans cost a look at two flags unless the step is timed
-(train/phases.py says which are) or traced (train/profiling.py). One step at a time, in one thread at a time.
+(train/tell/phases.py says which are) or traced (train/tell/profiling.py). One step at a time, in one thread at a time.
 """
 
 from __future__ import annotations

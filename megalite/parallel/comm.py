@@ -69,8 +69,8 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
 
 def _gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     with axis.begin("all-gather", x) as call:
-        if axis.shared is not None:
-            work: Any = axis.shared.start_all_gather(out.view(-1), x.view(-1))
+        if axis.direct is not None:
+            work: Any = axis.direct.start_all_gather(out.view(-1), x.view(-1))
         else:
             work = all_gather_flat(out, x, group=axis.group, async_op=True)
     return Pending(out, work, x, call)
@@ -84,7 +84,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         raise ValueError(f"dim 0 of {tuple(x.shape)} does not split over {axis.name}={axis.size}")
     x = x.contiguous()
     n = x.shape[0] // axis.size
-    in_place = axis.shared is None and not reduce_scatter_is_native(x.device)
+    in_place = axis.direct is None and not reduce_scatter_is_native(x.device)
     out = x.narrow(0, axis.rank * n, n) if in_place else x.new_empty(n, *x.shape[1:])
     pending = start_reduce_scatter_into(out, x, axis)
     pending.copies = in_place  # which lets go of the other blocks' memory
@@ -93,7 +93,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Flat tensors: x [n], out [n * size], of which `x` may be this rank's part."""
-    if axis.shared is None and not x.is_cuda:
+    if axis.direct is None and not x.is_cuda:
         x = x.clone()  # gloo's input must not alias its output
     return _gather(out, x, axis)
 
@@ -102,8 +102,8 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """x [n * size, ...], and out [n, ...], which may be this rank's part of `x`, and is it where an all-reduce does the
     work; the other parts may be overwritten."""
     with axis.begin("reduce-scatter", x) as call:
-        if axis.shared is not None:
-            work: Any = axis.shared.start_reduce_scatter(out.view(-1), x.view(-1))
+        if axis.direct is not None:
+            work: Any = axis.direct.start_reduce_scatter(out.view(-1), x.view(-1))
         elif reduce_scatter_is_native(x.device):
             work = reduce_scatter_flat(out, x, group=axis.group, async_op=True)
         else:

@@ -30,7 +30,7 @@ from megalite.parallel.meeting import MeetingError, meet, torchrun_lacks
 
 STARTERS = "torchrun, srun, mpirun or --nproc"
 SAID = "said"  # beside the next, once it is on the console
-FIRST_FAILURE = "first-failure.json"  # in `Ranks.shared`: of the rank that failed first there (train/rank_log.py)
+FIRST_FAILURE = "first-failure.json"  # in `Ranks.shared`: of the rank that failed first there (train/tell/rank_log.py)
 HANG = "hang.json"  # there, too: of one that was told and has not passed, for an abort before anybody fails by it
 
 

@@ -37,11 +37,11 @@ INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
 AT_ONCE = (signal.SIGQUIT,)  # Ctrl-\\: nobody waits for the ranks
 HELD = (*FORWARDED, *AT_ONCE)
-ORDERLY = (16, 75)  # exit codes of a run that stopped on purpose, its checkpoint complete (train/run_dir.py)
+ORDERLY = (16, 75)  # exit codes of a run that stopped on purpose, its checkpoint complete (train/tell/run_dir.py)
 NO_SERVER = 255  # what multiprocessing says of a process whose end its fork server cannot tell any more
 ORDERLY_S = 600.0
 # what the fork server imports for all ranks: the third, with sympy, is needed by the first backward (1 s of each rank)
-PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.run"]
+PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.train.life.run"]
 SCRATCH, YOUNG_S = "megalite-ranks-", 60.0  # a folder gets its lock just after it is made
 # of a path to a folder for the fork server's socket: 103 bytes (macOS; Linux 107), of which names below it take 56
 LONGEST_ROOT = 47
@@ -84,7 +84,7 @@ def _quota(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
 
 def start_local(
     nproc: int,
-    target: Callable[..., None],
+    target: Callable[..., int | None],
     args: tuple[Any, ...] = (),
     *,
     threads: int | None = None,
@@ -93,7 +93,8 @@ def start_local(
     holds_signals: bool = False,
     ended: Callable[[End], bool | None] = lambda end: None,
 ) -> int:
-    """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code.
+    """Run `target(ranks, *args)` in `nproc` local processes; return 0, or the first failing exit code: what it returns,
+    or raises as SystemExit.
 
     `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank, AT_ONCE ends
     them; the fork server never gets any, as ranks die with it. `holds_signals`: they wait until `target` lets them in.
@@ -306,7 +307,7 @@ def _end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...], holds_signals: bool) -> None:
+def _local_rank(ranks: Ranks, target: Callable[..., int | None], args: tuple[Any, ...], holds_signals: bool) -> None:
     die_with_parent()  # the fork server
     if not holds_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
@@ -316,7 +317,7 @@ def _local_rank(ranks: Ranks, target: Callable[..., None], args: tuple[Any, ...]
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        target(ranks, *args)
+        sys.exit(target(ranks, *args))
     except KeyboardInterrupt:  # during start-up; later the run says what it did
         os._exit(INTERRUPTED)
     finally:

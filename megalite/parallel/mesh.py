@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from megalite.config.environment import override
 from megalite.parallel.calls import Call, Calls
 from megalite.parallel.clock import Clock
-from megalite.parallel.shared_memory import SharedMemory
+from megalite.parallel.shared_memory import SharedMemory, Transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,13 +49,14 @@ class Axis:
     calls      what this rank has begun on it
     clock      of this rank: what waits for a collective says so
     transport  what its collectives travel on: a group; the memory that all its ranks share (on one machine, on CPU),
-               which has a group too; PLANNED: nothing, a collective is an error; None: there is no other rank
+               which has a group too, or what only counts them (plan/bill.py); PLANNED: nothing, a collective is an
+               error; None: there is no other rank
     """
 
     name: str
     size: int = 1
     rank: int = 0
-    transport: ProcessGroup | SharedMemory | Literal["planned"] | None = None
+    transport: ProcessGroup | Transport | Literal["planned"] | None = None
     ranks: tuple[int, ...] = (0,)
     clock: Clock = field(default_factory=Clock, compare=False, repr=False)
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
@@ -71,15 +72,20 @@ class Axis:
             return None
         if self.transport == PLANNED:
             raise RuntimeError(f"a collective over {self.name}={self.size}, which is only planned; use build_mesh")
-        return self.transport.group if isinstance(self.transport, SharedMemory) else self.transport
+        return self.transport.group if isinstance(self.transport, Transport) else self.transport
 
     @property
-    def shared(self) -> SharedMemory | None:
-        return self.transport if isinstance(self.transport, SharedMemory) else None
+    def direct(self) -> Transport | None:
+        """What gathers and scatters in place of the group."""
+        return self.transport if isinstance(self.transport, Transport) else None
 
     def begin(self, op: str, x: torch.Tensor, peer: int = -1) -> Call:
         """Around the issue of a collective over the axis, or of a message to or from the rank `peer`."""
         return self.calls.begin(self, op, x, peer)
+
+    def start_of(self, part: int) -> int:
+        """Where this rank's part begins in a dim of which every rank has `part` elements."""
+        return self.rank * part
 
     @property
     def is_first(self) -> bool:

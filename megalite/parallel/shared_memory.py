@@ -22,6 +22,7 @@ import contextlib
 import mmap
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,22 @@ class OrderError(RuntimeError):
     """Ranks of one group do different collectives."""
 
 
-class SharedMemory:
+class Transport(ABC):
+    """What an axis gathers and scatters by where that is not its group. Both: flat tensors; the result is valid after
+    `wait` of what is returned."""
+
+    group: Any
+
+    @abstractmethod
+    def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
+        """x [n], out [size * n]: what all ranks' x are, in order."""
+
+    @abstractmethod
+    def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
+        """x [size * n], out [n]: the sum over ranks of their x's block of this rank."""
+
+
+class SharedMemory(Transport):
     """The slots of all ranks of a group, in one mapping. Not to be used by two threads."""
 
     def __init__(self, group: Any, rank: int, size: int, memory: Tensor, slots: int):

@@ -2,7 +2,8 @@
 
     F  s,m   y = stage(x)             x received or embedded; only the graph's edge of y is kept, so y's memory
                                       goes as soon as it is sent
-    B  s,m   backward from y's edge   with the received gradient, or the loss weight on the last stage
+    B  s,m   backward from y's edge   with the received gradient, which goes as soon as it is used, or the loss weight
+                                      on the last stage
     W  s,m   the weights' gradients   where backward is split: B has left them in the forward's `later` (nn/later.py)
     SEND/RECV post an isend or irecv and go on; the wait is where the value is used
 
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.config.faults import fault
 from megalite.nn.later import Later
@@ -65,6 +66,19 @@ class Flight:
     ready: dict[Key, Tensor] = field(default_factory=dict)  # computed, not yet sent
     coming: dict[tuple[Op, int, int], Pending] = field(default_factory=dict)
     sent: list[Pending] = field(default_factory=list)
+
+
+def _backward_from(edge: GradientEdge, received: list[Tensor]) -> None:
+    """Backward from `edge` with the one gradient in `received`, which is taken out as its first node begins. Who calls
+    backward with a gradient holds it until the end of backward, so it begins with one that takes no memory."""
+    at, shape = edge.output_nr, received[0].shape
+
+    def give(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (*grads[:at], received.pop(), *grads[at + 1 :])
+
+    nothing = received[0].new_empty(()).expand(shape)
+    edge.node.register_prehook(give)
+    torch.autograd.backward([edge], [nothing])
 
 
 class Pipeline:
@@ -147,22 +161,27 @@ class Pipeline:
                 with mesh.clock.span("backward", action):
                     later.run()
             elif action.op in (Op.SEND_F, Op.SEND_B):
-                tensor = flight.ready.pop(key).contiguous()
-                fault("pipeline.message", mesh.world.rank, batches[action.microbatch].step, tensor)
-                flight.sent = [message for message in flight.sent if not message.is_completed()]
-                flight.sent.append(self._post(SEND, action, tensor))
-                if len(flight.sent) > SENT and mesh.device.type == "cpu":  # gloo never says that one is done
-                    self._wait(flight.sent.pop(0), "what was sent")
+                self._send(flight, action, batches[action.microbatch])
             else:
-                tokens_SB = batches[action.microbatch].tokens_SB
-                shape = (tokens_SB.shape[0] // mesh.tp.size, tokens_SB.shape[1], self.width)
-                tensor = torch.empty(shape, dtype=self.dtype, device=mesh.device)
-                flight.coming[action.op, *key] = self._post(RECEIVE, action, tensor)
+                self._receive(flight, action, batches[action.microbatch])
             if self.timeline is not None:
                 self.timeline.append(Timed(str(action), max(start, self._came - begin), self._now(begin)))
         for message in flight.sent:
             self._wait(message, "what was sent")
         return total
+
+    def _send(self, flight: Flight, action: Action, batch: Any) -> None:
+        tensor = flight.ready.pop((action.stage, action.microbatch)).contiguous()
+        fault("pipeline.message", self.mesh.world.rank, batch.step, tensor)
+        flight.sent = [message for message in flight.sent if not message.is_completed()]
+        flight.sent.append(self._post(SEND, action, tensor))
+        if len(flight.sent) > SENT and self.mesh.device.type == "cpu":  # gloo never says that one is done
+            self._wait(flight.sent.pop(0), "what was sent")
+
+    def _receive(self, flight: Flight, action: Action, batch: Any) -> None:
+        shape = (batch.tokens_SB.shape[0] // self.mesh.tp.size, batch.tokens_SB.shape[1], self.width)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.mesh.device)
+        flight.coming[action.op, action.stage, action.microbatch] = self._post(RECEIVE, action, tensor)
 
     def _wait(self, message: Pending, *name: object) -> Tensor:
         """For a message, which comes when its sender is there: most of it is the pipeline's bubble."""
@@ -198,8 +217,8 @@ class Pipeline:
             given = weight.to(edge.dtype) if isinstance(weight, Tensor) else edge.new_full((), weight)
             torch.autograd.backward(edge, given.expand_as(edge))
         else:
-            grad = self._wait(flight.coming.pop((Op.RECV_B, *key)), Action(Op.RECV_B, *key))
-            torch.autograd.backward([edge], [grad])
+            received = [self._wait(flight.coming.pop((Op.RECV_B, *key)), Action(Op.RECV_B, *key))]
+            _backward_from(edge, received)
         if stage > 0:
             x = flight.inputs.pop(key)
             assert x.grad is not None

@@ -1,13 +1,14 @@
-"""The run: step, log, evaluate, save, until the last step or a reason to stop."""
+"""A run on its way: what comes before and after each step, until the last one or a reason to stop."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +21,19 @@ from megalite.config.options import Config, log_steps, resolved_style
 from megalite.config.toml import to_toml
 from megalite.parallel.comm import all_reduce_, reduce_number
 from megalite.train.batch import on_device
-from megalite.train.figures import Interval
-from megalite.train.memory import memory_line, memory_of, memory_tags, memory_there
-from megalite.train.metrics import Reporter
-from megalite.train.phases import Phases
-from megalite.train.profiling import Collector, Profiler, write_timeline
+from megalite.train.life.stop import StopSignal
 from megalite.train.replicas import check_replicas
-from megalite.train.run_dir import Events, Exit
 from megalite.train.sources import NamedSet
 from megalite.train.start.resume import go_back, save
 from megalite.train.state import Loader, Run, StepResult
-from megalite.train.step import parameter_norm, train_step
-from megalite.train.stop import StopSignal
-from megalite.train.timers import Timers
+from megalite.train.step import parameter_norm
+from megalite.train.tell.device_memory import memory_line, memory_of, memory_tags, memory_there
+from megalite.train.tell.figures import Interval
+from megalite.train.tell.metrics import Reporter
+from megalite.train.tell.phases import Phases
+from megalite.train.tell.profiling import Collector, Profiler, write_timeline
+from megalite.train.tell.run_dir import Events, Exit
+from megalite.train.tell.timers import Timers
 from megalite.train.watch.doubts import Doubts
 from megalite.train.watch.hang import Watchdog
 from megalite.train.watch.pulse import Pulse
@@ -127,17 +128,34 @@ class Training:
         self._lines = 0
         self._asks: str | None = None  # to stop, before the step that agreed on it
         self._ill: str | None = None  # what the last line has found
+        self._ends: tuple[Exit, str] | None = None  # before the last step
         self._stop_file = self.folder / STOP_FILE
         self._doubts = Doubts(self.run, self.watch.events, self.report.say, self.config.train.max_skipped_steps)
         minutes = self.config.checkpoint.save_interval_mins
         self._clock = None if minutes is None else SaveClock(60 * minutes, self.run.mesh, self.run.state.step)
 
-    def train(self) -> tuple[Exit, str]:
-        """Train to the last step. Returns the outcome, the same on all ranks, and its reason as this rank knows it."""
-        with contextlib.ExitStack() as steps:
-            steps.enter_context(self.watch.collector.running())
-            steps.callback(self.watch.profiler.stop)
-            outcome, reason = self._take_steps()
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """What `train_step` is to be asked for, a step at a time; `after` takes what came of it."""
+        run, skip = self.run, self.config.train.iterations_to_skip
+        while self._ends is None and run.state.step < run.last_step:
+            if skip and run.state.step + 1 in skip:
+                run.pass_over()
+            else:
+                yield self._before()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around all steps."""
+        with self.watch.collector.running():
+            try:
+                yield
+            finally:
+                self.watch.profiler.stop()
+
+    def finish(self) -> tuple[Exit, str]:
+        """Save and evaluate for the last time. Returns the outcome, the same on all ranks, and its reason as this rank
+        knows it."""
+        outcome, reason = self._ends or (Exit.DONE, "reached the last step")
         self.run.buffer.wait_gather()
         self._save(last=True)
         if self.saver is not None:
@@ -154,41 +172,70 @@ class Training:
             return Exit.DONE, f"{reason}; nothing was saved"
         return outcome, reason
 
-    def _take_steps(self) -> tuple[Exit, str]:
+    def _before(self) -> dict[str, Any]:
+        """What looks on gets ready for a step; what the step is asked for."""
+        run, log, timers = self.run, self.config.log, self.watch.timers
+        step = run.state.step + 1
+        self.watch.dog.at("step", step)
+        if step == log.profile_pipeline or timers.level == 2:
+            run.pipeline.timeline = []
+        with self.watch.phases("profiler"):
+            self.watch.profiler.before(step)
+        self.watch.phases.before_step()
+        begin = time.perf_counter()  # what comes now is this rank's own time, for which the others wait
+        fault("step.begin", run.mesh.world.rank, step)
+        self._asks = self._why()
+        self._before_s = time.perf_counter() - begin
+        return dict(
+            want_stop=self._asks is not None,
+            count_zeros=log.log_num_zeros_in_grad,
+            timers=timers,
+            empty_level=self.config.operations.empty_unused_memory_level,
+        )
+
+    def after(self, result: StepResult) -> None:
+        """Log, evaluate, save, and look for what is wrong, where each is due."""
         run, t, c, o = self.run, self.config.train, self.config.checkpoint, self.config.operations
-        while run.state.step < run.last_step:
-            if t.iterations_to_skip and run.state.step + 1 in t.iterations_to_skip:
-                run.pass_over()
-                continue
-            result = self._step()
-            if result.copies:
-                self._tell_copies(result.copies, run.state.step)
-            unreliable = self._doubts.after(result)
-            step, stop = run.state.step, result.stop
-            stopping = result.stop or bool(unreliable) or _due(t.exit_interval, step)
-            logged = _due(self._log_interval, step) or step in (self._first, run.last_step) or stopping
-            self._log(result, logged)
-            self.report.stepped(step, run.last_step, result.loss)
-            with self.watch.phases("profiler"):
-                self.watch.profiler.after(step, logged)
-            if _due(o.check_weight_hash_across_dp_replicas_interval, step):
-                self._check_replicas(step)
-            self.watch.collector.after(step)
-            if _due(t.eval_interval, step) and step < run.last_step:
-                stop = self._evaluate(run.valid, "") or stop
-            if result.skipped and result.doubt is not None and result.doubt.finite and run.spikes.action == "rollback":
-                self._roll_back()
-            by_clock = self._clock is not None and self._clock.due(step)
-            if by_clock or _due(c.save_interval, step) or (self._ill and o.health_action == "checkpoint"):
-                self._save()
-            self._tell_saves()
-            if wrong := unreliable or (self._ill if o.health_action == "exit" else None):
-                return Exit.RERUN, wrong
-            if stop:
-                return Exit.REQUEUE, self._asks or self._why() or "asked by another rank"
-            if stopping and step < run.last_step:
-                return Exit.REQUEUE, f"exit_interval={t.exit_interval}"
-        return Exit.DONE, "reached the last step"
+        result = replace(result, step_s=self._before_s + result.step_s)
+        self._note(result)
+        if result.copies:
+            self._tell_copies(result.copies, run.state.step)
+        unreliable = self._doubts.after(result)
+        step, stop = run.state.step, result.stop
+        stopping = result.stop or bool(unreliable) or _due(t.exit_interval, step)
+        logged = _due(self._log_interval, step) or step in (self._first, run.last_step) or stopping
+        self._log(result, logged)
+        self.report.stepped(step, run.last_step, result.loss)
+        with self.watch.phases("profiler"):
+            self.watch.profiler.after(step, logged)
+        if _due(o.check_weight_hash_across_dp_replicas_interval, step):
+            self._check_replicas(step)
+        self.watch.collector.after(step)
+        if _due(t.eval_interval, step) and step < run.last_step:
+            stop = self._evaluate(run.valid, "") or stop
+        if result.skipped and result.doubt is not None and result.doubt.finite and run.spikes.action == "rollback":
+            self._roll_back()
+        by_clock = self._clock is not None and self._clock.due(step)
+        if by_clock or _due(c.save_interval, step) or (self._ill and o.health_action == "checkpoint"):
+            self._save()
+        self._tell_saves()
+        if wrong := unreliable or (self._ill if o.health_action == "exit" else None):
+            self._ends = Exit.RERUN, wrong
+        elif stop:
+            self._ends = Exit.REQUEUE, self._asks or self._why() or "asked by another rank"
+        elif stopping and step < run.last_step:
+            self._ends = Exit.REQUEUE, f"exit_interval={t.exit_interval}"
+
+    def _note(self, result: StepResult) -> None:
+        """What looks on hears of a step."""
+        run, step = self.run, self.run.state.step
+        self.watch.dog.at("after the step", step)
+        self.watch.phases.after_step(result.data_s, result.step_s)
+        self._since.append(result)
+        self.watch.timers.add(run.pipeline.timeline or ())
+        if step == self.config.log.profile_pipeline:
+            write_timeline(run.pipeline, self.folder)
+        run.pipeline.timeline = None
 
     def _told_to_stop(self) -> bool:
         """By a signal, or by the file: only one rank reads that, and removes it as it does."""
@@ -226,38 +273,6 @@ class Training:
             self.saver.wait()  # for the checkpoint that is returned to
         if self._doubts.roll_back(self.saved, lambda step: go_back(self.run, self.config, step)):
             self._save()  # a restart would train on what was passed over
-
-    def _step(self) -> StepResult:
-        """One training step, with what looks on."""
-        run, log, timers = self.run, self.config.log, self.watch.timers
-        step = run.state.step + 1
-        self.watch.dog.at("step", step)
-        drawn = step == log.profile_pipeline
-        if drawn or timers.level == 2:
-            run.pipeline.timeline = []
-        with self.watch.phases("profiler"):
-            self.watch.profiler.before(step)
-        self.watch.phases.before_step()
-        begin = time.perf_counter()  # what comes now is this rank's own time, for which the others wait
-        fault("step.begin", run.mesh.world.rank, step)
-        self._asks = self._why()
-        before_s = time.perf_counter() - begin
-        result = train_step(
-            run,
-            want_stop=self._asks is not None,
-            count_zeros=log.log_num_zeros_in_grad,
-            timers=timers,
-            empty_level=self.config.operations.empty_unused_memory_level,
-        )
-        result = replace(result, step_s=before_s + result.step_s)
-        self.watch.dog.at("after the step", step)
-        self.watch.phases.after_step(result.data_s, result.step_s)
-        self._since.append(result)
-        timers.add(run.pipeline.timeline or ())
-        if drawn:
-            write_timeline(run.pipeline, self.folder)
-        run.pipeline.timeline = None
-        return result
 
     def _log(self, result: StepResult, due: bool) -> None:
         """A line where it is due, a point of TensorBoard where that is; collective where something is asked for."""

@@ -68,8 +68,8 @@ def disagreement(run: Run) -> Tensor:
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     sums: dict[str, Tensor] = {}
     for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-        home, copy = bucket.kind.home, buffer.owned_weight(bucket)
-        sums[home] = _sum_of_bits(buffer.weights[bucket.start : bucket.stop]) + sums.get(home, 0)
+        home, copy = bucket.kind.home, buffer.weights.owned(bucket)
+        sums[home] = _sum_of_bits(buffer.weights.whole(bucket)) + sums.get(home, 0)
         if not optimizer.same:
             casts = (_sum_of_bits(block.to(copy.dtype)) for block in main.split(BLOCK))
             total[1] += sum(casts, -_sum_of_bits(copy)).remainder(PRIME)
@@ -98,7 +98,7 @@ def _differences(run: Run) -> tuple[str, Majority]:
             continue
         table = torch.zeros(axis.size, len(chosen), dtype=torch.int64, device=mesh.device)
         for i in chosen:
-            hashes[i] = hashes.get(i) or _hash(buffer.weights[slots[i].start : slots[i].stop])
+            hashes[i] = hashes.get(i) or _hash(buffer.weights.part(slots[i]))
         table[axis.rank] = torch.tensor([hashes[i] for i in chosen], dtype=torch.int64)
         rows = all_reduce_(table, axis).tolist()
         for i, column in zip(chosen, zip(*rows, strict=True), strict=True):
@@ -129,10 +129,10 @@ def _casts(run: Run) -> list[str]:
     """Parameters whose part that this rank owns is not its main weight, rounded."""
     buffer, optimizer, found = run.buffer, run.optimizer, []
     for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-        wrong = buffer.owned_weight(bucket) != main.to(buffer.weights.dtype)
+        wrong = buffer.weights.owned(bucket) != main.to(buffer.weights.dtype)
         if optimizer.same or not bool(wrong.any()):
             continue
-        at = buffer.owned_range(bucket).start + int(wrong.nonzero()[0])
+        at = buffer.rules[bucket.kind].owned(bucket).start + int(wrong.nonzero()[0])
         slot = next(slot for slot in bucket.slots if at < slot.stop)
         name = buffer.layout.entries[slot.entry].spec.name
         found.append(f"{name} is not its main weight on {run.mesh.describe()}")
@@ -145,5 +145,5 @@ def _heal(run: Run, majority: Majority) -> str:
         run.optimizer.after_load()
         return "the main weights"
     for slot, axis, source in majority:
-        broadcast_(run.buffer.weights[slot.start : slot.stop], axis, source)
+        broadcast_(run.buffer.weights.part(slot), axis, source)
     return "what most replicas have"

@@ -30,7 +30,7 @@ from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.streams import cuda_graphs, new_stream, on_stream
 from megalite.pipeline.graphed import Graph, GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
-from megalite.train.arrangement import Arrangement, arrange, build_stages
+from megalite.plan.arrangement import Arrangement, arrange, build_stages
 from megalite.train.batch import host_batch
 from megalite.train.sources import NamedSet, Sources, open_sources
 from megalite.train.state import Loader, Run

@@ -15,8 +15,8 @@ from megalite.optim.lr import Rates
 from megalite.optim.zero1 import Zero1
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
+from megalite.plan.batch_size import BatchSizes
 from megalite.train.batch import HostBatch
-from megalite.train.batch_size import BatchSizes
 from megalite.train.sources import NamedSet
 from megalite.train.watch.spikes import Spikes
 

@@ -18,8 +18,11 @@ from megalite.parallel.comm import all_reduce_
 from megalite.train.batch import HostBatch, on_device
 from megalite.train.replicas import check_replicas, disagreement
 from megalite.train.state import BadResult, Doubt, Numbers, Run, StepResult
-from megalite.train.timers import Timers
+from megalite.train.tell.timers import Timers
 from megalite.train.watch.suspect import compute_again, look_again, reason_to_doubt, samples_in_words
+
+AGREED = ("norm_sq", "loss_sum", "tokens", "stop", "z_sum")  # fields of Numbers
+COPIES = ("weights differ", "main weights differ")  # of train/replicas.py: disagreement
 
 
 class NonFiniteError(BadResult):
@@ -49,7 +52,6 @@ def train_step(
     nominal = size * run.seq_length  # tokens, were none masked: keeps the gradients' size in the range of the dtype
 
     with timers("forward-backward", 1):
-        run.buffer.zero_grad()
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal)
     fault("step.after_forward_backward", mesh.world.rank, step, losses)
     with timers("all-grads-sync", 1):
@@ -121,26 +123,32 @@ def _agree(
     count_zeros: bool,
     nominal: int,
 ) -> Numbers:
-    """Of the whole world, in float64: squared norm of the gradient, loss, tokens that counted, ranks that want to stop,
+    """Sums over the world, in float64: squared gradient norm, loss, tokens that counted, ranks that want to stop,
     z-loss, and where asked for elements of the gradient that are 0, and whether copies of the weights differ. The
     step's one sync with the device. They are summed: NaN and inf stay what they are, where a maximum may drop a NaN."""
     mesh = run.mesh
     fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_gradient)
-    mine = torch.zeros(5 + count_zeros + 2 * bool(run.check_copies), dtype=torch.float64, device=mesh.device)
+    names = [*AGREED, *["zeros"] * count_zeros, *COPIES * bool(run.check_copies)]
+    packed = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
+    mine = dict(zip(names, packed.split(1), strict=True))  # views: to fill or to copy into one waits for nothing
     with mesh.clock.span("optimizer", "gradient norm"):
-        mine[0] = run.optimizer.local_norm_sq()
+        mine["norm_sq"].copy_(run.optimizer.local_norm_sq())
     if mesh.pp.is_last and mesh.tp.is_first:  # one voice per data-parallel rank for what is replicated
-        mine[1], mine[4] = losses
-        mine[2:3] = float(sum(host.counted_tokens for host in hosts))  # a slice is filled; mine[2] = x would wait
-    mine[3:4] = float(want_stop)
+        mine["loss_sum"].copy_(losses[0])
+        mine["z_sum"].copy_(losses[1])
+        mine["tokens"].fill_(float(sum(host.counted_tokens for host in hosts)))
+    mine["stop"].fill_(float(want_stop))
     if count_zeros:
-        mine[5] = run.optimizer.local_zeros()
+        mine["zeros"].copy_(run.optimizer.local_zeros())
     if run.check_copies:
-        mine[-2:] = disagreement(run)
-    norm_sq, loss_sum, tokens, stop, z_sum, *more = all_reduce_(mine, mesh.world).tolist()
-    unscale = nominal / (tokens * run.loss_scaler.scale) if tokens else 0.0
-    differ = bool(run.check_copies) and any(more[-2:])
-    return Numbers(norm_sq, loss_sum, tokens, stop, z_sum, unscale, more[0] if count_zeros else None, differ)
+        packed[-len(COPIES) :] = disagreement(run)
+    agreed = dict(zip(names, all_reduce_(packed, mesh.world).tolist(), strict=True))
+    return Numbers(
+        **{name: agreed[name] for name in AGREED},
+        unscale=nominal / (agreed["tokens"] * run.loss_scaler.scale) if agreed["tokens"] else 0.0,
+        zeros=agreed.get("zeros"),
+        copies_differ=any(agreed.get(name, 0.0) for name in COPIES),
+    )
 
 
 def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
@@ -156,7 +164,7 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
             run.optimizer.step(scale=clip * unscale, **now)
         with timers("params-all-gather", 1):
             run.buffer.gather()
-    fault("step.after_update", run.mesh.world.rank, run.state.step + 1, run.buffer.whole_weights)
+    fault("step.after_update", run.mesh.world.rank, run.state.step + 1, run.buffer.first_weights)
 
 
 def parameter_norm(run: Run) -> float:

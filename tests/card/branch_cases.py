@@ -38,7 +38,7 @@ Found = dict[str, Any]
 
 def run(flags: str, folder: Path) -> tuple[int, str]:
     """A run as its rank does it: the exit code, and what it printed."""
-    from megalite.train.run import pretrain
+    from train_cases import pretrain
 
     config = cli.parse([*SMALL, *f"{ON_CARD} {flags} --run-dir {folder}".split()], PRESETS)
     said = io.StringIO()
@@ -54,7 +54,7 @@ def everything_on(card: Card, folder: Path) -> Found:
     flags += f" --profile --profile-step-start 0 --profile-step-end 2 --tensorboard-dir {folder}/board"
     flags += f" --log-memory-to-tensorboard --record-memory-history --memory-snapshot-path {folder}/history.pickle"
     empty = mock.patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache)
-    with mock.patch("megalite.train.metrics.Reporter.step", autospec=True) as point, empty as given_back:
+    with mock.patch("megalite.train.tell.metrics.Reporter.step", autospec=True) as point, empty as given_back:
         code, said = run(flags, folder)
     calls, history = cuda.machine().runtime_calls, (folder / f"history_{RANK}.pickle").read_bytes()
     memory = [call.args[-1] for call in point.call_args_list]
@@ -143,7 +143,7 @@ def who_computes(card: Card, folder: Path) -> Found:
 def refused(card: Card, folder: Path) -> Found:
     """What a start says where something is missing; more of it in test_start.py."""
     from megalite.parallel.launch import LaunchError, process_group
-    from megalite.train.run import SetupError, choose_device
+    from megalite.train.life.preflight import SetupError, choose_device
     from tools.bench import kernels
 
     found, soon = Found(), datetime.timedelta(seconds=1)
@@ -289,7 +289,7 @@ def planned(card: Card, folder: Path) -> Found:
     """The card as a plan measures it and as a run told of it; what a verification keeps, and a benchmark refuses there."""
     from types import SimpleNamespace
 
-    from tools.benchmark import read_config
+    from tools.bench.contender import read_config
     from tools.checks.smaller import smaller
     from tools.pictures.run import Run
     from tools.planning.calibrate import measure

@@ -221,10 +221,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def _record_memory_history(
-    enabled: str | None = "all",
-    context: str | None = "all",
-    stacks: str = "all",
-    max_entries: int = sys.maxsize,
+    enabled: str | None = "all", context: str | None = "all", stacks: str = "all", max_entries: int = sys.maxsize
 ) -> None:
     machine().history = None if enabled is None else max_entries
 

@@ -11,7 +11,7 @@ from unittest import mock
 from megalite.checkpoint.run.saver import Saver
 from megalite.pipeline.graphed import GraphedPipeline
 from megalite.pipeline.runtime import Pipeline
-from megalite.train import loop, run, step
+from megalite.train import loop, setup, step
 
 if TYPE_CHECKING:
     from card.device import Card
@@ -22,14 +22,14 @@ NAMES = (
     (Pipeline, "_backward", "backward"),
     (Pipeline, "step", "forward-backward"),
     (GraphedPipeline, "step", "forward-backward"),
-    (loop, "train_step", "step"),
+    (step, "train_step", "step"),
     (step, "_agree", "agree"),
     (step, "_update", "update"),
     (loop, "evaluate", "evaluation"),
     (loop.Training, "_log", "log"),
     (loop, "check_replicas", "replica check"),
     (Saver, "save", "save"),
-    (run, "build_run", "build"),
+    (setup, "build_run", "build"),
 )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_layouts import COMMON
+from train_cases import pretrain
 
 from card import nccl
 from card.trace import Fact
@@ -27,10 +28,10 @@ from megalite.generate.sampling import Sampling
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import build_mesh
-from megalite.train import run as train_run
-from megalite.train.run_dir import Exit
+from megalite.train.life import run as train_run
 from megalite.train.setup import build_run
 from megalite.train.step import train_step
+from megalite.train.tell.run_dir import Exit
 
 TORCH = "--kernels torch --attention-kernel torch"
 EVERYTHING = """--eval-iters 1 --eval-interval 1 --save-interval 1 --save-interval-mins 0.0001 --log-params-norm
@@ -86,7 +87,7 @@ def everything(here: torch.device, flags: str, folder: str) -> None:
         with mock.patch.object(train_run, "process_group", lambda *_, **__: contextlib.nullcontext(here)):
             ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
             config = cli.parse([*words, "--train-iters", "2", *last.split()], PRESETS)
-            assert train_run.pretrain(config, ranks) == ends
+            assert pretrain(config, ranks) == ends
     text(here, folder, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size)
 
 

@@ -114,7 +114,7 @@ def test_the_benchmark_reports_the_card() -> None:
     assert made["memory"] > 100_000 and len(made["losses"]) == 3
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_two_ranks_kernels_and_the_peer_run() -> None:
     assert len(found("two_ranks")["losses"]) == 2
     assert found("kernels_tool")["code"] == 0 and found("kernels_tool")["rows"]["complete"]
@@ -172,7 +172,7 @@ def test_the_quickstart_counts_its_ranks(
     assert f"{10 * ranks} tokens/s, {2 * ranks:.3f} TFLOP/s, MFU n/a ({ranks} ranks together)" in " ".join(said.split())
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(900)
 def test_no_place_of_the_source_that_speaks_of_cards_is_left_out(tmp_path: Path) -> None:
     seen = set()

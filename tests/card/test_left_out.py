@@ -92,16 +92,18 @@ NO_RACE = {
     "checkpoint/run/background_save.py HostCopy.fill: wait_for(self._ready)": "the stream of training is the current one",
     "optim/param_gather.py ParamGather.gather: self.wait()": "the hooks of the modules wait too; it says when",
     SAVED: "what is saved is owned, and a gather leaves it as it is",
-    "train/loop.py Training.train: self.run.buffer.wait_gather()": "as above",
+    "train/loop.py Training.finish: self.run.buffer.wait_gather()": "as above",
     "train/replicas.py disagreement: buffer.wait_gather()": "the step's forward has waited for every weight",
     "pipeline/runtime.py Pipeline._now: synchronize(self.mesh.device)": "for the time alone",
-    "train/phases.py Phases.over_ranks: synchronize(self._mesh.device)": "for the time alone",
+    "train/tell/phases.py Phases.over_ranks: synchronize(self._mesh.device)": "for the time alone",
     "parallel/self_test.py _outcomes: start_all_gather(mine[:part], axis).wait()": "the reduce-scatter after it waits",
-    "train/timers.py Timers._now: synchronize(self.mesh.device)": "for the time alone",
+    "train/tell/timers.py Timers._now: synchronize(self.mesh.device)": "for the time alone",
     "parallel/streams.py synchronize: torch.cuda.synchronize(device)": "for the time alone",
 }
 UNSEEN = {
-    "optim/buffer.py ParamBuffer.whole_weights: self.wait_gather()": "only a fault on demand asks for them",
+    "optim/buffer.py ParamBuffer.first_weights: self.wait_gather()": "only a fault on demand asks for them",
+    "train/rehearsal.py _stepped.at_once: pending.wait()": "a rehearsal moves nothing",
+    "train/rehearsal.py _stepped: run.buffer.wait_gather()": "as above",
     "train/watch/doubts.py Doubts.roll_back: run.buffer.wait_gather()": "a checkpoint overwrites them; no run here has one",
 }
 OF_THE_HOST = {
@@ -112,7 +114,7 @@ OF_THE_HOST = {
     "parallel/local_ranks.py _watch: connection.wait([p.sentinel for p in alive], wait)",
     "train/loop.py Training._roll_back: self.saver.wait()",
     "train/watch/heartbeat.py Heartbeat._beat: self._closing.wait(BEAT_S)",
-    "train/loop.py Training.train: self.saver.wait()",
+    "train/loop.py Training.finish: self.saver.wait()",
     "train/watch/hang.py Watchdog._watch: self._closing.wait(self.pace * POLL_S)",
     "parallel/comm.py Pending.wait: self._work.wait(limit)",  # over gloo
     # between processes that share memory, on CPUs
@@ -210,7 +212,7 @@ QUICK = {"dp2", "tp2", "pp2", "tp2 pp2 split"}
 
 
 @pytest.mark.timeout(400)  # of a machine that is busy
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in LAYOUTS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.everything) for n in LAYOUTS])
 def test_ranks_do_not_race_and_without_any_wait_they_do(name: str, tmp_path: Path) -> None:
     layout, more = LAYOUTS[name]
     keys = [key for key, flags in BETWEEN_RANKS.items() if flags == layout] if name in QUICK else []

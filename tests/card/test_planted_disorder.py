@@ -27,7 +27,7 @@ VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 @contextlib.contextmanager
 def _gathers_swapped() -> Iterator[None]:
     def start_next(original: Callable[..., None], self: ParamGather) -> None:
-        if len(self._to_gather) == len(self.storage.layout.buckets):
+        if len(self._to_gather) == len(self.weights.layout.buckets):
             self._to_gather[:2] = self._to_gather[1::-1]
         original(self)
 
@@ -38,7 +38,7 @@ def _gathers_swapped() -> Iterator[None]:
 @contextlib.contextmanager
 def _gather_skipped() -> Iterator[None]:
     def start_next(original: Callable[..., None], self: ParamGather) -> None:
-        if len(self._to_gather) == len(self.storage.layout.buckets) - 1:
+        if len(self._to_gather) == len(self.weights.layout.buckets) - 1:
             self._to_gather.pop(0)
         original(self)
 

@@ -385,7 +385,7 @@ def test_no_schedule_hangs_a_few(name: str) -> None:
             _check_schedule(name, pp, count, vpp, group)
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_schedule_hangs(name: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_cases import SMALL
+from train_cases import SMALL, pretrain
 
 from card import cuda
 from card.device import simulated
@@ -18,11 +18,11 @@ from megalite.config import cli
 from megalite.config.options import Config
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import CUDA_VARIABLES, OTHER_NAMES, LaunchError, Ranks, prepare_cuda, process_group
-from megalite.train.arrangement import arrange
-from megalite.train.peak_rates import find_peak
-from megalite.train.run import check_machine, choose_device, pretrain
-from megalite.train.run_dir import Exit
+from megalite.plan.arrangement import arrange
+from megalite.plan.peak_rates import find_peak
+from megalite.train.life.preflight import check_machine, choose_device
 from megalite.train.setup import SetupError
+from megalite.train.tell.run_dir import Exit
 from tools import generate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from megalite.config import cli
 from megalite.kernels.adamw import adamw_
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train import loop
+from megalite.train import loop, step
 from megalite.train.setup import build_run
 from megalite.train.state import Run
 from megalite.train.step import parameter_norm
@@ -43,7 +43,7 @@ def steps_of(run: Run) -> list[tuple[float, ...]]:
     try:
         found: list[tuple[float, ...]] = []
         for _ in range(STEPS):
-            result = loop.train_step(run)
+            result = step.train_step(run)
             found.append((result.loss, result.grad_norm))
         run.buffer.wait_gather()
         loop.check_replicas(run, STEPS)
@@ -108,7 +108,7 @@ def on_a_card(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ..
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.everything) for name in LAYOUTS]
 )
 def test_each_rank_waits_once_per_step_under_every_layout(name: str) -> None:
     world, flags = LAYOUTS[name]

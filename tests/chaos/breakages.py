@@ -6,6 +6,7 @@ Each is planted into a copy of the sources, in which a fork of this process, whi
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -45,7 +46,7 @@ BREAKAGES = [
     Breakage(
         "the maximum of the norms is taken, which drops a NaN",
         "tests/chaos/test_one_bad_number.py::test_all_ranks_skip_the_step_that_one_has_a_bad_number_in[dp4]",
-        (("all_reduce_(mine, mesh.world).tolist()", "all_reduce_(mine, mesh.world, torch.distributed.ReduceOp.MAX).tolist()"),),
+        (("all_reduce_(packed, mesh.world).tolist()", "all_reduce_(packed, mesh.world, torch.distributed.ReduceOp.MAX).tolist()"),),
     ),
     Breakage(
         "a group is made without the time-out",
@@ -74,7 +75,7 @@ BREAKAGES = [
     Breakage(
         "every rank draws its dropout as rank 0 does",
         "tests/test_layouts.py::test_layout_equals_one_process_in_fp32[gpt dropout tp2]",
-        (("where.sample_ids_B, self.tp.rank * x_sBD.shape[0])", "where.sample_ids_B, 0)"),),
+        (("first = self.tp.start_of(x_sBD.shape[0])", "first = 0"),),
     ),
     Breakage(
         "directories that are no whole checkpoint count as kept ones",
@@ -90,12 +91,12 @@ BREAKAGES = [
     Breakage(
         "only rank 0 may ask for a stop",
         "tests/train/test_step.py::test_all_ranks_decide_alike[]",
-        (("mine[3:4] = float(want_stop)", "mine[3:4] = float(want_stop and mesh.world.is_first)"),),
+        (("fill_(float(want_stop))", "fill_(float(want_stop and mesh.world.is_first))"),),
     ),
     Breakage(
         "a rank judges by its own gradients whether a step is good",
         "tests/chaos/test_one_bad_number.py::test_all_ranks_skip_the_step_that_one_has_a_bad_number_in[dp4]",
-        (("all_reduce_(mine, mesh.world).tolist()", "[mine[0].item(), *all_reduce_(mine.clone(), mesh.world).tolist()[1:]]"),),
+        (("all_reduce_(packed, mesh.world).tolist()", "[packed[0].item(), *all_reduce_(packed.clone(), mesh.world).tolist()[1:]]"),),
     ),
     Breakage(
         "the fork server dies of signals",
@@ -137,9 +138,7 @@ BREAKAGES = [
 
 def planted(breakage: Breakage) -> dict[str, str]:
     """The modules that it changes, by path. Raises ValueError if what it replaces is not there, once."""
-    sources = {
-        str(path.relative_to(ROOT)): path.read_text("utf-8") for path in sorted((ROOT / "megalite").rglob("*.py"))
-    }
+    sources = dict(_sources())
     changed: dict[str, str] = {}
     for old, new in breakage.lines:
         there = [path for path, text in sources.items() if old in text]
@@ -147,6 +146,18 @@ def planted(breakage: Breakage) -> dict[str, str]:
             raise ValueError(f"{breakage.name}: {old!r} is in {len(there)} modules: plant it anew")
         changed[there[0]] = sources[there[0]] = sources[there[0]].replace(old, new)
     return changed
+
+
+@functools.cache
+def _sources() -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in sorted((ROOT / "megalite").rglob("*.py"))}
+
+
+def rarely(breakage: Breakage) -> pytest.MarkDecorator:
+    """With each commit where what it breaks was changed."""
+    with suppress(ValueError):  # which a test of its own tells
+        return pytest.mark.everything(guards=tuple(planted(breakage)))
+    return pytest.mark.everything()
 
 
 def plant(breakage: Breakage, folder: Path) -> None:
@@ -197,9 +208,9 @@ def verdict(breakage: Breakage) -> str:
 
 
 def main(wanted: list[str]) -> int:
-    """Of all breakages, or of those with one of these words in their name."""
+    """Of all breakages, or of those with these names."""
     for breakage in BREAKAGES:
-        if not wanted or any(word in breakage.name for word in wanted):
+        if not wanted or breakage.name in wanted:
             print(json.dumps({"breakage": breakage.name, "verdict": verdict(breakage)}), flush=True)
     return 0
 

@@ -17,8 +17,8 @@ from megalite.config import cli, faults
 from megalite.models.families import PRESETS
 from megalite.parallel import local_ranks
 from megalite.parallel.launch import Ranks
-from megalite.train.restarts import Restarts
-from megalite.train.stop import StopSignal
+from megalite.train.life.restarts import Restarts
+from megalite.train.life.stop import StopSignal
 
 FLAGS = [
     *(word for word in SMALL if word != "--mock-data"),
@@ -46,7 +46,7 @@ class End:
 
 
 def _rank(ranks: Ranks, base: str, flags: Sequence[str], fault: str, before: Before | None) -> None:
-    from megalite.train.run import pretrain
+    from train_cases import pretrain
 
     folder = Path(base)
     sys.stdout = sys.stderr = open(folder / f"rank-{ranks.rank}.txt", "w", buffering=1)  # noqa: SIM115

@@ -48,8 +48,8 @@ MISTAKES = [
         _of(
             "norms' gradients are not summed over tp",
             (
-                "for axis in (*[replica] * (shard.size > 1), *map(self.mesh.axis, bucket.kind.partial)):",
-                "for axis in [replica] * (shard.size > 1):",
+                "sums=(*[replica] * (shard.size > 1), *map(mesh.axis, kind.partial)),",
+                "sums=(*[replica] * (shard.size > 1),),",
             ),
         ),
         RUN + LLAMA + TP,
@@ -60,8 +60,8 @@ MISTAKES = [
         _of(
             "a tied embedding is summed over the ends twice",
             (
-                "                all_reduce_(self.storage.owned_grad(bucket), self.mesh.ends)\n",
-                "                all_reduce_(self.storage.owned_grad(bucket), self.mesh.ends)\n" * 2,
+                "                all_reduce_(self.grads.owned(bucket), ends)\n",
+                "                all_reduce_(self.grads.owned(bucket), ends)\n" * 2,
             ),
         ),
         RUN + PP,
@@ -94,7 +94,12 @@ MISTAKES = [
     Mistake(
         _of(
             "gradients are averaged over dp, and once more by the number of tokens",
-            ("        self.reducing.clear()\n", "        self.reducing.clear()\n        self.storage.grads.div_(self.mesh.data.size)\n"),
+            (
+                "        self.reducing.clear()\n",
+                "        self.reducing.clear()\n"
+                "        for bucket in self.buckets:\n"
+                "            self.grads.whole(bucket).div_(self.rules[bucket.kind].shard.size)\n",
+            ),
         ),
         RUN + DP,
         {"kind": "gradient", "step": 1, "causes": "every gradient is 1/2 of what it should be, the number of dp"},
@@ -103,9 +108,9 @@ MISTAKES = [
         _of(
             "one rank keeps its old weights of the others' shards",
             (
-                "            whole = self.storage.weights[bucket.start : bucket.stop]\n",
-                "            whole = self.storage.weights[bucket.start : bucket.stop]\n"
-                "            whole = whole.clone() if self.storage.mesh.data.rank == 1 else whole\n",
+                "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n",
+                "            whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)\n"
+                "            whole = whole.clone() if self._shards[b].rank == 1 else whole\n",
             ),
         ),
         RUN + DP,
@@ -114,7 +119,7 @@ MISTAKES = [
     Mistake(
         _of(
             "every rank draws its dropout as rank 0 does",
-            ("where.sample_ids_B, self.tp.rank * x_sBD.shape[0])", "where.sample_ids_B, 0)"),
+            ("first = self.tp.start_of(x_sBD.shape[0])", "first = 0"),
         ),
         RUN + DROPOUT + TP,
         {"kind": "forward", "step": 1, "name": "layers.0.attention_added", "ranks.tp": [1], "causes": "dropout"},
@@ -148,8 +153,8 @@ MISTAKES = [
         _of(
             "the end of every bucket is not reduced",
             (
-                "        whole, owned = storage.grads[bucket.start : bucket.stop], storage.owned_grad(bucket)\n",
-                "        whole, owned = storage.grads[bucket.start : bucket.stop - 256], storage.owned_grad(bucket)\n",
+                "        whole, owned = self.grads.whole(bucket), self.grads.owned(bucket)\n",
+                "        whole, owned = self.grads.whole(bucket)[:-256], self.grads.owned(bucket)\n",
             ),
         ),
         RUN + LLAMA + DP_DDP,
@@ -254,25 +259,3 @@ def planted_in(mistake: Mistake, folder: Path) -> Path:
     copy.mkdir()
     plant(mistake.breakage, copy)
     return copy
-
-
-def main(words: list[str]) -> int:
-    """Of all mistakes, or of those whose name has `words[0]` in it; the rest: more flags, as --dtype bfloat16."""
-    import tempfile
-    import time
-
-    more = " ".join(words[1:])
-    for mistake in MISTAKES:
-        if words and words[0] not in mistake.breakage.name:
-            continue
-        with tempfile.TemporaryDirectory() as name:
-            begin = time.monotonic()
-            answer = verify(planted_in(mistake, Path(name)), mistake.flags, more)
-            told = (answer[1].get("first") or {}, answer[1].get("one_process"))
-            print(f"{mistake.breakage.name}: {missed(mistake, *answer) or 'found'} ({time.monotonic() - begin:.1f} s)")
-            print("   ", {key: value for key, value in told[0].items() if key != "others"}, told[1], flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

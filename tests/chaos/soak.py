@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, INTERVAL, KEEP, FROZEN_S = 2, 5, 4, 8
@@ -97,7 +98,7 @@ class Attempt:
         self.begin = time.monotonic()
         self.steps: list[int] = []
         self._log = open(log, "a", encoding="utf-8")  # noqa: SIM115 (closed by `end`)
-        self.process = subprocess.Popen(
+        self.process = programs.Popen(
             [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env, start_new_session=True,
         )  # fmt: skip

@@ -6,18 +6,18 @@ Tensor parallelism is inside a node, data or pipeline parallelism across. Runs s
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from nodes import ROOT, Node, Started, Unpermitted, two_nodes
 from train_cases import SMALL
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.everything(guards=("megalite/parallel/launch.py",)), pytest.mark.timeout(400)]
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 TIMEOUT_S = 5
 FLAGS = [
@@ -75,7 +75,7 @@ def check_losses(folder: Path, steps: int) -> None:
         "--exit-interval",
         str(steps),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    done = programs.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (one, same), (two, disturbed) = (losses(alone), losses(folder))
     assert one == two == list(range(1, steps + 1))

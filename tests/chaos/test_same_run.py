@@ -31,9 +31,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _note_what_is_read(base: Path, rank: int) -> None:
     """Into a file per rank: step, sample ids and tokens of what each step trains on."""
-    from megalite.train import loop
+    from megalite.train import step as module
 
-    file, train_step = open(base / f"read-{rank}.jsonl", "a", buffering=1), loop.train_step  # noqa: SIM115
+    file, train_step = open(base / f"read-{rank}.jsonl", "a", buffering=1), module.train_step  # noqa: SIM115
 
     def noted(run, *args, **options):  # type: ignore[no-untyped-def]
         hosts, _ = run.data.get(run.state.consumed_samples, BATCH)
@@ -46,7 +46,7 @@ def _note_what_is_read(base: Path, rank: int) -> None:
         file.write(json.dumps([run.state.step, rows]) + "\n")
         return result
 
-    loop.train_step = noted  # type: ignore[assignment]
+    module.train_step = noted  # type: ignore[assignment]
 
 
 def read(base: Path) -> dict[int, list[tuple[int, list[int]]]]:
@@ -69,7 +69,7 @@ def losses(folder: Path) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_every_sample_once_and_in_order_over_kills_and_other_numbers_of_ranks(data: str, tmp_path: Path) -> None:
     """An epoch and two steps of the next one: dp 2 -> 4 -> 1 -> 2, with a kill -9 of a rank in each but the last."""
     steps = SAMPLES // BATCH + 2
@@ -93,7 +93,7 @@ def test_every_sample_once_and_in_order_over_kills_and_other_numbers_of_ranks(da
     assert len(a) == steps and b == pytest.approx(a, rel=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.parametrize("world,layout", [(4, "--tensor-model-parallel-size 2 --async-save")], ids=["tp2 dp2"])
 def test_ten_steps_are_five_and_a_kill_and_five(world: int, layout: str, data: str, tmp_path: Path) -> None:
     """Losses, norms, weights, moments, rates and the ledger, with dropout on; the save before it in the background."""

@@ -8,7 +8,7 @@ import pytest
 from soak import KINDS, soak
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(900)
 def test_among_faults_of_every_kind_the_run_is_the_same_run(tmp_path: Path) -> None:
     table = soak(tmp_path / "out", seed=1, steps=240, number=len(KINDS))

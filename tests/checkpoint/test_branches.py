@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from train_cases import pretrain
 
 from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.run.saver import Saver
@@ -27,8 +28,7 @@ from megalite.parallel.launch import Ranks
 from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import Box, Piece
-from megalite.train import loop
-from megalite.train.run import pretrain
+from megalite.train import step as step_module
 from megalite.train.setup import build_run
 from megalite.train.start.origin import start_run
 
@@ -372,14 +372,14 @@ def test_rank_0_renames_for_all(tmp_path: Path) -> None:
 
 
 def _pretrain(ranks: Ranks, flags: list[str], output: str, killed_at: int | None) -> None:
-    real = loop.train_step
+    real = step_module.train_step
 
     def step(run: Any, want_stop: bool, **options: Any) -> Any:
         if run.state.step == killed_at:
             os._exit(9)
         return real(run, want_stop, **options)
 
-    loop.train_step = step
+    step_module.train_step = step
     if ranks.rank == 0:
         sys.stdout = sys.stderr = open(output, "w", buffering=1)  # noqa: SIM115
     sys.exit(pretrain(cli.parse(flags, PRESETS), ranks))
@@ -413,7 +413,7 @@ def on_two(folder: Path, words: str, killed_at: int | None = None) -> tuple[int,
 def allocator() -> Iterator[None]:
     """Which a run sets for its whole process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalite.train.run.keep_freed_memory", lambda: None)
+        patch.setattr("megalite.train.life.run.keep_freed_memory", lambda: None)
         yield
 
 

@@ -17,8 +17,10 @@ from typing import Any
 
 import fsspec
 import loads
+import programs
 import pytest
 import torch
+from cover import rarely
 from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run_ranks
 from train_cases import SMALL
@@ -39,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALONE = Mesh.alone()
 CPU = torch.device("cpu")
 KINDS = ["memory", "s3"]
+WHEN = ["at once", "in the background"].__getitem__
 
 
 @pytest.fixture(scope="module")
@@ -429,7 +432,7 @@ def _save_rows(base: str, background: bool, environment: dict[str, str]) -> floa
     return float(target.data[3])
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("background", rarely([False, True], [True], WHEN, guards=("megalite/checkpoint",)))
 def test_every_rank_uploads_its_own(on_s3: str, background: bool) -> None:
     assert run_ranks(2, _save_rows, on_s3, background, _aws()) == [20.0, 21.0]
     found = offline.open_checkpoint(on_s3)
@@ -448,7 +451,7 @@ def _save_for_ever(url: str, background: bool) -> None:
             print(line, flush=True)
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("background", rarely([False, True], [True], WHEN, guards=("megalite/checkpoint",)))
 def test_killed_at_any_moment_the_store_holds_a_whole_checkpoint(on_s3: str, background: bool) -> None:
     code = f"""import sys
 sys.path[:0] = {[str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "checkpoint")]!r}
@@ -457,7 +460,7 @@ here._save_for_ever({on_s3!r}, {background})
 """
     moments, promised = random.Random(5), 0
     for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        process = programs.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         wanted = moments.randrange(1, 4)
         for line in process.stdout:
@@ -481,7 +484,7 @@ def test_the_program_saves_to_a_store_and_goes_on_from_it(on_s3: str, tmp_path: 
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--save", on_s3, "--load", on_s3]
     words += ["--save-interval", "2", "--keep-last", "1", "--nproc", "2", "--lr-decay-style", "constant"]
     for last in ("3", "5"):
-        done = subprocess.run([*words, "--train-iters", last], capture_output=True, text=True, cwd=tmp_path, timeout=90)
+        done = programs.run([*words, "--train-iters", last], capture_output=True, text=True, cwd=tmp_path, timeout=90)
         assert done.returncode == 0, done.stderr
     assert f"resumed from {on_s3}/iter_0000003 at step 3" in done.stdout
     assert storage.steps_in(on_s3) == [5]

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import loads
+import programs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -262,7 +263,7 @@ lock = Lock(Path({str(tmp_path)!r}))
 print("held", flush=True)
 time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    process = programs.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match=f"in use by process {process.pid} on"):
@@ -391,7 +392,7 @@ def _on_a_small_disk(directory: str, background: bool) -> str:
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 def test_a_full_file_system(tmp_path: Path, background: bool) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], capture_output=True).returncode:
+    if programs.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
         needed = shutil.disk_usage(tmp_path).free - 4096 + 1  # the lock takes a page
@@ -404,13 +405,10 @@ def test_a_full_file_system(tmp_path: Path, background: bool) -> None:
         assert load(tmp_path / "iter_0000001", whole(torch.zeros(300_000))).tolist() == [1.0] * 300_000
         assert not list(tmp_path.glob(".iter_*"))
     finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        programs.run(["umount", str(tmp_path)], check=True)
 
 
-@given(
-    paces=st.lists(st.floats(0.01, 5.0), min_size=1, max_size=6),
-    interval=st.floats(1.0, 60.0),
-)
+@given(paces=st.lists(st.floats(0.01, 5.0), min_size=1, max_size=6), interval=st.floats(1.0, 60.0))
 def test_the_clock_saves_in_time_whatever_the_pace(paces: list[float], interval: float) -> None:
     """A steady pace: the interval to half a step. One that comes in cycles: to two of them."""
     now, last, saves = [0.0], 0.0, []

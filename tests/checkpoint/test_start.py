@@ -6,18 +6,18 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import tokenizers
 import torch
 from ranks import run_ranks
-from train_cases import SMALL, train
+from train_cases import SMALL, pretrain, train
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import writer
@@ -30,14 +30,13 @@ from megalite.generate.generation import load_model
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Mesh
-from megalite.train import loop
-from megalite.train.run import pretrain
-from megalite.train.run_dir import Exit
+from megalite.train import step as step_module
 from megalite.train.setup import SetupError, build_run
 from megalite.train.start.origin import start_run
 from megalite.train.start.resume import open_saver, options_that_differ, save, with_checkpoint_args
 from megalite.train.state import Run
 from megalite.train.step import NonFiniteError, train_step
+from megalite.train.tell.run_dir import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = Mesh.alone()
@@ -342,7 +341,7 @@ def test_all_ranks_refuse_in_the_same_words(saved: tuple[Path, dict]) -> None:
 def test_the_program_refuses_once_with_the_code_of_usage(saved: tuple[Path, dict], tmp_path: Path) -> None:
     words = [*SMALL, "--train-iters", "6", "--load", str(saved[0]), "--num-layers", "6", "--run-dir", str(tmp_path)]
     words += ["--nproc", "2", "--pipeline-model-parallel-size", "2"]
-    done = subprocess.run([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, capture_output=True, text=True)
+    done = programs.run([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
     assert len(lines) == 4 and sum("num_layers: 6 here" in line for line in lines) == 1, done.stderr
@@ -477,7 +476,7 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     """Nobody asks for it any more: neither a step nor another save comes after it."""
-    failed, real = threading.Event(), loop.train_step
+    failed, real = threading.Event(), step_module.train_step
 
     def write(*args: object) -> None:
         failed.set()
@@ -492,9 +491,9 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr("megalite.train.run.keep_freed_memory", lambda: None)  # for the whole process
+    monkeypatch.setattr("megalite.train.life.run.keep_freed_memory", lambda: None)  # for the whole process
     monkeypatch.setattr(writer, "write_rank", write)
-    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(step_module, "train_step", step)
     monkeypatch.setattr(os, "_exit", leave)
     try:
         code = int(pretrain(parse("--save", str(tmp_path), "--save-interval", "2", "--async-save"), Ranks()))
@@ -515,7 +514,7 @@ def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Pa
     lock = Lock(tmp_path)
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2"]
     words += ["--save", str(tmp_path), "--save-interval", "1", "--nproc", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = programs.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
     lock.close()
     assert done.returncode == 3, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py")]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import loads
+import programs
 import pytest
 import torch
 
@@ -195,7 +195,7 @@ def test_usage_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as stop:
             tool.main(bad)
         assert stop.value.code == 2
-    done = subprocess.run([sys.executable, str(ROOT / "tools/checkpoint.py"), "--help"], capture_output=True, text=True)
+    done = programs.run([sys.executable, str(ROOT / "tools/checkpoint.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "reshard" in done.stdout
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import loads
+import programs
 import pytest
 import torch
 from train_cases import SMALL
@@ -160,7 +160,7 @@ def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:
 def run(folder: Path, last: int, *more: str) -> str:
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--save", str(folder), "--load", str(folder)]
     words += ["--save-interval", "2", "--train-iters", str(last), "--lr-decay-style", "constant", *more]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=90)
+    done = programs.run(words, capture_output=True, text=True, cwd=ROOT, timeout=90)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,7 +83,7 @@ def test_dp_says_how_many_ranks_there_are() -> None:
     assert problems_of(words, 2) == [
         "data_parallel_size=4 x tp 2 x pp 1 is not the world size 2; start 8 ranks, or leave it out"
     ]
-    run = subprocess.run(
+    run = programs.run(
         [sys.executable, "pretrain_gpt.py", *words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 0 and "dp 4" in run.stdout, run.stderr
@@ -240,7 +241,7 @@ def test_the_table_of_flags_is_whole() -> None:
 
 
 def test_help_names_the_options() -> None:
-    run = subprocess.run(
+    run = programs.run(
         [sys.executable, "pretrain_gpt.py", "--help", "all"], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
     assert (
@@ -294,7 +295,7 @@ def test_one_rank_tells_the_notes(tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     told = []
     for rank in "01":
-        run = subprocess.run(
+        run = programs.run(
             [sys.executable, "pretrain_gpt.py", *words],
             cwd=ROOT,
             env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank},

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from megatron_lines import LINES
 
@@ -433,7 +434,7 @@ def test_the_padded_vocabulary_does_not_depend_on_usual_tp() -> None:
 def test_documents_and_examples_are_up_to_date() -> None:
     for page, flags in (("docs/flags.md", []), ("docs/megatron.md", ["--megatron"])):
         words = [sys.executable, "tools/document_flags.py", *flags]
-        made = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
+        made = programs.run(words, capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
         assert made.stdout == (ROOT / page).read_text(), f"python tools/document_flags.py {' '.join(flags)} > {page}"
     worlds = {"llama2_70b_64gpu.toml": 64}
     found = sorted((ROOT / "examples").glob("*.toml"))
@@ -458,5 +459,5 @@ def test_examples_dry_run(path: str) -> None:
         words[3] = str(copy)
     else:
         words += ["--mock-data"]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env_world)
+    result = programs.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env_world)
     assert result.returncode == 0 and "layers per stage" in result.stdout, result.stderr

@@ -7,13 +7,14 @@ import os
 import re
 import select
 import struct
-import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
 
+import programs
 import pytest
+from cover import rarely
 
 from megalite.config import console
 
@@ -25,6 +26,7 @@ RUN = (
 LOGGED = re.compile(r"^\d\d:\d\d:\d\d  step +(\d+)/\d+  loss [\d.]+", re.MULTILINE)
 SHOWN = re.compile(r"^step .*?(\d+)/\d+ .*loss [\d.]+.*tok/s/gpu.*MFU.*GiB")
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
+GUARDS = ("megalite/config/console.py",)
 
 
 class Terminal:
@@ -83,7 +85,7 @@ def trained(*flags: str, **how: str) -> Terminal:
     return Terminal(python("pretrain_gpt.py", *RUN, *flags), **how)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("nproc", rarely(["1", "2"], ["2"], str, guards=GUARDS))
 def test_a_run_on_a_terminal_shows_its_state_below_its_lines(nproc: str, tmp_path: Path) -> None:
     run = trained("--train-iters", "60", "--eval-iters", "3", "--nproc", nproc, "--run-dir", str(tmp_path))
     assert run.end() == 0, run.raw
@@ -97,7 +99,7 @@ def test_a_run_on_a_terminal_shows_its_state_below_its_lines(nproc: str, tmp_pat
     assert "\x1b" not in (tmp_path / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("saves", rarely([True, False], [True], str, guards=GUARDS))
 def test_ctrl_c_leaves_a_clean_terminal(saves: bool, tmp_path: Path) -> None:
     flags = ["--save", str(tmp_path), "--save-interval", "50000"] if saves else ["--run-dir", str(tmp_path)]
     run = trained("--train-iters", "100000", *flags)
@@ -111,9 +113,7 @@ def test_ctrl_c_leaves_a_clean_terminal(saves: bool, tmp_path: Path) -> None:
 
 def test_tools_show_how_far_they_are(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "some words"}\n' * 2000)
-    saved = subprocess.run(
-        python("pretrain_gpt.py", *RUN, "--train-iters", "1", "--save", str(tmp_path / "s")), cwd=ROOT
-    )
+    saved = programs.run(python("pretrain_gpt.py", *RUN, "--train-iters", "1", "--save", str(tmp_path / "s")), cwd=ROOT)
     assert saved.returncode == 0
     text = "--input t.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1"
     for line, bar, last in (
@@ -139,7 +139,9 @@ def test_tools_show_how_far_they_are(tmp_path: Path) -> None:
         assert last in "\n".join(run.shown()) and not any(re.match(bar, shown) for shown in run.shown())
 
 
-@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+@pytest.mark.parametrize(
+    "variables", rarely([{"NO_COLOR": "1"}, {"TERM": "dumb"}], [{"TERM": "dumb"}], str, guards=GUARDS)
+)
 def test_a_terminal_that_wants_none_gets_plain_lines(variables: dict[str, str], tmp_path: Path) -> None:
     run = trained("--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path), **variables)
     assert run.end() == 0 and "\x1b" not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
@@ -150,7 +152,7 @@ def test_under_torchrun_and_in_a_pipe_lines_are_plain(tmp_path: Path) -> None:
     run = Terminal(python("-m", "torch.distributed.run", "--standalone", "pretrain_gpt.py", *flags))
     assert run.end() == 0 and console.ERASE not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
     env = {**os.environ, "TERM": "xterm"}
-    done = subprocess.run(python("pretrain_gpt.py", *flags), cwd=ROOT, env=env, capture_output=True, text=True)
+    done = programs.run(python("pretrain_gpt.py", *flags), cwd=ROOT, env=env, capture_output=True, text=True)
     assert "\x1b" not in done.stdout + done.stderr and "\r" not in done.stdout and len(LOGGED.findall(done.stdout)) == 3
 
 
@@ -172,7 +174,7 @@ print("end")
 """
 
 
-@pytest.mark.parametrize("columns", [160, 60, 0])
+@pytest.mark.parametrize("columns", rarely([160, 60, 0], [60], str, guards=GUARDS))
 def test_lines_scroll_above_a_bar_that_fits(columns: int) -> None:
     run = Terminal(python("-c", WORK), columns=columns)
     assert run.end() == 0, run.raw
@@ -187,7 +189,7 @@ def test_lines_scroll_above_a_bar_that_fits(columns: int) -> None:
 
 
 def test_a_bar_without_a_terminal_writes_nothing() -> None:
-    done = subprocess.run(python("-c", WORK), cwd=ROOT, capture_output=True, text=True)
+    done = programs.run(python("-c", WORK), cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("a line\n" * 3 + "end\n", "a complaint\n")
 
 

@@ -2,10 +2,10 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 
@@ -76,7 +76,7 @@ def test_a_malformed_one_is_a_line_of_the_command_lines_problems_and_a_good_one_
     )
     for variables, says in (({VARIABLE: "rubbish"}, "POINT:RANK:STEP:KIND"), ({ONCE: "/nowhere"}, "is no directory")):
         command, env = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words], {**os.environ, **variables}
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = programs.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         lines = done.stderr.splitlines()
         assert done.returncode == 2 and all(line.startswith("pretrain_gpt.py: ") for line in lines), done.stderr
         assert any(says in line for line in lines) and any("--frob" in line for line in lines)

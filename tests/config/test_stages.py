@@ -9,7 +9,7 @@ import pytest
 from megalite.config import cli
 from megalite.config.stage_layers import parse_layout
 from megalite.models.families import PRESETS
-from megalite.train.arrangement import Arrangement
+from megalite.plan.arrangement import Arrangement
 
 MODEL = """--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
  --tokenizer-type NullTokenizer --vocab-size 5000 --eval-iters 0"""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 
 from megalite.data.errors import DataError
@@ -61,7 +62,7 @@ WANT = int((build_epoch(LENGTHS, 7).starts * np.arange(5001)).sum())
 def start(directory: Path, step: str = "build") -> subprocess.Popen[str]:
     command = [sys.executable, "-c", BUILDER, str(directory), step]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return programs.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def never() -> Epoch:

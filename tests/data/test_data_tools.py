@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +47,7 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 def run_tool(name: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOLS / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    return programs.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
 
 
 def write(

@@ -435,7 +435,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, suffix: str) -> No
     Path(f"{prefix}{suffix}").unlink()
     os.mkfifo(f"{prefix}{suffix}")
     for mapped in (True, False):
-        with pytest.raises(DataError, match=rf"x\{suffix}: is no plain file"):
+        with pytest.raises(DataError, match=rf"x\{suffix}: is not a regular file"):
             IndexedDataset(prefix, mmap_bin_files=mapped)
 
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import programs
 import pytest
 
 from megalite.data.errors import DataError
@@ -37,7 +38,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 def run_tool(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    return programs.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
 
 
 def test_documents_and_sidecar(tmp_path: Path) -> None:
@@ -65,12 +66,7 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
         "bytes": 8,
         "source_bytes": 74,
         "sources": ["b.jsonl", "a.txt"],
-        "tokenizer": {
-            "name": "ByteTokenizer",
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": 257,
-            "eod": 256,
-        },
+        "tokenizer": {"name": "ByteTokenizer", "fingerprint": tokenizer.fingerprint, "vocab_size": 257, "eod": 256},
     }
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
 
@@ -160,7 +156,7 @@ def test_killed_run_leaves_nothing_that_looks_complete_and_can_be_repeated(tmp_p
     prefix = tmp_path / "o"
     command = [sys.executable, str(TOOL), "--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(prefix)]
     command += ["--tokenizer-type", "ByteTokenizer", "--workers", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = programs.Popen(command, stderr=subprocess.DEVNULL)
     partial = Path(f"{prefix}_text_document.bin.partial")
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size):
@@ -169,7 +165,7 @@ def test_killed_run_leaves_nothing_that_looks_complete_and_can_be_repeated(tmp_p
     process.wait()
     assert partial.exists() and not list(tmp_path.glob("*.idx")) and not list(tmp_path.glob("*document.bin"))
     write_jsonl(tmp_path / "a.jsonl", ["short"] * 10)
-    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    programs.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
     assert len(IndexedDataset(f"{prefix}_text_document")) == 10 and not partial.exists()
 
 

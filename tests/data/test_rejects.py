@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import programs
 import pytest
 from data.test_preprocess import BAD_LINES, BYTES, run_tool, write_jsonl
 
@@ -138,7 +138,7 @@ def test_standard_input_and_mixed_files_and_progress(tmp_path: Path) -> None:
     tool = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
     command = [sys.executable, str(tool), "--input", "-", str(tmp_path / "b.txt"), "--output-prefix", tmp_path / "o"]
     command += ["--tokenizer-type", "ByteTokenizer", "--workers", "2", "--log-interval", "1"]
-    got = subprocess.run(
+    got = programs.run(
         [*map(str, command), "--partitions", "4"],
         input='{"text": "a"}\n{"text": "c"}',
         capture_output=True,

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from data.test_text_input import write_gz, write_lines, write_parquet, write_zst
 
@@ -186,19 +187,19 @@ def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: 
     command = [sys.executable, "-c", code, "--input", *inputs(corpus), "--output-prefix", str(prefix), "--append-eod"]
     command += ["--tokenizer-type", "ByteTokenizer", "--workers", str(workers)]
     command += ["--max-bad-fraction", "0.5"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = programs.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     entries, deadline = Path(f"{prefix}.journal"), time.monotonic() + 60
     while time.monotonic() < deadline and not (entries.exists() and entries.read_bytes().count(b"\n") > 3):
         time.sleep(0.002)
     process.kill()
     process.wait()
     assert entries.exists() and not looks_complete(prefix)
-    plain = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    plain = programs.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert plain.returncode == 3 and "continue it with --resume, or discard it with" in plain.stderr
-    again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    again = programs.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0, again.stderr
     assert "resuming after" in again.stderr and contents(prefix) == want
-    third = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    third = programs.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert third.returncode == 0 and "complete already" in third.stderr and contents(prefix) == want
 
 

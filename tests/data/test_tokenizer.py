@@ -332,7 +332,7 @@ def test_a_sentencepiece_model_of_odd_bytes_is_one_clear_error(directory: Path, 
 def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer"):
-        with pytest.raises(DataError, match="is no plain file"):
+        with pytest.raises(DataError, match="is not a regular file"):
             build_tokenizer(kind, str(tmp_path / "tokenizer.json"))
 
 

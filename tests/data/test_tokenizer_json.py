@@ -23,7 +23,7 @@ from megalite.data.errors import DataError  # noqa: E402
 from megalite.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json, differs, read_sentencepiece  # noqa: E402
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
-from megalite.train.export_hf import tokenizer_files  # noqa: E402
+from megalite.train.life.export_hf import tokenizer_files  # noqa: E402
 
 CORPUS = [
     *(ROOT / "LICENSE").read_text().splitlines(True),  # a text that stays: which ties a model has hangs on it

@@ -701,7 +701,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "infinite": (lambda f: _tensors(f, lambda t: t[NORM].__setitem__(slice(2), -float("inf"))), f"{NORM} in .*: 2 of 32 .*-inf"),
     "no epsilon": (lambda f: _config(f, rms_norm_eps=float("nan")), "norm_epsilon=nan is not finite"),
     "infinite base": (lambda f: _config(f, rope_parameters={"rope_theta": 1e999}), "rotary_base=inf is not"),
-    "pipe": (lambda f: _pipe(f / "config.json"), "config.json: is no plain file"),
+    "pipe": (lambda f: _pipe(f / "config.json"), "config.json: is not a regular file"),
     "pipe of weights": (lambda f: _pipe(f / "model.safetensors"), "has neither"),
     "only pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin can run code"),
     "nothing": (lambda f: (f / "model.safetensors").unlink(), "has neither"),

@@ -197,6 +197,11 @@ def write(folder: Path, case: Case, tp: int = 1, pp: int = 1, vpp: int = 1, **ar
     return weights
 
 
+def old_member(self: enum.Enum, protocol: int) -> tuple[Any, ...]:
+    """As Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+    return getattr, (type(self), self.name)
+
+
 @contextlib.contextmanager
 def importable(cls: type) -> Iterator[None]:
     """So that it can be pickled under the name of a module that is not installed."""
@@ -272,6 +277,27 @@ def test_every_layout_is_read_bit_for_bit(case: Case, tp: int, pp: int, vpp: int
     assert len(open_megatron(iteration, say=lambda text: None).tensors) == len(
         open_megatron(tmp_path / "theirs").tensors
     )
+
+
+def test_enumerations_of_early_python_3_11_are_inert_and_getattr_reads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Backend, "__reduce_ex__", old_member)
+    weights = write(tmp_path / "theirs", Case(fused=False))
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V) == 0
+    assert_holds(tmp_path / "ours", weights, V)
+    (path,) = (tmp_path / "theirs").rglob("model_optim_rng.pt")
+    torch.save({"args": Reads()}, path)
+    capsys.readouterr()
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "others") == 3
+    assert "names getattr, which is not on the list" in capsys.readouterr().err
+
+
+class Reads:
+    """An attribute of what the loader does allow."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (argparse.Namespace(a=1), "a")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.filesystem as dcp_files
 import torch.distributed.checkpoint.metadata as dcp_meta
-from test_convert_megatron import ROWS, Case, D, Evil, F, H, K, L, V, assert_holds, stage, tool, whole
+from test_convert_megatron import ROWS, Case, D, Evil, F, H, K, L, V, assert_holds, old_member, stage, tool, whole
 from torch import Tensor
 
 GPT = Case()
@@ -87,6 +87,13 @@ def test_every_chunk_comes_to_its_place(case: Case, stacked: bool, cut: bool, tm
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V, "--check") == 0
     assert "all bits equal" in capsys.readouterr().out
     assert_holds(tmp_path / "ours", whole(case), V)
+
+
+def test_enumerations_of_early_python_3_11_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_meta._MEM_FORMAT_ENCODING, "__reduce_ex__", old_member)
+    write(tmp_path / "theirs", GPT, False)
+    assert b"getattr" in (tmp_path / "theirs" / "iter_0000007" / ".metadata").read_bytes()
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V, "--check") == 0
 
 
 class Sneaky:

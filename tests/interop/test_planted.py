@@ -122,7 +122,7 @@ def test_in_every_file_of_a_run(
 
 
 def _pretrain(ranks: Ranks, flags: list[str], output: str) -> None:
-    from megalite.train.run import pretrain
+    from train_cases import pretrain
 
     sys.stdout = sys.stderr = open(output, "w", buffering=1)  # noqa: SIM115
     sys.exit(pretrain(cli.parse(flags, PRESETS), ranks))

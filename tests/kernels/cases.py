@@ -250,10 +250,7 @@ OPS: dict[str, Op] = {
         fp32_units=16,
     ),
     "attention by document in a window": Op(
-        attended(attention, 70),
-        attended(attention_reference, 70),
-        (heads(300, 2, 1, 1, 64, 130),),
-        fp32_units=16,
+        attended(attention, 70), attended(attention_reference, 70), (heads(300, 2, 1, 1, 64, 130),), fp32_units=16
     ),
     "attention with dropout": Op(
         attended(attention, dropout_p=0.25),

@@ -182,8 +182,7 @@ def build(launch: Launch, capability: int) -> Built:
     assert used, told
     meta = made.metadata
     return Built(
-        *(launch, CARDS[capability], int(used[1]), int(used[2]), meta.shared),
-        *(meta.num_warps, made.asm["ptx"], cubin),
+        *(launch, CARDS[capability], int(used[1]), int(used[2]), meta.shared), *(meta.num_warps, made.asm["ptx"], cubin)
     )
 
 

@@ -95,7 +95,7 @@ def test_the_plan_names_what_there_is() -> None:
 
 
 def test_a_run_on_cpu_does_not_import_triton() -> None:
-    code = "import sys, megalite.train.run; assert 'triton' not in sys.modules"
+    code = "import sys, megalite.train.life.run; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ})
 
 

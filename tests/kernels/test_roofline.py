@@ -36,7 +36,7 @@ def test_bytes_are_those_of_the_formula(interpreter: Call, name: str) -> None:
         assert twice(seen) == []
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.parametrize("name", CASES)
 def test_the_machine_code_moves_what_the_interpreter_counts(
     interpreter: Call, name: str, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 ROWS = [(name, i, dtype) for name, op in OPS.items() for i in range(len(op.cases)) for dtype in DTYPES]
+# with each commit without fp16, which rounds as bf16 does, unless a kernel has changed
+RARELY = pytest.mark.everything(guards=("megalite/kernels",))
+OFTEN = [pytest.param(*row, marks=RARELY if row[2] == "float16" else ()) for row in ROWS]
 Call = Callable[..., Any]
 
 
@@ -34,7 +37,7 @@ def check(call: Call, name: str, case: int, dtype: str, layout: str, *device: st
         assert row.error <= row.bound, f"{row.name} {layout}: {row.error:.3g} > {row.bound:.3g} ({row})"
 
 
-@pytest.mark.parametrize("name,case,dtype", ROWS)
+@pytest.mark.parametrize("name,case,dtype", OFTEN)
 def test_kernel_against_its_twin(interpreter: Call, name: str, case: int, dtype: str) -> None:
     for layout in LAYOUTS if dtype == "float64" else (layout_of(name, case, dtype),):
         check(interpreter, name, case, dtype, layout)

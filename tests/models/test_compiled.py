@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from train_cases import BORDERS
 
 from megalite.config import cli
 from megalite.config.options import Config
@@ -25,12 +26,12 @@ from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch
 from megalite.nn.later import Later
 from megalite.parallel.launch import Ranks
-from megalite.train.arrangement import arrange
-from megalite.train.run import check_machine
+from megalite.plan.arrangement import arrange
+from megalite.train.life.preflight import check_machine
+from megalite.train.life.warm_up import warm_up
 from megalite.train.setup import SetupError, build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
-from megalite.train.warm_up import warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2
@@ -43,7 +44,6 @@ LLAMA = f"""{GPT} --swiglu --normalization RMSNorm --position-embedding-type rop
  --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
 QWEN = LLAMA + " --add-qkv-bias --qk-layernorm"
 NEOX = f"{GPT} --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual"
-BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"
 SELECTIVE = " --recompute-granularity selective"
 FULL = " --recompute-granularity full --recompute-method uniform"
 PARTS = f"{SELECTIVE} --recompute-modules core_attn layernorm mlp"
@@ -77,10 +77,12 @@ def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eage
     return [x for r in results for x in (r.loss, r.grad_norm)]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [LLAMA + BORDERS + SELECTIVE, DROP + BORDERS, QWEN, NEOX, DROP + FULL, DROP + SELECTIVE, PAIRS + PARTS],
-)
+RARELY = pytest.mark.everything(guards=("megalite/models/compiled.py", "megalite/models/gpt.py"))
+OFTEN = [LLAMA + BORDERS + SELECTIVE]
+SELDOM = [DROP + FULL, DROP + BORDERS, QWEN, NEOX, DROP + SELECTIVE, PAIRS + PARTS]
+
+
+@pytest.mark.parametrize("flags", [*OFTEN, *(pytest.param(flags, marks=RARELY) for flags in SELDOM)])
 def test_compiled_functions_train_as_eager_ones_and_are_few(flags: str) -> None:
     """Layers and steps, whose numbers are coordinates of dropout, share what is compiled; warm-up has compiled it."""
     count = Counting()
@@ -136,7 +138,13 @@ def _waiting(flags: str) -> tuple[list[float], list[int], list[int]]:
     return [x for r in results for x in (r.loss, r.grad_norm)], [graphs, count.graphs], waited
 
 
-@pytest.mark.parametrize("flags", [*MODELS, f"{QWEN} --num-virtual-stages-per-pipeline-rank 2"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        MODELS[0],
+        *(pytest.param(m, marks=RARELY) for m in (MODELS[1], f"{QWEN} --num-virtual-stages-per-pipeline-rank 2")),
+    ],
+)
 def test_weight_gradients_of_compiled_blocks_wait_too(flags: str) -> None:
     """No step compiles anything, and a W has all to do that it has without."""
     whole = f"{flags} --pipeline-model-parallel-size 2"
@@ -151,7 +159,7 @@ def test_weight_gradients_of_compiled_blocks_wait_too(flags: str) -> None:
         assert got == pytest.approx(loss, rel=1e-10, abs=0)
 
 
-@pytest.mark.long
+@RARELY
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_run_with_both_flags_is_the_run_without_and_compiles_before_its_first_step(tmp_path: Path) -> None:
     told, losses = "", list[list[float]]()
@@ -208,8 +216,10 @@ def saved_bytes(flags: str, dtype: torch.dtype) -> int:
     return sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("flags", [LLAMA, DROP, DROP + SELECTIVE], ids=["llama", "dropout", "selective"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=RARELY), torch.bfloat16])
+@pytest.mark.parametrize(
+    "flags", [pytest.param(LLAMA, marks=RARELY), pytest.param(DROP, marks=RARELY), DROP + SELECTIVE]
+)
 def test_no_more_is_kept_for_backward(flags: str, dtype: torch.dtype) -> None:
     flags += " --num-layers 1"
     eager = saved_bytes(flags, dtype)

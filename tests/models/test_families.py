@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from megalite.config.options import Config, build
 from megalite.models.families import PRESETS
 from megalite.models.family import rules
-from megalite.models.flops import train_flops_per_token
 from megalite.models.specs import specs_of
+from megalite.plan.kinds import model_flops
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -70,18 +71,20 @@ def test_flops_follow_the_formula() -> None:
     config = build(PRESETS["llama3-8b"])
     D, F, S, V = 4096, 14336, 8192, 128256
     layer = 2 * D * (4096 + 2 * 1024) + 2 * D * D + 2 * D * F * 3 + 2 * 4096 * S
-    assert train_flops_per_token(config.model, S, V) == 3 * (32 * layer + 2 * D * V)
+    assert model_flops(replace(config.model, seq_length=S), V) == 3 * (32 * layer + 2 * D * V)
 
 
 def test_flops_in_a_window_count_what_is_seen() -> None:
     config = build({**PRESETS["llama3-8b"], "window_size": (1023, 0)})
-    full, S, V = build(PRESETS["llama3-8b"]).model, 8192, 128256
+    S, V = 8192, 128256
+    of = lambda model, length=S: model_flops(replace(model, seq_length=length), V)  # noqa: E731
+    full = build(PRESETS["llama3-8b"]).model
     band = 1024 - 1024**2 / (2 * S)
     exact = sum(min(i + 1, 1024) for i in range(S)) / S  # which counts the half of the diagonal that S / 2 leaves out
     assert band == pytest.approx(exact, abs=0.5)
     fewer = 3 * 32 * 4 * 4096 * (S / 2 - band)
-    assert train_flops_per_token(config.model, S, V) == train_flops_per_token(full, S, V) - fewer
+    assert of(config.model) == of(full) - fewer
     half = build({**PRESETS["llama3-8b"], "window_size": (1023, 0), "window_attn_skip_freq": "2"})
-    assert train_flops_per_token(half.model, S, V) == train_flops_per_token(full, S, V) - fewer / 2
+    assert of(half.model) == of(full) - fewer / 2
     for length in (1024, 100):
-        assert train_flops_per_token(config.model, length, V) == train_flops_per_token(full, length, V)
+        assert of(config.model, length) == of(full, length)

@@ -19,7 +19,7 @@ from megalite.nn.parameter import Maker, named_specs
 from megalite.optim.buffer import ParamBuffer
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
-from megalite.train.arrangement import arrange, build_stages
+from megalite.plan.arrangement import arrange, build_stages
 
 S, B, VOCAB = 8, 2, 61
 WEIGHT = 2.0**-6  # a power of two: multiplying by it rounds nothing, wherever it is done
@@ -65,8 +65,8 @@ def backward(model: Stage, seed: int, promised: float | None = WEIGHT, given: fl
 def in_buffer(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], promised: float | None) -> dict[str, Tensor]:
     model = stage(flags, dtype)
     buffer = ParamBuffer([model], Mesh.alone(), bucket_size=3000)
-    buffer.grads.fill_(torch.nan)  # a step before: nothing of it may be left
-    buffer.zero_grad()
+    for flat in buffer.grads.flats:
+        flat.fill_(torch.nan)  # a run before: nothing of it may be left
     for seed in seeds:
         if seed == seeds[-1]:
             buffer.on_last_backward(0)
@@ -110,15 +110,16 @@ def test_bf16_is_as_near_to_fp64_as_through_autograd(flags: str) -> None:
 class Writes(TorchDispatchMode):
     """Elements of each result of an operation that is new memory, and the operations that wrote to `watched`."""
 
-    def __init__(self, watched: Tensor):
+    def __init__(self, watched: list[Tensor]):
         super().__init__()
-        self.watched, self.new, self.into = watched.untyped_storage(), [0], [""]
+        self.watched = {flat.untyped_storage().data_ptr() for flat in watched}
+        self.new, self.into = [0], [""]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
-            if func._schema.is_mutable and out.untyped_storage().data_ptr() == self.watched.data_ptr():
+            if func._schema.is_mutable and out.untyped_storage().data_ptr() in self.watched:
                 self.into.append(f"{func.overloadpacket.__name__} {out.numel()}")
             elif out.untyped_storage().data_ptr() not in known:
                 self.new.append(out.numel())
@@ -132,7 +133,7 @@ def test_each_matrix_is_written_once_and_no_temporary_has_its_size() -> None:
     matrices = {spec.name: p.numel() for spec, p in named_specs(model) if p.dim() > 1}
     tokens = torch.tensor([[3], [1], [4], [1]])
     for first in (True, False):
-        writes = Writes(buffer.grads)
+        writes = Writes(buffer.grads.flats)
         with writes:
             loss = model(None, Batch(tokens, tokens, None, torch.arange(1), 1, loss_weight=WEIGHT))
             loss.backward(loss.new_full((), WEIGHT))
@@ -149,7 +150,7 @@ def test_without_a_promise_forward_leaves_the_buffer_alone() -> None:
     model(None, batch(1, None))
     with torch.no_grad():
         model(None, batch(1, WEIGHT))
-    assert not buffer.grads.any() and all(sink.open()[1] for sink in buffer.sinks.values())
+    assert not any(flat.any() for flat in buffer.grads.flats) and all(sink.open()[1] for sink in buffer.sinks.values())
 
 
 def test_a_broken_promise_and_a_second_backward_are_refused() -> None:
@@ -168,17 +169,17 @@ def test_a_late_matmul_is_refused_before_it_adds() -> None:
     buffer = ParamBuffer([model], Mesh.alone())
     buffer.on_last_backward(0)
     backward(model, 1)
-    before = buffer.grads.clone()
+    before = torch.cat(buffer.grads.flats)
     with pytest.raises(RuntimeError, match=r"head: a gradient came after its bucket was reduced"):
         backward(model, 2)
-    assert torch.equal(buffer.grads, before)
+    assert torch.equal(torch.cat(buffer.grads.flats), before)
 
 
 def test_a_buffer_that_nobody_holds_is_freed() -> None:
     model = stage(GPT, torch.float32)
     buffer = ParamBuffer([model], Mesh.alone())
     backward(model, 1)
-    gone, flat = weakref.ref(buffer), weakref.ref(buffer.weights)
+    gone, flat = weakref.ref(buffer), weakref.ref(buffer.weights.flats[0])
     del buffer
     assert gone() is None
     del model
@@ -204,4 +205,5 @@ def test_on_a_card_the_head_needs_less_than_a_gib_beside_its_weights() -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
         x_sBD.grad = None
     assert peaks[1] < 2**30
-    assert buffer.grads.isfinite().all() and buffer.grads.any()
+    [grads] = buffer.grads.flats
+    assert grads.isfinite().all() and grads.any()

@@ -11,7 +11,7 @@ from megalite.models.families import PRESETS
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.recompute import without_keeping
 from megalite.parallel.mesh import Mesh
-from megalite.train.arrangement import arrange, build_stages
+from megalite.plan.arrangement import arrange, build_stages
 
 S, B, V = 12, 2, 64
 LINE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size {B} --train-iters 1

@@ -56,9 +56,8 @@ def _grads(buffer: ParamBuffer) -> dict[str, float]:
     """The value of each parameter's (uniform) gradient where this rank owns it."""
     values = {}
     for bucket in buffer.layout.buckets:
-        owned = buffer.owned_range(bucket)
         for slot in bucket.slots:
-            mine = buffer.grads[max(slot.start, owned.start) : min(slot.stop, owned.stop)]
+            mine = buffer.grads.owned_part(bucket, slot).of(buffer.grads.owned(bucket))
             if mine.numel():
                 assert (mine == mine[0]).all()
                 values[buffer.layout.entries[slot.entry].spec.name] = float(mine[0])
@@ -70,17 +69,32 @@ def test_parameters_are_views_and_gradients_live_in_the_buffer_alone() -> None:
     buffer = ParamBuffer([model], Mesh.alone())
     a, b = model[0].weight, model[1].weight
     assert [p.spec.name for p in model.parameters()] == ["a", "b"]  # type: ignore[attr-defined]
-    buffer.weights.mul_(2)
+    for flat in buffer.weights.flats:
+        flat.mul_(2)
     assert a.detach().unique().tolist() == [4.0] and b.detach().unique().tolist() == [6.0]
     for _ in range(3):
         model(torch.ones(SIZE)).sum().backward()
     assert a.grad is None and b.grad is None
     buffer.finish()
     assert _grads(buffer) == {"a": 18.0, "b": 12.0}
-    buffer.zero_grad()
     model[1](torch.ones(SIZE)).sum().backward()
     buffer.finish()
-    assert _grads(buffer) == {"a": 0.0, "b": 1.0}  # a: no gradient, and nothing of the step before
+    assert _grads(buffer) == {"a": 0.0, "b": 1.0}  # a: no gradient, and nothing of the run before
+
+
+def test_every_bucket_is_a_memory_of_its_own() -> None:
+    """So one can go while the others stay: nobody reads across buckets."""
+    model = nn.Sequential(Scale("a", 2.0), Scale("b", 3.0), Scale("c", 4.0))
+    buffer = ParamBuffer([model], Mesh.alone(), bucket_size=1)
+    flats = [storage.whole(bucket) for bucket in buffer.layout.buckets for storage in (buffer.weights, buffer.grads)]
+    assert len({flat.untyped_storage().data_ptr() for flat in flats}) == len(flats) == 6
+    assert buffer.weights.nbytes == buffer.grads.nbytes == 4 * buffer.layout.size
+    gone = buffer.weights.whole(buffer.layout.buckets[0]).untyped_storage()
+    gone.resize_(0)  # c's
+    y = model[:2](torch.ones(SIZE))
+    y.sum().backward()
+    buffer.finish()
+    assert y.unique().tolist() == [6.0] and _grads(buffer) == {"a": 3.0, "b": 2.0, "c": 0.0}
 
 
 def test_a_gradient_after_the_reduction_is_an_error_that_names_the_parameter() -> None:
@@ -119,7 +133,7 @@ def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, T
     limit = datetime.timedelta(seconds=20)
     instances = 1 if shard else None
     mesh = build_mesh(instances=instances, device=torch.device("cpu"), timeout=limit, shared_memory=shared)
-    assert (mesh.dp.shared is not None) == shared
+    assert (mesh.dp.direct is not None) == shared
     model, moved = Scale("a", dtype=torch.bfloat16), []
     buffer = ParamBuffer([model], mesh, reduce_in_bf16=reduce_in_bf16)
     real = dist.all_reduce
@@ -136,7 +150,7 @@ def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, T
         model(inputs[i]).sum().backward()
     buffer.finish()
     dist.all_reduce = real
-    return buffer.owned_grad(buffer.layout.buckets[0]).clone(), inputs.float().sum(0), [n for n in moved if n > 64]
+    return buffer.first_gradient().clone(), inputs.float().sum(0), [n for n in moved if n > 64]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared memory"])
@@ -214,7 +228,7 @@ def _late_weights(dtype: torch.dtype, overlap: bool, training: bool) -> tuple[fl
     optimizer = Zero1(buffer, Half())
     optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
     buffer.gather()
-    waits = buffer.weights[:SIZE].unique().numel() > 1  # the other rank's half is still the old one
+    waits = buffer.weights.flats[-1].unique().numel() > 1  # the other rank's half is still the old one
     with torch.set_grad_enabled(training):
         x = model[0](torch.ones(SIZE, dtype=dtype))  # no wait_gather: the modules' own hooks do it
         y = model(torch.ones(SIZE, dtype=dtype))

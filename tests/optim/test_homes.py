@@ -53,6 +53,9 @@ def shapes(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
     return pp * stage, dict(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, instances=instances)
 
 
+RARELY = pytest.mark.everything(guards=("megalite/optim",))
+
+
 def _whole(spec: ParamSpec) -> Tensor:
     """Every element another number, all squares of them exact in fp64."""
     first = 1 + sum(int(np.prod(s.shape)) for s in SPECS[: [s.name for s in SPECS].index(spec.name)])
@@ -77,7 +80,7 @@ def _fill(optimizer: Zero1, share: bool) -> None:
     """Gradients and weights are this rank's part of `_whole`, or, with `share`, the gradient a summand of it: divided
     over all the ranks that the reduction adds up."""
     buffer, mesh = optimizer.buffer, optimizer.buffer.mesh
-    for p in buffer.storage.parameters:
+    for p in buffer.parameters:
         spec = p.spec  # type: ignore[attr-defined]
         if "." in spec.name and not spec.name.startswith("experts"):
             p.data.zero_()  # of a stage between the ends
@@ -106,7 +109,7 @@ def test_owned_elements_over_replicas_are_the_model(shape: tuple[int, dict[str, 
         grads += float(optimizer.local_norm_sq())
         weights += float(optimizer.local_weight_norm_sq())
         for bucket in optimizer.buffer.layout.buckets:  # a 1 for every element of the model
-            grad = optimizer.buffer.owned_grad(bucket)
+            grad = optimizer.buffer.grads.owned(bucket)
             grad.copy_((grad != 0).double())
         count += float(optimizer.local_norm_sq())
         for owned in optimizer.pieces():
@@ -131,7 +134,6 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
     mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
     optimizer = _optimizer(mesh)
     buffer = optimizer.buffer
-    buffer.zero_grad()
     _fill(optimizer, share=True)
     buffer.finish()
     norm = float(all_reduce_(optimizer.local_norm_sq(), mesh.world))
@@ -139,7 +141,7 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
     buffer.gather()
     buffer.wait_gather()
     errors = {}
-    for p in buffer.storage.parameters:
+    for p in buffer.parameters:
         box = p.spec.box(mesh.sizes, mesh.position)  # type: ignore[attr-defined]
         part = _whole(p.spec)[tuple(map(slice, box.start, box.stop))]  # type: ignore[attr-defined]
         errors[p.spec.name] = float((p.detach() - part / 2).abs().max())  # type: ignore[attr-defined]
@@ -152,8 +154,8 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
         (4, dict(tp=2, ep=2, etp=1)),
         (4, dict(tp=2, ep=1, etp=2, instances=None)),
         (8, dict(tp=2, cp=2, ep=2, etp=2)),
-        (8, dict(tp=2, pp=2, ep=4)),
-        (8, dict(tp=1, cp=2, ep=2, instances=2)),
+        pytest.param(8, dict(tp=2, pp=2, ep=4), marks=RARELY),
+        pytest.param(8, dict(tp=1, cp=2, ep=2, instances=2), marks=RARELY),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from itertools import pairwise
 
 import pytest
 import torch
@@ -33,15 +34,15 @@ def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bo
     layout = lay_out(entries, bucket_size=bucket, sizes={"data": dp, "tp": 2})
     slots = [(s, b) for b in layout.buckets for s in b.slots]
     assert sorted(s.entry for s, _ in slots) == list(range(len(entries)))
-    position = 0
+    assert [b.number for b in layout.buckets] == list(range(len(layout.buckets)))
     for b in layout.buckets:
-        assert b.start == position and (b.stop - b.start) % (dp * ALIGN) == 0
-        position = b.stop
-        assert [i for r in range(dp) for i in b.shard(dp, r)] == list(range(b.start, b.stop))
-    assert position == layout.size
+        assert b.size % (dp * ALIGN) == 0
+        assert [i for r in range(dp) for i in b.shard(dp, r)] == list(range(b.size))
+        assert all(one.stop <= other.start for one, other in pairwise(b.slots))
+    assert sum(b.size for b in layout.buckets) == layout.size
     for s, b in slots:
         entry = entries[s.entry]
-        assert s.stop - s.start == entry.numel and s.start % ALIGN == 0 and b.start <= s.start and s.stop <= b.stop
+        assert s.bucket == b.number and s.stop - s.start == entry.numel and s.start % ALIGN == 0 and s.stop <= b.size
         assert (entry.chunk, entry.spec.partial, entry.spec.decay) == (b.chunk, b.kind.partial, b.kind.decay)
     str(layout)
 
@@ -70,7 +71,6 @@ def test_updates_equal_torch(dtype: torch.dtype, rule: str) -> None:
     optimizer = Zero1(buffer, AdamW((0.8, 0.95), 1e-6) if rule == "adamw" else SGD(0.9))
     for step in range(6):
         x = torch.randn(4, 7, dtype=dtype, generator=torch.Generator().manual_seed(step))
-        buffer.zero_grad()
         buffer.on_last_backward(0)
         ours(x).square().sum().backward()
         buffer.finish()

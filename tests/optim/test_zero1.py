@@ -86,7 +86,6 @@ def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> Zero1:
 def _step(optimizer: Zero1, step: int) -> float:
     """One step; each rank adds the summand of the whole gradient that its backward would. The squared norm."""
     buffer, mesh = optimizer.buffer, optimizer.buffer.mesh
-    buffer.zero_grad()
     for bucket in buffer.layout.buckets:
         summands = mesh.dp.size * (2 if bucket.kind.tied else 1) * (mesh.tp.size if bucket.kind.partial else 1)
         for slot in bucket.slots:
@@ -113,7 +112,7 @@ def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[t
     for bucket in layout.buckets:
         for slot in bucket.slots:
             spec = layout.entries[slot.entry].spec
-            weights[spec.name] = optimizer.buffer.weights[slot.start : slot.stop].double().numpy()
+            weights[spec.name] = optimizer.buffer.weights.part(slot).double().numpy()
     return norms, pieces, weights
 
 
@@ -199,10 +198,9 @@ def test_states_are_what_the_formula_says(dtype: torch.dtype, per_element: int) 
 def _state_bytes(dtype: torch.dtype) -> tuple[int, int]:
     optimizer = _optimizer(Case(2), "adamw", dtype)
     tensors = [t for state in optimizer.state for t in state.values()]
-    weights = optimizer.buffer.weights
-    own = weights.untyped_storage().data_ptr()
-    tensors += [t for t in optimizer.main if t.untyped_storage().data_ptr() != own]
-    return sum(t.numel() * t.element_size() for t in tensors), weights.numel()
+    own = {flat.untyped_storage().data_ptr() for flat in optimizer.buffer.weights.flats}
+    tensors += [t for t in optimizer.main if t.untyped_storage().data_ptr() not in own]
+    return sum(t.numel() * t.element_size() for t in tensors), optimizer.buffer.layout.size
 
 
 def _one(grad: Tensor) -> Zero1:
@@ -210,7 +208,7 @@ def _one(grad: Tensor) -> Zero1:
     module.register_parameter("w", nn.Parameter(torch.zeros_like(grad)))
     module.w.spec = ParamSpec("w", tuple(grad.shape))  # type: ignore[union-attr]
     optimizer = Zero1(ParamBuffer([module], Mesh.alone()), SGD())
-    optimizer.buffer.grads[: grad.numel()] = grad
+    optimizer.buffer.sinks["w"].open()[0].copy_(grad)
     return optimizer
 
 
@@ -237,13 +235,14 @@ def test_training_goes_on_bit_for_bit_from_loaded_pieces(dtype: torch.dtype) -> 
     for o in second.pieces():
         o.piece.data.copy_(saved[o.piece.name])
     if dtype == torch.bfloat16:
-        second.buffer.weights.zero_()  # copies follow from the main weights
+        for flat in second.buffer.weights.flats:
+            flat.zero_()  # copies follow from the main weights
     second.updates = first.updates
     second.after_load()
-    assert torch.equal(first.buffer.weights, second.buffer.weights)
+    assert all(map(torch.equal, first.buffer.weights.flats, second.buffer.weights.flats))
     _step(first, 2)
     _step(second, 2)
-    assert torch.equal(first.buffer.weights, second.buffer.weights)
+    assert all(map(torch.equal, first.buffer.weights.flats, second.buffer.weights.flats))
 
 
 def test_main_weights_follow_the_weights_where_only_those_were_loaded() -> None:

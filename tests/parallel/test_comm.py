@@ -105,7 +105,16 @@ def _miss_one(name: str, later: float | None, folder: str) -> float | None:
     return took
 
 
-@pytest.mark.parametrize("name,later", [("tp", None), ("pp_back", None), ("ends", 2.0), ("world", 2.0)])
+@pytest.mark.parametrize(
+    "name,later",
+    [
+        *(("pp_back", None), ("world", 2.0)),
+        *(
+            pytest.param(*at, marks=pytest.mark.everything(guards=("megalite/parallel",)))
+            for at in (("tp", None), ("ends", 2.0))
+        ),
+    ],
+)
 def test_every_group_has_the_timeout_that_was_set(name: str, later: float | None, tmp_path: Path) -> None:
     """Without it the ranks would wait for ten minutes, and be ended after one."""
     limit = later or 1.0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from train_cases import SMALL
 
@@ -114,11 +115,11 @@ def test_two_processes_of_mpirun_are_one_training(tmp_path: Path) -> None:
     started = []
     for rank in range(2):
         env = clean | ompi(rank, 2, rank, 2, MASTER_PORT=port, OMP_NUM_THREADS="1")
-        started.append(subprocess.Popen([*words, str(tmp_path / "mpi")], env=env, stdout=subprocess.PIPE, text=True))
+        started.append(programs.Popen([*words, str(tmp_path / "mpi")], env=env, stdout=subprocess.PIPE, text=True))
     said = [process.communicate(timeout=100)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert "dp 2 x cp 1 x tp 1 = 2 ranks" in said[0] and said[1] == ""
-    subprocess.run([*words, str(tmp_path / "local"), "--nproc", "2"], env=clean, check=True, timeout=100)
+    programs.run([*words, str(tmp_path / "local"), "--nproc", "2"], env=clean, check=True, timeout=100)
     one, two = (
         [json.loads(line)["train/loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()[:2]]
         for name in ("mpi", "local")

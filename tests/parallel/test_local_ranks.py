@@ -19,7 +19,7 @@ from megalite.checkpoint.storage.location import CheckpointError, ElsewhereError
 from megalite.config.console import complain
 from megalite.parallel.launch import FIRST_FAILURE, HANG, Ranks
 from megalite.parallel.local_ranks import End, _sweep, start_local
-from megalite.train.rank_log import complain_aside, fails_first, rank_log, stack_of, told_first
+from megalite.train.tell.rank_log import complain_aside, fails_first, rank_log, stack_of, told_first
 
 
 def _twice(ranks: Ranks, folder: str) -> None:
@@ -42,13 +42,13 @@ def _twice(ranks: Ranks, folder: str) -> None:
 def _slow_to_say(ranks: Ranks, console: str) -> None:
     """Rank 1's disk is full; rank 0 has heard of that before rank 1 has said it. The fork server's own stderr is that of
     the test which started it."""
-    from megalite.train.run import _failure
+    from megalite.train.life.exit import Moment, failure
 
     sys.stderr = open(console, "a", buffering=1)  # noqa: SIM115 (until the process ends)
     if ranks.rank == 0:
-        os._exit(int(_failure(ElsewhereError("rank 1 failed while saving"), ranks)[0]))
+        os._exit(int(failure(ElsewhereError("rank 1 failed while saving"), Moment(ranks))[0]))
     time.sleep(0.7)
-    os._exit(int(_failure(CheckpointError("rank 1: [Errno 27] File too large"), ranks)[0]))
+    os._exit(int(failure(CheckpointError("rank 1: [Errno 27] File too large"), Moment(ranks))[0]))
 
 
 def test_the_words_of_the_rank_that_failed_reach_the_console(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ import sys, contextlib
 from pathlib import Path
 from megalite.parallel.launch import Ranks
 from megalite.parallel.local_ranks import start_local
-from megalite.train.rank_log import rank_log
+from megalite.train.tell.rank_log import rank_log
 
 def tell(ranks):
     with rank_log(Path("."), ranks):

@@ -70,7 +70,7 @@ def _all_cases() -> dict[str, str]:
             if mesh.world.rank == 1:
                 _bend(what, mesh, monkeypatch)
             told[what] = _complaint(mesh)
-    assert mesh.tp.shared is not None and mesh.dp.shared is not None or mesh.dp.size == 1
+    assert mesh.tp.direct is not None and mesh.dp.direct is not None or mesh.dp.size == 1
     return told
 
 

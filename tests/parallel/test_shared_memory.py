@@ -104,7 +104,7 @@ def test_half_precision_is_summed_in_fp32() -> None:
 def _twins(rows: int) -> bool:
     """comm's collectives are bit-equal with and without shared memory."""
     meshes = [build_mesh(tp=2, pp=1, device=torch.device("cpu"), shared_memory=on) for on in (True, False)]
-    assert [m.tp.shared is not None for m in meshes] == [True, False]
+    assert [m.tp.direct is not None for m in meshes] == [True, False]
     torch.manual_seed(meshes[0].tp.rank)
     x = torch.randn(rows, 5)
     results = []
@@ -181,13 +181,13 @@ def test_without_room_there_is_gloo() -> None:
 def _timeouts(path: str) -> float:
     limit = datetime.timedelta(seconds=1)
     mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"), timeout=limit)
-    assert mesh.tp.shared is not None
+    assert mesh.tp.direct is not None
     begin = time.monotonic()
     if mesh.tp.rank == 1:
         wait_for(Path(path))
         return 0.0
     with pytest.raises(RuntimeError):
-        mesh.tp.shared.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()
+        mesh.tp.direct.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()
     took = time.monotonic() - begin
     Path(path).touch()
     return took

@@ -80,7 +80,7 @@ def measure(flags: str) -> tuple[int, int, int]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
     run = build_run(cli.read(flags.split(), PRESETS)[0], ranks, torch.device("cpu"))
     held = [t for state in run.optimizer.state for t in state.values()]
-    held += [run.buffer.weights, run.buffer.grads, *([] if run.optimizer.same else run.optimizer.main)]
+    held += [*run.buffer.weights.flats, *run.buffer.grads.flats, *([] if run.optimizer.same else run.optimizer.main)]
     gc.collect()
     gc.freeze()  # what is there by now need not be looked at again
     with Live() as live, patch.object(dispatch.Kernel, "__getitem__", launches_nothing):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,11 +22,11 @@ from megalite.nn import mlp
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Axis
 from megalite.pipeline import runtime
-from megalite.train.arrangement import Arrangement, arrange
+from megalite.plan.arrangement import Arrangement, arrange
+from megalite.train.rehearsal import Issued, issued, rehearse
 from megalite.train.setup import SetupError, build_run
 from megalite.train.sources import Sources, open_sources
 from megalite.train.step import train_step
-from tools.planning.as_rank import Issued, issued, rehearse
 
 ROOT = Path(__file__).resolve().parents[2]
 S, B, D, L, M = 16, 2, 32, 4, 4
@@ -64,11 +64,11 @@ def _real(flags: str) -> Real:
         run.buffer.wait_gather()
     run.close()
     flats = [x for flats in run.optimizer.state for x in flats.values()] + run.optimizer.main
-    shared = run.buffer.weights.untyped_storage().data_ptr()
+    shared = {flat.untyped_storage().data_ptr() for flat in run.buffer.weights.flats}
     held = {
-        "weights": bytes_of(run.buffer.weights),
-        "gradients": bytes_of(run.buffer.grads),
-        "optimizer": bytes_of(*(x for x in flats if x.untyped_storage().data_ptr() != shared)),
+        "weights": bytes_of(*run.buffer.weights.flats),
+        "gradients": bytes_of(*run.buffer.grads.flats),
+        "optimizer": bytes_of(*(x for x in flats if x.untyped_storage().data_ptr() not in shared)),
         "rotary tables": sum(
             bytes_of(*(stage.rope or ())) for stage in run.pipeline.stages if isinstance(stage, Stage)
         ),
@@ -94,7 +94,9 @@ def _real(flags: str) -> Real:
         (2, "--bf16 --grad-reduce-in-bf16 --no-overlap-param-gather --no-overlap-grad-reduce --optimizer sgd"),
         (4, f"{TP} {PP} --split-backward {LLAMA}"),
         (4, f"{TP} --use-tp-pp-dp-mapping --bf16 --rampup-batch-size 4 4 8"),
-        pytest.param(8, f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --bf16 {LLAMA}", marks=pytest.mark.long),
+        pytest.param(
+            8, f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --bf16 {LLAMA}", marks=pytest.mark.everything
+        ),
     ],
 )
 def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: str) -> None:
@@ -147,12 +149,14 @@ LIKE_8B = """--preset llama3-8b --bf16 --micro-batch-size 1 --global-batch-size 
     "world,flags",
     [
         (4, "--pp 4"),
-        pytest.param(2, TP, marks=pytest.mark.long),
-        pytest.param(4, "--pp 4 --num-virtual-stages-per-pipeline-rank 2", marks=pytest.mark.long),
-        pytest.param(4, "--pp 4 --split-backward", marks=pytest.mark.long),
-        pytest.param(4, "--pp 4 --recompute-granularity full --recompute-method uniform", marks=pytest.mark.long),
+        pytest.param(2, TP, marks=pytest.mark.everything),
+        pytest.param(4, "--pp 4 --num-virtual-stages-per-pipeline-rank 2", marks=pytest.mark.everything),
+        pytest.param(4, "--pp 4 --split-backward", marks=pytest.mark.everything),
+        pytest.param(4, "--pp 4 --recompute-granularity full --recompute-method uniform", marks=pytest.mark.everything),
         pytest.param(
-            4, "--pp 4 --recompute-granularity selective --recompute-modules layernorm mlp", marks=pytest.mark.long
+            4,
+            "--pp 4 --recompute-granularity selective --recompute-modules layernorm mlp",
+            marks=pytest.mark.everything,
         ),
     ],
 )
@@ -223,7 +227,7 @@ try:
 finally:
     print(most() - before, file=sys.stderr)"""
     words = [sys.executable, "-c", code, *flags]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    done = programs.run(words, capture_output=True, text=True, cwd=ROOT, timeout=240)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -253,7 +257,7 @@ def test_wrong_ranks_are_refused() -> None:
     assert (code, out) == (2, "") and "as_rank=4 is not among 4 ranks; give 0 to 3" in error
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_a_rank_of_sixteen_thousand_takes_seconds_and_no_memory() -> None:
     """Llama 3 405B as it was trained: tp 8, pp 16, dp 128; its rank would hold 18 GiB of weights, gradients and optimizer."""
     flags = """--preset llama3-405b --bf16 --tp 8 --pp 16 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.train.arrangement import arrange
+from megalite.plan.arrangement import arrange
+from megalite.plan.cluster import DEVICES, Link, cluster
+from megalite.plan.cost import shape_of
+from megalite.plan.profile import DEFAULTS, default_profile, read_profile
+from megalite.plan.step_time import step_time
 from tools.bench import plan_accuracy
 from tools.planning.calibrate import calibrate
-from tools.planning.cluster import DEVICES, Link, cluster
-from tools.planning.cost import shape_of
-from tools.planning.profile import DEFAULTS, default_profile, read_profile
-from tools.planning.step_time import step_time
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -29,10 +29,7 @@ TINY = (
 
 def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
     measured = dataclasses.replace(
-        default_profile("h100"),
-        blocks={"layer": (1.0, 2.0, 0.0)},
-        shape="some",
-        message=Link(1e-6, 2e9),
+        default_profile("h100"), blocks={"layer": (1.0, 2.0, 0.0)}, shape="some", message=Link(1e-6, 2e9)
     )
     for profile in (*DEFAULTS.values(), measured):
         profile.save(tmp_path / "p.json")
@@ -67,7 +64,7 @@ def test_a_list_of_another_length_is_refused(tmp_path: Path) -> None:
         read_profile(tmp_path / "p.json")
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_two_ranks_measure_every_part_and_the_plan_uses_it(tmp_path: Path) -> None:
     config = cli.parse(f"{TINY} --pp 2".split(), PRESETS)
     profile = calibrate(config, 128, ranks=2, seconds=1.0)
@@ -100,11 +97,11 @@ def test_pairs_that_are_equal_do_not_count_as_ranked() -> None:
     assert plan_accuracy.ranked_alike(rows) == (1, 2)
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_the_accuracy_bench_calibrates_runs_and_compares(tmp_path: Path) -> None:
     words = ["tools/bench/plan_accuracy.py", "--layouts", "1x2", "2x4", "--seconds", "2", "--steps", "2"]
     out = tmp_path / "found.json"
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, *words, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.planning import cluster as module
-from tools.planning.cluster import DEVICES, cluster, read_cluster
+from megalite.plan import cluster as module
+from megalite.plan.cluster import DEVICES, cluster, read_cluster
 
 
 def test_the_example_of_the_help_is_a_file(tmp_path: Path) -> None:

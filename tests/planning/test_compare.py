@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
+from megalite.plan.cluster import Cluster, read_cluster
 from tools.pictures.run import read_run
-from tools.planning.cluster import Cluster, read_cluster
 from tools.planning.compare import CompareError, Row, arrangement_of, cluster_of, compare, main, text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "mine"
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS.split(), "--run-dir", str(folder)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = programs.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return folder
 

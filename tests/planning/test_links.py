@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megalite.parallel.mesh import plan_mesh
-from tools.planning import links as module
-from tools.planning.cluster import Link, cluster
-from tools.planning.links import Group, Links, in_words, table
+from megalite.plan import links as module
+from megalite.plan.cluster import Link, cluster
+from megalite.plan.links import Group, Links, in_words, table
 
 CLUSTER = replace(cluster("h100", 32), inside=Link(1e-6, 100e9), between=Link(5e-6, 10e9))
 

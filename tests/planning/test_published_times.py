@@ -26,7 +26,7 @@ def test_some_published_times(case: Case) -> None:
     holds(case)
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_published_times(case: Case) -> None:
     holds(case)
@@ -49,7 +49,7 @@ def test_the_table_tells_what_misses() -> None:
     assert rows[0][-1] == "" and rows[1][-1] == f"misses: {missed.why}"
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_the_page_on_planning_has_the_table() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text("utf-8")
     _, _, section = page.partition("### Against published steps")

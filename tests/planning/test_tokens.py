@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_search import request
 
-from megalite.models.flops import train_flops_per_token
-from megalite.train.arrangement import arrange
-from megalite.train.batch_size import BatchSizes
+from megalite.plan.arrangement import arrange
+from megalite.plan.batch_size import BatchSizes
+from megalite.plan.kinds import model_flops
 from tools.planning import sizes
 from tools.planning.search import Layout, applied, arranged
 from tools.planning.tokens import Budget, chinchilla, quantity
@@ -47,7 +47,7 @@ def test_tokens_flops_steps_and_days() -> None:
     for preset, tokens, published in (("gpt3-175b", "300B", 3.14e23), ("llama3-405b", "15.6T", 3.8e25)):
         asked = request(f"--preset {preset} --global-batch-size 1024", 1024)
         one, m = arranged(Layout(), asked), asked.config.model
-        budget = Budget(one.parameters, quantity(tokens), train_flops_per_token(m, m.seq_length, one.padded_vocab))
+        budget = Budget(one.parameters, quantity(tokens), model_flops(m, one.padded_vocab))
         assert budget.rule_flops == pytest.approx(published, rel=0.02)
         assert 1 < budget.exact_flops / budget.rule_flops < 1.1
     assert budget.steps(BatchSizes.constant(2048), 8192) == -(-15_600_000_000_000 // 2**24)

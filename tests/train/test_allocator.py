@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from megalite.train.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, VARIABLES, keep_freed_memory
+from megalite.train.tell.device_memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, VARIABLES, keep_freed_memory
 
 PROGRAM = """
 import json, resource, sys
 import torch
-from megalite.train.memory import keep_freed_memory
+from megalite.train.tell.device_memory import keep_freed_memory
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 pages = []

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from train_cases import SMALL
+from train_cases import SMALL, pretrain
 
 import pretrain_gpt
 from megalite.config import cli
 from megalite.config.check import check
-from megalite.config.options import ModelConfig
 from megalite.models.families import PRESETS
-from megalite.models.flops import stage_flops
 from megalite.parallel.launch import Ranks
-from megalite.pipeline.partition import splits
 from megalite.pipeline.schedule import in_flight, plan
 from megalite.pipeline.simulate import simulate
-from megalite.train.arrangement import Arrangement, arrange
-from megalite.train.run import pretrain
-from megalite.train.run_dir import Exit
+from megalite.plan import kinds
+from megalite.plan.arrangement import Arrangement, arrange
+from megalite.plan.kinds import kinds_of, layers_bill
+from megalite.plan.partition import evenly, ranges, splits
+from megalite.plan.stage_costs import StageCosts
+from megalite.train.tell.run_dir import Exit
 
 
 def code_of(f: Any) -> CodeType:
@@ -41,7 +42,7 @@ ONCE: dict[CodeType, str] = {
 
 @pytest.mark.parametrize("flags", ["", "--dry-run"])
 def test_a_start_checks_and_arranges_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
-    monkeypatch.setattr("megalite.train.run.keep_freed_memory", lambda: None)  # for the whole process
+    monkeypatch.setattr("megalite.train.life.run.keep_freed_memory", lambda: None)  # for the whole process
     words = [*SMALL, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
     config = cli.parse(words, PRESETS)
     calls: Counter[str] = Counter()
@@ -67,8 +68,7 @@ def test_a_command_line_is_checked_at_the_door_and_once_more_with_what_its_files
 
     sys.setprofile(count)
     try:
-        with pytest.raises(SystemExit, match="^0$"):
-            pretrain_gpt.main([*SMALL, "--train-iters", "2", "--dry-run"])
+        assert pretrain_gpt.main([*SMALL, "--train-iters", "2", "--dry-run"]) == Exit.DONE
     finally:
         sys.setprofile(None)
     assert calls["check"] == 2 and calls["arrange"] == 1
@@ -98,7 +98,7 @@ def test_stages_are_balanced_by_the_time_of_the_whole_step(pp: int, chunks: str,
 
     balanced = made(chunks)
     stages = len(balanced.stages)
-    for split in splits(32, stages):
+    for split in splits(stages, [1] * 32):
         texts = ["t" * n for n in split]
         given = made(f"--pipeline-model-parallel-layout E{'|'.join(texts)}L")
         assert [len(layers) for layers in given.stages] == list(split)
@@ -139,15 +139,41 @@ def test_what_is_told_of_a_long_step_is_what_the_whole_of_it_takes(flags: str) -
     assert made.in_flight == [in_flight(row) for row in rows]
 
 
-def test_what_a_stage_costs_is_reckoned_once_and_not_for_every_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,000 layers on 3 stages there are 140,000 splits."""
-    reckoned: list[int] = []
-
-    def count(model: ModelConfig, layers: int, *more: Any) -> tuple[float, float, float]:
-        reckoned.append(layers)
-        return stage_flops(model, layers, *more)
-
-    monkeypatch.setattr("megalite.train.arrangement.stage_flops", count)
-    words = f"--num-layers 100 {LONG_STEPS} 3 --train-iters 1"
+def test_a_layer_is_read_once_and_not_for_every_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 layers on 9 stages there are 100 splits, and one kind of layer."""
+    read: list[Any] = []
+    whole = kinds.Recorder.read
+    monkeypatch.setattr(kinds.Recorder, "read", lambda self, *given: [read.append(self), whole(self, *given)][1])
+    words = f"--num-layers 100 {LONG_STEPS} 3 --train-iters 1 --ffn-hidden-size 72"
     assert len(arrange(cli.parse([*SMALL, *words.split()], PRESETS), 3, 5000).stages) == 3
-    assert 100 < len(reckoned) <= 200
+    assert len(read) == 2  # and the head
+
+
+def test_layers_that_are_not_alike_are_balanced_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers of eight times the width in front of 57, on 16 stages: the first stages have one of these each."""
+    words = "--num-layers 60 --pp 16 --micro-batch-size 1 --global-batch-size 64 --train-iters 1 --ffn-hidden-size 64"
+    config = cli.parse([*SMALL, *words.split()], PRESETS)
+    narrow = kinds_of(config.model)[0]
+    some = (replace(narrow, ffn_hidden_size=8 * 64),) * 3 + (narrow,) * 57
+    monkeypatch.setattr("megalite.plan.stage_costs.kinds_of", lambda model: some)
+    monkeypatch.setattr("megalite.plan.arrangement.stage_costs", StageCosts)  # which keeps none for the next one
+    made = arrange(config, 16, 64)
+    costs = [sum(layers_bill((kind,), made.layers.setting).flops) for kind in some]
+    heaviest = max(sum(costs[stage.start : stage.stop]) for stage in made.stages)
+    naive = max(sum(costs[stage.start : stage.stop]) for stage in ranges(evenly(60, 16)))
+    assert made.counts[:3] == [1, 1, 1] and sum(made.counts) == 60
+    assert costs[0] <= heaviest < 0.5 * naive
+    assert made.costs[0] == tuple(round(n) for n in layers_bill(some[:1], made.layers.setting).flops)
+    assert made.holdings[0].weights > made.holdings[3].weights / 2  # one wide layer beside four or five
+
+
+def test_a_window_in_front_is_balanced_and_priced() -> None:
+    """The first half of the layers sees 64 of 4,096 keys, so it computes less and has more layers."""
+    words = "--num-layers 32 --pp 4 --seq-length 4096 --max-position-embeddings 4096 --train-iters 1 --hidden-size 64"
+    words += " --global-batch-size 64 --micro-batch-size 1 --window-size 63,0 --window-attn-skip-freq [1]*16+[0]*16"
+    made = arrange(cli.parse([*SMALL, *words.split()], PRESETS), 4, 64)
+    first, last = kinds_of(made.config.model)[0], kinds_of(made.config.model)[-1]
+    assert (
+        layers_bill((first,), made.layers.setting).flops[0] < 0.5 * layers_bill((last,), made.layers.setting).flops[0]
+    )
+    assert made.counts[0] > made.counts[-2] and made.counts[1] > made.counts[2]

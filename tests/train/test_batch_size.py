@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.train.batch_size import BatchSizes
+from megalite.plan.batch_size import BatchSizes
 
 sizes_of_steps = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 50)), max_size=6, unique_by=lambda step: step[0])
 any_sizes = st.one_of(

@@ -4,51 +4,56 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tools import benchmark
+from tools.bench import contender, tables
+from tools.bench.turns import Row
 
 TINY = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --vocab-size 60 --seq-length 8
  --micro-batch-size 2 --device cpu --steps 2 --warmup 1""".split()
 
 
-def test_parts_sum_up_and_a_failure_costs_one_run(
+def test_parts_sum_up_and_an_interrupted_benchmark_keeps_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, real, calls = tmp_path / "out.json", benchmark.measure, []
+    file, real, calls = tmp_path / "out.json", contender.measure, []
 
-    def measure(name: str, more: dict[str, str], options: object, flags: list[str]) -> dict[str, object]:
+    def measure(name: str, *rest: Any) -> dict[str, Any]:
         calls.append(name)
-        if len(calls) == 1:
-            options.timeout = 0.01  # type: ignore[attr-defined]
-            return real(name, more, options, flags)  # type: ignore[arg-type]
-        options.timeout = 60.0  # type: ignore[attr-defined]
         saved = json.loads(file.read_text())
-        assert len(saved["runs"]["megalite"]) == len(calls) - 1 and not saved["complete"]
-        if len(calls) == 3:
+        assert len(saved["rows"][0]["runs"]) == len(calls) - 1 and not saved["complete"]
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        return real(name, more, options, flags)  # type: ignore[arg-type]
+        return real(name, *rest)
 
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(contender, "measure", measure)
     assert benchmark.main(["--repeats", "3", "--json", str(file), *TINY]) == 130
     out, err = capsys.readouterr()
-    first, *where, last = err.splitlines()  # between them, if it had begun, where the run was
-    assert first == "megalite: not done after 0.01 s; give more with --timeout" and last == "benchmark.py: interrupted"
+    assert err.splitlines()[-1] == "benchmark.py: interrupted"
+    written = json.loads(file.read_text())
+    [good], [figures] = written["rows"][0]["runs"], written["figures"]
+    assert len(good["steps"]) == 2 and len(good["losses"]) == 3 and good["memory"] > 1 << 20
+    breakdown = figures["breakdown"]
+    assert sum(breakdown["shares"].values()) == pytest.approx(1) and f"bound: {breakdown['bound']['by']}: " in out
+
+
+def test_a_run_that_is_late_says_so_and_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    assert benchmark.main(["--repeats", "2", "--timeout", "0.01", "--json", str(file), *TINY]) == 1
+    _, late, *where = capsys.readouterr().err.splitlines()  # `where`, if it had begun
+    assert late == "megalite: not done after 0.01 s; give more with --timeout"
     assert not where or where[0].startswith("Fatal Python error: Aborted")
-    late, good = json.loads(file.read_text())["runs"]["megalite"]
-    assert "error" in late and len(good["steps"]) == 2 and len(good["losses"]) == 3 and good["memory"] > 1 << 20
-    (line,) = [line for line in out.splitlines() if line.startswith("rank 0: ")]
-    shares = [float(part.split()[-1].rstrip("%")) for part in line.removeprefix("rank 0: ").split(", ")]
-    assert len(shares) == 7 and sum(shares) == pytest.approx(100, abs=0.4)
-    found = json.loads(file.read_text())["breakdown"]
-    assert sum(found["shares"].values()) == pytest.approx(1) and f"bound: {found['bound']['by']}: " in out
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["status"] == "out of time" and row["runs"] == []
 
 
 def test_a_limit_of_memory_is_of_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(benchmark, "measure", None)  # is not reached
+    monkeypatch.setattr(contender, "measure", None)  # is not reached
     assert benchmark.main([*TINY, "--device", "cuda", "--memory-gib", "2"]) == 2
     assert "memory_gib=2 is of a CPU; drop it, or use --device cpu" in capsys.readouterr().err
 
@@ -66,14 +71,16 @@ def test_what_cannot_be_measured_is_one_line(
     words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(benchmark, "measure", None)  # is not reached
+    monkeypatch.setattr(contender, "measure", None)  # is not reached
     assert benchmark.main([*TINY, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(text)
 
 
-def test_a_row_whose_base_failed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    run = {"device": "CPU", "torch": "0", "peak_tflops": None, "devices": 1, "step_s": 1.0, "memory": 1}
-    run |= {"flops_per_step": 1.0, "tokens_per_step": 1, "parts": [{"forward": 1.0}]}
-    benchmark.report({"megalite": [run], "megalite + allocator": [], "transformers bf16 + allocator": [run]})
-    assert "transformers" not in capsys.readouterr().out
+def test_a_peer_is_compared_with_what_was_measured_beside_it() -> None:
+    rows = [Row({}, name, ["--bf16"], 1, {}) for name in ("megalite", "transformers bf16")]
+    for own, peer in ((2.0, 1.0), (1.0, 2.0), (1.0, 1.0)):
+        rows[0].runs.append({"step_s": own, "memory": 4})
+        rows[1].runs.append({"step_s": peer, "memory": 2})
+    assert tables.compared(rows[1], rows[0]) == {"speed": 1.0, "memory": 0.5}
+    assert tables.compared(rows[1], None) == tables.compared(rows[1], Row({}, "megalite", [], 1)) == {}

@@ -17,9 +17,9 @@ from megalite.config.check import check
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.pipeline.graphed import GraphedPipeline
-from megalite.train.arrangement import arrange
+from megalite.plan.arrangement import arrange
+from megalite.train.life.preflight import check_machine
 from megalite.train.loop import evaluate
-from megalite.train.run import check_machine
 from megalite.train.setup import SetupError, build_run
 from megalite.train.state import Run
 from megalite.train.step import train_step
@@ -55,7 +55,7 @@ def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[
     run = build(flags, dtype, tapes)
     results = [train_step(run) for _ in range(STEPS)]
     run.buffer.wait_gather()
-    weights = run.buffer.weights.clone()
+    weights = torch.cat(run.buffer.weights.flats)
     run.close()
     return [(r.loss, r.grad_norm, r.z_loss) for r in results], weights, [tape.replays for tape in tapes]
 
@@ -109,11 +109,11 @@ def test_evaluation_and_a_timeline_are_eager() -> None:
     assert not tapes
     pipeline.replays = True
     train_step(run)
-    replays, grads = [tape.replays for tape in tapes], run.buffer.grads.clone()
+    replays, grads = [tape.replays for tape in tapes], torch.cat(run.buffer.grads.flats)
     assert sum(replays) == 3
     for _ in range(2):
         assert evaluate(run, run.valid[0].data, 1) > 0
-    assert [tape.replays for tape in tapes] == replays and torch.equal(run.buffer.grads, grads)
+    assert [tape.replays for tape in tapes] == replays and torch.equal(torch.cat(run.buffer.grads.flats), grads)
     run.close()
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 from train_cases import SMALL, TP2_PP2
 
@@ -21,7 +22,7 @@ FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTok
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
+    return programs.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import programs
 from train_cases import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ def test_ranks_of_one_machine_listen_on_its_loopback_only(tmp_path: Path) -> Non
         "--nproc",
         "2",
     ]
-    run = subprocess.Popen([*words, "--device", "cpu", "--pp", "2"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    run = programs.Popen([*words, "--device", "cpu", "--pp", "2"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert run.stdout is not None
         assert any("step     2/" in line for line in run.stdout)

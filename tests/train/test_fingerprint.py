@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from ranks import run_ranks
@@ -76,7 +77,7 @@ def _start(rank: int, port: int, folder: Path, *flags: str, **variables: str) ->
     env = {**os.environ, **where, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", **variables}
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2", "--run-dir", str(folder)]
     pipe = subprocess.PIPE
-    return subprocess.Popen([*words, "--device", "cpu", *flags], env=env, text=True, stdout=pipe, stderr=pipe, cwd=ROOT)
+    return programs.Popen([*words, "--device", "cpu", *flags], env=env, text=True, stdout=pipe, stderr=pipe, cwd=ROOT)
 
 
 def free_port() -> int:
@@ -105,7 +106,7 @@ def test_a_node_with_another_option_ends_the_run_before_its_first_step(tmp_path:
     assert status["outcome"] == "preflight" and "options differs" in status["reason"]
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(400)
 def test_another_environment_is_a_warning_and_a_broken_link_the_end(tmp_path: Path) -> None:
     (code, text), _ = _both(tmp_path, NCCL_ALGO="Ring")

@@ -9,8 +9,8 @@ import torch
 
 from megalite.parallel import local_ranks
 from megalite.parallel.launch import Ranks
-from megalite.train import preflight
-from megalite.train.peak_rates import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
+from megalite.plan.peak_rates import PEAKS, REPETITIONS, SHORT, find_peak, measure_cpu_peak, peak_of
+from megalite.train.life import preflight
 
 # names as torch.cuda.get_device_name reports them
 BF16 = {

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from formulas import head_flops, layer_flops
 from ranks import run_ranks
 from train_cases import SMALL
 from work import calls
@@ -19,15 +20,14 @@ from work import calls
 from megalite.config import cli
 from megalite.config.options import Config
 from megalite.models.families import PRESETS
-from megalite.models.flops import head_flops, layer_flops
 from megalite.nn.later import Later
 from megalite.nn.parameter import GradientSink
 from megalite.parallel.launch import LaunchError, Ranks
 from megalite.parallel.mesh import Axis
 from megalite.pipeline.schedule import in_flight, plan
 from megalite.pipeline.simulate import simulate
-from megalite.train.arrangement import arrange
-from megalite.train.run import check_machine
+from megalite.plan.arrangement import arrange
+from megalite.train.life.preflight import check_machine
 from megalite.train.setup import build_run
 from megalite.train.step import train_step
 
@@ -51,7 +51,9 @@ def _taken(flags: str) -> tuple[int, int, int, int]:
     run = build_run(config_of(flags), ranks, torch.device("cpu"))
     held = [*(t for state in run.optimizer.state for t in state.values())]
     held += [] if run.optimizer.same else run.optimizer.main
-    sizes = [sum(t.untyped_storage().nbytes() for t in ts) for ts in ([run.buffer.weights], [run.buffer.grads], held)]
+    sizes = [
+        sum(t.untyped_storage().nbytes() for t in ts) for ts in (run.buffer.weights.flats, run.buffer.grads.flats, held)
+    ]
     run.close()
     return run.mesh.pp.rank, *sizes
 
@@ -205,7 +207,7 @@ def test_long_steps_are_extrapolated() -> None:
             assert found.in_flight == [in_flight(row) for row in rows]
             assert found.bubble == pytest.approx(simulate(rows, found.costs).bubble, abs=0.01)
             layer = layer_flops(config.model, config.model.seq_length)
-            whole = 3 * (8 * layer + head_flops(config.model, found.padded_vocab))
+            whole = 3 * (8 * layer + head_flops(config.model, found.padded_vocab)) * found.tokens
             assert sum(map(sum, found.costs)) == pytest.approx(whole, rel=1e-6)
     _, many, more = (  # the first fills what is kept for the next
         calls(lambda size=size: arrange(config_of(f"{PP} 4 --num-layers 8 --global-batch-size {size}"), 4, 93).bubble)

@@ -9,19 +9,20 @@ import math
 import os
 import re
 import resource
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import programs
 import pytest
 from train_cases import SMALL
 
 from megalite.config.options import Config, LogConfig, options
 from megalite.config.packages import missing_packages
-from megalite.train.figures import (
+from megalite.train.state import State, StepResult
+from megalite.train.tell.figures import (
     Interval,
     Speed,
     columns,
@@ -38,8 +39,7 @@ from megalite.train.figures import (
     megatron_validation_lines,
     table,
 )
-from megalite.train.metrics import Reporter
-from megalite.train.state import State, StepResult
+from megalite.train.tell.metrics import Reporter
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW = datetime.datetime(2026, 8, 22, 10, 15, 3, 123456)
@@ -170,8 +170,7 @@ def test_rates_are_per_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "00:00:00"), (86_399.9, "23:59:59"), (86_400, "1d 00:00:00"), (216_061, "2d 12:01:01")],
+    ("seconds", "text"), [(0.4, "00:00:00"), (86_399.9, "23:59:59"), (86_400, "1d 00:00:00"), (216_061, "2d 12:01:01")]
 )
 def test_durations_longer_than_a_day(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -376,10 +375,10 @@ def refuse(*args: Any) -> None:
 
 
 def test_a_console_whose_disk_is_full_is_left_alone(tmp_path: Path) -> None:
-    words = "from megalite.train.metrics import Reporter; from megalite.train.figures import Speed; import pathlib\n"
+    words = "from megalite.train.tell.metrics import Reporter; from megalite.train.tell.figures import Speed; import pathlib\n"
     words += "r = Reporter(pathlib.Path('.'), Speed(1, 1, None)); r.say('one'); r.say('two'); r.close()"
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
+        done = programs.run(
             [sys.executable, "-c", words], cwd=tmp_path, stdout=full, stderr=full, timeout=60, env=dict(os.environ)
         )
     assert done.returncode == 0 and (tmp_path / "log.txt").read_text() == "one\ntwo\n"
@@ -392,7 +391,7 @@ def test_a_run_goes_on_from_a_checkpoint_though_the_console_is_full(tmp_path: Pa
     with open("/dev/full", "w") as full:
         for steps in ("1", "2"):
             words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--train-iters", steps]
-            assert subprocess.run(words, cwd=tmp_path, stdout=full, stderr=full, timeout=120).returncode == 0
+            assert programs.run(words, cwd=tmp_path, stdout=full, stderr=full, timeout=120).returncode == 0
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 2
 
 

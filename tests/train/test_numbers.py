@@ -18,6 +18,7 @@ from ranks import run_ranks
 from test_run import losses, pretrain
 from test_step import BATCH, build, kept, same
 from train_cases import SMALL
+from train_cases import pretrain as pretrain_here
 
 from megalite.config import cli
 from megalite.config.faults import Faults
@@ -28,10 +29,9 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import plan_mesh
 from megalite.pipeline import runtime as pipeline_module
-from megalite.train import run as program
 from megalite.train import step as step_module
-from megalite.train.run_dir import Exit
 from megalite.train.step import NonFiniteError, train_step
+from megalite.train.tell.run_dir import Exit
 from megalite.train.watch import suspect
 from megalite.train.watch.spikes import Spikes
 from tools.preprocess.indexed_writer import IndexedWriter
@@ -65,10 +65,7 @@ def _one_rank_after_another(flags: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        "--tensor-model-parallel-size 2 --bf16",
-    ],
+    ["--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --bf16"],
 )
 def test_a_nan_on_any_one_rank_changes_nothing_on_all(flags: str) -> None:
     ranks = run_ranks(4, _one_rank_after_another, f"{flags} {SKIP} --rerun-mode disabled")
@@ -255,7 +252,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def train(*flags: str) -> int:
     """A run of one rank in this process."""
-    return program.pretrain(cli.read(list(flags), PRESETS)[0], Ranks())
+    return pretrain_here(cli.read(list(flags), PRESETS)[0], Ranks())
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -302,7 +299,7 @@ def test_a_second_computation_divides_by_all_tokens() -> None:
     assert weights == [1 / (2 * 4 * 2 * 3 * 2)]
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.parametrize(
     "layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --split-backward"]
 )

@@ -11,23 +11,26 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import types
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from test_metrics import events
 from test_run import pretrain
 from train_cases import SMALL
+from train_cases import pretrain as pretrain_here
 
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train import run as program
-from megalite.train.run_dir import Exit
+from megalite.train import loop
+from megalite.train.tell import metrics
+from megalite.train.tell.run_dir import Exit
 
 TOLD = """--log-interval 2 --log-params-norm --log-num-zeros-in-grad --log-throughput --log-progress --log-memory-interval 4
  --timing-log-level 2 --timing-log-option minmax --log-straggler --straggler-minmax-count 2 --eval-interval 2
@@ -61,7 +64,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def typed(*words: str) -> int:
     """The exit code of a run of one rank in this process."""
     found = cli.read_all(list(words), PRESETS)
-    return program.pretrain(found.config, Ranks(), found.warnings)
+    return pretrain_here(found.config, Ranks(), found.warnings)
 
 
 def test_the_log_has_what_was_asked_for(folder: Path, plain: Path) -> None:
@@ -155,17 +158,17 @@ def collections(*words: str) -> list[int]:
         if phase == "start":
             seen.append(info["generation"])
 
-    real = program.Training._take_steps
+    real = loop.Training.steps
 
-    def watched(self: Any) -> Any:
+    def watched(self: Any) -> Iterator[Any]:
         gc.callbacks.append(look)
         try:
-            return real(self)
+            yield from real(self)
         finally:
             gc.callbacks.remove(look)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program.Training, "_take_steps", watched)
+        patch.setattr(loop.Training, "steps", watched)
         assert typed(*SMALL, "--train-iters", "6", "--eval-interval", "4", *words) == Exit.DONE
     return seen
 
@@ -189,13 +192,13 @@ def test_a_run_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
     words = ["--train-iters", "1000000", "--save", str(tmp_path), "--exit-duration-in-mins", "0.02"]
     queue = ["--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-queue-size", "7"]
     sizes: list[int] = []
-    close = program.Reporter.close
+    close = metrics.Reporter.close
 
     def look(self: Any) -> None:
         sizes.append(self._board.file_writer.event_writer._async_writer._byte_queue.maxsize)
         close(self)
 
-    monkeypatch.setattr(program.Reporter, "close", look)
+    monkeypatch.setattr(metrics.Reporter, "close", look)
     assert typed(*SMALL, *words, *queue, "--disable-log-loss-scale-to-tensorboard") == Exit.REQUEUE
     assert sizes == [7]
     status = json.loads((tmp_path / "status.json").read_text())
@@ -223,7 +226,7 @@ def test_who_does_not_come_in_time_is_told(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     alone = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     words = ["--train-iters", "2", "--run-dir", str(tmp_path), "--distributed-timeout-minutes", "0.05"]
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "pretrain_gpt.py", *SMALL, *words],
         env={**os.environ, **alone, "MASTER_PORT": str(port)},
         cwd=Path(__file__).resolve().parents[2],

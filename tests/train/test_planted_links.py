@@ -4,21 +4,21 @@ through none. The names are those that a run of now opens, seen by Python's audi
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from train_cases import SMALL
 
 from megalite.checkpoint.storage.file_system import LocalStorage, Lock
 from megalite.config.own_file import inner_opener, opener
 from megalite.data.locks import locked
-from megalite.train.run_dir import AppendedFile, write_atomically
+from megalite.train.tell.run_dir import AppendedFile, write_atomically
 from tools import python_corpus, train_tokenizer
 from tools.bench import limited
-from tools.bench.gpu_report_parts import write_whole
 from tools.bench.tables import write_csv
+from tools.outputs import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = """
@@ -40,7 +40,7 @@ def run(folder: Path, tmp_path: Path) -> tuple[int, str]:
     env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'hook'}:{ROOT}", "OPENED": str(tmp_path / f"{folder.name}.opened")}
     env["MEGALITE_FAULT"] = "step.begin:0:3:raise"
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT, env=env)
+    done = programs.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT, env=env)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -114,7 +114,7 @@ def test_tools_write_through_no_link(tmp_path: Path, plant: object) -> None:
     names += ["spm.partial.model", "spm.partial.vocab", "tokenizer.json.partial", "tokenizer_config.json.partial"]
     for name in names:
         plant(target, place / name)  # type: ignore[operator]
-    write_whole(place / "a.json", {})
+    write_json(place / "a.json", {})
     write_csv([], place / "a.csv")
     python_corpus.write(Path(__file__).parent, place, 2)
     train_tokenizer.train(["a b c"] * 9, str(place / "spm"), 266, 1)

@@ -6,12 +6,12 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from hypothesis import given
@@ -20,8 +20,8 @@ from train_cases import SMALL
 
 from megalite.config.options import OperationsConfig
 from megalite.parallel.mesh import Mesh
-from megalite.train.phases import Phases
-from megalite.train.run_dir import Events, Exit
+from megalite.train.tell.phases import Phases
+from megalite.train.tell.run_dir import Events, Exit
 from megalite.train.watch.cards import Card, read
 from megalite.train.watch.pulse import (
     HEALTH,
@@ -173,7 +173,7 @@ def train(folder: Path, steps: int, *flags: str, nproc: int = 2, **variables: st
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", str(steps), "--device", "cpu"]
     words += ["--nproc", str(nproc), "--run-dir", str(folder), "--eval-iters", "0", *flags]
     env = {**os.environ, **variables}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=400, cwd=ROOT)
+    done = programs.run(words, env=env, capture_output=True, text=True, timeout=400, cwd=ROOT)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
@@ -193,7 +193,7 @@ def test_a_step_that_takes_too_long_ends_the_run_for_another_node(tmp_path: Path
     assert "stragglers | Mn" not in (tmp_path / "log.txt").read_text()  # nothing was timed before the first line
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(900)
 def test_a_slow_rank_is_named_within_ten_steps_and_nobody_in_a_clean_run(tmp_path: Path) -> None:
     code, events = train(tmp_path / "clean", 200, "--log-straggler")

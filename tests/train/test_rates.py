@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from ranks import run_ranks
-from train_cases import ROOT, SMALL, train
+from train_cases import ROOT, SMALL, pretrain, train
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.config import cli
@@ -21,13 +21,12 @@ from megalite.config.toml import to_toml
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.train.loop import evaluate
-from megalite.train.run import pretrain
-from megalite.train.run_dir import Exit
 from megalite.train.setup import SetupError, build_run
 from megalite.train.start.origin import start_run
 from megalite.train.start.resume import open_saver, save
 from megalite.train.state import Run
 from megalite.train.step import train_step
+from megalite.train.tell.run_dir import Exit
 
 CPU = torch.device("cpu")
 
@@ -122,7 +121,7 @@ def test_a_base_batch_size_is_told_and_trains_as_the_rate_that_it_makes(tmp_path
     for name, flags in (("scaled", "--lr 0.0025 --lr-base-batch-size 4"), ("plain", "--lr 0.01")):
         words = [*SMALL, *"--global-batch-size 16 --train-iters 3 --nproc 2 --device cpu".split(), *flags.split()]
         words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--run-dir", str(tmp_path / name)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+        done = programs.run(words, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
         shown.append(done.stdout)
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -337,7 +336,7 @@ def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
     losses = [train_step(run).loss for _ in range(3)]
     run.buffer.wait_gather()
     run.close()
-    return losses, {"weights": run.buffer.weights.view(torch.uint8).numpy().tobytes()}
+    return losses, {"weights": torch.cat(run.buffer.weights.flats).view(torch.uint8).numpy().tobytes()}
 
 
 @pytest.mark.parametrize("zero", ["", "--no-use-distributed-optimizer"])

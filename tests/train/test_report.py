@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,10 +24,11 @@ from train_cases import SMALL
 
 from megalite.config.options import OperationsConfig
 from megalite.parallel.clock import NOTHING, Clock
-from megalite.train.phases import Phases
-from megalite.train.profiling import Profiler
+from megalite.plan.advice import too_few_cores
 from megalite.train.step import train_step
-from megalite.train.watch.report import Work, advise, make, read_past, summary, too_few_cores, useful_seconds
+from megalite.train.tell.phases import Phases
+from megalite.train.tell.profiling import Profiler
+from megalite.train.tell.report import Work, advise, make, read_past, summary, useful_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Work(
@@ -39,7 +41,7 @@ WORK = Work(
     tokens=800,
     all_tokens=1000,
     flops=6e9,
-    bubble=0.2,
+    planned_bubble="20.0% as planned with 4 micro-batches over 2 stages",
 )
 
 
@@ -87,7 +89,7 @@ def phases_of(flags: str, spoil: str) -> dict[str, float]:
     elif spoil == "forward":
         run.pipeline._forward = late(run.pipeline._forward)  # type: ignore[method-assign]
     elif spoil == "last rank" and last:
-        run.buffer.zero_grad = late(run.buffer.zero_grad)  # type: ignore[method-assign]
+        run.pipeline.step = late(run.pipeline.step)  # type: ignore[method-assign]
     for _ in range(6):
         phases.before_step()
         result = train_step(run)
@@ -203,7 +205,7 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
     rows(tmp_path / "events.jsonl", life(560, "ended", 50, outcome="requeue"))
     assert read_past(tmp_path, 600.0) is None
     rows(tmp_path / "events.jsonl", {"event": "started", "at": {}}, life(3, "ended", 1))
-    shown = subprocess.run(tool, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    shown = programs.run(tool, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert shown.returncode == 1 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
 
 
@@ -213,11 +215,7 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
         ({"forward": 30, "backward": 62, "data": 4, "other": 4}, "compute", "faster kernels"),
         ({"backward": 90, "data": 10}, "data", "faster disk"),
         ({"backward": 80, "checkpoint": 12, "data": 8}, "checkpoint", "--asynchronous-save on"),
-        (
-            {"backward": 70, "bubble": 30},
-            "bubble",
-            "20.0% of a step as planned with 4 micro-batches over 2 stages: use m",
-        ),
+        ({"backward": 70, "bubble": 30}, "bubble", "(20.0% as planned with 4 micro-batches over 2 stages): use more"),
         ({"backward": 60, "communication": 40}, "communication", "--grad-reduce-in-bf16"),
         ({"backward": 60, "optimizer": 40}, "optimizer", "--global-batch-size"),
         ({"backward": 60, "evaluation": 40}, "evaluation", "--eval-interval"),
@@ -275,7 +273,7 @@ def traced(folder: Path) -> set[str]:
     return {e["name"] for e in events if e.get("cat") == "user_annotation"}
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path) -> None:
     names = run_ranks(4, traced, tmp_path)[0]
     assert {"F0.0", "SF0.0", "RB0.0", "wait for RB0.0", "B0.0"} <= names  # of the pipeline
@@ -289,10 +287,10 @@ def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path)
 def pretrain(*flags: str, fault: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "pretrain_gpt.py", *SMALL, "--train-iters", "12", "--save-interval", "4", *flags]
     env = os.environ | {"MEGALITE_FAULT": fault}
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+    return programs.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     where = ["--save", str(folder), "--load", str(folder), "--price-per-gpu-hour", "3.5"]
@@ -314,27 +312,28 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     assert run["cost"] == pytest.approx(2 * run["wall_s"] / 3600 * 3.5)
     for line in ("time went to", "goodput", "bottleneck", "cost", "report "):
         assert f"\n{line}" in second.stdout
-    shown = subprocess.run(
+    shown = programs.run(
         [sys.executable, "tools/report.py", str(folder)], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert shown.returncode == 0 and "bottleneck" in shown.stdout and "in 2 processes" in shown.stdout, shown.stderr
 
 
-@pytest.mark.long
+@pytest.mark.everything
 def test_a_split_backward_is_the_remedy_of_a_bubble_until_it_is_taken(tmp_path: Path) -> None:
-    told, bubbles = [], []
+    bubbles = []
     for name, also in (("whole", []), ("split", ["--split-backward"])):
         where = ["--run-dir", str(tmp_path / name), "--nproc", "2", "--pipeline-model-parallel-size", "2"]
         done = pretrain(*where, "--train-iters", "10", *also, fault="pipeline.message:0:*:sleep=0.2")
         assert done.returncode == 0, done.stderr
         report = json.loads((tmp_path / name / "report.json").read_text())
         assert report["bottleneck"] == "bubble", report["percent"]
-        bubbles.append((report["bubble"], report["split_bubble"]))
         words = [sys.executable, "tools/report.py", str(tmp_path / name)]
-        shown = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
-        told.append(" ".join(shown.stdout.split()))
-        planned = re.search(r"(\S+)% of a step as planned with 4 micro-batches over 2 stages: use (.*?)more", told[-1])
+        shown = programs.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        planned = re.search(
+            r"\((\S+)% as planned with 4 micro-batches over 2 stages, \S+ with twice .*?\)(?:, (\S+)% with --split-backward)?",
+            " ".join(shown.stdout.split()),
+        )
         assert planned is not None and f"bubble {planned[1]}%" in done.stdout, done.stdout  # what the plan said
-        remedy = f"--split-backward (planned: {100 * bubbles[0][1]:.1f}%), " if name == "whole" else ""
-        assert planned[2] == remedy
-    assert bubbles[0][1] == bubbles[1][0] < bubbles[0][0] and bubbles[1][1] is None
+        bubbles.append(planned.groups())
+    (whole, remedy), (split, none) = bubbles
+    assert remedy == split and float(split) < float(whole) and none is None

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from train_cases import SMALL
 
@@ -23,9 +24,9 @@ from megalite.config import cli
 from megalite.config.options import Config
 from megalite.parallel.launch import Ranks
 from megalite.parallel.local_ranks import End, start_local
-from megalite.train import restarts
-from megalite.train.restarts import Restarts, locked_run
-from megalite.train.run_dir import Exit
+from megalite.train.life import restarts
+from megalite.train.life.restarts import Restarts, locked_run
+from megalite.train.tell.run_dir import Exit
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--device", "cpu", "--hidden-dropout", "0.1"]
@@ -34,7 +35,7 @@ BASE = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--device", "cpu"
 @contextmanager
 def started(*flags: str | Path) -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
-    process = subprocess.Popen([*BASE, *map(str, flags)], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    process = programs.Popen([*BASE, *map(str, flags)], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
     try:
         yield process
     finally:
@@ -87,7 +88,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_r
     with started(*flags, "--save", tmp_path / "a", "--max-restarts", "1") as process:
         until(process, "step    51/")
         before = (folder / "metrics.jsonl").read_bytes()
-        second = subprocess.run(
+        second = programs.run(
             [*BASE, "--run-dir", str(folder), "--save", str(tmp_path / "b"), "--train-iters", "2"],
             capture_output=True, text=True, timeout=60, cwd=ROOT,
         )  # fmt: skip
@@ -107,7 +108,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_r
     assert status["outcome"] == "requeue" and [step for step, _ in losses(folder)] == [*range(1, status["step"] + 1)]
     [event] = [row for row in rows(folder / "events.jsonl") if row["event"] == "restart"]
     assert event["cause"] == "rank 1 ended by signal SIGKILL" and event["code"] == 137
-    shown = subprocess.run(
+    shown = programs.run(
         [sys.executable, str(ROOT / "tools/logs.py"), str(folder)], capture_output=True, text=True, timeout=60
     ).stdout.splitlines()
     assert re.fullmatch(r"failure 1: \S+ \S+  rank 1 ended by signal SIGKILL", shown[0]), shown
@@ -115,7 +116,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_r
     assert any("rank 0 | " in line and "lost another rank" in line for line in shown[2:])
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(500)
 def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> None:
     """It begins with another run's weights; rank 1, rank 0 and the fork server die. Then nothing is left to restart."""
@@ -136,7 +137,7 @@ def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> 
     assert [row["count"] for row in rows(killed / "events.jsonl") if row["event"] == "restart"] == [1, 2, 3]
 
 
-@pytest.mark.long
+@pytest.mark.everything
 @pytest.mark.timeout(500)
 def test_a_stop_signal_and_a_death_before_the_first_save(tmp_path: Path) -> None:
     """A run without --load begins again as it did where nothing was saved, though another run's checkpoint is there."""
@@ -154,7 +155,7 @@ def test_a_stop_signal_and_a_death_before_the_first_save(tmp_path: Path) -> None
 
 
 def _rank(ranks: Ranks, config: Config) -> None:
-    from megalite.train.run import pretrain
+    from train_cases import pretrain
 
     sys.exit(pretrain(config, ranks))
 
@@ -254,7 +255,7 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
 def test_a_run_waits_where_its_disk_has_no_room_for_a_restart(tmp_path: Path) -> None:
     """Another program fills it: the save fails, all ranks start again, are refused, and wait; the status tells so on the
     full disk, with what was trained and saved. It is asked to stop, which it does at once."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)], capture_output=True).returncode:
+    if programs.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
         flags = f"--save {tmp_path} --nproc 2 --train-iters 100000 --save-interval 40 --max-restarts 3 --eval-iters 0"
@@ -278,7 +279,7 @@ def test_a_run_waits_where_its_disk_has_no_room_for_a_restart(tmp_path: Path) ->
             "cannot be written (No space left on device): free some space, or save elsewhere"
         )
     finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        programs.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
@@ -287,10 +288,7 @@ def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
     (tmp_path / "r/.run.lock").write_text("process 1 on elsewhere since long ago\n")
     with locked_run(config) as held:
         assert held
-        with (
-            pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* since 20"),
-            locked_run(config),
-        ):
+        with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* since 20"), locked_run(config):
             raise AssertionError
     with locked_run(config) as again:
         assert again

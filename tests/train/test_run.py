@@ -12,7 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
+from cover import rarely
 from train_cases import SMALL, TP2_PP2
 
 from megalite.checkpoint.storage.file_system import Lock
@@ -24,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def pretrain(*flags: str, timeout: float = 90, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-    return subprocess.run(
+    return programs.run(
         words, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**os.environ, **(env or {})}
     )
 
@@ -105,13 +107,13 @@ BUSY_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(BUSY_RUNS))
+@pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=("megalite/parallel/launch.py",)))
 def test_torchrun_starts_it_too(tmp_path: Path, name: str) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     flags = [*BUSY_RUNS[name], *(["--run-dir", str(tmp_path)] if name == "train" else [])]
     words += [str(tmp_path / "busy.py"), *flags]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    done = programs.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("closed") == 2
     if name == "train":
@@ -119,10 +121,16 @@ def test_torchrun_starts_it_too(tmp_path: Path, name: str) -> None:
 
 
 def test_every_program_for_launchers_ends_its_ranks_alike() -> None:
-    texts = {path.name: path.read_text() for path in (ROOT / "pretrain_gpt.py", *ROOT.glob("tools/**/*.py"))}
-    programs = {name for name, text in texts.items() if "= read_environment(" in text}
-    assert programs == {name for name, text in texts.items() if "    leave(lambda: " in text}
-    assert {"pretrain_gpt.py", "check_cluster.py", "benchmark_comm.py", "generate.py"} == programs
+    files = (*ROOT.glob("tools/**/*.py"), *ROOT.glob("megalite/train/life/*.py"))
+    texts = {path.name: path.read_text() for path in files}
+    having = lambda part: {name for name, text in texts.items() if part in text}  # noqa: E731
+    starts = having("= read_environment(")  # on_ranks of collectives.py is what two programs start by
+    programs = starts - {"collectives.py"} | {name for name in having("on_ranks(") if name != "collectives.py"}
+    assert (
+        programs == having(" leave(lambda: ") == {"command.py", "check_cluster.py", "benchmark_comm.py", "generate.py"}
+    )
+    assert starts == {"command.py", "generate.py", "collectives.py"}
+    assert "as_program(main)" in (ROOT / "pretrain_gpt.py").read_text()
 
 
 BAD = {
@@ -172,7 +180,7 @@ def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
 
 def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, *TP2_PP2, "--train-iters", "100000"]
-    process = subprocess.Popen(
+    process = programs.Popen(
         [*words, "--run-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
     try:
@@ -225,7 +233,7 @@ def listening(pids: list[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Add
 def test_a_killed_launcher_takes_its_ranks_along_and_the_directory_is_free(tmp_path: Path) -> None:
     flags = [*SMALL, "--nproc", "2", "--train-iters", "100000", "--save", str(tmp_path), "--save-interval", "50000"]
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = programs.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -273,7 +281,7 @@ def test_environment_of_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_sigterm_saves_and_says_requeue(tmp_path: Path) -> None:
     flags = [*SMALL, *TP2_PP2, "--train-iters", "100000", "--exit-signal-handler"]
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--save", str(tmp_path), "--save-interval", "50000"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = programs.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
         for line in process.stdout:

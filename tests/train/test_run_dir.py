@@ -15,8 +15,8 @@ from train_cases import SMALL
 
 from megalite.config import cli
 from megalite.config.options import Config
-from megalite.train.restarts import locked_run
-from megalite.train.run_dir import (
+from megalite.train.life.restarts import locked_run
+from megalite.train.tell.run_dir import (
     AppendedFile,
     Exit,
     keep_rows_until,

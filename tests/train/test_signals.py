@@ -13,10 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
+from cover import rarely
 from train_cases import SMALL, TP2_PP2, signalled
 
 ROOT = Path(__file__).resolve().parents[2]
+GUARDS = ("megalite/train/life/stop.py", "megalite/parallel/local_ranks.py", "pretrain_gpt.py")
 LONG = [*SMALL, "--train-iters", "100000"]
 
 
@@ -24,8 +27,13 @@ def status_in(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "status.json").read_text())
 
 
-@pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["one process", "two"])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGXCPU"])
+@pytest.mark.parametrize(
+    "name,layout",
+    [
+        *(pytest.param(name, ["--nproc", "2"], id=f"{name}-two") for name in ("SIGTERM", "SIGINT", "SIGXCPU")),
+        *(pytest.param(name, [], id=f"{name}-one process") for name in ("SIGTERM", "SIGUSR1", "SIGHUP")),
+    ],
+)
 def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str, layout: list[str]) -> None:
     flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=getattr(signal, name))
@@ -35,7 +43,7 @@ def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str, layout: lis
     assert "Traceback" not in err and status["time"] >= status["started"]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", rarely(["SIGTERM", "SIGUSR1"], ["SIGTERM"], str, guards=GUARDS))
 def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -> None:
     flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=getattr(signal, name), after="")
@@ -46,8 +54,13 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize(
     ("layout", "number"),
-    [([], signal.SIGINT), (["--nproc", "2"], signal.SIGINT), (["--nproc", "2"], signal.SIGQUIT)],
-    ids=["one process", "two", "two, Ctrl-backslash"],
+    [
+        pytest.param([], signal.SIGINT, id="one process", marks=pytest.mark.everything(guards=GUARDS)),
+        pytest.param(["--nproc", "2"], signal.SIGINT, id="two"),
+        pytest.param(
+            ["--nproc", "2"], signal.SIGQUIT, id="two, Ctrl-backslash", marks=pytest.mark.everything(guards=GUARDS)
+        ),
+    ],
 )
 def test_ctrl_c_while_torch_is_imported_ends_it_at_once(
     tmp_path: Path, layout: list[str], number: signal.Signals
@@ -60,6 +73,7 @@ def test_ctrl_c_while_torch_is_imported_ends_it_at_once(
         assert any("without --save-interval" in line for line in process.stderr)  # the last word before
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while layout and len(children.read_text().split()) < 2:
+            assert process.poll() is None
             time.sleep(0.01)
         os.killpg(process.pid, number)
         _, err = process.communicate(timeout=60)
@@ -82,7 +96,7 @@ def test_an_evaluation_is_broken_off_on_all_ranks_and_a_resume_is_the_same_train
         words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--nproc", "2", "--train-iters", "6", *flags]
         words += ["--save", str(folder), "--run-dir", str(folder)]
         env = os.environ | {"MEGALITE_FAULT": fault}
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+        done = programs.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
         return done.returncode, done.stdout + done.stderr
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"
@@ -107,9 +121,9 @@ def test_an_evaluation_is_broken_off_on_all_ranks_and_a_resume_is_the_same_train
     ("fault", "code", "step"),
     [
         ("eval.begin:1:4:term", 75, 5),
-        pytest.param("ckpt.before_commit:0:4:term", 75, 5, marks=pytest.mark.long),
+        pytest.param("ckpt.before_commit:0:4:term", 75, 5, marks=pytest.mark.everything),
         ("step.after_update:1:8:term", 0, 8),  # nothing is left to requeue
-        pytest.param("eval.begin:0:8:term", 0, 8, marks=pytest.mark.long),
+        pytest.param("eval.begin:0:8:term", 0, 8, marks=pytest.mark.everything),
     ],
 )
 def test_a_signal_while_it_evaluates_saves_or_ends(tmp_path: Path, fault: str, code: int, step: int) -> None:
@@ -117,7 +131,7 @@ def test_a_signal_while_it_evaluates_saves_or_ends(tmp_path: Path, fault: str, c
     flags = "--nproc 2 --train-iters 8 --eval-interval 4 --save-interval 4 --save".split()
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, *flags, str(tmp_path)]
     env = os.environ | {"MEGALITE_FAULT": fault}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=90, cwd=ROOT, env=env)
+    done = programs.run(words, capture_output=True, text=True, timeout=90, cwd=ROOT, env=env)
     status = status_in(tmp_path)
     outcome = "requeue" if code else "done"
     assert (done.returncode, status["outcome"], status["step"]) == (code, outcome, step), done.stderr
@@ -140,14 +154,14 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 LOST_FIRST = """
 import signal, sys
 import pretrain_gpt
-from megalite.train import run
+from megalite.train.life import exit
 
 def lost(error):
-    run.lost_another = lambda error: False
+    exit.lost_another = lambda error: False
     signal.raise_signal(signal.SIGTERM)
     return True
 
-run.lost_another = lost
+exit.lost_another = lost
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
 
@@ -156,15 +170,17 @@ def test_a_signal_that_python_hears_of_after_another_rank_is_lost_is_what_ended_
     """A group gets it at once; who is in a collective then sees the others go before its own handler runs."""
     words = [sys.executable, "-c", LOST_FIRST, *LONG, "--run-dir", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALITE_FAULT": "step.begin:0:3:raise"}
-    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=120)
+    done = programs.run(words, capture_output=True, text=True, env=env, timeout=120)
     status = status_in(tmp_path)
     assert (done.returncode, status["outcome"], status["reason"]) == (130, "interrupted", "SIGTERM"), done.stderr
     assert status["step"] == 2 and "pretrain_gpt.py: interrupted at step 2; checkpoint: none" in done.stderr
     assert re.search(r"^outcome +interrupted: SIGTERM", done.stdout, re.MULTILINE), done.stdout
 
 
-@pytest.mark.parametrize("layout", [[], ["--nproc", "2"]], ids=["one process", "two"])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "name,layout",
+    [pytest.param("SIGTERM", ["--nproc", "2"], id="SIGTERM-two"), pytest.param("SIGINT", [], id="SIGINT-one process")],
+)
 def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name: str, layout: list[str]) -> None:
     code, out, err = signalled(*LONG, *layout, "--run-dir", str(tmp_path), number=getattr(signal, name))
     status = status_in(tmp_path)
@@ -174,7 +190,7 @@ def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name
     assert "Traceback" not in err and "outcome " in out
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", rarely(["SIGUSR1", "SIGUSR2"], ["SIGUSR2"], str, guards=GUARDS))
 def test_an_exit_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
     flags = [*LONG, *TP2_PP2, "--save", str(tmp_path), "--save-interval", "50000", "--exit-signal", name]
     code, _, err = signalled(*flags, number=getattr(signal, name), alone=True)
@@ -186,9 +202,7 @@ def test_an_exit_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
 
 def test_a_file_stops_a_run(tmp_path: Path) -> None:
     flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags], stdout=subprocess.PIPE, cwd=ROOT
-    )
+    process = programs.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), *flags], stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -225,7 +239,7 @@ def test_what_rank_0_could_not_say_is_so_and_a_refused_command_leaves_it(tmp_pat
     starts = (save, 137, "ckpt.after_commit:0:6:kill"), (other, 2, ""), (own, 3, "init.storage:0:0:eio")
     for more, code, fault in starts:
         env = os.environ | {"MEGALITE_FAULT": fault}
-        done = subprocess.run([*words, *more], capture_output=True, text=True, timeout=90, cwd=ROOT, env=env)
+        done = programs.run([*words, *more], capture_output=True, text=True, timeout=90, cwd=ROOT, env=env)
         assert done.returncode == code, done.stderr
         status = status_in(tmp_path)
         told = [status[name] for name in ("outcome", "step", "tokens", "checkpoint", "checkpoint_step")]
@@ -238,7 +252,7 @@ def test_the_death_of_a_rank_is_told_once_with_its_cause(tmp_path: Path) -> None
     flags = [*LONG, "--nproc", "2", "--run-dir", str(tmp_path)]
     pipe = subprocess.PIPE
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    process = programs.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -264,7 +278,7 @@ def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
     words += ["--tensorboard-dir", str(tmp_path / "tb"), "--log-style", "megatron"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))  # noqa: E731
     pipe = subprocess.PIPE
-    done = subprocess.run(words, stdout=pipe, stderr=pipe, text=True, timeout=90, cwd=ROOT, preexec_fn=limit)
+    done = programs.run(words, stdout=pipe, stderr=pipe, text=True, timeout=90, cwd=ROOT, preexec_fn=limit)
     assert done.returncode == 0, done.stderr
     assert "iteration        6/       6" in done.stdout
     assert "Traceback" not in done.stderr  # nor one of TensorBoard's own thread
@@ -279,7 +293,7 @@ def test_a_directory_that_cannot_be_made_ends_no_training(tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2"]
     words += ["--run-dir", str(tmp_path / "file/run"), "--profile-pipeline", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=90, cwd=ROOT)
+    done = programs.run(words, capture_output=True, text=True, timeout=90, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "step     2/2" in done.stdout and "Traceback" not in done.stderr
     assert "timeline.json" in done.stderr and "file/run/log.txt: Not a directory" in done.stderr

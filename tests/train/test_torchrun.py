@@ -56,7 +56,7 @@ def losses(folder: Path) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
-@pytest.mark.long
+@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
 @pytest.mark.timeout(400)
 def test_every_restart_meets_and_the_run_is_the_same_run(tmp_path: Path) -> None:
     with torchrun(tmp_path / "straight") as straight:
@@ -70,7 +70,7 @@ def test_every_restart_meets_and_the_run_is_the_same_run(tmp_path: Path) -> None
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight") and len(losses(tmp_path / "killed")) == STEPS
 
 
-@pytest.mark.long
+@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
 def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     with torchrun(tmp_path, steps=100_000) as process:
         shown(process, "step     3/")
@@ -95,7 +95,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.long
 def test_sigterm_to_torchrun_saves_and_says_requeue(tmp_path: Path) -> None:
     with torchrun(tmp_path, steps=100_000) as process:
         shown(process, "step     3/")
@@ -106,7 +105,7 @@ def test_sigterm_to_torchrun_saves_and_says_requeue(tmp_path: Path) -> None:
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
 
 
-@pytest.mark.long
+@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
 @pytest.mark.timeout(300)
 def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_FAULT", "step.after_forward_backward:1:3:raise")
@@ -120,7 +119,7 @@ def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeyp
     assert "lost another rank" in (tmp_path / "ranks/rank-00000.log").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
 def test_a_group_that_gets_usr1_twice_saves_once_where_torchrun_was_told(tmp_path: Path) -> None:
     """As SLURM sends it to all processes of a step: torchrun too, and its ranks a second time through it."""
     handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -136,7 +135,7 @@ def test_a_group_that_gets_usr1_twice_saves_once_where_torchrun_was_told(tmp_pat
     )
 
 
-@pytest.mark.long
+@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
 def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +155,7 @@ def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(
     assert (status["outcome"], status["reason"], status["checkpoint_step"]) == ("requeue", "SIGTERM", status["step"])
 
 
-@pytest.mark.long
+@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
 def test_a_run_that_was_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
     with torchrun(tmp_path, "--max-restarts", "3", steps=100_000) as process:
         shown(process, "step     3/")
@@ -167,7 +166,7 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
     assert "step     1/" not in out.partition("outcome ")[2]
 
 
-@pytest.mark.long
+@pytest.mark.everything(guards=("megalite/parallel/launch.py", "megalite/train/life/restarts.py"))
 def test_a_grace_that_is_shorter_than_the_save_costs_only_what_was_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

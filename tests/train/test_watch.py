@@ -6,7 +6,7 @@ import gc
 import gzip
 import json
 import os
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_step import build
 from torch import Tensor
-from train_cases import SMALL
+from train_cases import SMALL, pretrain
 
 from megalite.config import cli
 from megalite.config.check import check
@@ -24,18 +24,17 @@ from megalite.config.options import Config, ConfigError, OperationsConfig, log_s
 from megalite.models.families import PRESETS
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.launch import Ranks
-from megalite.parallel.mesh import PLANNED, Axis, Mesh, world_axis
+from megalite.parallel.mesh import PLANNED, Axis, Mesh
 from megalite.pipeline.runtime import Timed
-from megalite.train.memory import memory_line
-from megalite.train.phases import PHASES
-from megalite.train.profiling import Collector, Profiler
-from megalite.train.progress_file import ProgressLog
 from megalite.train.replicas import ReplicaError, check_replicas, disagreement
-from megalite.train.run import pretrain
-from megalite.train.run_dir import Exit
 from megalite.train.setup import build_run
 from megalite.train.step import parameter_norm, train_step
-from megalite.train.timers import OF_STEP, Timers
+from megalite.train.tell.device_memory import memory_line
+from megalite.train.tell.phases import PHASES
+from megalite.train.tell.profiling import Collector, Profiler
+from megalite.train.tell.progress_file import ProgressLog
+from megalite.train.tell.run_dir import Exit
+from megalite.train.tell.timers import OF_STEP, Timers
 
 
 def read(*flags: str) -> Config:
@@ -173,10 +172,10 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
     """Shapes of the small all-reduces that a run of four steps makes while it trains, logging at 1, 2 and 4; the last
     is the report's."""
     os.environ["MEGALITE_SHARED_MEMORY"] = "off"
-    from megalite.train import run as module
+    from megalite.train.life import run as module
 
     shapes: list[tuple[int, ...]] = []
-    real, train = dist.all_reduce, module.Training.train
+    real, watched = dist.all_reduce, module.Training.watched
 
     def all_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.numel() < 40:
@@ -185,17 +184,14 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
 
     def spied(*args: Any, **kwargs: Any) -> Any:
         dist.all_reduce = all_reduce
-        return train(*args, **kwargs)
+        return watched(*args, **kwargs)
 
-    module.Training.train = spied  # type: ignore[assignment]
+    module.Training.watched = spied  # type: ignore[method-assign]
     words = [*SMALL, "--train-iters", "4", "--eval-iters", "0", "--log-interval", "2", "--log-style", "megalite"]
     config = cli.read([*words, *flags.split()], PRESETS)[0]
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    folder = module.run_folder(config)
-    sources, plan = module.preflight(config, ranks)
-    dog = module.Watchdog(replace(Mesh.alone(), world=world_axis()), folder, Timers(), 600.0)
-    code = module._pretrain(plan, ranks, torch.device("cpu"), sources, folder, [], module.StopSignal(), dog)
-    assert code == Exit.DONE
+    module.process_group = lambda *_, **__: nullcontext(torch.device("cpu"))  # type: ignore[assignment]  # it is there
+    assert pretrain(config, ranks) == Exit.DONE
     assert shapes.pop() == (len(PHASES),)
     return shapes
 
@@ -245,7 +241,7 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
     run = build(flags)
     train_step(run)
     assert check_replicas(run, 1, action) is None
-    good = run.buffer.weights.clone()
+    good = torch.cat(run.buffer.weights.flats)
     if name == "state":
         run.optimizer.updates += dist.get_rank() == where
     elif dist.get_rank() == where:
@@ -253,7 +249,9 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
         p.data.view(-1)[:1].view(torch.uint8)[:1].bitwise_xor_(1)
     try:
         told = check_replicas(run, 2, action) or ""
-        assert action == "warn" or (torch.equal(run.buffer.weights, good) and check_replicas(run, 2) is None)
+        assert action == "warn" or (
+            torch.equal(torch.cat(run.buffer.weights.flats), good) and check_replicas(run, 2) is None
+        )
         return told
     except ReplicaError as error:
         return f"stopped: {error}"
@@ -310,8 +308,9 @@ def flipped_between(flags: str, action: str, where: int | None, part: str = "cop
     assert train_step(run).copies is None
     run.buffer.wait_gather()
     if run.mesh.world.rank == where:
-        firsts = run.buffer.layout.buckets[0].shard(run.mesh.data.size, 0)
-        flat = run.buffer.weights[firsts.start : firsts.stop] if part == "copy" else run.optimizer.main[0]
+        first = run.buffer.layout.buckets[0]
+        owned = first.shard(run.mesh.data.size, 0)
+        flat = run.buffer.weights.whole(first)[: owned.stop] if part == "copy" else run.optimizer.main[0]
         at = int(flat.abs().argmax())
         flat[at : at + 1].view(torch.uint8)[-1:].bitwise_xor_(1)  # of its exponent
     before = torch.cat(run.optimizer.main)
@@ -367,14 +366,15 @@ def test_sums_see_every_bit_of_every_copy() -> None:
 def unseen(flags: str) -> bool:
     """Whether `disagreement` is zero as it is, and never with a bit of a weight turned on any rank."""
     run = build(flags)
-    weights = run.buffer.weights.view(torch.uint8)
+    weights = [flat.view(torch.uint8) for flat in run.buffer.weights.flats]
     seen = [bool(all_reduce_(disagreement(run), run.mesh.world).any())]
     for turn in range(40):
-        place = (turn * 7919 * 8) % (8 * weights.numel())
+        flat = weights[turn % len(weights)]
+        place = (turn * 7919 * 8) % (8 * flat.numel())
         mine = turn % dist.get_world_size() == dist.get_rank()
-        weights[place // 8] ^= mine << (turn % 8)
+        flat[place // 8] ^= mine << (turn % 8)
         seen.append(bool(all_reduce_(disagreement(run), run.mesh.world).any()))
-        weights[place // 8] ^= mine << (turn % 8)
+        flat[place // 8] ^= mine << (turn % 8)
     run.close()
     return seen == [False] + [True] * 40
 
@@ -511,7 +511,7 @@ def test_the_memory_line(tmp_path: Path) -> None:
 def test_a_long_evaluation_says_how_far_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megalite.train import metrics
+    from megalite.train.tell import metrics
 
     flags = ("--run-dir", str(tmp_path), "--eval-iters", "3", "--train-iters", "1")
     assert pretrain(read(*flags), Ranks()) == Exit.DONE

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from train_cases import BORDERS
 
 from megalite.config import cli
 from megalite.kernels.attention import Documents, attention, attention_reference
@@ -25,7 +26,6 @@ COMMON = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --group-que
  --seq-length {S} --micro-batch-size 2 --global-batch-size 4 --train-iters 9 --lr 0.01 --seed 7 --mock-data
  --tokenizer-type NullTokenizer --vocab-size 94 --make-vocab-size-divisible-by 8 --eval-iters 0 --init-method-std 0.2
  --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"""
-BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"
 WINDOW = " --window-size 4,0 --window-attn-skip-freq 2"
 DROP = " --attention-dropout 0.2"
 PATHS = {

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from megalite.models.flops import stage_flops, train_flops_per_token
-from megalite.train.arrangement import Arrangement
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.kinds import Kind, layers_bill, model_flops
 
 WAITS = ("tp", "cp", "dp", "pp")
 LOST = ("bubble", *WAITS, "ranks", "data", "optimizer", "recompute", "kernels", "other")
@@ -58,13 +59,14 @@ def lost(of: Mapping[str, float], mfu: float, made: Arrangement) -> dict[str, fl
 
 def again_flops(made: Arrangement) -> float:
     """What is computed again, as a multiple of the model's FLOPs."""
-    m, (_, *how) = made.config.model, made.recompute
+    plain = replace(made.layers.setting, again=())
 
-    def backward(recompute: Any) -> float:
-        return sum(stage_flops(m, layers, None, recompute, m.seq_length)[1] for layers in made.counts)
+    def again(kind: Kind, whole: bool) -> list[float]:
+        return [layers_bill((kind,), made.layers.setting, whole).flops[1] - layers_bill((kind,), plain).flops[1]]
 
-    plain = train_flops_per_token(m, m.seq_length, made.padded_vocab)
-    return (backward(made.recompute) - backward((None, *how))) / plain
+    sums = made.layers.sums(again)
+    twice = sum(float(sums.of(layers.start, layers.stop)[0]) for layers in made.stages)
+    return twice * made.tp / (model_flops(made.config.model, made.padded_vocab) * made.tokens)
 
 
 def least_traffic(made: Arrangement) -> float:

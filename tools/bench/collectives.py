@@ -12,9 +12,15 @@ the one before, one after the other as stages of a pipeline do: one direction ta
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+from megalite.parallel.launch import LaunchError, Ranks, prepare_cuda, read_environment
+from megalite.parallel.local_ranks import start_local
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -145,3 +151,32 @@ def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
         (_, latency), (n, seconds) = min(known), max(known)
         return latency, n / seconds
     return latency, 1 / each
+
+
+def on_ranks(
+    program: str,
+    work: Callable[[Ranks, Namespace], int],
+    args: Namespace,
+    nproc: int,
+    tp: int,
+    problem: Callable[[int, Namespace], str] = lambda world, args: "",
+) -> int:
+    """The exit code of `work` on the ranks that a launcher has started, or else on `nproc` local ones. `problem` says
+    why that many ranks cannot do it."""
+    try:
+        ranks = read_environment()
+    except LaunchError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 3
+    if text := problem(nproc if ranks is None else ranks.world, args):
+        print(f"{program}: {text}", file=sys.stderr)
+        return 2
+    if args.device != "cpu":
+        prepare_cuda(tp, Path("."))
+    if ranks is None and nproc > 1:
+        return start_local(nproc, _one_rank, (work, args))
+    return work(ranks or Ranks(), args)
+
+
+def _one_rank(ranks: Ranks, work: Callable[[Ranks, Namespace], int], args: Namespace) -> None:
+    sys.exit(work(ranks, args))

@@ -1,11 +1,10 @@
 #!/usr/bin/env python
-"""What data costs: samples and batches beside their goals, preprocessing, and tokenizing with gigatoken.
+"""What data costs: samples and batches beside their goals, and preprocessing beside the tokenizers' libraries.
 
 python tools/bench/data.py samples                  building an epoch's order, opening a pair, reading batches
 python tools/bench/data.py preprocess --help
-python tools/bench/data.py tokenizer --help
 
-Exit code 0 when all was measured, 1 when gigatoken made other ids, 2 for a bad flag, 3 for bad input.
+Exit code 0 when all was measured, 2 for a bad flag, 3 for bad input.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import data_preprocess, data_samples, data_tokenizer  # noqa: E402
+from tools.bench import data_preprocess, data_samples  # noqa: E402
 
-SUBJECTS = {"samples": data_samples, "preprocess": data_preprocess, "tokenizer": data_tokenizer}
+SUBJECTS = {"samples": data_samples, "preprocess": data_preprocess}
 
 
 def main(argv: list[str]) -> int:

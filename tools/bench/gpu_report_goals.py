@@ -1,4 +1,4 @@
-"""Goals for one H100 or H200, what was measured of each, and the Markdown of tools/gpu_report.py."""
+"""Goals for one H100 or H200, what was measured of each, and the page of tools/gpu_report.py."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def row(results: Results, part: str, kernel: str, shape: str, peer: str = "megal
 
 def of_kernel(name: str, kernel: str, shape: str, peer: str = "megalite") -> Callable[[Results], float | None]:
     def value(results: Results) -> float | None:
-        found = row(results, "kernels", kernel, shape, peer)
-        return None if found is None else found[name]
+        measured = row(results, "kernels", kernel, shape, peer)
+        return None if measured is None else measured[name]
 
     return value
 
@@ -69,8 +69,8 @@ def speed_over(part: str, kernel: str, shape: str, peers: tuple[str, ...]) -> Ca
 
 def rate(kernel: str, shape: str) -> Callable[[Results], str]:
     def text(results: Results) -> str:
-        found = row(results, "kernels", kernel, shape)
-        return "" if found is None else f" ({found['gb_s']:,.0f} GB/s)"
+        measured = row(results, "kernels", kernel, shape)
+        return "" if measured is None else f" ({measured['gb_s']:,.0f} GB/s)"
 
     return text
 
@@ -122,7 +122,9 @@ def training_goals() -> Iterator[Goal]:
             return results.get(f"train {shape}", {}).get(key)
 
         def speed(results: Results, value: Any = value) -> str:
-            return f" ({value(results, 'tokens_per_s') or 0:,.0f} tokens/s)"
+            layers, all_layers, moments = (value(results, key) for key in ("layers", "of_layers", "moments"))
+            rate = value(results, "tokens_per_s") or 0
+            return f" ({rate:,.0f} tokens/s, {layers} of {all_layers} layers, moments {moments})"
 
         def off(results: Results, value: Any = value) -> float | None:
             memory, expected = value(results, "memory"), value(results, "estimate")
@@ -142,9 +144,9 @@ def training_goals() -> Iterator[Goal]:
 
 def count(part: str, *keys: str) -> Callable[[Results], float | None]:
     def value(results: Results) -> float | None:
-        found = results.get(part, {})
-        ran = found.get("passed", 0) + found.get("failed", 0) + found.get("did_not_end", 0)
-        return sum(found.get(key, 0) for key in keys) if ran else None
+        result = results.get(part, {})
+        ran = result.get("passed", 0) + result.get("failed", 0) + result.get("did_not_end", 0)
+        return sum(result.get(key, 0) for key in keys) if ran else None
 
     return value
 
@@ -173,71 +175,28 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
 
 
+def section(title: str, lines: list[str]) -> list[str]:
+    """What a program has printed, as it is."""
+    return ["", f"### {title}", "", "```", *lines, "```"]
+
+
 def markdown(report: dict[str, Any]) -> str:
-    facts, results = report["facts"], report["results"]
-    lines = [
-        "# GPU report" + (": a dry run on CPU at tiny sizes; no figure means anything" if report["dry_run"] else "")
-    ]
+    facts, results, parts = report["facts"], report["results"], report["parts"]
+    dry = ": a dry run on CPU at tiny sizes; no figure means anything" if report["dry_run"] else ""
+    lines = [f"# GPU report{dry}"]
     lines += [line for text in facts.get("warnings", []) for line in ("", f"**Warning:** {text}")]
-    lines += ["", *table(["", ""], [[key, str(value)] for key, value in facts.items()
-                                    if key not in ("plans", "warnings")])]  # fmt: skip
-    lines += ["", "## Goals", ""]
-    figures = report["figures"]
-    lines += table(
-        ["what", "measured", "goal", "reached"], [[f["what"], f["shown"], f["goal"], f["met"]] for f in figures]
-    )
-    lines += ["", "## Training", ""]
-    lines += table(["shape", "layers", "moments", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "where the time went"],
-                   [training_line(name.removeprefix("train "), made) for name, made in results.items()
-                    if name.startswith("train ") and made])  # fmt: skip
-    for part in ("smoke", "layouts"):
-        cases = results.get(part, {}).get("cases", [])
-        if cases:
-            lines += ["", f"## {part.capitalize()}: losses and gradient norms beside a reference", ""]
-            cells = [[c["name"], c["like"], "" if c["worst"] is None else f"{c['worst']:.1e}", c["status"],
-                      f"{c['seconds']:.0f}"] for c in cases]  # fmt: skip
-            lines += table(["case", "beside", "largest difference", "status", "seconds"], cells)
-            failed = [c for c in cases if c["tail"]]
-            lines += [line for c in failed for line in ("", f"### {c['name']}", "", "```", *c["tail"], "```")]
-    if results.get("nccl", {}).get("rows"):
-        lines += ["", f"## Messages between {results['nccl']['ranks']} cards", ""]
-        rows = [[r["kind"], f"{r['bytes'] / 2**20:g}", f"{r['us']:.0f}", f"{r['gb_s']:.1f}", f"{r['median']:.1f}"]
-                for r in results["nccl"]["rows"]]  # fmt: skip
-        lines += table(["kind", "MiB", "us", "GB/s", "bus GB/s"], rows)
-    for part in ("kernels", "peers"):
-        made = results.get(part, {})
-        if made.get("rows"):
-            rates = f"copy {made['copy_gb_s']:,.0f} GB/s, matmul {made['matmul_tflops']:,.1f} TFLOP/s in the same run"
-            lines += ["", f"## {part.capitalize()}: {rates}", ""]
-            header = ["kernel", "size", "who", "us", "spread", "GB/s", "of copy", "TFLOP/s", "of matmul", "extra MiB"]
-            lines += table(header, [kernel_line(r) for r in made["rows"]])
-            lines += [f"\nNot measured: {e['kernel']}, {e['shape']}, {e['peer']}: {e['error']}" for e in made["errors"]]
-    lines += ["", "## Parts", ""]
-    lines += table(
-        ["part", "status", "seconds"], [[p["name"], p["status"], f"{p['seconds']:.0f}"] for p in report["parts"]]
-    )
-    for part in report["parts"]:
-        if part["status"] not in ("ok", "waiting", "running") and part["tail"]:
-            lines += ["", f"### {part['name']}: {part['status']}", "", "```", *part["tail"], "```"]
+    shown = [[key, str(value)] for key, value in facts.items() if key not in ("plans", "warnings")]
+    lines += ["", *table(["", ""], shown), "", "## Goals", ""]
+    figures = [[figure[key] for key in ("what", "shown", "goal", "met")] for figure in report["figures"]]
+    lines += [*table(["what", "measured", "goal", "reached"], figures), "", "## Parts", ""]
+    lines += table(["part", "status", "seconds"], [[p["name"], p["status"], f"{p['seconds']:.0f}"] for p in parts])
+    for part in parts:
+        if part["status"] not in ("waiting", "running") and part["tail"]:
+            lines += section(f"{part['name']}: {part['status']}", part["tail"])
+    cases = [case for part in ("smoke", "layouts") for case in results.get(part, {}).get("cases", [])]
+    for case in cases:
+        if case["tail"]:
+            lines += section(f"{case['name']}: {case['status']}", case["tail"])
     for failure in results.get("tests", {}).get("failures", [])[:20]:
-        lines += ["", f"### {failure['test']}", "", "```", *failure["text"].splitlines()[-15:], "```"]
+        lines += section(failure["test"], failure["text"].splitlines()[-15:])
     return "\n".join(lines) + "\n"
-
-
-def training_line(name: str, made: dict[str, Any]) -> list[str]:
-    mfu = "n/a" if made["mfu"] is None else f"{made['mfu']:.1%}"
-    shares = sorted(made["parts"].items(), key=lambda item: -item[1])
-    went = ", ".join(f"{part} {share:.1%}" for part, share in shares if share >= 0.0005)
-    timeline = made.get("timeline") or {}
-    if whole := timeline.get("communication_s"):
-        went += f"; {whole * 1e3:.1f} ms of messages, {timeline['hidden_s'] / whole:.0%} behind kernels"
-    layers = f"{made['layers']} of {made['of_layers']}"
-    numbers = [f"{made['tokens_per_s']:,.0f}", f"{made['tflops']:.1f}", mfu, f"{made['memory'] / 2**30:.1f}"]
-    return [name, layers, made["moments"], *numbers, went]
-
-
-def kernel_line(r: dict[str, Any]) -> list[str]:
-    flops = ["", ""] if r["tflops"] is None else [f"{r['tflops']:.1f}", f"{r['of_matmul']:.1%}"]
-    extra = "" if r["extra_mib"] is None else f"{r['extra_mib']:.0f}"
-    times = [f"{r['us']:.1f}", f"{r['spread']:.1%}", f"{r['gb_s']:,.0f}", f"{r['of_copy']:.1%}"]
-    return [r["kernel"], r["shape"], r["peer"], *times, *flops, extra]

@@ -6,7 +6,6 @@ They come in the order of their worth: what the clock cuts off is what one can d
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -16,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.train.run_dir import write_atomically
 from tools.bench import gpu_report_tests
+from tools.outputs import read_json
 
 BENCH = Path(__file__).resolve().parent
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 --bf16"
@@ -88,21 +87,22 @@ class Part:
 
 def kernels(name: str, limit_s: float, flags: str, setting: Setting) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
-        more = ["--device", setting.device, *(["--tiny", "--repeats", "1"] if setting.tiny else [])]
-        more += ["--seconds", str(max(5, seconds - 10)), "--json", str(folder / "kernels.json")]
-        return [sys.executable, str(BENCH / "kernels.py"), *flags.split(), *more]
+        options = ["--device", setting.device, *(["--tiny", "--repeats", "1"] if setting.tiny else [])]
+        options += ["--seconds", str(max(5, seconds - 10)), "--json", str(folder / "kernels.json")]
+        return [sys.executable, str(BENCH / "kernels.py"), *flags.split(), *options]
 
     skip = None if setting.triton or setting.cpu else "triton is not installed: all of it runs torch's kernels here"
-    return Part(name, limit_s, command, lambda folder: load(folder / "kernels.json"), skip)
+    return Part(name, limit_s, command, lambda folder: read_json(folder / "kernels.json"), skip)
 
 
 def smoke(name: str, limit_s: float, setting: Setting, cards: int = 1) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
-        more = ["--device", setting.device, "--cards", str(cards), "--jobs", str(setting.jobs(6 if cards == 1 else 3))]
-        more += ["--seconds", str(seconds - 3), *(["--tiny"] if setting.tiny else [])]
-        return [sys.executable, str(BENCH / "gpu_report_smoke.py"), str(folder), *more]
+        jobs = setting.jobs(6 if cards == 1 else 3)
+        options = ["--device", setting.device, "--cards", str(cards), "--jobs", str(jobs)]
+        options += ["--seconds", str(seconds - 3), *(["--tiny"] if setting.tiny else [])]
+        return [sys.executable, str(BENCH / "gpu_report_smoke.py"), str(folder), *options]
 
-    return Part(name, limit_s, command, lambda folder: load(folder / "smoke.json"))
+    return Part(name, limit_s, command, lambda folder: read_json(folder / "smoke.json"))
 
 
 def nccl(limit_s: float, setting: Setting) -> Part:
@@ -112,7 +112,7 @@ def nccl(limit_s: float, setting: Setting) -> Part:
         where = ["--device", setting.device, "--nproc", str(setting.cards), "--json", str(folder / "nccl.json")]
         return [sys.executable, str(BENCH.parent / "benchmark_comm.py"), *where, *sizes]
 
-    return Part("nccl", limit_s, command, lambda folder: load(folder / "nccl.json"))
+    return Part("nccl", limit_s, command, lambda folder: read_json(folder / "nccl.json"))
 
 
 def training(shape: str, limit_s: float, setting: Setting, layout: str = "", cards: int = 1) -> Part:
@@ -130,17 +130,17 @@ def training(shape: str, limit_s: float, setting: Setting, layout: str = "", car
         return [sys.executable, str(BENCH.parent / "benchmark.py"), *steps.split(), *file, *plan["flags"], *where]
 
     def read(folder: Path) -> Result:
-        return training_result(load(folder / "training.json"), plan or {})
+        return training_result(read_json(folder / "training.json"), plan or {})
 
     skip = None if plan is not None else "no plan for its memory could be made"
     name = "-".join([shape, *(word.removeprefix("--").partition("-")[0] for word in layout.split()[::2])])
     return Part(f"train {name}", limit_s, command, read, skip, smaller=smaller)
 
 
-def training_result(made: Result, plan: Result) -> Result:
+def training_result(written: Result, plan: Result) -> Result:
     """The figures of tools/benchmark.py's file that the report has."""
-    runs = made.get("runs", {}).get("megalite", [])
-    if not runs or "error" in runs[-1]:  # why stands in what the part has said
+    runs = [run for row in written.get("rows", []) for run in row["runs"]]
+    if not runs:  # why stands in what the part has said
         return {}
     run = runs[-1]
     parts = {name: statistics.mean(rank[name] for rank in run["parts"]) for name in run["parts"][0]}
@@ -156,7 +156,7 @@ def training_result(made: Result, plan: Result) -> Result:
         "mfu": tflops / run["peak_tflops"] if run["peak_tflops"] else None,
         "peak_tflops": run["peak_tflops"],
         "memory": run["memory"],
-        "estimate": plan["estimate"]["peak"],
+        "estimate": plan["estimate"],
         "parts": {name: seconds / total for name, seconds in parts.items()},
         "overhead": 1 - sum(parts[name] for name in FORWARD_AND_BACKWARD) / total,
         "losses": run["losses"],
@@ -184,11 +184,11 @@ def sanitizer(limit_s: float) -> Part:
         return ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", *log, *script]
 
     def read(folder: Path) -> Result:
-        log, found = folder / "memcheck.txt", gpu_report_tests.read(folder)
-        if not found or not log.is_file():
+        log, outcomes = folder / "memcheck.txt", gpu_report_tests.read(folder)
+        if not outcomes or not log.is_file():
             return {}
         text = log.read_text("utf-8", errors="replace")
-        return found | {"invalid_accesses": text.count("= Invalid "), "log": text[-2000:]}
+        return outcomes | {"invalid_accesses": text.count("= Invalid "), "log": text[-2000:]}
 
     skip = None if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the PATH"
     return Part("sanitizer", limit_s, command, read, skip, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
@@ -199,11 +199,11 @@ def several(setting: Setting) -> tuple[Part, Part, list[Part]]:
     cards = min(8, 1 << (setting.cards.bit_length() - 1))
     tp, pp = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
     ways = [(f"{tp} {cards}", 2), (f"{pp} {cards}", 2), (f"--dp {cards}", 2), (f"{tp} 2 {pp} 2 --dp {cards // 4}", 4)]
-    made = [(smoke("layouts", 70, setting, max(2, cards)), 2), (nccl(40, setting), 2)]
+    parts = [(smoke("layouts", 70, setting, max(2, cards)), 2), (nccl(40, setting), 2)]
     ways = ways[::2] if setting.tiny else ways
-    made += [(training("llama-2b", 75, setting, layout, cards), least) for layout, least in ways]
+    parts += [(training("llama-2b", 75, setting, layout, cards), least) for layout, least in ways]
     reason = f"needs {{}} cards; torch sees {setting.cards}"
-    few = [replace(part, skip=reason.format(least)) if setting.cards < least else part for part, least in made]
+    few = [replace(part, skip=reason.format(least)) if setting.cards < least else part for part, least in parts]
     return few[0], few[1], few[2:]
 
 
@@ -216,8 +216,8 @@ def parts_of(setting: Setting) -> list[Part]:
     layouts, messages, trained = several(setting)
     shapes = {"gpt-1.3b-2048": 70, "gpt-1.3b-4096": 70, "llama3-8b-4096-mb4": 150}
     shapes |= {"gpt-125m-1024": 40, "gpt-125m-1024-graphs": 40}
-    more = [training(shape, limit_s, setting) for shape, limit_s in shapes.items() if not setting.tiny]
-    made = [
+    other_shapes = [training(shape, limit_s, setting) for shape, limit_s in shapes.items() if not setting.tiny]
+    parts = [
         smoke("smoke", 60, setting),
         layouts,
         training("llama3-8b-4096", 170, setting),
@@ -225,19 +225,10 @@ def parts_of(setting: Setting) -> list[Part]:
         *trained,
         tests(120, setting),
         kernels("kernels", 100, own, setting),
-        *more[:2],
+        *other_shapes[:2],
         kernels("peers", 150, peers, setting),
         sanitizer(60),
-        *more[2:],
+        *other_shapes[2:],
     ]
     slow = 4 if setting.tiny else 1  # a machine may be, and figures do not count
-    return [replace(part, limit_s=slow * part.limit_s) for part in made]
-
-
-def load(file: Path) -> Result:
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
-
-
-def write_whole(file: Path, made: Result) -> None:
-    """A reader, and whoever comes after a kill, finds the last whole text."""
-    write_atomically(file, json.dumps(made, indent=1))
+    return [replace(part, limit_s=slow * part.limit_s) for part in parts]

@@ -20,8 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 from megalite.config import cli  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
-from tools.bench.gpu_report_parts import write_whole  # noqa: E402
-from tools.memory_estimate import estimate  # noqa: E402
+from megalite.plan.arrangement import arrange  # noqa: E402
+from megalite.plan.memory import memory as memory_of  # noqa: E402
+from tools.outputs import write_json  # noqa: E402
 
 DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
 BF16_MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
@@ -36,25 +37,25 @@ QUERY = ("name", "driver_version", "compute_mode", "mig.mode.current", "ecc.erro
 def facts() -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {"python": platform.python_version(), "machine": platform.platform()}
-    found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+    known: dict[str, Any] = {"python": platform.python_version(), "machine": platform.platform()}
+    known |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "numpy", "pytest"):
         try:
-            found[name] = metadata.version(name)
+            known[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    found |= {"device": "CPU", "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "cards": 0}
+            known[name] = None
+    known |= {"device": "CPU", "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "cards": 0}
     if not torch.cuda.is_available():
         try:
             torch.cuda.init()
         except (AssertionError, RuntimeError) as error:  # which say what is wrong with the build or the driver
-            found["why"] = " ".join(str(error).split())
-        return found
+            known["why"] = " ".join(str(error).split())
+        return known
     properties = torch.cuda.get_device_properties(0)
-    found |= {"device": properties.name, "memory": properties.total_memory, "cards": torch.cuda.device_count()}
-    found |= {"cudnn": torch.backends.cudnn.version(), "capability": f"{properties.major}.{properties.minor}"}
-    free = min(torch.cuda.mem_get_info(card)[0] for card in range(found["cards"]))
-    return found | {"free": free, "cards_told": ask_driver()}
+    known |= {"device": properties.name, "memory": properties.total_memory, "cards": torch.cuda.device_count()}
+    known |= {"cudnn": torch.backends.cudnn.version(), "capability": f"{properties.major}.{properties.minor}"}
+    free = min(torch.cuda.mem_get_info(card)[0] for card in range(known["cards"]))
+    return known | {"free": free, "cards_told": ask_driver()}
 
 
 def ask_driver() -> list[dict[str, str]]:
@@ -77,26 +78,26 @@ def ask_driver() -> list[dict[str, str]]:
     return []
 
 
-def warnings_of(found: dict[str, Any]) -> list[str]:
+def warnings_of(machine: dict[str, Any]) -> list[str]:
     """What makes the figures of this machine mean less than they seem to, or some parts impossible."""
-    made = []
-    if found["triton"] is None:
-        made.append("triton is not installed: everything runs torch's kernels")
-    if found.get("free", found["memory"]) < 0.9 * found["memory"]:
-        made.append(
-            f"others hold {(found['memory'] - found['free']) / 2**30:.1f} GiB of a card's memory: it is not quiet"
+    lines = []
+    if machine["triton"] is None:
+        lines.append("triton is not installed: everything runs torch's kernels")
+    if machine.get("free", machine["memory"]) < 0.9 * machine["memory"]:
+        lines.append(
+            f"others hold {(machine['memory'] - machine['free']) / 2**30:.1f} GiB of a card's memory: it is not quiet"
         )
-    for number, card in enumerate(found.get("cards_told", [])):
-        here = f"card {number}"
+    for number, card in enumerate(machine.get("cards_told", [])):
+        name = f"card {number}"
         if card.get("mig.mode.current") == "Enabled" or "MIG" in card.get("name", ""):
-            made.append(f"{here} is divided (MIG): rates are those of a slice, goals those of a whole card")
+            lines.append(f"{name} is divided (MIG): rates are those of a slice, goals those of a whole card")
         if card.get("ecc.errors.uncorrected.volatile.total", "0") not in ("0", "[N/A]", "N/A"):
-            made.append(f"{here} has uncorrected memory errors (ECC): no result can be trusted")
+            lines.append(f"{name} has uncorrected memory errors (ECC): no result can be trusted")
         if card.get("utilization.gpu", "0").isdigit() and int(card["utilization.gpu"]) > 5:
-            made.append(f"{here} is {card['utilization.gpu']} % busy with the work of others")
+            lines.append(f"{name} is {card['utilization.gpu']} % busy with the work of others")
         if card.get("compute_mode", "Default") not in ("Default", "[N/A]"):
-            made.append(f"{here} takes one process at a time ({card['compute_mode']}): parts do not share it")
-    return made
+            lines.append(f"{name} takes one process at a time ({card['compute_mode']}): parts do not share it")
+    return lines
 
 
 def answers() -> None:
@@ -118,31 +119,31 @@ def choose(flags: list[str], memory: float) -> dict[str, Any]:
     assert layers and vocab
     tried = [(layers, []), *((n, BF16_MOMENTS) for n in range(layers, 0, -1))]
     for count, moments in tried:
-        more = ["--num-layers", str(count), *moments]
-        config, _ = cli.read([*DATA.split(), *flags, *more], PRESETS)
-        found = estimate(config, vocab)
-        if found["peak"] <= memory:
+        sizes = ["--num-layers", str(count), *moments]
+        config, _ = cli.read([*DATA.split(), *flags, *sizes], PRESETS)
+        (held,) = memory_of(arrange(config, 1, vocab))
+        if held.peak <= memory:
             break
     return {
-        "flags": [*flags, *more],
+        "flags": [*flags, *sizes],
         "layers": count,
         "of_layers": layers,
         "moments": "bf16" if moments else "fp32",
         "seq_length": config.model.seq_length,
-        "estimate": found,
+        "estimate": held.peak,
     }
 
 
 def main(shapes: dict[str, str], file: Path) -> int:
     """`shapes`: flags by name. What is known of the machine is written before plans are made: one may fail."""
-    made = facts()
-    made["warnings"] = warnings_of(made)
-    write_whole(file, made)
-    free = min(USABLE * made["memory"], made.get("free", made["memory"]))
-    made["plans"] = {name: choose(flags.split(), free) for name, flags in shapes.items()}
-    for name, plan in made["plans"].items():  # for where the estimate was wrong
-        plan["smaller"] = choose(shapes[name].split(), SMALLER * min(plan["estimate"]["peak"], made["memory"]))
-    write_whole(file, made)
+    machine = facts()
+    machine["warnings"] = warnings_of(machine)
+    write_json(file, machine)
+    free = min(USABLE * machine["memory"], machine.get("free", machine["memory"]))
+    machine["plans"] = {name: choose(flags.split(), free) for name, flags in shapes.items()}
+    for name, plan in machine["plans"].items():  # for where the estimate was wrong
+        plan["smaller"] = choose(shapes[name].split(), SMALLER * min(plan["estimate"], machine["memory"]))
+    write_json(file, machine)
     return 0
 
 

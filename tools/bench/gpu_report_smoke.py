@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools.bench import limited  # noqa: E402
-from tools.bench.gpu_report_parts import TINY_LLAMA, write_whole  # noqa: E402
+from tools.bench.gpu_report_parts import TINY_LLAMA  # noqa: E402
+from tools.outputs import write_json  # noqa: E402
 
 STEPS, LEAST_TOKENS = 6, 4
 RUN = f"--train-iters {STEPS} --mock-data --tokenizer-type ByteTokenizer --lr 1e-3 --lr-decay-style constant"
@@ -154,7 +155,7 @@ def main(argv: list[str]) -> int:
         for case in cases:
             if case.status == "ok" and case.worst is None and case.like and by_name[case.like].seconds:
                 compare(case, by_name[case.like])
-        write_whole(args.folder / "smoke.json", {"cases": [asdict(case) for case in cases]})
+        write_json(args.folder / "smoke.json", {"cases": [asdict(case) for case in cases]})
 
     save()
     first, second = ([case for case in cases if bool(case.after) == late] for late in (False, True))
@@ -166,11 +167,12 @@ def main(argv: list[str]) -> int:
                 if (error := done.exception()) is not None:
                     case.status = f"failed ({type(error).__name__}: {error})"
                 save()
-                print(f"{case.name}: {case.status}, {case.seconds:.0f} s", *case.tail, sep="\n", flush=True)
-    failed = [case for case in cases if case.status != "ok"]
-    for case in failed:  # the report shows the end of what is printed
-        print(f"{case.name}: {case.status}", flush=True)
-    return 1 if failed else 0
+                print(f"{case.name}: {case.status}", *case.tail, sep="\n", flush=True)
+    print()
+    for case in cases:  # the report shows the end of what is printed
+        apart = "" if case.worst is None else f", at most {case.worst:.1e} from {case.like}"
+        print(f"{case.name}: {case.status}, {case.seconds:.0f} s{apart}", flush=True)
+    return int(any(case.status != "ok" for case in cases))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Sizes:
 
 
 Make = Callable[[Sizes], list[Tensor]]
+Tiles = Callable[[Sizes], Iterator[tuple[Tile, Callable[[], Any]]]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Case:
     make: Make
     ours: Fn
     plain: Fn | None
-    tiles: Callable[[Sizes], Iterator[tuple[Tile, Callable[[], Any]]]]
+    tiles: Tiles
     direct: str = ""
     axis: str = "hidden_size"
     wrap: Fn = same
@@ -180,38 +181,36 @@ def blocks(
         yield tile, lambda block=block: launch(block)
 
 
-def constants(
-    module: Any, tried: Mapping[str, tuple[int, ...]], launch: Callable[[], Any]
-) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-    """The same for a kernel whose tile is constants of its module: they are other ones during a call."""
-    own = {name: getattr(module, name) for name in tried}
-    others = [dict(zip(tried, values, strict=True)) for values in itertools.product(*tried.values())]
+def replaced(
+    table: dict[str, Any], others: Iterable[dict[str, Any]], launch: Callable[[], Any]
+) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
+    """The same for a tile that is entries of a table: those that it has, then `others`, each there during its call."""
+    tried = list(others)
+    own = {name: table[name] for name in tried[0]}
 
-    def run(tile: Tile) -> Any:
-        for name, value in tile.items():
-            setattr(module, name, value)
+    def run(values: dict[str, Any]) -> Any:
+        table.update(values)
         try:
             return launch()
         finally:
-            for name, value in own.items():
-                setattr(module, name, value)
+            table.update(own)
 
-    for tile in [own, *(t for t in others if t != own)]:
-        yield {name.lower(): value for name, value in tile.items()}, lambda tile=tile: run(tile)
+    for values in [own, *(one for one in tried if one != own)]:
+        yield values, lambda values=values: run(values)
+
+
+def constants(
+    module: Any, tried: Mapping[str, tuple[int, ...]], launch: Callable[[], Any]
+) -> Iterator[tuple[Tile, Callable[[], Any]]]:
+    """The same for constants of a kernel's module."""
+    tiles = (dict(zip(tried, values, strict=True)) for values in itertools.product(*tried.values()))
+    for tile, run in replaced(vars(module), tiles, launch):
+        yield {name.lower(): value for name, value in tile.items()}, run
 
 
 def entries(
     table: dict[str, Any], key: str, tried: Mapping[str, tuple[int, ...]], launch: Callable[[], Any]
 ) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-    """The same for a tile that is the entry `key` of a table; `tried` in the order of its numbers."""
-    own = table[key]
-
-    def run(values: tuple[int, ...]) -> Any:
-        table[key] = values
-        try:
-            return launch()
-        finally:
-            table[key] = own
-
-    for values in [own, *(v for v in itertools.product(*tried.values()) if v != own)]:
-        yield dict(zip(tried, values, strict=True)), lambda values=values: run(values)
+    """The same for one entry that is a tile; `tried` in the order of its numbers."""
+    for tile, run in replaced(table, ({key: values} for values in itertools.product(*tried.values())), launch):
+        yield dict(zip(tried, tile[key], strict=True)), run

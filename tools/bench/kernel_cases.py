@@ -14,12 +14,11 @@ from torch import Tensor
 from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope, swiglu
 from megalite.kernels.dispatch import tile_for
 from tools.bench.kernel_attention_case import attention_cases
-from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, blocks, streams
+from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, blocks, streams
 from tools.bench.kernel_flat_cases import flat_cases
 from tools.bench.kernel_loss_cases import loss_cases
 
 EPS, P, KEY = 1e-5, 0.1, 0xC0FFEE01
-Tiles = Callable[[Sizes], Iterator[tuple[Tile, Callable[[], Any]]]]
 
 
 # --- peers in plain torch, the same work as ours

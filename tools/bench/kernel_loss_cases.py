@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.kernels import cross_entropy, linear_cross_entropy
 from megalite.nn import loss
 from megalite.parallel.mesh import Mesh
-from tools.bench.kernel_case import Case, Sizes, Tile, Work, constants
+from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, Work, constants, replaced
 
 TILE = {"COLUMNS": (1024, 2048, 4096, 8192, 16384), "WARPS": (2, 4, 8, 16, 32)}
 
@@ -96,19 +96,12 @@ def ours_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0], promised=1.0)
 
 
-def forward_tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
-    inputs = logits(s)
-    return constants(cross_entropy, TILE, lambda: ours(*inputs))
+def tiles(make: Make, launch: Fn) -> Tiles:
+    def made(s: Sizes) -> Iterator[tuple[Tile, Any]]:
+        inputs = make(s)
+        return constants(cross_entropy, TILE, lambda: launch(*inputs))
 
-
-def gradient_tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
-    inputs = for_gradient(s)
-    return constants(cross_entropy, TILE, lambda: ours_gradient(*inputs))
-
-
-def both_tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
-    inputs = for_both(s)
-    return constants(cross_entropy, TILE, lambda: ours_both(*inputs))
+    return made
 
 
 def chunks(s: Sizes) -> Iterator[tuple[Tile, Any]]:
@@ -116,22 +109,10 @@ def chunks(s: Sizes) -> Iterator[tuple[Tile, Any]]:
     x, w, labels = with_head(s)
     x.requires_grad_()
     w.requires_grad_()
-
-    def run() -> Any:
-        return torch.autograd.grad(ours_with_head(x, w, labels), x)
-
-    kind, table = s.device.type, linear_cross_entropy.CHUNK_BYTES
-    own = table[kind]
-
-    def with_chunk(size: int) -> Any:
-        table[kind] = size
-        try:
-            return run()
-        finally:
-            table[kind] = own
-
-    for size in [own, *(n << 20 for n in (128, 256, 512, 1024, 2048) if n << 20 != own)]:
-        yield {"chunk_mib": size >> 20}, lambda size=size: with_chunk(size)
+    kind, sizes = s.device.type, (n << 20 for n in (128, 256, 512, 1024, 2048))
+    launch = lambda: torch.autograd.grad(ours_with_head(x, w, labels), x)  # noqa: E731
+    for tile, run in replaced(linear_cross_entropy.CHUNK_BYTES, ({kind: size} for size in sizes), launch):
+        yield {"chunk_mib": tile[kind] >> 20}, run
 
 
 def loss_cases() -> list[Case]:
@@ -144,15 +125,15 @@ def loss_cases() -> list[Case]:
         lambda s: 6.0 * s.tokens * s.hidden_size * s.vocab_size,
     )
     return [
-        Case("cross_entropy", "forward", passes(1), logits, ours, plain, forward_tiles, axis="vocab_size"),
+        Case("cross_entropy", "forward", passes(1), logits, ours, plain, tiles(logits, ours), axis="vocab_size"),
         Case(
-            *("cross_entropy", "backward", passes(2), logits, ours_gradient, plain, gradient_tiles),
+            *("cross_entropy", "backward", passes(2), logits, ours_gradient, plain, tiles(for_gradient, ours_gradient)),
             direct="ours",
             axis="vocab_size",
             own_inputs={"megalite": for_gradient},
         ),
         Case(  # Liger's forward makes the gradient too, so it can only stand beside both halves
-            *("cross_entropy", "both", passes(3), logits, ours_both, plain, both_tiles),
+            *("cross_entropy", "both", passes(3), logits, ours_both, plain, tiles(for_both, ours_both)),
             direct="ours",
             axis="vocab_size",
             peers={"liger": liger_cross_entropy},

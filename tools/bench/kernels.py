@@ -31,10 +31,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megalite.kernels.dispatch import KernelError, installed, runs_triton  # noqa: E402
-from tools.bench.gpu_report_parts import write_whole  # noqa: E402
 from tools.bench.kernel_bench import Bench, Row, best_of, build  # noqa: E402
 from tools.bench.kernel_case import Case, Sizes, absent  # noqa: E402
 from tools.bench.kernel_cases import CASES  # noqa: E402
+from tools.outputs import write_json  # noqa: E402
 
 PEERS = ("megalite", "torch", "compile", "liger", "apex", "triton", "cudnn", "flash")
 # flag and field of Sizes: values on a card, and on a CPU
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace, argv: list[str], device: torch.device, cases: 
     def save(**more: Any) -> None:
         if args.json:
             made = head | {"rows": [asdict(row) for row in rows], "errors": bench.errors} | more
-            write_whole(Path(args.json), made)
+            write_json(Path(args.json), made)
 
     save(complete=False)
     complete = True

@@ -1,26 +1,24 @@
-"""Sweeps and scaling of tools/benchmark.py: all combinations, in turns, into a folder that an interrupted one goes on
-from. What was measured is written after each run."""
+"""What tools/benchmark.py measures: all combinations of flags, in turns, written after each run, into a folder that an
+interrupted benchmark goes on from."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import platform
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from megalite.config import cli
+from megalite.config.console import Bar
 from megalite.config.options import ConfigError
 from megalite.config.packages import MissingPackage
 from megalite.models.families import PRESETS
 from megalite.parallel.local_ranks import cores
-from megalite.train.arrangement import arrange
-from tools import benchmark
-from tools.bench import tables
-from tools.bench.turns import OK, REFUSED, OtherBenchmark, Row, Table, combinations_of
+from megalite.plan.arrangement import arrange
+from tools.bench import contender, tables
+from tools.bench.turns import REFUSED, OtherBenchmark, Row, Table, combinations_of
 
 
 def batch_flags(options: argparse.Namespace, flags: list[str], nproc: int) -> list[str]:
@@ -39,7 +37,7 @@ def batch_flags(options: argparse.Namespace, flags: list[str], nproc: int) -> li
 
 def problems_of(flags: list[str], options: argparse.Namespace, nproc: int) -> tuple[bool, list[str]]:
     """Whether it is bf16; why this combination cannot run, with what the check of options cannot see."""
-    half, problems = benchmark.read_config(flags, argparse.Namespace(**{**vars(options), "nproc": nproc}))
+    half, problems = contender.read_config(flags, argparse.Namespace(**{**vars(options), "nproc": nproc}))
     if not problems:
         config, _ = cli.read(flags, PRESETS)
         try:
@@ -55,7 +53,7 @@ def rows_of(options: argparse.Namespace, flags: list[str]) -> list[Row]:
     threads = {}
     if len(options.nproc) > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = {"OMP_NUM_THREADS": str(max(1, cores() // max(options.nproc)))}
-    rows = []
+    rows, reasons = [], {}
     for values, words, nproc in combinations_of(options.sweep, options.nproc):
         line = [*flags, *words]
         try:
@@ -64,13 +62,14 @@ def rows_of(options: argparse.Namespace, flags: list[str]) -> list[Row]:
         except ConfigError as error:
             half, problems = False, error.problems
         asked = argparse.Namespace(**{**vars(options), "nproc": nproc})
-        for name, more in benchmark.contenders(asked, half):
-            row = Row(values, name, line, nproc, {**threads, **more})
+        for name, environment in contender.contenders(asked, half):
+            row = Row(values, name, line, nproc, {**threads, **environment})
             if problems:
                 row.status, row.reason = REFUSED, "; ".join(problems)
+                reasons |= dict.fromkeys(problems)
             rows.append(row)
     if all(row.status == REFUSED for row in rows):
-        raise ConfigError(list(dict.fromkeys(row.reason for row in rows)))
+        raise ConfigError(list(reasons))
     return rows
 
 
@@ -86,97 +85,88 @@ def facts_of(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     } | same
 
 
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Tells which run begins: a bar on a terminal, lines elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=total)
-        begun = False
-
-        def next_one(text: str) -> None:
-            nonlocal begun
-            bar.update(task, advance=int(begun), description=text)
-            begun = True
-
-        yield next_one
-        bar.update(task, advance=int(begun))
-
-
 def measure_all(table: Table, options: argparse.Namespace) -> None:
     """In turns, so that what changes on the machine changes for all rows."""
-    with progress(sum(row.wants(turn) for turn in range(options.repeats) for row in table.rows)) as tell:
-        for turn in range(options.repeats):
-            for row in table.rows:
-                if row.wants(turn):
-                    tell(f"{turn + 1} of {options.repeats}: {row.label}, {row.contender}")
-                    given = argparse.Namespace(**{**vars(options), "nproc": row.nproc})
-                    row.take(benchmark.measure(row.contender, row.environment, given, row.flags), options.timeout)
-                    table.save(False)
+    todo = [(turn, row) for turn in range(options.repeats) for row in table.rows]
+    done, total = 0, sum(row.wants(turn) for turn, row in todo)
+    with Bar("benchmark", total, "runs") as bar:
+        for turn, row in todo:
+            if not row.wants(turn):
+                continue
+            text = f"{turn + 1} of {options.repeats}: {row.label}, {row.contender}"
+            if bar.live:
+                bar.at(done, text)
+            else:
+                print(text, file=sys.stderr, flush=True)
+            given = argparse.Namespace(**{**vars(options), "nproc": row.nproc})
+            result = contender.measure(row.contender, row.environment, given, row.flags)
+            row.take(result, options.timeout)
+            table.save(False)
+            done += 1
+            if "error" in result and not row.values:  # of many combinations the table alone says why
+                print(f"{row.contender}: {result['stderr']}", file=sys.stderr)
 
 
 def finish(table: Table, options: argparse.Namespace, complete: bool) -> None:
     """The files and the table of what there is."""
-    found = tables.figures(table.rows, options.price_per_hour)
+    measured = tables.figures(table.rows, options.price_per_hour)
     if options.scaling:
-        found = tables.with_efficiency(found)
-    table.facts["figures"] = found
+        measured = tables.with_efficiency(measured)
+    table.facts["figures"] = measured
     table.save(complete)
-    print(tables.text_table(found))
-    for one in found:
-        if made := one.get("breakdown"):
-            print("\n".join([f"\n{one['label']}:", *tables.told(made)]))
-    if table.folder is not None:
-        tables.write_csv(found, table.folder / "bench.csv")
-        draw(table, found)
+    if runs := [run for row in table.rows for run in row.runs if "device" in run]:
+        device, peak = runs[0]["device"], runs[0]["peak_tflops"] or 0.0
+        print(f"{device}, torch {table.facts['torch']}; peak {peak:.2f} TFLOP/s per device")
+    print(tables.text_table(measured))
+    for row, one in zip(table.rows, measured, strict=True):
+        if breakdown := one.get("breakdown"):
+            print("\n".join([f"\n{one['label']}:", *tables.breakdown_lines(breakdown), *tables.by_rank(row.runs[-1])]))
+    if options.out is not None:
+        tables.write_csv(measured, options.out / "bench.csv")
+        draw(options.out, measured)
 
 
-def draw(table: Table, found: list[dict[str, Any]]) -> None:
+def draw(folder: Path, measured: list[dict[str, Any]]) -> None:
     from tools.pictures import bench
     from tools.pictures.canvas import save
 
-    assert table.folder is not None
     try:
-        for picture in bench.pictures(found):
-            save(picture, table.folder / f"{picture.name}.png")
+        for picture in bench.pictures(measured):
+            save(picture, folder / f"{picture.name}.png")
     except MissingPackage as error:
         print(f"benchmark.py: no pictures: {error}", file=sys.stderr)
 
 
 def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
     """The exit code."""
+    file = options.json
     try:
-        table = Table(facts_of(options, flags), rows_of(options, flags), options.out)
+        rows = rows_of(options, flags)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=options.out):
-                pass
-        done = table.resume(options.timeout)
+            file = options.out / "bench.json"
+        table = Table(facts_of(options, flags), rows, file)
+        done = table.resume(options.timeout) if options.out is not None else 0
+        table.save(False)  # before anything takes time, and after each run: an interrupted benchmark leaves what it has
     except ConfigError as error:
         print(*(f"{program}: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{program}: --out {options.out} cannot be written: {error.strerror}", file=sys.stderr)
+        flag = "--json" if options.out is None else "--out"
+        print(f"{program}: {flag} {options.json or options.out} cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     except OtherBenchmark as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     if done:
         print(f"{done} of {len(table.rows)} rows are there already", file=sys.stderr)
-    table.save(False)
     interrupted = False
     try:
         measure_all(table, options)
     except KeyboardInterrupt:
         interrupted = True
-        print(f"{program}: interrupted; the same command goes on", file=sys.stderr)
+        resumed = "; the same command goes on" * (options.out is not None)
+        print(f"{program}: interrupted{resumed}", file=sys.stderr)
     finish(table, options, not interrupted)
-    measured = any(row.status == OK and row.contender.startswith("megalite") for row in table.rows)
-    return 130 if interrupted else 0 if measured else 1
+    any_measured = any(row.runs and row.contender.startswith("megalite") for row in table.rows)
+    return 130 if interrupted else 0 if any_measured else 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import time
 from typing import Any
 
 from megalite.config import cli
@@ -23,8 +22,8 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from megalite.parallel.launch import process_group
-    from megalite.train.run import choose_device
-    from tools.benchmark_rank import limit_memory, peak_memory, write
+    from megalite.train.life.run import choose_device
+    from tools.bench.contender_rank import limit_memory, peak_memory, time_steps, write
 
     config, _ = cli.read(task["flags"], PRESETS)
     limit_memory(task.get("memory_bytes"))
@@ -69,14 +68,8 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        steps = []
-        for _ in range(task["warmup"] + task["steps"]):
-            begin = time.perf_counter()
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            steps.append(time.perf_counter() - begin)
-        write(task, ranks.rank, steps=steps[task["warmup"] :], memory=peak_memory(device))
+        steps = time_steps(step, task, device)
+        write(task, ranks.rank, steps=steps, memory=peak_memory(device))
 
 
 def _shard(model: Any, device_type: str, world: int) -> None:

@@ -59,8 +59,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
 
     from megalite.config import cli
+    from megalite.plan.profile import read_profile
     from tools.planning.calibrate import calibrate
-    from tools.planning.profile import read_profile
 
     out, alone = (
         options.json,
@@ -92,9 +92,9 @@ def asleep_profile() -> Any:
     import dataclasses
 
     from megalite.config import cli
-    from megalite.train.arrangement import arrange
-    from tools.planning.cost import shape_of
-    from tools.planning.profile import default_profile
+    from megalite.plan.arrangement import arrange
+    from megalite.plan.cost import shape_of
+    from megalite.plan.profile import default_profile
 
     made = arrange(cli.parse(flags_of("1x2", asleep=True), {}), 2, VOCABULARY)
     nothing = (0.0, 0.0, 0.0)
@@ -119,7 +119,7 @@ def asleep_rank(ranks: Any, task: dict[str, Any]) -> None:
 
     from megalite.config import cli
     from megalite.parallel.launch import process_group
-    from megalite.train.arrangement import arrange
+    from megalite.plan.arrangement import arrange
     from megalite.train.setup import build_run
     from megalite.train.step import train_step
 
@@ -159,10 +159,10 @@ def _asleep(flags: list[str], options: argparse.Namespace) -> float:
 
 def _row(layout: str, options: argparse.Namespace, profile: Any) -> dict[str, Any]:
     from megalite.config import cli
-    from megalite.train.arrangement import arrange
-    from tools.benchmark import measure
-    from tools.planning.cluster import cluster
-    from tools.planning.step_time import step_time
+    from megalite.plan.arrangement import arrange
+    from megalite.plan.cluster import cluster
+    from megalite.plan.step_time import step_time
+    from tools.bench.contender import measure
 
     flags = flags_of(layout, options.asleep)
     made = arrange(cli.parse(flags, {}), 2, VOCABULARY)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.gpu_report_parts import write_whole
+from tools.outputs import write_json
 
 OK, REFUSED, NO_MEMORY, NO_TIME, FAILED, WAITING = (
     "ok",
@@ -88,15 +88,15 @@ class Row:
 
 
 def kind_of(result: dict[str, Any]) -> str:
-    """Of a run that has an "error".
+    """The status of a run that has an "error".
 
     >>> kind_of({"error": "", "stderr": "torch.OutOfMemoryError: CUDA out of memory.", "status": "failed"})
     'out of memory'
     """
     if result.get("status") == NO_TIME:
         return NO_TIME
-    told = f"{result['stderr']}\n{result.get('status', '')}"
-    return NO_MEMORY if MEMORY_WORDS.search(told) or KILLED.search(told) else FAILED
+    text = f"{result['stderr']}\n{result.get('status', '')}"
+    return NO_MEMORY if MEMORY_WORDS.search(text) or KILLED.search(text) else FAILED
 
 
 def combinations_of(sweeps: Sequence[str], nprocs: Sequence[int]) -> Iterator[tuple[dict[str, str], list[str], int]]:
@@ -114,30 +114,26 @@ def combinations_of(sweeps: Sequence[str], nprocs: Sequence[int]) -> Iterator[tu
 
 @dataclass
 class Table:
-    """All rows of a benchmark, in `folder`/bench.json if there is one. `facts`: of the whole, SAME among them."""
+    """All rows of a benchmark, in `file` if there is one. `facts`: of the whole, SAME among them."""
 
     facts: dict[str, Any]
     rows: list[Row]
-    folder: Path | None = None
-
-    @property
-    def file(self) -> Path | None:
-        return None if self.folder is None else self.folder / "bench.json"
+    file: Path | None = None
 
     def resume(self, timeout: float) -> int:
-        """Take over what the folder has of these rows, and keep its other rows; how many rows are done already. Raises
+        """Take over what the file has of these rows, and keep its other rows; how many rows are done already. Raises
         OtherBenchmark."""
         if self.file is None or not self.file.is_file():
             return 0
         try:
-            made = json.loads(self.file.read_text("utf-8"))
-            before = {row.identity: row for row in (Row(**row) for row in made["rows"])}
+            saved = json.loads(self.file.read_text("utf-8"))
+            before = {row.identity: row for row in (Row(**row) for row in saved["rows"])}
         except (ValueError, TypeError, KeyError) as error:
             raise OtherBenchmark(f"{self.file} is damaged ({error}); give another --out") from None
-        other = [name for name in SAME if made.get(name) != self.facts.get(name)]
+        other = [name for name in SAME if saved.get(name) != self.facts.get(name)]
         if other:
-            told = f"{', '.join(other)} of the figures in {self.file}"
-            raise OtherBenchmark(f"another {told}; give another --out, or what was given before")
+            text = f"{', '.join(other)} of the figures in {self.file}"
+            raise OtherBenchmark(f"another {text}; give another --out, or what was given before")
         mine = {row.identity for row in self.rows}
         for n, row in enumerate(self.rows):
             known = before.get(row.identity)
@@ -152,16 +148,13 @@ class Table:
 
     def save(self, complete: bool) -> None:
         if self.file is not None:
-            write_whole(self.file, self.facts | {"rows": [asdict(row) for row in self.rows], "complete": complete})
+            write_json(self.file, self.facts | {"rows": [asdict(row) for row in self.rows], "complete": complete})
 
 
-def read(folder: Path) -> Table:
+def read(file: Path) -> Table:
     """What a benchmark has left there. Raises OSError, and ValueError where it is no such file."""
     try:
-        made = json.loads((folder / "bench.json").read_text("utf-8"))
-        rows = [Row(**row) for row in made.pop("rows")]
+        content = json.loads(file.read_text("utf-8"))
+        return Table(content, [Row(**row) for row in content.pop("rows")], file)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{folder / 'bench.json'} is no benchmark ({error}); make one with tools/benchmark.py"
-        ) from None
-    return Table(made, rows, folder)
+        raise ValueError(f"{file} is no benchmark ({error}); make one with tools/benchmark.py") from None

@@ -134,27 +134,26 @@ class _Recorder:
         self.step = step
         for bucket in buffer.layout.buckets:
             for slot in bucket.slots:
-                data = buffer.weights[slot.start : slot.stop]
+                data = buffer.weights.part(slot)
                 self.add("weight", self.name(slot), data, shape=self.shape(slot))
         self.step = now
 
     def before_update(self) -> None:
         """Every gradient that this rank owns is complete; weights are those of the step before."""
         self.weights(self.step - 1)
-        buffer = self.run.buffer
-        for bucket in buffer.layout.buckets:
-            owned = buffer.owned_range(bucket)
+        grads = self.run.buffer.grads
+        for bucket in grads.layout.buckets:
             for slot in bucket.slots:
-                first, last = max(slot.start, owned.start), min(slot.stop, owned.stop)
-                if first < last:
-                    shape, data = self.shape(slot), buffer.grads[first:last]
-                    self.add("gradient", self.name(slot), data, shape=shape, first=first - slot.start)
+                part = grads.owned_part(bucket, slot)
+                if part.span:
+                    shape, data = self.shape(slot), part.of(grads.owned(bucket))
+                    self.add("gradient", self.name(slot), data, shape=shape, first=part.span.start)
 
     def name(self, slot: Any) -> str:
         return self.names[slot.entry]
 
     def shape(self, slot: Any) -> tuple[int, ...]:
-        return tuple(self.run.buffer.storage.parameters[slot.entry].shape)
+        return tuple(self.run.buffer.parameters[slot.entry].shape)
 
 
 def _layer(chunk: int, index: int) -> str:
@@ -178,7 +177,7 @@ def _set_apart(run: Run) -> None:
     from megalite.parallel.spec import Constant
 
     mesh, layout = run.mesh, Layout.of(run.mesh.sizes)
-    for parameter, entry in zip(run.buffer.storage.parameters, run.buffer.layout.entries, strict=True):
+    for parameter, entry in zip(run.buffer.parameters, run.buffer.layout.entries, strict=True):
         if isinstance(entry.spec.init, Constant):
             generator = np.random.default_rng(zlib.crc32(entry.spec.name.encode()))
             whole = APART * generator.standard_normal(entry.spec.shape)
@@ -194,8 +193,8 @@ def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> N
 
     from megalite.parallel.launch import process_group
     from megalite.parallel.local_ranks import FORWARDED
+    from megalite.train.life.preflight import choose_device
     from megalite.train.loop import evaluate
-    from megalite.train.preflight import choose_device
     from megalite.train.setup import build_run
     from megalite.train.step import train_step
 
@@ -233,7 +232,7 @@ def _names(run: Run) -> list[str]:
         for index, block in enumerate(stage.blocks)  # type: ignore[arg-type]
         for parameter in block.parameters()
     }
-    pairs = zip(run.buffer.storage.parameters, run.buffer.layout.entries, strict=True)
+    pairs = zip(run.buffer.parameters, run.buffer.layout.entries, strict=True)
     return [re.sub(r"^layers\.\d+", places.get(id(parameter), ""), entry.spec.name) for parameter, entry in pairs]
 
 
@@ -243,7 +242,7 @@ def _in_order_of_use(run: Run, names: list[str]) -> tuple[list[str], list[str]]:
     heads = [stage.head.weight for stage in stages if stage.head is not None]
     words = [stage.embedding.word for stage in stages if stage.embedding is not None]
     own = {id(weight) for weight in heads} - {id(word) for word in words}
-    rows = zip(run.buffer.storage.parameters, run.buffer.layout.entries, names, strict=True)
+    rows = zip(run.buffer.parameters, run.buffer.layout.entries, names, strict=True)
     used = [(name, entry.spec) for _, entry, name in sorted(rows, key=lambda row: id(row[0]) in own)]
     return [name for name, _ in used], [name for name, spec in used if spec.vocabulary]
 

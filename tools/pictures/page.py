@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.data.errors import DataError
 from megalite.models.families import PRESETS
-from megalite.train.figures import duration
+from megalite.train.tell.figures import duration
 from tools.pictures import curves, pipeline, shares
 from tools.pictures.canvas import NARROW, WIDE, Picture, clean, short, svg
 from tools.pictures.run import Run, differences, listed, number, table, whence

@@ -18,7 +18,7 @@ from typing import Any
 
 from megalite.config.options import ConfigError
 from megalite.config.toml import read_toml
-from megalite.train.run_dir import json_rows, outcome_of
+from megalite.train.tell.run_dir import json_rows, outcome_of
 from tools.pictures.canvas import clean
 
 Point = tuple[float, float, float]  # step, tokens, value
@@ -139,7 +139,7 @@ class Run:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What the newest process told of the run when it started (train/overview.py: facts)."""
+        """What the newest process told of the run when it started (train/tell/overview.py: facts)."""
         told = [table(e.get("about")) for e in self.events if e.get("event") == "started"]
         return next((about for about in reversed(told) if about), {})
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tools.planning.memory import LARGEST_ERROR
+from megalite.plan.advice import in_order, limit_of, sentence
+from megalite.plan.memory import LARGEST_ERROR
 from tools.planning.search import Found, Layout, Planned, arranged
 from tools.planning.tokens import MOST_EPOCHS, Budget
 
@@ -21,25 +22,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 SMALL_TOKENS = 1024  # of a micro-batch on one tp rank's matmuls: below, weights are read for too little work
 MUCH_BUBBLE = 0.15
-FIXED = "what every step takes"  # StepTime.fixed
-HELP = {
-    "compute": "the devices' peak: more devices, or fewer FLOPs (less recompute, a smaller model); not links",
-    "pipeline": "more micro-batches a step (a larger batch, fewer dp ranks), more chunks, or --split-backward",
-    "tensor parallelism": "a smaller tp, or faster links inside a node",
-    "messages": "fewer pipeline stages or chunks, or a faster network",
-    "data parallelism": "more micro-batches a step, so that the sum of the gradients has more to hide behind; a faster "
-    "network; --grad-reduce-in-bf16",
-    "memory bandwidth": "more dp ranks to share the update, or a larger batch",
-    FIXED: "a larger batch, or a larger model: the rest is too small to count",
-}
-PARTS = {  # of StepTime.parts
-    "compute": "compute",
-    "bubble": "pipeline",
-    "tp": "tensor parallelism",
-    "pp": "messages",
-    "dp": "data parallelism",
-    "optimizer": "memory bandwidth",
-}
 
 
 def critical_batch(parameters: int) -> float:
@@ -155,15 +137,12 @@ def warnings(request: Request, best: Planned, limit: float, budget: Budget, data
 
 
 def bound(best: Planned) -> tuple[str, str]:
-    """(what limits the best plan, with its share; what would help). Compute, as long as it is three quarters of the
-    step; else what takes the most of the rest."""
-    parts = {PARTS[name]: seconds for name, seconds in best.time.parts.items()}
-    parts["memory bandwidth"] -= best.time.fixed
-    shares = {name: part / best.time.seconds for name, part in (parts | {FIXED: best.time.fixed}).items()}
-    others = {name: share for name, share in shares.items() if name != "compute"}
-    what = "compute" if shares["compute"] >= 0.75 else max(others, key=lambda name: others[name])
-    told = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1]) if share)
-    return f"bound by {what}: {told}", f"what would help: {HELP[what]}"
+    """(what limits the best plan, with all shares of its step; what would help)."""
+    fixed = best.time.fixed
+    parts = best.time.parts | {"optimizer": best.time.parts["optimizer"] - fixed, "fixed costs": fixed}
+    shares = {name: seconds / best.time.seconds for name, seconds in parts.items()}
+    limit = limit_of(shares)
+    return f"bound by {limit}: {in_order(shares)}", f"what would help: {sentence(limit, shares[limit])}"
 
 
 def nccl(request: Request) -> list[str]:

@@ -11,40 +11,33 @@ least counts. They are bounds, not estimates: no padding, no messages, no collec
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tools.planning.memory import moments
-
 if TYPE_CHECKING:
-    from megalite.train.arrangement import Arrangement
-    from megalite.train.holding import ModuleBytes
-    from tools.planning.cost import Costs
+    from megalite.plan.arrangement import Arrangement
+    from megalite.plan.cost import Costs
+    from megalite.plan.holding import ModuleBytes
 
 GROUPS = 3  # of micro-batches; with 1F1B what is held does not grow after them
 
 
 def possible(made: Arrangement) -> np.ndarray:
     """[splits, stages]: layers of every stage, of all splits that the run chooses from."""
-    if len(found := made.given_or_even):
-        return np.array([found])
-    return _free(made.config.model.num_layers, made.placement.num_stages)
+    return np.array([given]) if len(given := made.given_or_even) else _table(tuple(made.choices))
 
 
-@functools.cache
-def _free(layers: int, stages: int) -> np.ndarray:
-    from megalite.pipeline.partition import splits
-
-    return np.array(list(splits(layers, stages)))
+@functools.lru_cache(maxsize=256)
+def _table(splits: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    return np.array(splits)
 
 
 def least_time(made: Arrangement, costs: Costs) -> float:
     """Seconds of a step."""
     counts, pp, m = possible(made), made.pp, made.microbatches
-    table = np.array([costs.block(n).all for n in range(counts.max() + 1)])
-    f, b, w = np.moveaxis(table[counts], -1, 0)  # each [splits, stages], of one micro-batch
+    stops = counts.cumsum(1)
+    f, b, w = np.moveaxis(costs.layers.of(stops - counts, stops)[..., :3], -1, 0)  # each [splits, stages], of one
     for stage, end in ((0, costs.embedding.all), (-1, costs.head.all)):
         for part, seconds in zip((f, b, w), end, strict=True):
             part[:, stage] += seconds
@@ -60,36 +53,22 @@ def least_time(made: Arrangement, costs: Costs) -> float:
 
 def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
     """Bytes of the fullest rank. A split backward holds as much as the schedule without it, or more."""
-    counts, pp, brief = possible(made), made.pp, moments(made)
-    m, last = made.config.model, made.placement.num_stages - 1
+    counts, pp, place = possible(made), made.pp, made.placement
+    m, last, edge = made.config.model, made.placement.num_stages - 1, made.edge
     if pp == 1 and not m.untie_embeddings_and_output_weights:
         modules = modules._replace(head=0.0)  # its weights are the embedding's
-    saved, again, edges = _saved(made, counts.max())
-    held = saved[counts]
-    held[:, last] += edges
+    held, moment = made.layers.saved_of(counts), made.layers.least_moment
     most = np.zeros(len(counts))
     for rank in {0, min(1, pp - 1), pp - 1}:
-        stages = list(made.placement.stages(rank))
-        own = counts[:, stages]
-        whole = modules.of(own.sum(1), rank == 0, rank == pp - 1)
+        stages = list(place.stages(rank))
+        whole = modules.of(counts, rank, place)
         alive = held[:, stages] @ _in_flight(made, rank, None)
-        most = np.maximum(most, whole + alive + np.where(own.any(1), again[own].max(1) + brief.layer - brief.edge, 0.0))
+        head = made.layers.head.saved * (rank == pp - 1)
+        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment - head, 0.0))
         if rank == pp - 1:
             alive = held[:, stages] @ _in_flight(made, rank, last)
-            most = np.maximum(most, whole + alive + brief.head)
+            most = np.maximum(most, whole + alive + edge + made.layers.head.moment["F"] - made.layers.head.saved)
     return float(most.min())
-
-
-def _saved(made: Arrangement, most: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Bytes of one micro-batch by the layers of a stage: kept from forward to backward, and recomputed at once; what
-    the last stage keeps more."""
-    from megalite.models.flops import stage_saved
-
-    of: Callable[[int, bool], tuple[float, float]] = lambda n, last: stage_saved(  # noqa: E731
-        made.config.model, n, last, made.recompute, made.dtype.itemsize, made.tp
-    )
-    pairs = np.array([of(n, False) for n in range(most + 1)]) * made.tokens
-    return pairs[:, 0], pairs[:, 1], (of(0, True)[0] - of(0, False)[0]) * made.tokens
 
 
 def _in_flight(made: Arrangement, rank: int, stage: int | None) -> np.ndarray:

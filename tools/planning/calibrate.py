@@ -1,4 +1,4 @@
-"""How fast this machine runs a model's parts: a profile for tools/planning/cost.py, in half a minute.
+"""How fast this machine runs a model's parts: a profile for megalite/plan/cost.py, in half a minute.
 
 As many local ranks as will share the machine measure at once, so that memory and caches are shared as in a run:
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from megalite.config.options import Config
     from megalite.models.gpt import Batch, Stage
     from megalite.parallel.launch import Ranks
-    from megalite.train.arrangement import Arrangement
-    from tools.planning.profile import Profile
+    from megalite.plan.arrangement import Arrangement
+    from megalite.plan.profile import Profile
 
 LAYERS = 2  # of the stage that is measured, of a model that has them
 SMALL = 1 << 12  # bytes of a message that shows the latency
@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 20.0) -> Profile:
     """Of the device at hand, for models of this configuration's shape without tp. Raises CalibrationError."""
     from megalite.parallel.local_ranks import start_local
-    from tools.planning.cluster import Link
-    from tools.planning.profile import default_profile
+    from megalite.plan.cluster import Link
+    from megalite.plan.profile import default_profile
 
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         task = {"config": config, "vocab_size": vocab_size, "seconds": seconds, "folder": folder}
@@ -82,8 +82,8 @@ def measure(ranks: Ranks, task: dict[str, Any]) -> None:
     import datetime
 
     from megalite.parallel.launch import process_group
-    from megalite.train.memory import keep_freed_memory
-    from megalite.train.run import choose_device
+    from megalite.train.life.preflight import choose_device
+    from megalite.train.tell.device_memory import keep_freed_memory
 
     wanted = choose_device(task["config"].parallel.device)
     if wanted == "cpu":
@@ -98,7 +98,7 @@ class _Bench:
 
     def __init__(self, task: dict[str, Any], ranks: Ranks, device: torch.device):
         from megalite.parallel.mesh import Mesh
-        from megalite.train.arrangement import Arrangement
+        from megalite.plan.arrangement import Arrangement
 
         config = task["config"]
         alone = dataclasses.replace(config.parallel, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
@@ -110,7 +110,7 @@ class _Bench:
     def run(self) -> dict[str, Any]:
         import torch
 
-        from tools.planning.cost import shape_of
+        from megalite.plan.cost import shape_of
 
         message, collective = self.links()
         self.until = time.perf_counter()  # all are here: the links were used together
@@ -163,7 +163,7 @@ class _Bench:
         from megalite.nn.parameter import Maker
         from megalite.optim.buffer import ParamBuffer
         from megalite.optim.zero1 import Zero1
-        from megalite.train.arrangement import build_stage
+        from megalite.plan.arrangement import build_stage
         from megalite.train.setup import update_rule
 
         config = self.made.config
@@ -218,8 +218,8 @@ class _Bench:
         import torch
 
         from megalite.kernels.attention import attention
-        from megalite.models.flops import head_flops, layer_parts
-        from tools.planning.cluster import DEVICES, cluster
+        from megalite.plan.cluster import DEVICES, cluster
+        from megalite.plan.kinds import kinds_of, layers_bill
 
         made, m = self.made, self.made.config.model
         kind = self.kind
@@ -240,13 +240,15 @@ class _Bench:
             return middle - start, self.now() - middle
 
         forward, backward = self.medians(attend)
-        scores = layer_parts(m, S)[2] * tokens
+        kind = dataclasses.replace(kinds_of(m)[0], window_size=None)
+        alone = layers_bill((kind,), dataclasses.replace(made.layers.setting, tp=1, split=False, again=()))
+        scores = sum(event.figures[0] for event in alone.of("F") if event.what == "scores")
         source = torch.empty(1 << 26, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         copied = self.median(lambda: target.copy_(source))
         return {
             "matmul": 2.0 * tokens * m.hidden_size * m.ffn_size / matmul / peak,
-            "head": 3 * head_flops(m, made.padded_vocab) * tokens / blocks["head"][0] / peak,
+            "head": sum(made.layers.head.flops) * made.tp / blocks["head"][0] / peak,
             "attention_forward": scores / forward / peak,
             "attention_backward": 2.5 * scores / backward / peak,
             "memory": 2 * source.nbytes / copied / device.memory_bytes_per_s,
@@ -257,7 +259,7 @@ class _Bench:
         """Its name in the table of devices."""
         import torch
 
-        from tools.planning.cluster import DEVICES
+        from megalite.plan.cluster import DEVICES
 
         if self.device.type == "cpu":
             return "cpu"

@@ -3,7 +3,7 @@
 python tools/plan.py compare RUN                          by the defaults of its device
 python tools/plan.py compare RUN --profile profile.json   by what tools/plan.py calibrate has measured there
 
-Predicted: memory as a start prints it (megalite/train/arrangement.py), times by tools/planning/step_time.py, of the
+Predicted: memory as a start prints it (megalite/plan/arrangement.py), times by megalite/plan/step_time.py, of the
 run's own options and ranks. Measured: a step is the median of metrics.jsonl, its first line left out; the parts of a
 step are means over ranks and all steps of the last process (report.json); waits in the pipeline are of the one step
 that --profile-pipeline has timed (timeline.json); memory is what heartbeats, or the log lines of rank 0, have seen: on
@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any
 from tools.outputs import unwritable
 
 if TYPE_CHECKING:
-    from megalite.train.arrangement import Arrangement
+    from megalite.plan.arrangement import Arrangement
+    from megalite.plan.cluster import Cluster
+    from megalite.plan.profile import Profile
     from tools.pictures.run import Run
-    from tools.planning.cluster import Cluster
-    from tools.planning.profile import Profile
 
 NOT_TOLD, NOT_PREDICTED = "the run did not tell", "not predicted"
-COMPUTE = ("forward", "backward", "graph")  # phases of megalite/train/phases.py
 MOST_RANKS = 16  # pipeline ranks that have a row each
 
 
@@ -71,7 +70,7 @@ def arrangement_of(run: Run) -> Arrangement:
     from megalite.config import options
     from megalite.config.toml import read_toml
     from megalite.data.errors import DataError
-    from megalite.train.arrangement import arrange
+    from megalite.plan.arrangement import arrange
     from megalite.train.sources import open_tokenizer, true_vocab_size
 
     path = run.folder / "run_config.toml"
@@ -88,8 +87,8 @@ def arrangement_of(run: Run) -> Arrangement:
 
 def cluster_of(run: Run, made: Arrangement) -> Cluster:
     """Of the table, by the device and the hosts that the run told of. Raises CompareError."""
+    from megalite.plan.cluster import DEVICES, cluster
     from tools.pictures.run import listed, table
-    from tools.planning.cluster import DEVICES, cluster
 
     device, hosts = run.about.get("device"), len(listed(run.about.get("hosts"))) or 1
     card = str(table(run.about.get("machine")).get("card", ""))
@@ -102,8 +101,9 @@ def cluster_of(run: Run, made: Arrangement) -> Cluster:
 
 
 def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | None) -> list[Row]:
+    from megalite.plan.step_time import step_time
+    from megalite.train.tell.phases import COMPUTE
     from tools.pictures.run import number, table
-    from tools.planning.step_time import step_time
 
     try:
         predicted = step_time(made, cluster, profile)
@@ -192,7 +192,7 @@ def _shown(value: float | None, unit: str) -> str:
 
 def text(rows: list[Row]) -> str:
     """A table, and what is to be said of its rows."""
-    from megalite.train.figures import columns
+    from megalite.train.tell.figures import columns
 
     table = [("", "predicted", "measured", "ratio")]
     for row in rows:
@@ -217,8 +217,8 @@ def main(argv: list[str]) -> int:
     if wrong := list(unwritable(json=args.json)):
         print(*(f"plan.py: {line}" for line in wrong), sep="\n", file=sys.stderr)
         return 2
-    from tools.planning.cluster import read_cluster
-    from tools.planning.profile import read_profile
+    from megalite.plan.cluster import read_cluster
+    from megalite.plan.profile import read_profile
 
     try:
         cluster = read_cluster(args.cluster) if args.cluster is not None else None

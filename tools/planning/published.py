@@ -195,10 +195,10 @@ def cases() -> list[Case]:
 def predict(case: Case) -> Row:
     from megalite.config import cli
     from megalite.models.families import PRESETS
-    from megalite.train.arrangement import arrange
-    from tools.planning.cluster import cluster
-    from tools.planning.profile import default_profile
-    from tools.planning.step_time import step_time
+    from megalite.plan.arrangement import arrange
+    from megalite.plan.cluster import cluster
+    from megalite.plan.profile import default_profile
+    from megalite.plan.step_time import step_time
 
     made = arrange(cli.parse(case.flags.split(), PRESETS), case.devices, case.vocab_size)
     profile = dataclasses.replace(default_profile(case.device), **case.profile)

@@ -18,7 +18,7 @@ from megalite.config.field import facts_of, flag_of, spellings
 from megalite.config.options import Config, ConfigError, DataConfig, build, options
 from megalite.config.toml import read_toml
 from megalite.models.families import PRESETS
-from tools.planning.cluster import Cluster, cluster, read_cluster
+from megalite.plan.cluster import Cluster, cluster, read_cluster
 
 LAYOUT = (  # options that are searched over where the command line has none of them
     "tensor_model_parallel_size",

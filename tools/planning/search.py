@@ -19,17 +19,17 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megalite.plan.memory import RankMemory, memory
 from tools.planning.bounds import least_memory, least_time
-from tools.planning.memory import RankMemory, memory
 from tools.planning.published import TOLERANCE
 from tools.planning.request import Request, problems_of, with_options
 
 if TYPE_CHECKING:
     from megalite.config.options import Config
-    from megalite.train.arrangement import Arrangement
-    from megalite.train.holding import ModuleBytes
-    from tools.planning.profile import Profile
-    from tools.planning.step_time import StepTime
+    from megalite.plan.arrangement import Arrangement
+    from megalite.plan.holding import ModuleBytes
+    from megalite.plan.profile import Profile
+    from megalite.plan.step_time import StepTime
 
 MICRO_BATCHES = (1, 2, 4, 8)
 FEW_CHUNKS, MOST_CHUNKS = 8, 16
@@ -222,7 +222,7 @@ def variants(layout: Layout, request: Request) -> Iterator[Layout]:
 
 
 def arranged(layout: Layout, request: Request) -> Arrangement:
-    from megalite.train.arrangement import Arrangement
+    from megalite.plan.arrangement import Arrangement
 
     return Arrangement(applied(layout, request.config), request.cluster.world, request.vocab_size)
 
@@ -279,8 +279,8 @@ def search(
 
 def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, Layout]]:
     """Seconds and layout of what can be built and may fit, the lowest first."""
-    from tools.planning.cost import Costs
-    from tools.planning.profile import default_profile
+    from megalite.plan.cost import Costs
+    from megalite.plan.profile import default_profile
 
     used = profile or default_profile(request.cluster.device.name)
     bounds: list[tuple[float, Layout]] = []
@@ -321,7 +321,7 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
 
 def planned(layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf")) -> Planned | int:
     """One layout, with the stages that a run would have; bytes of its fullest rank where these are above the limit."""
-    from tools.planning.step_time import step_time
+    from megalite.plan.step_time import step_time
 
     made = arranged(layout, request)
     held = memory(made)

@@ -6,36 +6,21 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megalite.train.tell.figures import columns
 from tools.planning.published import TOLERANCE
 from tools.planning.request import HOW, LAYOUT, Request, as_flags, without
 from tools.planning.search import Choice, Found, Layout, Planned, applied
 from tools.planning.tokens import Budget
 
 if TYPE_CHECKING:
-    from megalite.train.arrangement import Arrangement
-    from tools.planning.memory import RankMemory
+    from megalite.plan.arrangement import Arrangement
+    from megalite.plan.memory import RankMemory
 
 GIB = 2**30
 COMM = ("tp", "pp", "dp")
 PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 MOST_ROWS = 8  # pipeline ranks of the table of memory
 REASONS = 6
-
-
-def table(rows: Sequence[Sequence[str]], width: int = 118) -> str:
-    """`rows`: the head first; columns but the first hold numbers."""
-    import io
-
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    head = [Column(name, justify="right" if i else "left", no_wrap=i > 0) for i, name in enumerate(rows[0])]
-    made = Table(*head, box=None, pad_edge=False)
-    for row in rows[1:]:
-        made.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=width, color_system=None, markup=False, emoji=False).print(made)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def band(predicted: float) -> tuple[float, float]:
@@ -73,7 +58,7 @@ def ranking(choices: Sequence[Choice]) -> str:
         speed = (f"{plan.time.seconds:.3f}", about, f"{plan.time.mfu:.1%}", f"{plan.time.tokens_per_s:,.0f}")
         parts = (share[name] for name in ("bubble", *COMM, "optimizer"))
         rows.append((str(plan.layout), str(plan.made.dp), *speed, *parts, f"{plan.peak / GIB:.1f}"))
-    return table(rows, 126)
+    return columns(rows)
 
 
 def memory_rows(memory: Sequence[RankMemory], made: Arrangement) -> list[tuple[str, ...]]:

@@ -5,7 +5,7 @@
     bf16      2 + 4 + 12                          gradients in fp32, main weights and two moments
 
 The runtime has stages 0 (--no-use-distributed-optimizer) and 1; the others are shown to compare with other programs.
-The bytes of an element are those of the runtime: train/holding.py: element_bytes.
+The bytes of an element are those of the runtime: plan/holding.py: element_bytes.
 
 >>> [round(per_device(7_000_000_000, 4, stage, torch.float32) / 1e9) for stage in range(4)]
 [112, 70, 49, 28]
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from megalite.train.holding import element_bytes
+from megalite.plan.holding import element_bytes
 
 STAGES = {0: "", 1: "", 2: "not in megalite", 3: "not in megalite"}
 PARAMETERS_B = (1, 3, 7, 13, 30, 70, 100)  # of the table, 10^9

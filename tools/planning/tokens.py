@@ -2,7 +2,7 @@
 
     tokens       20 per parameter unless they are given (arXiv:2203.15556, table 3: 20.2 at 400 M to 21.6 at 67 B)
     FLOPs        6 N D, the rule (arXiv:2001.08361, sec. 2.1, N without embeddings; here with them, as mostly used),
-                 and the exact count, scores and head included (models/flops.py: train_flops_per_token)
+                 and the exact count, scores and head included (megalite/plan/kinds.py: model_flops)
 
 >>> budget = Budget(parameters=70_000_000_000, tokens=1_400_000_000_000, flops_per_token=4.5e11)
 >>> f"{budget.rule_flops:.3g} {budget.exact_flops:.3g}"  # Chinchilla: 5.88e23 in its table 1
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megalite.train.batch_size import BatchSizes
+from megalite.plan.batch_size import BatchSizes
 
 TOKENS_PER_PARAMETER = 20
 MOST_EPOCHS = 4  # up to which repeated tokens are worth about as much as new ones (arXiv:2305.16264, sec. 6)

@@ -7,6 +7,7 @@ begins; the counts, which are complete, are in `Tally.bad` and in `prefix.json`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -22,6 +23,16 @@ from tools.preprocess.text_input import read_blocks
 from tools.preprocess.workers import SAMPLES, Result
 
 JUDGED_AFTER = 1000  # records, before which no share is taken for that of the whole input
+
+
+def take_bad_fraction(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-bad-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="of the lines that may be bad and are left out; default 0: the first bad one ends the run",
+    )
 
 
 class Rejects:

@@ -122,7 +122,7 @@ class RemoteStorage:
         self.discard(part)
 
     def discard(self, part: Url) -> None:
-        """COMPLETE first: what is left if this is cut short is no checkpoint. Files of strangers stay."""
+        """COMPLETE first: what is left if this is cut short is no checkpoint. Files the run did not write are kept."""
         names = [name for name in self.entries(part) if _OWN.fullmatch(name)]
         for name in sorted(names, key=lambda name: name != "COMPLETE"):
             self.delete(part / name)

@@ -42,7 +42,7 @@ def _open(path: Path | str) -> int:
         if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
-        raise DataError(f"{path}: is no plain file; write the pair again")
+        raise DataError(f"{path}: is not a regular file; write the pair again")
     except FileNotFoundError as error:
         raise DataError(missing(str(path)[:-4])) from error
     except OSError as error:

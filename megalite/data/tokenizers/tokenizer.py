@@ -154,7 +154,7 @@ class SentencePieceTokenizer(Tokenizer):
 def read(path: Path) -> bytes:
     """The whole file; DataError when it cannot be read."""
     if path.exists() and not path.is_file():  # a pipe would block for ever
-        raise DataError(f"{path}: is no plain file; give the tokenizer's file")
+        raise DataError(f"{path}: is not a regular file; give the tokenizer's file")
     try:
         return path.read_bytes()
     except OSError as error:

@@ -51,7 +51,7 @@ def read_json(path: Path) -> Json:
     """A JSON object. Raises CheckpointError."""
     try:
         if path.exists() and not path.is_file():  # a pipe would block for ever
-            raise CheckpointError(f"{path}: is no plain file; give the directory of a model")
+            raise CheckpointError(f"{path}: is not a regular file; give the directory of a model")
         if path.stat().st_size > _LARGEST_JSON:
             raise CheckpointError(f"{path}: larger than any JSON file of a model; it is damaged: fetch the model again")
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megalite.train.run_dir import Events
 from megalite.train.state import BadResult, Run, StepResult
+from megalite.train.tell.run_dir import Events
 from megalite.train.watch.suspect import documents_of
 
 UNRELIABLE = 3  # steps of a run that only the second computation got right: more is no cosmic ray

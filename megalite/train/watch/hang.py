@@ -40,8 +40,8 @@ from megalite.config.own_file import inner_opener
 from megalite.parallel.launch import HANG, LaunchError, read_first_failure
 from megalite.parallel.mesh import PLANNED, Mesh
 from megalite.parallel.shared_memory import OrderError
-from megalite.train.run_dir import Events, Exit, write_atomically
-from megalite.train.timers import Timers
+from megalite.train.tell.run_dir import Events, Exit, write_atomically
+from megalite.train.tell.timers import Timers
 from megalite.train.watch.diagnosis import View, diagnose, ranks
 
 FACTOR, LEAST_FACTOR = 10, 3  # of the usual length of a step: late, and never called late before
@@ -102,7 +102,7 @@ class Watchdog:
             if self._word is not None:
                 with contextlib.suppress(OSError):
                     self._word.unlink()
-            complain(f"{f'step {before[1]}' if before[1] else 'the start'} goes on, after {took:.0f} s")
+            complain(f"{f'step {before[1]}' if before[1] else 'the start'} resumed after {took:.0f} s")
 
     def explain(self, error: BaseException) -> tuple[Exit, str] | None:
         """Outcome and reason of a rank that others made end; None: the error is its own."""
@@ -192,7 +192,7 @@ class Watchdog:
         self._led = True
         doing, step, since = self._at
         usual = f", usually {statistics.median(self._took):.1f} s" if doing == "step" and self._took else ""
-        lines = [f"NOTHING GOES ON for {time.monotonic() - since:.0f} s{usual}: {self.reason}"]
+        lines = [f"NO PROGRESS for {time.monotonic() - since:.0f} s{usual}: {self.reason}"]
         alike: dict[str, list[int]] = {}
         for rank, view in views.items():
             alike.setdefault(str(view), []).append(rank)

@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 
 from megalite.config.options import Config
-from megalite.train.run_dir import leave_status, stands
 from megalite.train.state import Run
+from megalite.train.tell.run_dir import leave_status, stands
 from megalite.train.watch.hang import Watchdog
 
 BEAT_S = 10.0  # between two looks of others at status.json that are worth it
@@ -24,7 +24,7 @@ class Heartbeat:
 
     def __init__(self, folder: Path, run: Run, config: Config, dog: Watchdog, resumes: bool):
         self._folder, self._run, self._config, self._dog = folder, run, config, dog
-        self._closing = threading.Event()
+        self._closing, self._one = threading.Event(), threading.Lock()  # says at a time: they have one temporary file
         self._thread = threading.Thread(target=self._beat, name="megalite-heartbeat", daemon=True)
         if not stands(folder, config, resumes):
             self.begin()
@@ -48,5 +48,6 @@ class Heartbeat:
 
     def _say(self) -> None:
         state = self._run.state
-        if self._folder.is_dir():
-            leave_status(self._folder, "running", self._config, step=state.step, tokens=state.consumed_tokens)
+        with self._one:
+            if self._folder.is_dir():
+                leave_status(self._folder, "running", self._config, step=state.step, tokens=state.consumed_tokens)

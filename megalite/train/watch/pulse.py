@@ -25,10 +25,10 @@ import torch
 from megalite.config.run_options import OperationsConfig
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
-from megalite.train.metrics import Reporter
-from megalite.train.phases import EVERY, Phases
-from megalite.train.run_dir import Events
 from megalite.train.state import StepResult
+from megalite.train.tell.metrics import Reporter
+from megalite.train.tell.phases import EVERY, Phases
+from megalite.train.tell.run_dir import Events
 from megalite.train.watch.cards import THROTTLED, Card, read
 
 OWN = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases of the clock without the waits

@@ -63,7 +63,7 @@ def look_again(
 
 def _bits(buffer: ParamBuffer, losses: Tensor) -> list[int]:
     """Of the gradients that this rank owns, and its losses: sums of the bits as integers, which no order changes."""
-    owned = [buffer.owned_grad(bucket) for bucket in buffer.layout.buckets]
+    owned = [buffer.grads.owned(bucket) for bucket in buffer.layout.buckets]
     return [int(x.view(torch.int32).sum(dtype=torch.int64)) for x in [*owned, losses]]
 
 
@@ -72,7 +72,6 @@ def compute_again(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Finding |
     in the first computation, but after this rank's own were looked at. A timeline is of the first alone."""
     kept, run.pipeline.timeline = run.pipeline.timeline, None
     nominal = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.data.size
-    run.buffer.zero_grad()
     with _first_bad_output(run) as found:
         losses = run.pipeline.step(batches, run.loss_scaler.scale / nominal, more=True)  # reduces no bucket on the way
     run.pipeline.timeline = kept
@@ -99,11 +98,11 @@ def _conclude(run: Run, mine: Finding | None, differs: bool) -> tuple[str, tuple
 def bad_gradient(run: Run, kind: int) -> Finding | None:
     """The first parameter in the order of backward whose gradient is not finite in what this rank owns (REDUCED), or
     in all that it holds."""
-    buffer, worst = run.buffer, None
+    buffer, grads, worst = run.buffer, run.buffer.grads, None
     for bucket in buffer.layout.buckets:
-        owned = buffer.owned_range(bucket) if kind == REDUCED else range(bucket.start, bucket.stop)
         for slot in bucket.slots:
-            part = buffer.grads[max(slot.start, owned.start) : min(slot.stop, owned.stop)]
+            reduced = kind == REDUCED
+            part = grads.owned_part(bucket, slot).of(grads.owned(bucket)) if reduced else grads.part(slot)
             if part.numel() and not bool(torch.isfinite(part).all()):
                 number = run.mesh.pp.rank + run.mesh.pp.size * bucket.chunk
                 at = (number, slot.entry, buffer.layout.entries[slot.entry].spec.name, _kind_of(part))

@@ -1,0 +1,149 @@
+"""What a step, a run or a plan loses the most time by, and what would help: one adviser for all of them.
+
+Who asks gives shares of time by the names of CAUSES, measured (a run's report, tools/benchmark.py) or predicted
+(tools/plan.py). The cause named is the one that is farthest above the share from which it is worth a word; where none
+is, it is the computation itself. The figure of a remedy is the plan's, for the same run with another option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalite.config.check import check
+from megalite.plan.arrangement import Arrangement
+
+
+@dataclass(frozen=True)
+class Cause:
+    """what: the subject of "takes 12 % of a step". worth: the share from which it is worth a word."""
+
+    what: str
+    worth: float
+    remedy: str
+
+
+NEVER = float("inf")
+NETWORK = "a faster network"
+CAUSES = {
+    "data": Cause(
+        "waiting for tokens",
+        0.05,
+        "put --data-path and --data-cache-path on a faster disk; a thread reads the tokens, and shares the processors",
+    ),
+    "checkpoint": Cause("waiting for saves", 0.05, "save less often, or in the background (--asynchronous-save on)"),
+    "bubble": Cause(
+        "the bubble of the pipeline",
+        0.10,
+        "use more micro-batches per step (a larger --global-batch-size, or less dp), --split-backward, or "
+        "--num-virtual-stages-per-pipeline-rank",
+    ),
+    "communication": Cause(
+        "communication that nothing hides",
+        0.20,
+        "use more micro-batches per step, tensor parallelism within a machine only, --grad-reduce-in-bf16; or one rank "
+        "is slower than the others (--log-straggler)",
+    ),
+    "tp": Cause(
+        "exposed communication of tp", 0.20, "use a smaller tp, keep its ranks on one machine, or larger micro-batches"
+    ),
+    "cp": Cause(
+        "exposed communication of cp", 0.20, "use a smaller cp, keep its ranks on one machine, or larger micro-batches"
+    ),
+    "dp": Cause(
+        "the sum of gradients and the gather of weights, once per step,",
+        0.20,
+        f"use more micro-batches per step (a larger --global-batch-size), --grad-reduce-in-bf16, or {NETWORK}",
+    ),
+    "pp": Cause(
+        "waiting between stages, beyond the bubble,",
+        0.20,
+        "a stage is slower than its FLOPs say, or messages are slow (tools/benchmark_comm.py measures them): use fewer "
+        f"stages or chunks, or {NETWORK}",
+    ),
+    "ranks": Cause("waiting for the slowest rank", 0.20, "look at its device (tools/check_cluster.py)"),
+    "optimizer": Cause(
+        "the update, once per step,", 0.15, "use a larger --global-batch-size, or more dp ranks to share the update"
+    ),
+    "evaluation": Cause("evaluation", 0.15, "evaluate less often (--eval-interval), or fewer batches (--eval-iters)"),
+    "start-up": Cause("the start", 0.50, "the run was short; a longer one pays for it"),
+    "fixed costs": Cause("the cost of any step, however small,", 0.15, "use a larger batch, or a larger model"),
+    "other": Cause(
+        "what is beside all parts of a step",
+        0.15,
+        "use a larger --log-interval, fewer checks, a faster disk for logs; a profile (--profile) shows it",
+    ),
+    "recompute": Cause("computing activations again", NEVER, "recompute less, as far as memory allows"),
+    "kernels": Cause("computing below the peak of the device", NEVER, "use larger micro-batches"),
+    "compute": Cause(
+        "computing", NEVER, "use faster kernels, more devices, or a smaller model; waits are not the limit"
+    ),
+}
+COMPUTING = ("compute", "kernels", "recompute")
+
+
+def limit_of(shares: Mapping[str, float]) -> str:
+    """The cause to speak of. Other names than those of CAUSES may be among the shares, and are passed over.
+
+    >>> limit_of({"compute": 0.7, "bubble": 0.2, "tp": 0.1}), limit_of({"compute": 0.9, "bubble": 0.09})
+    ('bubble', 'compute')
+    """
+    above = {name: share / CAUSES[name].worth for name, share in shares.items() if name in CAUSES}
+    worst = max(above, key=lambda name: above[name], default="compute")
+    if above.get(worst, 0.0) >= 1:
+        return worst
+    return max(COMPUTING, key=lambda name: shares.get(name, 0.0))
+
+
+def sentence(cause: str, share: float, figures: str = "", of: str = "a step") -> str:
+    """`figures`: what is known of the cause or its remedy beyond its share.
+
+    >>> sentence("evaluation", 0.3, of="the run")
+    'evaluation takes 30.0% of the run: evaluate less often (--eval-interval), or fewer batches (--eval-iters)'
+    """
+    known = f" ({figures})" if figures else ""
+    return f"{CAUSES[cause].what} takes {share:.1%} of {of}{known}: {CAUSES[cause].remedy}"
+
+
+def in_order(shares: Mapping[str, float]) -> str:
+    """All shares that are not 0, the largest first."""
+    return ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1]) if share)
+
+
+def too_few_cores(ranks: int, threads: int, cores: int) -> str:
+    """Why waits say nothing where the threads of a machine's ranks share its cores; empty where each has one."""
+    if ranks * threads <= cores:
+        return ""
+    have, number = f"{ranks} rank{'s' * (ranks > 1)}", f"{threads} thread{'s' * (threads > 1)}"
+    shared = f"{have} of {number} share {cores} core{'s' * (cores > 1)}"
+    return f"{shared}, so what looks like a wait for others is one for a core"
+
+
+def with_options(plan: Arrangement, **options: Any) -> Arrangement | None:
+    """The same run with other options, called "section__name"; None where they contradict each other."""
+    config = plan.config
+    for name, value in options.items():
+        section, _, option = name.partition("__")
+        config = replace(config, **{section: replace(getattr(config, section), **{option: value})})
+    if check(config, plan.world):
+        return None
+    other = replace(plan, config=config)
+    try:
+        _ = other.stages
+    except ValueError:
+        return None
+    return other
+
+
+def about_the_bubble(plan: Arrangement) -> str:
+    """What is planned, and what it would be with each of its remedies."""
+    larger = f"twice the micro-batches (--global-batch-size {2 * plan.batch_size})"
+    remedies = {larger: with_options(plan, train__global_batch_size=2 * plan.batch_size)}
+    if not plan.config.parallel.split_backward:
+        remedies["--split-backward"] = with_options(plan, parallel__split_backward=True)
+    if plan.chunks == 1 and plan.config.model.num_layers >= 2 * plan.pp:
+        chunked = with_options(plan, parallel__num_virtual_stages_per_pipeline_rank=2)
+        remedies["--num-virtual-stages-per-pipeline-rank 2"] = chunked
+    planned = f"{plan.bubble:.1%} as planned with {plan.microbatches} micro-batches over {plan.pp} stages"
+    return ", ".join([planned, *(f"{other.bubble:.1%} with {name}" for name, other in remedies.items() if other)])

@@ -1,0 +1,395 @@
+"""What a run is on its ranks, before there are any: batch sizes, steps, layers, memory, bubble, groups.
+
+A pure function of the configuration, the number of ranks and the vocabulary, made once per start: the check makes it,
+the start prints it, train/setup.py builds from it, and a dry run is it. What costs time (stages, the simulated
+schedule) is computed when it is first asked for.
+
+Stages are built without memory (on the meta device) and laid out as optim/buffer.py does it, so weights, gradients and
+optimizer are the bytes that the run takes. What a stage computes, saves and leaves to wait is the sum over its layers
+of what one of their kind was seen to (plan/kinds.py). Activations are what the schedule has in flight of it; beside
+these plan/memory.py counts what lives for a moment, and nothing counts what CUDA and NCCL take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Unpack
+
+import numpy as np
+import torch
+from torch import nn
+
+from megalite.config.options import Config, padded_vocab_size
+from megalite.config.pattern import read_batch_schedule
+from megalite.config.stage_layers import given_stages
+from megalite.models.gpt import Block, Recompute, Stage
+from megalite.models.specs import specs_of
+from megalite.nn.parameter import Maker
+from megalite.optim.buffer import lay_out_chunks
+from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
+from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
+from megalite.pipeline.simulate import Simulated, Simulation, simulate
+from megalite.plan.batch_size import BatchSizes
+from megalite.plan.holding import Holding, ModuleBytes, element_bytes
+from megalite.plan.kinds import Setting
+from megalite.plan.partition import evenly, fastest, ranges, splits
+from megalite.plan.stage_costs import StageCosts, stage_costs
+from megalite.plan.sums import Sums
+
+TRIED_ACTIONS = 200_000  # of the schedules that are simulated to balance the stages: about a second
+LONG = 3  # groups of micro-batches that are simulated to compare splits; of more the rest is like the last
+TOLD_ACTIONS = 10_000  # of what is simulated for the figures, where that is longer: what waits may take long to settle
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """`world`: ranks, a multiple of tp x cp x pp. `vocab_size`: the true one."""
+
+    config: Config
+    world: int
+    vocab_size: int
+
+    @property
+    def tp(self) -> int:
+        return self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def cp(self) -> int:
+        return self.config.parallel.context_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.config.parallel.pipeline_model_parallel_size
+
+    @property
+    def dp(self) -> int:
+        return self.world // self.config.parallel.model_parallel_size
+
+    @property
+    def sizes(self) -> Sizes:
+        """What parallel/mesh.py makes a mesh of."""
+        p = self.config.parallel
+        instances = 1 if p.use_distributed_optimizer else None
+        return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
+
+    @property
+    def padded_vocab(self) -> int:
+        return padded_vocab_size(self.vocab_size, self.config.model.make_vocab_size_divisible_by, self.tp)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        if self.config.precision.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.config.precision.fp16 else torch.float32
+
+    @cached_property
+    def recompute(self) -> Recompute:
+        t = self.config.train
+        method, layers = t.recompute_method or "uniform", t.recompute_num_layers or 1
+        return Recompute(t.recompute_granularity, method, layers, t.recompute_modules)
+
+    @property
+    def batch_size(self) -> int:
+        return self.config.train.batch_size(self.dp)
+
+    @property
+    def eval_batch_size(self) -> int:
+        return self.config.train.eval_batch_size(self.dp)
+
+    @cached_property
+    def batch_sizes(self) -> BatchSizes:
+        """Raises ValueError where a ramp does not lead to the global batch size."""
+        t = self.config.train
+        if t.step_batch_size_schedule is not None:
+            steps = read_batch_schedule(t.step_batch_size_schedule, self.config.model.seq_length)
+            return BatchSizes(steps, last_whole=True)
+        if t.rampup_batch_size is None:
+            return BatchSizes.constant(self.batch_size)
+        start, increment, samples = t.rampup_batch_size
+        return BatchSizes.ramp(self.batch_size, start, increment, samples)
+
+    @cached_property
+    def steps(self) -> int:
+        """Raises ValueError where there is none, and as `batch_sizes`."""
+        t, sizes = self.config.train, self.batch_sizes
+        if not (steps := t.train_iters or sizes.steps_for(t.train_samples or 0)):
+            raise ValueError(f"train_samples={t.train_samples} is below one batch of {sizes.at(0)}; give more")
+        return steps
+
+    @cached_property
+    def samples(self) -> int:
+        return self.batch_sizes.consumed_at(self.steps)
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, once its batch has its final size."""
+        return self.batch_sizes.final // (self.config.train.micro_batch_size * self.dp)
+
+    @cached_property
+    def stages(self) -> list[range]:
+        """The layers of every stage: as the options give them, or balanced by simulated time and by memory."""
+        if self.given_or_even:
+            return ranges(self.given_or_even)
+        layers, stages = self.config.model.num_layers, self.placement.num_stages
+        actions = sum(map(len, self._rows(self._split_of(evenly(layers, stages)), LONG)[1]))
+        return ranges(fastest(self.choices, self._least_time, self._rate, max(1, TRIED_ACTIONS // actions)))
+
+    @property
+    def choices(self) -> Sequence[tuple[int, ...]]:
+        """The splits of the layers that the run chooses from."""
+        return splits(self.placement.num_stages, self.layers.flops)
+
+    @property
+    def given_or_even(self) -> Sequence[int]:
+        """Layers of every stage where there is no choice: as the options give them, or one each at most; else empty."""
+        layers, stages = self.config.model.num_layers, self.placement.num_stages
+        even = evenly(layers, stages) if layers <= stages or stages == 1 else ()
+        return even if self._given is None else self._given
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many layers every stage has."""
+        return [len(layers) for layers in self.stages]
+
+    @cached_property
+    def _given(self) -> list[int] | None:
+        return given_stages(self.config.model.num_layers, self.config.parallel)
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each pipeline rank."""
+        if self._given is not None:
+            return len(self._given) // self.pp
+        return self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.pp, self.chunks)
+
+    @cached_property
+    def layers(self) -> StageCosts:
+        micro, parts = self.config.train.micro_batch_size, self.recompute.parts
+        setting = Setting(self.tp, micro, self.dtype, self.splits_backward, parts)
+        vocabulary = self.vocab_size, self.padded_vocab
+        return stage_costs(self.config.model, self.recompute, setting, *vocabulary, self.config.train.z_loss_coeff)
+
+    @property
+    def edge(self) -> int:
+        """Bytes of x_sBD, which is also a message."""
+        return self.tokens * self.config.model.hidden_size * self.dtype.itemsize // self.tp
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.config.model.seq_length * self.config.train.micro_batch_size
+
+    @cached_property
+    def costs(self) -> tuple[Cost, ...]:
+        return self.layers.costs_of(self.counts)
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        return self.layers.held_of(self.counts)
+
+    @cached_property
+    def holdings(self) -> list[Holding]:
+        """Of every pipeline rank. Those with as many layers and the same end of the model hold the same: built once."""
+        sizes = self.elements
+        ranks = [[self.stages[s] for s in self.placement.stages(rank)] for rank in range(self.pp)]
+        kinds = [
+            (r == 0, r == self.pp - 1, *(sizes[layers.start : layers.stop] for layers in stages))
+            for r, stages in enumerate(ranks)
+        ]
+        built = {kind: self._holding(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+        return [built[kind] for kind in kinds]
+
+    @property
+    def worst(self) -> int:
+        """The pipeline rank that holds the most weights, gradients and optimizer."""
+        return max(range(self.pp), key=lambda r: self.holdings[r].state)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the whole model, each once, without padding."""
+        specs = specs_of(self.config.model, self.vocab_size, padded=self.padded_vocab)
+        return sum(math.prod(spec.stored_shape) for spec in specs.values())
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.config.parallel.split_backward and self.pp > 1
+
+    @cached_property
+    def split(self) -> Split | None:
+        """How backward is split, if it is."""
+        return self._split_of(self.counts)
+
+    def _split_of(self, split: Sequence[int]) -> Split | None:
+        if not self.splits_backward:
+            return None
+        costs, most = self.layers.costs_of(split), self.config.parallel.zero_bubble_max_pending_backward
+        return Split(costs, self.layers.held_of(split)) if most is None else Split(costs, most=most)
+
+    @cached_property
+    def in_flight(self) -> list[int]:
+        """Of every pipeline rank: forwards of a chunk that wait for their backward, at most."""
+        return [round(most) for most in self._most_alive(None, self.split, self.told)]
+
+    @cached_property
+    def activations(self) -> list[int]:
+        """Bytes of every pipeline rank that its forwards in flight keep, at most."""
+        return [round(kept) for kept in self._most_alive(self.held, self.split, self.told)]
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of the time that ranks idle, by FLOPs."""
+        times = sum(map(sum, self.costs))
+        idle = 1.0 - self.microbatches * times / (self.pp * self._time(self.costs, self.split, self.told))
+        return max(0.0, idle)  # rounding: not -0.0%
+
+    def _time(self, costs: Sequence[Cost], split: Split | None, groups: int = LONG) -> float:
+        """Of a step, simulated; in units of the costs."""
+        return self.run(costs, split, groups)[0]
+
+    def run(
+        self, costs: Sequence[Cost], split: Split | None, groups: int = LONG, **more: Unpack[Simulated]
+    ) -> tuple[float, Simulation]:
+        """(time of a step, how it or its first groups of micro-batches went). `more`: as simulate() takes it."""
+        run, rows = self._rows(split, groups)
+        simulation = simulate(rows, costs, **more)
+        if run == self.microbatches:
+            return simulation.end, simulation
+        each = self._slowest(costs)
+        if more or self.config.parallel.pipeline_schedule != "1f1b":  # a message, or F and B of different ranks, may be
+            fewer, rows = self._rows(split, groups - 1)  # the slowest
+            each = max(each, (simulation.end - simulate(rows, costs, **more).end) / (run - fewer))
+        return simulation.end + (self.microbatches - run) * each, simulation
+
+    def _slowest(self, costs: Sequence[Cost]) -> float:
+        """Time of the busiest rank for one micro-batch."""
+        return max(sum(sum(costs[s]) for s in self.placement.stages(rank)) for rank in range(self.pp))
+
+    def _least_time(self, split: Sequence[int]) -> float:
+        return self.microbatches * self._slowest(self.layers.costs_of(split))
+
+    def _rate(self, split: Sequence[int]) -> tuple[float, float]:
+        """Time of a step, and bytes of the fullest rank: layers, embedding, head and what is in flight."""
+        backward = self._split_of(split)
+        alive = self._most_alive(self.layers.held_of(split), backward)
+        held = [self.module_bytes.of(np.array(split), rank, self.placement) + alive[rank] for rank in range(self.pp)]
+        return self._time(self.layers.costs_of(split), backward), max(held)
+
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Of rank 0, by axis."""
+        mesh = self._mesh(0)
+        return {name: mesh.axis(name).ranks for name in ("tp", "dp", "pp")}
+
+    def _mesh(self, rank: int) -> Mesh:
+        """Of the first rank of a pipeline position, without groups."""
+        first = plan_mesh(self.world, 0, **self.sizes)
+        return plan_mesh(self.world, first.pp.ranks[rank], **self.sizes) if rank else first
+
+    @property
+    def bytes_of_element(self) -> tuple[int, int, int]:
+        o = self.config.optim
+        states = ("fp32",) if o.optimizer == "sgd" else (o.exp_avg_dtype, o.exp_avg_sq_dtype)
+        return element_bytes(self.dtype, states)
+
+    def _holding(self, rank: int) -> Holding:
+        mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
+        chunks = build_stages(self, mesh, self.dtype, meta=True)
+        _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)
+        weight, gradient, state = self.bytes_of_element
+        return Holding(
+            local=sum(e.numel for e in layout.entries),
+            weights=layout.size * weight,
+            gradients=layout.size * gradient,
+            optimizer=layout.size // mesh.shard.size * state,
+        )
+
+    @cached_property
+    def elements(self) -> tuple[int, ...]:
+        """Of this rank's part of each layer's parameters."""
+        make = Maker(self._mesh(0), self.dtype, 0, meta=True)
+
+        return tuple(self.layers.each(lambda kind: sum(p.numel() for p in Block(make, kind, 0).parameters())))
+
+    @cached_property
+    def module_bytes(self) -> ModuleBytes:
+        """Without the layout's padding, which `holdings` has."""
+        make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
+        first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
+        each = weight + gradient + state / make.mesh.shard.size
+
+        def of(module: nn.Module | None) -> float:
+            return each * sum(p.numel() for p in module.parameters()) if module is not None else 0.0
+
+        layers = Sums([[each * numel] for numel in self.elements])
+        return ModuleBytes(layers, of(first.embedding), of(last.head))
+
+    @property
+    def _group(self) -> int:
+        """Micro-batches of the first group."""
+        p = self.config.parallel
+        return group_sizes(self.microbatches, self.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[0]
+
+    @property
+    def told(self) -> int:
+        """How many groups the figures are of."""
+        return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self._group))
+
+    @property
+    def told_rows(self) -> Sequence[Sequence[Action]]:
+        """What each pipeline rank does of the micro-batches that the figures are of: of a short step all."""
+        return self._rows(self.split, self.told)[1]
+
+    def _rows(self, split: Split | None, groups: int) -> tuple[int, Sequence[Sequence[Action]]]:
+        """(micro-batches, what each pipeline rank does of them) of a step, or of its first `groups` groups."""
+        p, m, group = self.config.parallel, self.microbatches, self._group
+        size = p.microbatch_group_size_per_virtual_pipeline_stage
+        if m > groups * group:
+            m, size = groups * group, group
+        return m, plan(p.pipeline_schedule, self.pp, m, self.chunks, size, split)
+
+    def _most_alive(self, held: Sequence[Held] | None, split: Split | None, groups: int = LONG) -> list[float]:
+        """Of every pipeline rank: forwards in flight at once, each counted `held` of its stage, or 1."""
+        run, rows = self._rows(split, groups)
+        now = [in_flight(row, held) for row in rows]
+        if run == self.microbatches:
+            return now
+        # what one more group adds without a split is what all the others add: what waits is limited
+        (run_2, two), (run_3, three) = self._rows(None, LONG - 1), self._rows(None, LONG)
+        more = (self.microbatches - run) / (run_3 - run_2)
+        return [
+            most + (in_flight(b, held) - in_flight(a, held)) * more for most, a, b in zip(now, two, three, strict=True)
+        ]
+
+
+def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
+    """Raises ValueError, `name=value breaks rule; remedy`, for what config/check.py cannot see."""
+    made = Arrangement(config, world, vocab_size)
+    _ = made.steps, made.stages  # which raise
+    return made
+
+
+def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
+    """This rank's chunks of the model; `meta`: without memory."""
+    make = Maker(mesh, dtype, made.config.train.seed, meta)
+    return [build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
+
+
+def build_stage(made: Arrangement, make: Maker, layers: Sequence[range], number: int) -> Stage:
+    return Stage(
+        make,
+        made.config.model,
+        layers,
+        number,
+        vocab_size=made.vocab_size,
+        padded_vocab_size=made.padded_vocab,
+        recompute=made.recompute,
+        z_loss=made.config.train.z_loss_coeff,
+    )

@@ -1,0 +1,193 @@
+"""What a part of the model costs a rank, read off one run of that part on the meta device. No formula is in here.
+
+    matmul    rows, columns, depth of a product       scores   FLOPs that an attention kernel states (Kernel.flops)
+    stream    bytes of an operation or a launch: each of its tensors is read or written once
+    begin     a collective over tp and its bytes      wait     for the one with this number
+
+in the order in which a rank does it, in three phases: F, the forward; B, the backward to the input with what it
+computes again; W, the weights' gradients, of which those that backward computes at once count as B's. Bytes: `saved`
+from F to B, `waiting` from B to W, and `moment` of each phase: the most that there is at once beyond what was there
+when it began. Of the Triton kernels on a card, whatever device the plan is made on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from megalite.kernels.dispatch import Kernel
+from megalite.nn.later import Later
+from megalite.nn.parameter import spec_of
+from megalite.optim.flat_storage import main_dtype
+from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.shared_memory import Transport
+from megalite.plan.meta import MATMULS, META, Meta, aten, storage_of
+
+M = TypeVar("M", bound=nn.Module)
+# operations that move nothing
+FREE = {aten._unsafe_view, aten.empty, aten.new_empty, aten.empty_like, aten.empty_strided, aten.new_empty_strided}
+FREE |= {aten.detach, aten.lift_fresh}
+
+
+class Event(NamedTuple):
+    """figures: of a matmul rows, columns, depth and whether it adds to a gradient's sum; of a stream its bytes; of
+    scores their FLOPs; of a collective its bytes and number, of a wait the number."""
+
+    phase: str
+    what: str
+    name: str
+    figures: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Bytes and FLOPs of a micro-batch on one rank. `moment`: by phase."""
+
+    trace: tuple[Event, ...]
+    saved: int
+    waiting: int
+    moment: Mapping[str, int]
+
+    @cached_property
+    def flops(self) -> tuple[float, float, float]:
+        """Of F, B and W. A gradient of weights is W's, whenever it is computed."""
+        sums = {"F": 0.0, "B": 0.0, "W": 0.0}
+        for phase, what, _, figures in self.trace:
+            if what == "matmul":
+                rows, columns, depth, sinks = figures
+                sums["W" if sinks and phase == "B" else phase] += 2 * rows * columns * depth
+            elif what == "scores":
+                sums[phase] += figures[0]
+        return sums["F"], sums["B"], sums["W"]
+
+    def of(self, phase: str) -> list[Event]:
+        return [event for event in self.trace if event.phase == phase]
+
+
+class _Begun:
+    """A collective that is under way."""
+
+    def __init__(self, seen: Recorder, number: int):
+        self.seen, self.number = seen, number
+
+    def wait(self, *_: Any) -> None:
+        self.seen.add("wait", "", self.number)
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class _Counted(Transport):
+    """Moves nothing, and tells."""
+
+    def __init__(self, seen: Recorder):
+        self.seen, self.group = seen, self
+
+    def _begin(self, name: str, x: Tensor) -> _Begun:
+        number = len(self.seen.trace)
+        self.seen.add("begin", name, x.nbytes, number)
+        return _Begun(self.seen, number)
+
+    def start_all_gather(self, out: Tensor, x: Tensor) -> _Begun:
+        return self._begin("all-gather", out)
+
+    def start_reduce_scatter(self, out: Tensor, x: Tensor) -> _Begun:
+        return self._begin("reduce-scatter", x)
+
+
+class _Sink:
+    """The sum of a parameter's gradients, which is there all the time."""
+
+    def __init__(self, p: nn.Parameter):
+        self.grad = torch.empty(p.shape, dtype=main_dtype(p.dtype), device=META)
+
+    def open(self) -> tuple[Tensor, bool]:
+        return self.grad, False
+
+    def landed(self) -> None:
+        pass
+
+
+class Recorder(Meta):
+    def __init__(self) -> None:
+        super().__init__("cuda")
+        self.trace: list[Event] = []
+        self.phase = ""
+        self.moment: dict[str, int] = {}
+        self._names: dict[int, tuple[str, bool]] = {}  # of a parameter's storage: its name; whether it is its sum's
+
+    def mesh(self, tp: int) -> Mesh:
+        """Of the first rank of `tp`."""
+        axis = Axis("tp", tp, 0, _Counted(self), tuple(range(tp))) if tp > 1 else Axis("tp")
+        return Mesh(tp=axis, device=META)
+
+    def own(self, module: M) -> M:
+        """Parameters and the sums of their gradients are nobody's bytes here."""
+        for p in module.parameters():
+            p.sink = _Sink(p)  # type: ignore[attr-defined]
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            name = spec_of(p).name.rsplit(".", 1)[-1]
+            self._names[storage_of(p)] = name, False
+            self._names[storage_of(p.sink.grad)] = name, True  # type: ignore[attr-defined]
+        return module
+
+    def counts(self, storage: int) -> bool:
+        return storage not in self._names
+
+    def add(self, what: str, name: str, *figures: float) -> None:
+        if self.phase:
+            self.trace.append(Event(self.phase, what, name, figures))
+
+    def launched(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
+        name = kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__
+        self._stream(name, args)
+        if kernel.flops is not None:
+            self.add("scores", name, kernel.flops(*args))
+
+    def done(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
+        packet = op._overloadpacket
+        if not self.phase or op.is_view or packet in FREE:
+            return
+        if packet not in MATMULS:
+            lists = (x for x in args if isinstance(x, list | tuple))
+            self._stream(packet.__name__, [*args, *(x for some in lists for x in some), *kwargs.values(), *results])
+            return
+        a, b = args[MATMULS[packet] :][:2]
+        names = [self._names.get(storage_of(x), ("", False)) for x in (a, b, results[0])]
+        depth = a.shape[-1] * (a.shape[0] if a.dim() > 2 else 1)
+        name = next((name for name, _ in names if name), "")
+        self.add("matmul", name, a.shape[-2], b.shape[-1], depth, names[2][1])
+
+    def _stream(self, name: str, values: Any) -> None:
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        places = {(storage_of(x), x.storage_offset(), x.shape): x.nbytes for x in tensors}
+        self.add("stream", name, sum(places.values()))
+
+    def time(self, phase: str, act: Callable[[], Any]) -> Any:
+        start, self.phase, self.peak = self.live, phase, self.live
+        result = act()
+        self.phase, self.moment[phase] = "", self.peak - start
+        return result
+
+    def read(self, forward: Callable[..., Tensor], given: list[Tensor], dy_of: Any, later: Later | None = None) -> Bill:
+        """F, B, and W where backward is split. given: of `forward`; a list, which is emptied. dy_of: makes the gradient
+        of the result."""
+        inputs = [x.requires_grad_() for x in given]
+        given.clear()
+        y = self.time("F", lambda: forward(*inputs))
+        edges, dys = [get_gradient_edge(y)], [dy_of(y)]
+        del y
+        saved, waiting = self.live - dys[0].nbytes, 0
+        self.time("B", lambda: torch.autograd.backward([edges.pop()], [dys.pop()]))
+        while inputs:  # without a name that would keep the last one
+            inputs.pop().grad = None
+        if later is not None:
+            waiting = self.live
+            self.time("W", later.run)
+        return Bill(tuple(self.trace), saved, waiting, dict(self.moment))

@@ -1,0 +1,210 @@
+"""Seconds of forward, backward and weight gradients of every stage on one rank, and how much of them tp waits.
+
+The bill of each kind of layer (plan/bill.py) goes through two queues, what computes and what communicates:
+
+    matmuls      FLOPs / (peak x share), more where the result has too few tiles, or rows and columns are no multiples
+                 of 128; of weights also the bytes of the sums that they are added to
+    attention    stated FLOPs / (peak x share S / (S + half)); backward computes the scores again, 1.25 times of it
+    streams      bytes / memory: what any other kernel or operation reads and writes, once each
+    tp           a collective begins when the bill says so and the one before has ended; what the rank waits for it
+                 shows, and what runs behind computation slows that down a little
+
+and never less than the host takes to launch it all, unless a CUDA graph does. A calibrated profile knows the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.parallel.mesh import Mesh, plan_mesh
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.bill import Bill, Event
+from megalite.plan.cluster import Cluster
+from megalite.plan.kinds import Kind, layers_bill
+from megalite.plan.links import Group, Links
+from megalite.plan.profile import Profile
+from megalite.plan.sums import Sums
+
+FORWARD_KERNELS, BACKWARD_KERNELS = 22, 44  # that a layer launches, with what autograd adds; collectives: 4 each
+SCORES_AGAIN = 1.25  # of backward's stated FLOPs: with the scores, which it computes again
+SCORE_BYTES = (13, 21)  # per score in 16 bits that is kept in memory, forward and backward; dropout's mask is a byte
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of F, B and W on one rank: all of it, and what of that is waiting for tp."""
+
+    all: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    tp: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return self.combine(1, other, 1)
+
+    def combine(self, a: float, other: Seconds, b: float) -> Seconds:
+        mix = lambda x, y: tuple(a * i + b * j for i, j in zip(x, y, strict=True))  # noqa: E731
+        return Seconds(mix(self.all, other.all), mix(self.tp, other.tp))
+
+    def times(self, n: float) -> Seconds:
+        return self.combine(n, Seconds(), 0)
+
+
+def shape_of(made: Arrangement) -> str:
+    """What a layer's time depends on: arrangements of one shape share what was calibrated."""
+    m = made.config.model
+    widths = (m.hidden_size, m.ffn_size, m.num_attention_heads, m.groups, m.head_size, made.padded_vocab)
+    batch = (m.seq_length, made.config.train.micro_batch_size, made.tp)
+    recompute, windows = dataclasses.astuple(made.recompute), set(m.windows)
+    window = m.windows[0] if len(windows) == 1 else m.windows
+    return f"{widths} {m.activation} {m.normalization} {batch} {made.dtype} {recompute} {window}"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the stages of `made`, on a rank of the first tp group."""
+
+    made: Arrangement
+    cluster: Cluster
+    profile: Profile
+
+    @cached_property
+    def links(self) -> Links:
+        measured = self.profile.collective
+        return Links(dataclasses.replace(self.cluster, inside=measured) if measured else self.cluster)
+
+    @cached_property
+    def peak(self) -> float:
+        return self.cluster.device.peak_tflops(self.made.dtype) * 1e12
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Of rank 0."""
+        return plan_mesh(self.made.world, 0, **self.made.sizes)
+
+    @property
+    def split(self) -> bool:
+        return self.made.splits_backward
+
+    @cached_property
+    def tp_group(self) -> Group:
+        return Group.of(range(self.made.tp), self.cluster.per_node)  # tp is innermost
+
+    def memory_s(self, num_bytes: float) -> float:
+        return num_bytes / (self.cluster.device.memory_bytes_per_s * self.profile.memory)
+
+    def matmul_s(self, rows: float, columns: float, depth: float) -> float:
+        """[rows, depth] @ [depth, columns]."""
+        up = lambda n: math.ceil(n / 128)  # noqa: E731
+        tiles = up(rows) * up(columns)
+        padded = 1.0
+        if self.profile.tiles:
+            padded = tiles * 128**2 / (rows * columns) * max(1.0, self.profile.tiles / tiles)
+        flops = 2.0 * rows * columns * depth * padded
+        return flops / (self.peak * self.profile.matmul) + self.profile.kernel_s
+
+    def scores_s(self, kernel: str, flops: float) -> float:
+        """Of an attention kernel's launch."""
+        of, S = self.profile, self.made.config.model.seq_length
+        forward = kernel.endswith("_forward")
+        if not of.fused:  # the whole square, and the scores are written and read
+            whole = 2 * flops
+            elements = self.made.tokens * S * self.made.config.model.num_attention_heads / self.made.tp
+            moved = SCORE_BYTES[0] if forward else SCORE_BYTES[1] / 2  # of backward's two kernels
+            return whole / (self.peak * of.attention[0]) + self.memory_s(moved * elements)
+        share, half = of.attention[not forward], of.attention_half[not forward]
+        return flops * (1.0 if forward else SCORES_AGAIN) / (self.peak * share * S / (S + half))
+
+    def _priced(self, bill: Bill, head: bool = False) -> Seconds:
+        """Of F, B and W. `head`: matmuls and loss together, at the profile's rate for both."""
+        times, waits = zip(*(self._queued(bill.of(phase), head) for phase in "FBW"), strict=True)
+        return Seconds(times, waits)
+
+    def _queued(self, events: Sequence[Event], head: bool) -> tuple[float, float]:
+        """(seconds, of which waiting for collectives) of one rank, which does these in order."""
+        now = free = waited = 0.0
+        begun: dict[float, tuple[float, float, float]] = {}  # number -> when it ends, how long it takes, begins
+        scored = {event.name for event in events if event.what == "scores"}
+        for _, what, name, figures in events:
+            if what == "matmul":
+                now += self._product_s(figures, head)
+            elif what == "scores":
+                now += self.scores_s(name, figures[0])
+            elif what == "stream" and name not in scored and not (head and name.startswith("cross_entropy")):
+                now += self.memory_s(figures[0]) + self.profile.kernel_s
+            elif what == "begin":
+                takes = self.links.all_gather(figures[0], self.tp_group)
+                free = max(now, free) + takes
+                begun[figures[1]] = free, takes, now
+            elif what == "wait":
+                end, takes, since = begun.pop(figures[0])
+                shown = max(0.0, end - now) + self.profile.contention * min(takes, now - since)
+                now, waited = now + shown, waited + shown
+        return now, waited
+
+    def _product_s(self, figures: Sequence[float], head: bool) -> float:
+        rows, columns, depth, sinks = figures
+        if head:
+            return 2.0 * rows * columns * depth / (self.peak * self.profile.head)
+        return self.matmul_s(rows, columns, depth) + self.memory_s(8 * rows * columns * self.profile.sums) * sinks
+
+    def layer(self, kind: Kind, whole: bool = False) -> Seconds:
+        """`whole`: recomputed."""
+        if (known := self._calibrated("layer, split" if self.split else "layer")) is not None:
+            return known  # with what is recomputed
+        time = self._priced(layers_bill((kind,), self.made.layers.setting, whole))
+        if not (host := self.profile.dispatch_s) or self.made.config.train.cuda_graph_impl != "none":
+            return time
+        (f, b, w), collectives = time.all, 4 * (self.made.tp > 1)
+        again = self.layer(kind).all[0] if whole else 0.0
+        more = max(0.0, host * (BACKWARD_KERNELS + collectives) - (b + w - again))
+        b, w = b + more * b / (b + w), w + more * w / (b + w)
+        return Seconds((max(f, host * (FORWARD_KERNELS + collectives)), b, w), time.tp)
+
+    @cached_property
+    def layers(self) -> Sums:
+        """Seconds of F, B and W, and of these waiting for tp, over layers."""
+
+        def of(kind: Kind, whole: bool) -> tuple[float, ...]:
+            time = self.layer(kind, whole)
+            return *time.all, *time.tp
+
+        return self.made.layers.sums(of)
+
+    def block(self, layers: range) -> Seconds:
+        """These layers as one stage, with what is recomputed."""
+        f, b, w, *tp = self.layers.of(layers.start, layers.stop).tolist()
+        return Seconds((f, b, w), (tp[0], tp[1], tp[2]))
+
+    def stages(self) -> list[Seconds]:
+        """Of one micro-batch."""
+        times = list(map(self.block, self.made.stages))
+        times[0] += self.embedding
+        times[-1] += self.head
+        return times
+
+    def _calibrated(self, name: str) -> Seconds | None:
+        if self.profile.shape != shape_of(self.made) or name not in self.profile.blocks:
+            return None
+        return Seconds(self.profile.blocks[name])
+
+    @cached_property
+    def embedding(self) -> Seconds:
+        return self._calibrated("embedding") or self._priced(self.made.layers.embedding)
+
+    @cached_property
+    def head(self) -> Seconds:
+        """Final norm, output projection and loss, whose gradients are computed in forward."""
+        return self._calibrated("head") or self._priced(self.made.layers.head, head=True)
+
+    def update_s(self) -> tuple[float, float]:
+        """Seconds of the rank that has most to do: the norm of the gradients, and the optimizer's step."""
+        made = self.made
+        held, shard = made.holdings[made.worst], self.mesh.shard.size
+        gradients = held.gradients / shard
+        moved = gradients + 2 * held.optimizer + held.weights / shard
+        if (known := self._calibrated("update")) is not None:  # seconds per byte: update, norm
+            return gradients * known.all[1], moved * known.all[0]
+        return self.memory_s(gradients), self.memory_s(moved)

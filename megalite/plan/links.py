@@ -1,0 +1,129 @@
+"""How long messages and collectives take over links of a cluster: latency + bytes / rate (alpha-beta). Pure.
+
+n bytes of the whole tensor, N ranks, a link of B bytes/s and latency a; NCCL's algorithms, whose rings carry the least
+that any algorithm can (Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms):
+
+    message              a + n / B
+    all-gather           (N - 1) a + (N - 1) / N n / B             ring
+    reduce-scatter       the same
+    all-reduce           2 (N - 1) a + 2 (N - 1) / N n / B         ring: reduce-scatter, then all-gather
+                         2 log2(N) a + 2 (N - 1) / N n / B         double binary tree over nodes; the faster one counts
+    all-to-all           (N - 1) a + (N - 1) / N n / B             every rank sends each other one its part
+
+A group that spans nodes has its ring go through all its ranks of a node before the next node. What crosses a node's
+border is shared out over the network cards of the group's ranks there, so its rate is the lesser of the inside link's
+and that of the network times the ranks per node: 8 dp groups of tp 8 have a card each, a dp group of 8 ranks per node
+has all 8. Groups that run at once therefore never share a card, unless the ranks of a node do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalite.plan.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that run a collective: how many, on how many nodes, and how many at least on one of them."""
+
+    size: int
+    nodes: int = 1
+    fewest: int = 1
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], per_node: int) -> Group:
+        """
+        >>> Group.of(range(0, 64, 8), 8), Group.of(range(16), 8)
+        (Group(size=8, nodes=8, fewest=1), Group(size=16, nodes=2, fewest=8))
+        """
+        members = Counter(rank // per_node for rank in ranks)
+        return cls(len(ranks), len(members), min(members.values()))
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds of what a group of `cluster` does with `n` bytes of the whole tensor.
+
+    >>> from megalite.plan.cluster import Link, cluster
+    >>> from dataclasses import replace
+    >>> links = Links(replace(cluster("h100", 16), inside=Link(1e-6, 1e9), between=Link(1e-5, 1e8)))
+    >>> inside, across = Group(4), Group(8, nodes=2, fewest=4)
+    >>> links.all_gather(4e9, inside) == 3 * 1e-6 + 3.0, links.all_reduce(4e9, inside) == 6e-6 + 6.0
+    (True, True)
+    >>> round(links.reduce_scatter(8e8, across), 6)  # 4 cards of 1e8: 7/8 of 8e8 bytes at 4e8, 6 hops inside, 1 between
+    1.750016
+    """
+
+    cluster: Cluster
+
+    def rate(self, group: Group) -> float:
+        """Bytes/s of a ring, per rank."""
+        inside, between = self.cluster.inside.bytes_per_s, self.cluster.between.bytes_per_s
+        return inside if group.nodes == 1 else min(inside, group.fewest * between)
+
+    def hops(self, group: Group) -> float:
+        """Latency of one way through all ranks."""
+        a, b = self.cluster.inside.latency_s, self.cluster.between.latency_s
+        return (group.size - group.nodes) * a + (group.nodes - 1) * b
+
+    def all_gather(self, n: float, group: Group) -> float:
+        if group.size == 1:
+            return 0.0
+        return self.hops(group) + (group.size - 1) / group.size * n / self.rate(group)
+
+    def reduce_scatter(self, n: float, group: Group) -> float:
+        return self.all_gather(n, group)
+
+    def all_reduce(self, n: float, group: Group) -> float:
+        if group.size == 1:
+            return 0.0
+        a, b = self.cluster.inside.latency_s, self.cluster.between.latency_s
+        tree = 2 * ((math.ceil(group.size / group.nodes) - 1) * a + math.ceil(math.log2(group.nodes)) * b)
+        latency = min(2 * self.hops(group), tree) if group.nodes > 1 else 2 * self.hops(group)
+        return latency + 2 * (group.size - 1) / group.size * n / self.rate(group)
+
+    def all_to_all(self, n: float, group: Group) -> float:
+        """`n` bytes of each rank: what goes to other nodes passes the rank's own card, at the same time as the rest."""
+        if group.size == 1:
+            return 0.0
+        near, part = math.ceil(group.size / group.nodes), n / group.size
+        inside = (near - 1) * part / self.cluster.inside.bytes_per_s
+        across = (group.size - group.fewest) * part / self.cluster.between.bytes_per_s if group.nodes > 1 else 0.0
+        return self.hops(group) + max(inside, across)
+
+    def message(self, n: float, source: int, target: int) -> float:
+        """From one global rank to another."""
+        same = source // self.cluster.per_node == target // self.cluster.per_node
+        return (self.cluster.inside if same else self.cluster.between).seconds(n)
+
+
+def table(cluster: Cluster) -> list[tuple[str, str, str, str]]:
+    """(link, what the vendor says, what large messages reach, latency), its head first."""
+    rows = [("link", "label, GB/s", "reached, GB/s", "latency, us")]
+    for name, link in (("within a node", cluster.inside), ("between nodes, per device", cluster.between)):
+        rows.append((name, f"{link.label / 1e9:g}", f"{link.bytes_per_s / 1e9:.4g}", f"{link.latency_s * 1e6:g}"))
+    return rows
+
+
+def in_words(cluster: Cluster) -> list[str]:
+    """What the formulas mean for this cluster, for a reader of a plan."""
+    ring = (
+        "An all-reduce moves 2 (N - 1) / N of the tensor over each link of the ring, an all-gather or reduce-scatter "
+        "half of that: nearly independent of the number of ranks, so what grows with N is the latency, N - 1 hops."
+    )
+    if cluster.nodes == 1:
+        return [ring]
+    ratio = cluster.inside.bytes_per_s / cluster.between.bytes_per_s
+    even = cluster.between.latency_s * cluster.between.bytes_per_s
+    return [
+        ring,
+        f"A link within a node is {ratio:.1f} times as fast as a device's share of the network: tensor parallelism, "
+        "which waits for 4 collectives per layer forward, belongs into a node; stages exchange the least, and may be "
+        "apart.",
+        f"Between nodes a message of {even / 1e3:.0f} kB takes as long to start as to travel: buckets are to be much "
+        "larger.",
+    ]

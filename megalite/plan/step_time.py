@@ -1,0 +1,242 @@
+"""Seconds of a training step, by simulation of the schedule that the runtime runs (megalite/pipeline/).
+
+    pipeline    the rows of megalite/pipeline/schedule.py with the durations of megalite/plan/cost.py; a message takes
+                its link's time, and one direction's messages of a rank follow each other. Long steps: the first groups
+                of micro-batches, as megalite/plan/arrangement.py tells its bubble
+    weights     gathered over dp bucket by bucket while the first forwards run: no forward before its stage's buckets
+    gradients   reduced bucket by bucket from the last backward of a chunk on (optim/grad_reduce.py); what the rank's
+                other work does not hide is added
+    update      norm, the one agreement of all ranks, the optimizer's step
+
+One rank of each pipeline position is looked at: all others do the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
+from megalite.parallel.mesh import Mesh
+from megalite.pipeline.schedule import Op
+from megalite.pipeline.simulate import Simulation
+from megalite.plan.arrangement import LONG, Arrangement
+from megalite.plan.cluster import Cluster
+from megalite.plan.cost import Costs, Seconds
+from megalite.plan.kinds import model_flops
+from megalite.plan.links import Group, Links
+from megalite.plan.profile import Profile, default_profile
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """parts      seconds of the ranks' mean that sum to `seconds`: compute, bubble, optimizer, what shows of tp, pp, dp
+    mfu           of model_flops, per device, causal, as the trainer logs it
+    tokens_per_s  of the whole cluster
+    fixed         seconds of `optimizer` that any step takes, however small
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    mfu: float
+    tokens_per_s: float
+    fixed: float
+
+
+def step_time(made: Arrangement, cluster: Cluster, profile: Profile | None = None) -> StepTime:
+    """Raises ValueError where the cluster has another number of devices than the arrangement, or no peak for its
+    dtype."""
+    if cluster.world != made.world:
+        raise ValueError(
+            f"the cluster has {cluster.world} devices, the arrangement {made.world} ranks; give both alike"
+        )
+    step = _Step(made, cluster, profile or default_profile(cluster.device.name))
+    parts = step.parts()
+    seconds = sum(parts.values())
+    tokens = made.batch_sizes.final * made.config.model.seq_length
+    flops = model_flops(made.config.model, made.padded_vocab) * tokens
+    peak = cluster.device.peak_tflops(made.dtype) * 1e12
+    return StepTime(seconds, parts, flops / (seconds * made.world * peak), tokens / seconds, step.profile.step_s)
+
+
+@dataclass(frozen=True)
+class _Step:
+    made: Arrangement
+    cluster: Cluster
+    profile: Profile
+
+    def parts(self) -> dict[str, float]:
+        made, stages = self.made, self.stages
+        busy = made.microbatches * sum(sum(stage.all) for stage in stages) / made.pp
+        tp = made.microbatches * sum(sum(stage.tp) for stage in stages) / made.pp
+        costs = [stage.all for stage in stages]
+        groups = LONG if made.split is None else made.told  # what waits of a split backward may take long to settle
+        alone, simulation = made.run(costs, made.split, groups)
+        sent = with_gathers = alone
+        if made.pp > 1:
+            sent, simulation = made.run(costs, made.split, groups, delay=self.delay)
+        if begin := self.gathers():
+            more = {"delay": self.delay} if made.pp > 1 else {}
+            with_gathers, simulation = made.run(costs, made.split, groups, begin=begin, **more)
+            with_gathers = max(sent, with_gathers)
+        else:
+            with_gathers = sent
+        norm, update = self.costs.update_s()
+        shown = with_gathers - sent + self.reduces(simulation) + self.late_gathers_s
+        hidden = max(0.0, self.exchanged_s - shown)
+        dp = shown + self.profile.contention * hidden + self.agreement_s + self.tied_s
+        return {
+            "compute": busy - tp,
+            "bubble": alone - busy,
+            "tp": tp,
+            "pp": sent - alone,
+            "dp": dp,
+            "optimizer": norm + update + self.profile.step_s,
+        }
+
+    @cached_property
+    def costs(self) -> Costs:
+        return Costs(self.made, self.cluster, self.profile)
+
+    @cached_property
+    def stages(self) -> list[Seconds]:
+        return self.costs.stages()
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.costs.mesh
+
+    @cached_property
+    def messages(self) -> Links:
+        measured = self.profile.message
+        return Links(dataclasses.replace(self.cluster, inside=measured) if measured else self.cluster)
+
+    def delay(self, source: int, target: int) -> float:
+        """Of a message between two pipeline ranks: this tp rank's part of the hidden states."""
+        made, ranks = self.made, self.mesh.pp.ranks
+        n = made.tokens * made.config.model.hidden_size * made.dtype.itemsize / made.tp
+        return self.messages.message(n, ranks[source], ranks[target])
+
+    def _chunk_bytes(self, rank: int, of: str) -> list[float]:
+        """Bytes of weights or of gradients of each chunk of a pipeline rank, in order: by layers, and the rest of the
+        rank's with its first chunk (the embedding) or last (the head)."""
+        made, held = self.made, self.made.holdings[rank]
+        each = getattr(held, of) / held.local  # with what the layout is padded by
+        stages = (made.stages[stage] for stage in made.placement.stages(rank))
+        chunks = [each * sum(made.elements[layers.start : layers.stop]) for layers in stages]
+        chunks[-1 if rank == made.pp - 1 else 0] += max(0.0, getattr(held, of) - sum(chunks))
+        return chunks
+
+    def _buckets(self, num_bytes: float, size: int) -> int:
+        limit = self.made.config.parallel.ddp_bucket_size
+        return max(1, math.floor(num_bytes / size / (DEFAULT_BUCKET_SIZE if limit is None else limit)))
+
+    @cached_property
+    def _groups(self) -> tuple[Group, Group]:
+        """Ranks that share out what the optimizer keeps, and those that keep the same."""
+        return tuple(Group.of(axis.ranks, self.cluster.per_node) for axis in (self.mesh.shard, self.mesh.replica))  # type: ignore[return-value]
+
+    def gathers(self) -> Mapping[int, float]:
+        """Stage -> when its first forward may start, so that none of its layers waits for its bucket. Nothing where
+        gathers are waited for at once, or there is nothing to gather."""
+        made, (shard, _) = self.made, self._groups
+        if shard.size == 1 or not made.config.parallel.overlap_param_gather:
+            return {}
+        begin: dict[int, float] = {}
+        for rank in range(made.pp):
+            now = 0.0
+            for stage, n in zip(made.placement.stages(rank), self._chunk_bytes(rank, "weights"), strict=True):
+                buckets = self._buckets(n, made.dtype.itemsize)
+                one = self.costs.links.all_gather(n / buckets, shard)
+                forward = self.stages[stage].all[0] / buckets
+                begin[stage] = max(now + (k + 1) * one - k * forward for k in (0, buckets - 1))
+                now += buckets * one
+        return begin
+
+    @property
+    def late_gathers_s(self) -> float:
+        """Of gathers that nothing hides."""
+        shard, _ = self._groups
+        if self.made.config.parallel.overlap_param_gather or shard.size == 1:
+            return 0.0
+        return max(
+            sum(self._collective(n, self.made.dtype.itemsize, gather=True) for n in self._chunk_bytes(rank, "weights"))
+            for rank in range(self.made.pp)
+        )
+
+    def _collective(self, n: float, size: int, gather: bool) -> float:
+        """Seconds of a chunk's gathers, or reductions, one bucket after another; `n` bytes of elements of `size`."""
+        shard, replica = self._groups
+        links, buckets = self.costs.links, self._buckets(n, size)
+        if gather:
+            return buckets * links.all_gather(n / buckets, shard)
+        if shard.size == 1:
+            return buckets * links.all_reduce(n / buckets, replica)
+        return buckets * links.reduce_scatter(n / buckets, shard) + links.all_reduce(n / shard.size, replica)
+
+    def reduces(self, simulation: Simulation) -> float:
+        """Seconds by which reductions of gradients end after the pipeline. A chunk's buckets fill evenly during its
+        last backward."""
+        made, groups = self.made, self._groups
+        if max(group.size for group in groups) == 1:
+            return 0.0
+        size, share = self._gradient
+        last: dict[int, tuple[float, float]] = {}  # stage -> when its last gradients are computed
+        ops = (Op.W,) if made.split else (Op.B,)
+        for span in simulation.spans:
+            if span.action.op in ops:
+                last[span.action.stage] = max(last.get(span.action.stage, (0.0, 0.0)), (span.start, span.end))
+        worst = 0.0
+        for rank in range(made.pp):
+            chunks = zip(made.placement.stages(rank), self._chunk_bytes(rank, "gradients"), strict=True)
+            done = 0.0
+            for stage, n in sorted(chunks, key=lambda item: last[item[0]]):
+                start, end = last[stage]
+                if not made.config.parallel.overlap_grad_reduce:
+                    start = end = simulation.end
+                whole, buckets = self._collective(n, size, gather=False) * share, self._buckets(n, size)
+                first, one = start + (end - start) / buckets, whole / buckets
+                done = max(done + whole, first + whole, end + one)
+            worst = max(worst, done - simulation.end)
+        return worst
+
+    @property
+    def exchanged_s(self) -> float:
+        """All that the busiest rank exchanges over dp in a step, hidden or not."""
+        if max(group.size for group in self._groups) == 1:
+            return 0.0
+        made, (size, share) = self.made, self._gradient
+        gathers = [sum(self._chunk_bytes(rank, "weights")) for rank in range(made.pp)]
+        reduces = [sum(self._chunk_bytes(rank, "gradients")) for rank in range(made.pp)]
+        return max(
+            self._collective(weights, made.dtype.itemsize, gather=True)
+            + share * self._collective(n, size, gather=False)
+            for weights, n in zip(gathers, reduces, strict=True)
+        )
+
+    @property
+    def _gradient(self) -> tuple[int, float]:
+        """Bytes of an element of the sums, and the share of them that moves."""
+        held = self.made.holdings[0]
+        size = round(held.gradients / held.weights * self.made.dtype.itemsize)
+        return size, 0.5 if self.made.config.parallel.grad_reduce_in_bf16 and size == 4 else 1.0
+
+    @property
+    def tied_s(self) -> float:
+        """The sum of a tied embedding's gradient over both ends of the pipeline, of what a rank owns of it."""
+        made, m = self.made, self.made.config.model
+        if made.pp == 1 or m.untie_embeddings_and_output_weights:
+            return 0.0
+        n = made.padded_vocab * m.hidden_size / made.tp * self._gradient[0] / self._groups[0].size
+        return self.costs.links.all_reduce(
+            n, Group.of([self.mesh.pp.ranks[0], self.mesh.pp.ranks[-1]], self.cluster.per_node)
+        )
+
+    @property
+    def agreement_s(self) -> float:
+        """The one all-reduce of a few numbers over all ranks."""
+        world = Group.of(range(self.made.world), self.cluster.per_node)
+        return self.costs.links.all_reduce(64, world)

@@ -1,0 +1,102 @@
+"""What can be refused before a process group exists: options that contradict each other, data, machine, directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint.storage.location import parse
+from megalite.checkpoint.storage.protocol import storage_of
+from megalite.config.check import check
+from megalite.config.options import Config
+from megalite.config.packages import MissingPackage, missing_packages
+from megalite.data.errors import DataError
+from megalite.data.files.missing_files import absent, rehearsed
+from megalite.kernels.dispatch import KernelError, choose, runs_triton
+from megalite.models.compiled import CompileError, check_compile
+from megalite.parallel.launch import LaunchError, Ranks, card_of
+from megalite.parallel.local_ranks import cores
+from megalite.plan.arrangement import Arrangement, arrange
+from megalite.train.life.export_hf import check_export
+from megalite.train.setup import SetupError
+from megalite.train.sources import Sources, open_sources
+from megalite.train.tell.device_memory import memory_there
+
+
+def preflight(config: Config, ranks: Ranks) -> tuple[Sources, Arrangement]:
+    """All that can be refused before a process group exists, all of it at once."""
+    t = config.train
+    problems: list[str] = [*check(config, ranks.world, complete=True)]
+    elsewhere = t.as_rank is not None
+    data = rehearsed(config.data) if elsewhere else config.data
+    lost = [*absent(data, elsewhere), *(missing_packages(config.log) if not t.dry_run else ())]  # which opens no log
+    try:
+        check_export(config)
+    except SetupError as error:
+        problems.append(str(error))
+    if problems:
+        raise SetupError("\n".join([*problems, *lost]))
+    if lost:
+        raise DataError("\n".join(lost))
+    try:
+        sources = open_sources(data, config.model.seq_length, t.seed, t.eval_iters)
+        return sources, arrange(config, ranks.world, sources.vocab_size)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise SetupError(str(error)) from None
+
+
+def choose_device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SetupError("device=cuda but torch sees no card; use --device cpu")
+    return wanted
+
+
+def check_machine(plan: Arrangement, device: str, ranks: Ranks) -> None:
+    """Refuse what this machine cannot do: a backend without its device, more than its memory."""
+    config = plan.config
+    if device == "cpu" and config.parallel.distributed_backend == "nccl":
+        raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
+    try:
+        choose(config.parallel.kernels, config.parallel.attention_kernel)
+        runs_triton(device)
+        if config.train.compile:
+            check_compile(device)
+        if config.train.cuda_graph_impl != "none" and device != "cuda":
+            raise SetupError("cuda_graph_impl=local needs a CUDA device and there is none; drop it")
+    except (KernelError, CompileError) as error:
+        raise (LaunchError if isinstance(error, MissingPackage) else SetupError)(str(error)) from None
+    needs = plan.holdings[plan.worst].state
+    if device == "cpu":
+        there, what = memory_there(torch.device("cpu")) / ranks.local_world, "the memory"
+    else:
+        there, what = memory_there(card_of(ranks)), "the card's memory"
+    if needs > there:
+        where = f" on pipeline rank {plan.worst}" if plan.pp > 1 else ""
+        raise LaunchError(
+            f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank{where}, {what} is {there / 2**30:.1f} "
+            "GiB: use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
+        )
+
+
+def many_threads(device: str, ranks: Ranks) -> list[str]:
+    """A line where ranks that compute on CPU have more threads than there are cores: they wait for each other by
+    turning in circles."""
+    threads, there = torch.get_num_threads(), cores()
+    if device != "cpu" or threads == 1 or threads * ranks.local_world <= there:
+        return []
+    of = f"{ranks.local_world} ranks x {threads} threads" if ranks.local_world > 1 else f"{threads} threads"
+    fewer = max(1, there // ranks.local_world)
+    return [f"{of} on {there} core{'s' * (there > 1)} are many times slower than one per core: OMP_NUM_THREADS={fewer}"]
+
+
+def check_save(config: Config, ranks: Ranks) -> None:
+    """Each machine writes to --save; all ranks do when they have met. Raises CheckpointError."""
+    c = config.checkpoint
+    place = parse(c.save_local or c.save or ".")
+    if c.save is not None and not config.train.skip_train and isinstance(place, Path) and ranks.local_rank == 0:
+        storage_of(place).probe(place, ranks.rank)

@@ -1,0 +1,117 @@
+"""The launcher's part in a run that survives: one run per run directory, and what follows the death of a rank.
+
+All ranks are started again, and continue from the newest checkpoint of --save; --max-restarts bounds how often in an
+hour. A run that dies again and again without a new checkpoint would do so for ever, so it ends after a few times. One
+that has run and is refused when it is started again (a disk that is full, a mount that is gone) tries again later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megalite.checkpoint.storage.file_system import Lock
+from megalite.checkpoint.storage.location import CheckpointError, parse
+from megalite.checkpoint.storage.protocol import folder_of, steps_in
+from megalite.config.console import complain
+from megalite.config.options import Config
+from megalite.parallel.local_ranks import End
+from megalite.train.tell.rank_log import FOLDER, stack_of
+from megalite.train.tell.run_dir import RUN_LOCK, Events, Exit, run_folder, save_roots, settle_status
+
+WINDOW_S = 3600.0
+FRUITLESS = 3  # ends in a row without a new checkpoint
+FIRST_WAIT_S, LONGEST_WAIT_S, LOOK_S = 15.0, 900.0, 0.5  # after a restart was refused; each time twice as long
+REFUSED = (Exit.USAGE.outcome, Exit.PREFLIGHT.outcome)
+# the same command would end the same way, or was meant to end; RERUN is for another machine
+FINAL = (Exit.DONE, Exit.USAGE, Exit.PREFLIGHT, Exit.RERUN, Exit.BAD_RESULT, Exit.REQUEUE, Exit.INTERRUPTED)
+
+
+@contextlib.contextmanager
+def locked_run(config: Config) -> Iterator[bool]:
+    """Hold the run directory; False where it cannot be locked: that ends no training. A directory that was made for it
+    goes again where the run was refused. Raises CheckpointError where another run has it."""
+    folder, lock = run_folder(config), None
+    fresh = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = Lock(folder, RUN_LOCK, "run_dir", "give another --run-dir")
+    except OSError as error:
+        complain(
+            f"WARNING: {error.filename or folder}: {error.strerror}; nothing keeps a second run from writing there"
+        )
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            lock.close()
+            with contextlib.suppress(OSError, ValueError, KeyError, RecursionError):  # no status, no folder
+                alone = fresh and {path.name for path in folder.iterdir()} <= {RUN_LOCK, "status.json", FOLDER}
+                if alone and json.loads((folder / "status.json").read_text("utf-8"))["outcome"] in REFUSED:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Restarts:
+    """Of a run with these options: whether its ranks are started again, asked at each end."""
+
+    def __init__(self, config: Config):
+        self._config, self._folder = config, run_folder(config)
+        self._most, self._roots = config.operations.max_restarts, save_roots(config)
+        self._events, self._began, self._times = Events(self._folder), time.time(), list[float]()
+        self._at_first = self._newest = self._saved()
+        self._fruitless = self._refused = 0
+        self._again = False
+
+    def _saved(self) -> dict[str, object]:
+        """By directory: its newest checkpoint, and when it was completed (behind a URL that is not asked)."""
+        found: dict[str, object] = {}
+        for root in self._roots if self._most else []:
+            try:
+                place, step = parse(root), max(steps_in(root), default=None)
+                found[root] = step
+                if isinstance(place, Path) and step is not None:
+                    found[root] = step, Path(str(folder_of(place, step)), "COMPLETE").stat().st_mtime_ns
+            except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted:
+                found[root] = object()  # equal to nothing, so that the ranks will look
+        return found
+
+    def __call__(self, end: End) -> bool | None:
+        """None: no more; else whether the run has saved something to continue from."""
+        settle_status(self._folder, self._config, (end.code, end.cause), self._began, self._again)
+        if stack := stack_of(self._folder, end.cause, self._began):
+            complain(stack)
+        refused = end.code == Exit.PREFLIGHT and self._again  # the same command did run
+        if (end.code in FINAL and not refused) or end.asked or not self._most:
+            return None
+        saved, now = self._saved(), time.time()
+        self._refused = self._refused + 1 if refused else 0
+        self._fruitless = self._fruitless + 1 if saved == self._newest and not refused else 0
+        self._newest, self._times = saved, [t for t in self._times if t > now - WINDOW_S]
+        why = None
+        if self._refused >= self._most:
+            why = f"{self._most} restarts in a row were refused, as many as --max-restarts allows"
+        elif len(self._times) >= self._most:
+            why = f"{self._most} restarts within an hour, as many as --max-restarts allows"
+        elif self._fruitless >= FRUITLESS:
+            why = f"{FRUITLESS} times in a row it died without a new checkpoint"
+        if why is not None:
+            self._events.add("gave-up", cause=end.cause, code=end.code, why=why)
+            complain(f"pretrain_gpt.py: {end.cause}: no restart, {why}; see {self._folder / FOLDER}")
+            return None
+        self._times.append(now)
+        count = f"{len(self._times)} of {self._most} within an hour"
+        self._events.add("restart", cause=end.cause, code=end.code, count=len(self._times), most=self._most)
+        wait_s = min(FIRST_WAIT_S * 2 ** (self._refused - 1), LONGEST_WAIT_S) if refused else 0.0
+        when = f" in {wait_s:.0f} s" if refused else ""
+        complain(f"pretrain_gpt.py: {end.cause}: all ranks are started again{when} ({count})")
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until:
+            time.sleep(LOOK_S)
+            if end.asked:
+                return None
+        self._began, self._again = time.time(), True
+        return saved != self._at_first

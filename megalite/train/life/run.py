@@ -1,0 +1,177 @@
+"""The life of a rank, from preflight to its exit code: set up, resume, train, leave a status behind."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+
+from megalite.config.console import complain
+from megalite.config.faults import fault
+from megalite.parallel.launch import Ranks, process_group, torchrun_restarts
+from megalite.parallel.mesh import PLANNED, Axis, Mesh, world_axis
+from megalite.parallel.self_test import check_collectives
+from megalite.plan.arrangement import Arrangement
+from megalite.train.life.closing import conclude
+from megalite.train.life.command import Command
+from megalite.train.life.exit import Moment, failure, leave_at_once
+from megalite.train.life.export_hf import export
+from megalite.train.life.opening import get_ready, many_evaluations, open_reporter
+from megalite.train.life.preflight import check_machine, check_save, choose_device, many_threads, preflight
+from megalite.train.life.stop import StopSignal
+from megalite.train.loop import Training, Watch
+from megalite.train.setup import SetupError
+from megalite.train.sources import Sources
+from megalite.train.start import foreign_weights as foreign
+from megalite.train.start.origin import begin_branch, continue_run, start_run
+from megalite.train.start.resume import loaded_line, open_saver
+from megalite.train.state import Run
+from megalite.train.tell import figures as lines
+from megalite.train.tell.device_memory import keep_freed_memory
+from megalite.train.tell.metrics import Reporter, Silent
+from megalite.train.tell.overview import describe, facts
+from megalite.train.tell.phases import Phases
+from megalite.train.tell.rank_log import rank_log
+from megalite.train.tell.report import Account
+from megalite.train.tell.run_dir import Exit, leave_status, run_folder
+from megalite.train.tell.timers import Timers
+from megalite.train.watch.fingerprint import compare_ranks
+from megalite.train.watch.hang import Watchdog
+from megalite.train.watch.heartbeat import Heartbeat
+
+
+class Life:
+    """Around everything that a rank does. An error inside ends it: it is told, and left in status.json; one that comes
+    in `training`, before the process group is left, which might wait for ever."""
+
+    def __init__(self, asked: Command, ranks: Ranks, stop: StopSignal):
+        self.config, self.ranks, self.stop, self.folder = asked.config, ranks, stop, run_folder(asked.config)
+        self.warnings, self.hosts = [*asked.warnings], list[str]()
+        self.ended = Exit.DONE, ""
+        self._startup = datetime.timedelta(minutes=self.config.parallel.distributed_timeout_minutes)
+
+    @property
+    def code(self) -> int:
+        """The exit code of this rank (train/tell/run_dir.py)."""
+        return 0 if self.stop.final and torchrun_restarts() else self.ended[0]
+
+    def __enter__(self) -> Life:
+        ranks, rehearses = self.ranks, self.config.train.dry_run
+        self._log = contextlib.nullcontext() if rehearses else rank_log(self.folder, ranks)
+        self._log.__enter__()
+        alone = Mesh.alone()  # a dry run is, too: nobody waits for it
+        self._mesh = alone if rehearses else replace(alone, world=Axis("world", ranks.world, ranks.rank, PLANNED))
+        self.dog = Watchdog(self._mesh, self.folder, Timers(), self._startup.total_seconds(), ranks.shared)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        refused = isinstance(error, Exception | KeyboardInterrupt)  # before the first step
+        try:
+            if refused:
+                code, reason = self.ended = failure(error, Moment(self.ranks), self.dog)
+                told = self.ranks.rank == 0 or code is Exit.HANG  # a rank 0 that hangs cannot tell
+                if told and self.folder.is_dir() and not self.config.train.dry_run:
+                    leave_status(self.folder, code.outcome, self.config, reason, resumes=self.ranks.resumes)
+                leave_at_once(code, in_group=False)
+        finally:
+            self.dog.close()
+            self._log.__exit__(None, None, None)
+        return refused
+
+    def preflight(self) -> tuple[Arrangement, Sources]:
+        """What will run, on which data; all that can be refused before ranks meet is."""
+        self.config = foreign.with_source(self.config)
+        sources, plan = preflight(self.config, self.ranks)
+        return plan, sources
+
+    def tell(self, plan: Arrangement, sources: Sources) -> int:
+        """A dry run: by one rank, what would run."""
+        if self.ranks.rank == 0:
+            for warning in self.warnings:
+                complain(f"WARNING: {warning}")
+            print(describe(plan, sources, self.ranks.local_world), flush=True)
+            if self.config.train.as_rank is not None:
+                from megalite.train.rehearsal import tell
+
+                print(tell(plan, sources, self.ranks.local_world), flush=True)
+        return Exit.DONE
+
+    @contextlib.contextmanager
+    def group(self, plan: Arrangement, sources: Sources) -> Iterator[torch.device]:
+        """The process group of all ranks, which have the same program, options and data; the device of this one."""
+        p, ranks, startup = self.config.parallel, self.ranks, self._startup
+        device = choose_device(p.device)
+        check_machine(plan, device, ranks)
+        check_save(self.config, ranks)
+        self.warnings += many_threads(device, ranks)
+        if self.config.train.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        if device == "cpu":
+            keep_freed_memory()
+        self.dog.at("meeting", 0)
+        with process_group(ranks, device=device, backend=p.distributed_backend, startup_timeout=startup) as here:
+            self.dog.join(replace(self._mesh, world=world_axis()), startup.total_seconds())
+            self.dog.at("start-up", 0)
+            fault("init", ranks.rank, 0)
+            # before the options that may differ make groups
+            self.hosts, unlike = compare_ranks(plan.config, sources.ledger, self.dog.mesh.world, here)
+            self.warnings += unlike
+            yield here
+
+    @contextlib.contextmanager
+    def training(self, run: Run, plan: Arrangement, sources: Sources) -> Iterator[Training]:
+        """Load before, export after; whatever happens, tell how it ended and leave it in the directory of the run."""
+        config, t, ranks, begun = plan.config, plan.config.train, self.ranks, False
+        watch = Watch(config, run, self.folder, Phases(run.mesh, self.dog.started), self.hosts, self.dog, ranks.resumes)
+        check_collectives(run.mesh)
+        if t.skip_train:
+            config = replace(config, checkpoint=replace(config.checkpoint, save=None))
+        saver = open_saver(run, config)  # before anything is written there: another run may have the directory
+        heart = Heartbeat(self.folder, run, config, self.dog, ranks.resumes)
+        report: Reporter = Silent()
+        account: Account | None = None
+        self.ended = Exit.CRASH, ""
+        try:
+            loaded, notes = continue_run(run, config, ranks) or foreign.start(run, config) or start_run(run, config)
+            if t.skip_train:
+                run.last_step = run.state.step
+            saved, more = begin_branch(run, config, saver, loaded)
+            if ranks.rank == 0:
+                report = open_reporter(plan, config, run, sources, self.folder, ranks, self.warnings)
+                heart.begin()
+                about = report.attempt("events.jsonl", facts, plan, sources, self.hosts, run.mesh.device)
+                account = Account(
+                    self.folder, run, watch.phases, report.speed.flops_per_token, config, plan, about or {}, ranks
+                )
+                if loaded is not None:
+                    report.say(loaded_line(run, config, loaded))
+                for note in [*notes, *more, *many_evaluations(run, t)]:
+                    report.say(f"note: {note}")
+            get_ready(run, config, report)
+            watch.begin, begun, self.stop.begun = time.monotonic(), True, True
+            watch.phases.ready()
+            training = Training(run, config, self.folder, report, self.stop, saver, saved, watch)
+            with training.watched():
+                yield training
+            self.ended = training.finish()
+            watch.phases.over_ranks()
+            report.moment(lines.megatron_end(self.ended[1], run.state.step, (time.monotonic() - watch.begin) / 60))
+            if self.ended[0] is Exit.DONE and (line := export(run, config, sources.eod)):
+                report.say(line)
+        except SetupError:
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            now = Moment(ranks, run, begun)
+            try:
+                self.ended = failure(error, now, self.dog)
+            except KeyboardInterrupt as asked:  # its signal came in a collective, which a rank that had it has left
+                self.ended = failure(asked, now, self.dog)
+        finally:
+            heart.close()
+            conclude(run, config, saver, report, account, self.folder, self.ended, watch)
+        leave_at_once(self.ended[0], in_group=True)

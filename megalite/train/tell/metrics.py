@@ -1,0 +1,299 @@
+"""Where a run tells what it does: console, log.txt, metrics.jsonl, TensorBoard with Megatron-LM's tags, W&B.
+
+Rank 0 tells; other ranks are `Silent`. A figure that does not exist is null in metrics.jsonl and absent from
+TensorBoard. Telling never ends a run: what cannot be written, as on a full disk, is said once on stderr and counted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.config.console import Bar, complain, show
+from megalite.config.options import LogConfig
+from megalite.config.packages import missing_packages
+from megalite.data.samples.validation_sets import bits_per_byte
+from megalite.train.state import State, StepResult
+from megalite.train.tell import figures as lines
+from megalite.train.tell.figures import Interval, Speed, perplexity
+from megalite.train.tell.progress_file import ProgressLog
+from megalite.train.tell.run_dir import AppendedFile
+
+PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
+FIRST_PROGRESS_S = 2.0
+
+
+class Reporter:
+    """Writes to the console, RUN_DIR/log.txt and metrics.jsonl always; to TensorBoard and W&B when asked.
+
+    `log`: what and where, its `log_style` decided. `world`: ranks. `progress`: beside the checkpoints, when asked.
+    Raises RuntimeError, before training, when a package that was asked for is missing.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        speed: Speed,
+        log: LogConfig = LogConfig(),  # noqa: B008 (frozen)
+        *,
+        world: int = 1,
+        wandb_config: dict[str, Any] | None = None,
+        progress: ProgressLog | None = None,
+    ):
+        self.speed, self.log, self.world, self.megatron = speed, log, world, log.log_style == "megatron"
+        self._progress = progress
+        self._lost: Counter[str] = Counter()
+        self._warnings: list[str] = []
+        self._results: dict[str, str] = {}
+        self._too_fast = False
+        self._bar: Bar | None = None
+        self._rates = ""
+        missing = missing_packages(log)
+        if missing:
+            raise RuntimeError("\n".join(missing))
+        self._log, self._rows = AppendedFile(folder / "log.txt"), AppendedFile(folder / "metrics.jsonl")
+        self._board = None if log.tensorboard_dir is None else self.attempt("TensorBoard", self._open_board)
+        self._wandb = None if log.wandb_project is None else self.attempt("W&B", self._open_wandb, wandb_config)
+
+    def _open_board(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        usual = threading.excepthook  # its thread would print a traceback of what the next write here raises again
+        threading.excepthook = lambda e: None if type(e.thread).__name__ == "_AsyncWriterThread" else usual(e)
+        return SummaryWriter(self.log.tensorboard_dir, max_queue=self.log.tensorboard_queue_size)
+
+    def _open_wandb(self, config: dict[str, Any] | None) -> Any:
+        import wandb  # type: ignore[import-not-found]
+
+        log = self.log
+        return wandb.init(
+            project=log.wandb_project,
+            name=log.wandb_exp_name,
+            entity=log.wandb_entity,
+            dir=log.wandb_save_dir,
+            config=config,
+        )
+
+    def attempt(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
+        """`call(*args)`, or None: then `what` has lost something, which is said the first time and counted."""
+        try:
+            return call(*args)
+        except Exception as error:  # TensorBoard and W&B raise what they like
+            self._lost[what] += 1
+            if self._lost[what] == 1:
+                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                complain(f"WARNING: {what}: {why}; training continues, and what is lost there is counted")
+            return None
+
+    def say(self, text: str) -> None:
+        show(text)  # where the console is gone, log.txt is there
+        self.attempt(str(self._log.path), self._log.write, text)
+
+    def warn(self, text: str) -> None:
+        """What nobody may miss: on stderr, in log.txt and in the summary."""
+        self._warnings.append(text)
+        complain(f"WARNING: {text}")
+        self.attempt(str(self._log.path), self._log.write, f"WARNING: {text}")
+
+    def moment(self, what: str) -> None:
+        """A point of the run that Megatron-LM's log has a line for."""
+        if self.megatron:
+            self.say(lines.megatron_moment(what, datetime.datetime.now()))
+
+    def train(self, i: Interval) -> None:
+        speed, now = self.speed, datetime.datetime.now()
+        self._rates = f"{lines.rates(i, speed)}  {i.memory_gib:.1f}/{i.memory_limit_gib:.0f} GiB"
+        if speed.too_fast(i) and not self._too_fast:
+            self._too_fast = True
+            self.say(
+                f"note: MFU is n/a: {speed.tflops(i):.3g} TFLOP/s is above the peak of {speed.peak_tflops:.3g}, which "
+                "was measured while the machine was busy or given wrong; give --peak-tflops"
+            )
+        if self.megatron:
+            self.say(lines.megatron_line(i, speed, now, self.log.log_throughput))
+        else:
+            self.say(lines.megalite_line(i, speed, now))
+        if i.loss is not None:
+            self._results["training loss"] = f"{i.loss:.4f} at step {i.step:,}"
+        row = {
+            "train/loss": i.loss,
+            "train/lr": i.lr,
+            "train/grad_norm": i.grad_norm,
+            "train/tokens": i.consumed_tokens,
+            "train/batch_size": i.batch_size,
+            "train/loss_scale": i.loss_scale,
+            "train/skipped": i.skipped,
+            "perf/tokens_per_s_per_gpu": speed.tokens_per_s(i),
+            "perf/tflops_per_gpu": speed.tflops(i),
+            "perf/mfu": speed.mfu(i),
+            "perf/step_s": i.step_s,
+            "perf/steps": i.steps,  # of which that is the mean
+            "perf/data_s": i.data_s,
+            "mem/max_allocated_gib": i.memory_gib,
+        }
+        more = {
+            "mem/max_reserved_gib": i.reserved_gib,
+            "train/z_loss": i.z_loss,
+            "train/params_norm": i.params_norm,
+            "train/num_zeros": i.zeros,
+        }
+        self._row(i.step, i.consumed_tokens, row | {k: v for k, v in more.items() if v is not None})
+        self._scalars({"iteration-time": i.step_s, "throughput": speed.tflops(i)}, i.step)
+
+    def stepped(self, step: int, last_step: int, loss: float) -> None:
+        """The bar at the bottom of a terminal: this step's loss, and rates and memory as the last line has them."""
+        self._bar = self._bar or Bar("step", last_step, done=step - 1)
+        self._bar.at(step, f"loss {loss:.4f}  {self._rates}")
+
+    def step(
+        self, state: State, r: StepResult, loss_scale: float, params_norm: float | None, memory: dict[str, float]
+    ) -> None:
+        """One step's TensorBoard. `memory`: tags and bytes."""
+        tags = {
+            "learning-rate": r.lr,
+            "batch-size": r.batch_size,
+            "lm loss": None if r.skipped else r.loss,
+            "z_loss": r.z_loss or None,  # one that is on is never 0
+            "loss-scale": loss_scale if self.log.log_loss_scale_to_tensorboard else None,
+            "world-size": self.world if self.log.log_world_size_to_tensorboard else None,
+            "grad-norm": r.grad_norm,
+            "num-zeros": r.zeros,
+            "params-norm": params_norm,
+        }
+        self._scalars(tags, state.step, state.consumed_samples)
+        self._scalars(memory, state.step)
+
+    def timers(self, step: int, seconds: dict[str, list[float]]) -> None:
+        """What each rank's timers say, per step."""
+        if text := lines.megatron_timers(self.log.timing_log_option, seconds):
+            self.say(text)
+        if self.log.log_timers_to_tensorboard:
+            self._scalars({f"{name}-time": max(times) for name, times in seconds.items() if any(times)}, step)
+
+    def evaluating(self, step: int, name: str, iters: int) -> Bar:
+        """Of the batches of an evaluation."""
+        what, begin = f"evaluating {name}".rstrip(), time.monotonic()
+
+        def plain(done: float) -> None:
+            if done == iters:  # its loss follows
+                return
+            if self.megatron:
+                self.say(f"Evaluating iter {done:.0f}/{iters}")
+            else:
+                left = lines.duration((time.monotonic() - begin) * (iters / done - 1))
+                head = f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  {what}"
+                self.say(f"{head}: {done:.0f} of {iters} batches, about {left} left")
+
+        return Bar(what, iters, "batches", every_s=PROGRESS_S, first_s=FIRST_PROGRESS_S, plain=plain)
+
+    def validation(
+        self,
+        step: int,
+        samples: int,
+        tokens: int,
+        loss: float,
+        what: str = "",
+        *,
+        name: str = "",
+        bytes_per_token: float | None = None,
+    ) -> None:
+        """`what`: "" during training, " on validation set" or " on test set" at the end. `name`: of one of several
+        sets. bytes_per_token: of the set's text, where it is known."""
+        test = "test" in what
+        bpb = None if bytes_per_token is None else bits_per_byte(loss, bytes_per_token)
+        which = ("test" if test else "validation") + (f" {name}" if name else "")
+        if self.megatron:
+            self.say(lines.megatron_validation_lines(f"iteration {step}{what}", loss, name))
+        else:
+            self.say(lines.megalite_validation_line(step, which, loss, bpb, datetime.datetime.now()))
+        self._results[f"{which} loss"] = f"{loss:.4f} at step {step:,}, perplexity {perplexity(loss):.5g}"
+        key = f"val/{name or ('test' if test else 'valid')}"
+        row = {f"{key}/loss": loss, f"{key}/ppl": perplexity(loss)}
+        self._row(step, tokens, row if bpb is None else {**row, f"{key}/bpb": bpb})
+        if not test:
+            tag = f"lm loss validation{'-' + name if name else ''}"
+            self._scalars({tag: loss}, step, samples)
+            if self.log.log_validation_ppl_to_tensorboard:
+                self._scalars({f"{tag} ppl": perplexity(loss)}, step, samples)
+
+    def saving(self, state: State, background: bool) -> None:
+        """A save was begun, and with it those before are complete; one that is not in the background is, too."""
+        if self._progress is not None:
+            self.attempt("progress.txt", self._progress.saving, state.step, state.consumed_tokens, background)
+
+    def saved_all(self) -> None:
+        if self._progress is not None:
+            self.attempt("progress.txt", self._progress.saved_all)
+
+    def summary(self, rows: dict[str, str]) -> None:
+        """The end of the run: `rows`, the last losses, where the files are, and what was warned of."""
+        if self._bar is not None:
+            self._bar.close()
+        where = {
+            "log": str(self._log.path),
+            "metrics": str(self._rows.path),
+            "TensorBoard": self.log.tensorboard_dir or "",
+        }
+        for name in ("report.json", "timeline.json", "trace"):  # pictures: tools/plot.py, https://ui.perfetto.dev
+            path = self._log.path.with_name(name)
+            where[name.partition(".")[0]] = str(path) if path.exists() else ""
+        shown = {**rows, **self._results, **{name: path for name, path in where.items() if path}}
+        text = lines.table(shown)
+        self.say("\n".join([text, *(f"WARNING: {line}" for line in self._warnings)]))
+
+    def _scalars(self, tags: dict[str, Any], step: int, samples: int | None = None) -> None:
+        """`samples`: also as "TAG vs samples"."""
+        if self._board is None:
+            return
+        for tag, value in tags.items():
+            if value is not None:
+                self.attempt("TensorBoard", self._board.add_scalar, tag, value, step)
+                if samples is not None:
+                    self.attempt("TensorBoard", self._board.add_scalar, f"{tag} vs samples", value, samples)
+
+    def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
+        # JSON has no nan
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        row = json.dumps({"step": step, "tokens": tokens, **finite})
+        self.attempt(str(self._rows.path), self._rows.write, row)
+        if self._wandb is not None:
+            there = {"tokens": tokens, **{k: v for k, v in finite.items() if v is not None}}
+            self.attempt("W&B", functools.partial(self._wandb.log, there, step=step))
+
+    def close(self) -> None:
+        closing: Sequence[tuple[str, Callable[[], Any]]] = (
+            ("TensorBoard", self._board.close if self._board is not None else lambda: None),
+            ("W&B", self._wandb.finish if self._wandb is not None else lambda: None),
+            (str(self._log.path), self._log.close),
+            (str(self._rows.path), self._rows.close),
+        )
+        for what, call in closing:
+            self.attempt(what, call)
+        for what, times in self._lost.items():
+            complain(f"WARNING: {what}: {times} time{'s' * (times > 1)} something could not be written")
+
+
+class Silent(Reporter):
+    """Of the ranks that tell nothing: all but the first."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), Speed(0.0, 1, None))
+
+    def say(self, text: str) -> None: ...
+
+    def stepped(self, step: int, last_step: int, loss: float) -> None: ...
+
+    def evaluating(self, step: int, name: str, iters: int) -> Bar:
+        return Bar(name, iters, quiet=True)
+
+    def warn(self, text: str) -> None: ...
+
+    def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None: ...

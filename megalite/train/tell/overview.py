@@ -1,0 +1,136 @@
+"""What a run tells before its first step: the arrangement as a table, the memory of its ranks, the machine."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megalite.kernels.attention import describe_attention
+from megalite.kernels.dispatch import describe_kernels
+from megalite.models.compiled import describe_compile
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.peak_rates import Peak
+from megalite.train.sources import Sources
+from megalite.train.tell import figures as lines
+from megalite.train.watch.fingerprint import facts_of_machine
+
+MOST_ROWS = 16  # of the table of memory
+
+
+def describe(
+    plan: Arrangement, sources: Sources, local_world: int, peak: Peak | None = None, device_type: str | None = None
+) -> str:
+    """What will run where, and how much of it there is. A dry run has no device and no peak."""
+    config, sizes = plan.config, plan.batch_sizes
+    m, chunks = config.model, plan.chunks
+    windows = [w for w in m.windows if w is not None]
+    batch = f"{sizes.final}" if len(sizes.steps) == 1 else f"{sizes.at(0)} to {sizes.final}"
+    ranks = f"{plan.world} rank{'s' * (plan.world > 1)}"
+    rows = {
+        "mesh": f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {ranks}",
+        **groups_of(plan, local_world),
+        "parameters": f"{plan.parameters:,} (vocabulary {plan.vocab_size:,}, padded to {plan.padded_vocab:,})",
+        "layers per stage": runs(plan.counts),
+        "schedule": f"{config.parallel.pipeline_schedule}{', split backward' * (plan.split is not None)}, "
+        f"{chunks} chunk{'s' * (chunks > 1)} per rank, "
+        f"{plan.microbatches:,} micro-batch{'es' * (plan.microbatches > 1)}; bubble {plan.bubble:.1%}",
+        "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
+        "steps": f"{plan.steps:,} of {batch} x {m.seq_length} tokens: {plan.samples * m.seq_length:,} tokens",
+        "data": sources.train.describe(plan.samples),
+    }
+    if (base := config.optim.lr_base_batch_size) is not None and config.optim.lr is not None:
+        peak_rate = config.optim.lr * sizes.final / base
+        rows["learning rate"] = f"{config.optim.lr:g} at a batch of {base}, so {peak_rate:g} at one of {sizes.final}"
+    if device_type is not None:
+        rows["kernels"] = describe_kernels(device_type)
+        rows["attention"] = describe_attention(
+            device_type,
+            m.attention_dropout > 0,
+            half=config.precision.bf16 or config.precision.fp16,
+            window=bool(windows),
+        )
+    if windows:
+        rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
+    if config.train.compile:
+        rows["compile"] = describe_compile()
+    if config.train.cuda_graph_impl != "none":
+        rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
+    if peak is not None:
+        rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
+    return lines.table(rows) + "\n" + lines.columns(memory_rows(plan))
+
+
+def facts(plan: Arrangement, sources: Sources, hosts: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """The same for programs, as JSON has it: what a run's page is made of. `layers` of every stage, from and to; bytes
+    of every rank of each pipeline position; `hosts`: of all ranks."""
+    parts = ("weights", "gradients", "optimizer")
+    memory = [{part: getattr(held, part) for part in parts} for held in plan.holdings]
+    return {
+        "command": sys.argv,
+        "mesh": {"world": plan.world, "pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp},
+        "dp_outermost": plan.sizes.get("dp_outermost", False),
+        "layers": [[layers.start, layers.stop] for layers in plan.stages],
+        "memory": [one | {"activations": more} for one, more in zip(memory, plan.activations, strict=True)],
+        "parameters": plan.parameters,
+        "steps": plan.steps,
+        "data": sources.train.describe(plan.samples),
+        "hosts": list(dict.fromkeys(hosts)),
+        "device": device.type,
+        "machine": facts_of_machine(device),
+    }
+
+
+def runs(counts: Iterable[int]) -> str:
+    """Equal neighbours together.
+
+    >>> runs([4, 4, 4, 5, 2])
+    '3 x 4, 5, 2'
+    """
+    same = [(count, len(list(group))) for count, group in itertools.groupby(counts)]
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in same)
+
+
+def groups_of(plan: Arrangement, local_world: int) -> dict[str, str]:
+    """Lines about the groups that rank 0 is in, on nodes of `local_world` ranks; {} where there is one node."""
+    if plan.world <= local_world:
+        return {}
+
+    def where(ranks: Sequence[int]) -> str:
+        nodes = len({rank // local_world for rank in ranks})
+        shown = list(map(str, ranks)) if len(ranks) <= 4 else [*map(str, ranks[:2]), "..", str(ranks[-1])]
+        return f"{' '.join(shown)} ({f'{nodes} nodes' if nodes > 1 else 'node 0'})"
+
+    said = ", ".join(f"{name} {where(ranks)}" for name, ranks in plan.groups.items() if len(ranks) > 1)
+    rows = {"groups of rank 0": f"{said}; nodes of {local_world} ranks" if said else ""}
+    if local_world % plan.tp:
+        fits = max(n for n in range(1, min(plan.tp, local_world) + 1) if local_world % n == 0)
+        rows["warning"] = (
+            f"tensor_model_parallel_size={plan.tp} crosses nodes of {local_world} ranks: each layer waits for the "
+            f"network four times; use {fits}, or start {plan.tp} ranks per node"
+        )
+    return rows
+
+
+def memory_rows(plan: Arrangement) -> list[tuple[str, ...]]:
+    """A table of GiB per pipeline rank, its head first; of more than MOST_ROWS the largest, and the least and the most
+    of all."""
+    head = ("GiB per rank", "layers", "weights", "gradients", "optimizer", "activations", "in flight", "all")
+    held, activations = plan.holdings, plan.activations
+    totals = [one.state + more for one, more in zip(held, activations, strict=True)]
+    states = [[getattr(one, kind) for one in held] for kind in ("weights", "gradients", "optimizer")]
+    columns = [[f"{n / 2**30:.2f}" for n in column] for column in (*states, activations, totals)]
+    columns.insert(-1, list(map(str, plan.in_flight)))
+
+    def of_rank(i: int) -> tuple[str, ...]:
+        name = f"pipeline rank {i}" if plan.pp > 1 else ""
+        return name, runs(map(len, plan.stages[i :: plan.pp])), *(column[i] for column in columns)
+
+    if plan.pp <= MOST_ROWS:
+        return [head, *(of_rank(i) for i in range(plan.pp))]
+    ends = (f"{min(column, key=float)} - {max(column, key=float)}" for column in columns)
+    largest = max(range(plan.pp), key=totals.__getitem__)
+    return [head, of_rank(largest), (f"all {plan.pp}", "", *ends)]

@@ -1,0 +1,97 @@
+"""Where the time of a run goes, on this rank: seconds by phase, which add up to its wall time.
+
+What is long is measured always: start-up, evaluations, saves, the wait for data. What a step is made of comes from
+steps that the clock times (parallel/clock.py), whose shares hold for the steps after them: FIRST of a process, then
+one of EVERY, and each after a save. Nothing waits for a device, and ranks meet once, at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from megalite.parallel.clock import REST
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.streams import synchronize
+
+FIRST, EVERY, WINDOW = 10, 10, 8
+COMPUTE = ("forward", "backward", "graph")  # the last is both, in one replay
+PHASES = (
+    *("start-up", "data", *COMPUTE, "communication", "bubble"),
+    *("optimizer", "checkpoint", "evaluation", "profiler", REST),
+)
+
+
+class Phases:
+    """`begin`: of the run, as time.perf_counter() has it; until `ready` is called it starts up."""
+
+    def __init__(self, mesh: Mesh, begin: float):
+        self._mesh, self._clock, self._begin = mesh, mesh.clock, begin
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._shares: Mapping[str, float] = {REST: 1.0}
+        self._steps, self._open_s, self._due = 0, 0.0, False
+        self.timed: deque[Mapping[str, float]] = deque(maxlen=WINDOW)  # seconds by phase of the last timed steps
+
+    def ready(self) -> None:
+        self._seconds["start-up"] = self.wall_s
+
+    @property
+    def wall_s(self) -> float:
+        return time.perf_counter() - self._begin
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - begin
+        self._due |= phase == "checkpoint"  # the next step may wait for what is left of it
+
+    def before_step(self) -> None:
+        self._steps += 1
+        if self._due or self._steps <= FIRST or self._steps % EVERY == 0:
+            self._settle()
+            self._due = False
+            self._clock.begin(self._mesh.device)
+
+    def after_step(self, data_s: float, step_s: float) -> None:
+        if self._clock.timed:
+            self._clock.end()
+        self._seconds["data"] += data_s
+        self._open_s += step_s - data_s
+
+    def _settle(self) -> None:
+        """Share out the seconds of the steps since the last timed one, and its own."""
+        spent = self._clock.read()
+        if spent:
+            self.timed.append(dict(spent))
+        spent.pop("data", None)
+        waited = spent.pop("checkpoint", 0.0)
+        if "agreement" in spent:  # all ranks wait there for the last one: stages that are through, or copies
+            where = "communication" if self._mesh.pp.size == 1 else "bubble"
+            spent[where] = spent.get(where, 0.0) + spent.pop("agreement")
+        if total := sum(spent.values()):
+            self._shares = {phase: seconds / total for phase, seconds in spent.items()}
+        self._seconds["checkpoint"] += waited
+        for phase, share in self._shares.items():
+            self._seconds[phase] += share * (self._open_s - waited)
+        self._open_s = 0.0
+
+    def over_ranks(self) -> None:
+        """Make of the seconds their mean over all ranks; collective, once, after the last step."""
+        synchronize(self._mesh.device)
+        self._settle()
+        mine = torch.tensor([self._seconds[p] for p in PHASES], dtype=torch.float64, device=self._mesh.device)
+        mean = all_reduce_(mine, self._mesh.world) / self._mesh.world.size
+        self._seconds.update(zip(PHASES, mean.tolist(), strict=True))
+
+    def seconds(self) -> dict[str, float]:
+        """By phase, those that there were; their sum is the wall time until now."""
+        self._settle()
+        spent = {phase: self._seconds[phase] for phase in PHASES if self._seconds[phase] > 0}
+        spent[REST] = spent.get(REST, 0.0) + max(0.0, self.wall_s - sum(spent.values()))
+        return spent

@@ -1,0 +1,299 @@
+"""The run directory and the exit codes: what is left of a run when its process is gone.
+
+    run_config.toml   makes the same run again
+    log.txt           what the console showed
+    metrics.jsonl     one JSON object per log line and evaluation
+    status.json       how it ended
+    events.jsonl      what else happened, one JSON object per event, of launcher and ranks
+
+torchrun turns every exit code but 0 into 1, so scripts that requeue a run read status.json. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.storage.file_system import is_held
+from megalite.checkpoint.storage.location import is_url
+from megalite.checkpoint.storage.protocol import folder_of, steps_in
+from megalite.config.console import complain
+from megalite.config.options import Config
+from megalite.config.own_file import opener
+
+
+def now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+_STARTED = now()
+RUN_LOCK = ".run.lock"  # held by whoever runs here (train/life/restarts.py)
+LEAST_BLOCK = 1024  # bytes that a small file has on any disk
+
+
+class Exit(IntEnum):
+    """Exit code of pretrain_gpt.py; its name in lower case is `outcome` in status.json."""
+
+    DONE = 0
+    CRASH = 1
+    USAGE = 2
+    PREFLIGHT = 3
+    RERUN = 16
+    BAD_RESULT = 17
+    HANG = 70
+    REQUEUE = 75
+    INTERRUPTED = 130
+
+    @property
+    def outcome(self) -> str:
+        return self.name.lower().replace("_", "-")
+
+
+def run_folder(config: Config) -> Path:
+    """Where a run's files go. They are appended to, which a URL cannot take: of a run that saves to one, here."""
+    save = config.checkpoint.save
+    if save is not None and is_url(save):
+        save = f"runs/{save.rstrip('/').rpartition('/')[2]}"
+    return Path(config.log.run_dir or (config.log.name and f"runs/{config.log.name}") or save or "runs/last")
+
+
+def taken(config: Config) -> list[str]:
+    """A line where --name is that of another run; one that --load continues is none."""
+    name, folder, c = config.log.name, run_folder(config), config.checkpoint
+    if name is None or config.train.dry_run or not os.path.exists(folder / "status.json"):
+        return []
+    if c.load is not None and c.load == c.save:
+        return []
+    free = next(f"{name}-{n}" for n in itertools.count(2) if not os.path.exists(f"{folder}-{n}"))
+    goes_on = f"--load {c.save} to continue it" if c.save else "remove it"
+    return [f"name={name!r}: {folder} holds a run already; give --name {free}, or {goes_on}"]
+
+
+def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+    """Write beside and rename: a reader sees the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.writelines([text] if isinstance(text, str) else text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # there only if the disk is full or a row could not be read
+
+
+def save_roots(config: Config) -> list[str]:
+    """Where checkpoints of a run are looked for, the fastest first."""
+    return [root for root in (config.checkpoint.save_local, config.checkpoint.save) if root is not None]
+
+
+def newest_saved(config: Config) -> tuple[int, str] | None:
+    """(step, directory) of the newest complete checkpoint; behind a URL that is not asked. Raises OSError."""
+    roots = [root for root in save_roots(config) if not is_url(root)]
+    found = ((step, root) for root in roots for step in steps_in(root))
+    return max(((s, root) for s, root in found if Path(str(folder_of(root, s)), "COMPLETE").is_file()), default=None)
+
+
+def _to_resume(config: Config) -> dict[str, Any]:
+    save = config.checkpoint.save
+    try:
+        saved = newest_saved(config)
+    except OSError:
+        return dict(checkpoint=save, checkpoint_step=None)
+    step, root = saved or (None, save if save is not None and is_url(save) else None)
+    return dict(checkpoint=root, checkpoint_step=step)
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """status.json; empty where it says nothing."""
+    try:
+        path = folder / "status.json"
+        status = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def trained(folder: Path) -> dict[str, int]:
+    """`step` and `tokens` of the last row of metrics.jsonl, which is newer than a status "running"."""
+    last: dict[str, int] = {}
+    with contextlib.suppress(OSError, RecursionError):
+        for _, row in json_rows(folder / "metrics.jsonl"):
+            if type(row.get("step")) is int and type(row.get("tokens")) is int:
+                last = {"step": row["step"], "tokens": row["tokens"]}
+    return last
+
+
+def outcome_of(folder: Path, status: dict[str, Any]) -> str:
+    """As `status` says; "killed" where it says "running" and nobody does: the lock of the run is free, or, without
+    one, its process is gone from this machine."""
+    said, pid = str(status.get("outcome", "unknown")), status.get("pid")
+    if said != "running":
+        return said
+    held = is_held(folder / RUN_LOCK)
+    here = status.get("host") == socket.gethostname() and type(pid) is int and sys.platform == "linux"
+    return "killed" if held is False or (held is None and here and not Path(f"/proc/{pid}").exists()) else said
+
+
+def stands(folder: Path, config: Config, resumes: bool) -> bool:
+    """Whether the status there outlives the end of a run that never began: it is another's, which this one does not
+    continue. `resumes`: the run was started again after a rank had died."""
+    c = config.checkpoint
+    return bool(read_status(folder)) and not resumes and (c.load is None or c.load != c.save)
+
+
+def leave_status(
+    folder: Path,
+    outcome: str,
+    config: Config,
+    reason: str = "",
+    *,
+    step: int = 0,
+    tokens: int = 0,
+    resumes: bool = False,
+) -> None:
+    """status.json. `outcome`: of `Exit`, or "running", which is said again while the run trains; who ends without
+    having said that leaves the status of another run alone. `reason`: for people. `tokens` and `step`: trained so far.
+    `resumes`: of `Ranks`."""
+    me = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED)
+    before = read_status(folder)
+    begun = outcome == "running" or all(before.get(key) == value for key, value in me.items())
+    if not begun and outcome != Exit.HANG.outcome and stands(folder, config, resumes):  # none hangs that was refused
+        return
+    if not begun or (not step and outcome != "running"):  # it has ended before it had loaded what it continues
+        told = trained(folder)
+        step, tokens = max(step, told.get("step", 0)), max(tokens, told.get("tokens", 0))
+    _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **_to_resume(config), reason=reason, **me))
+
+
+def settle_status(folder: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False) -> None:
+    """What rank 0 could not write, or did not know: the launcher's word, once all ranks have ended. `end`: the first
+    failing exit code, and the cause. `since`: when they were started; an older status is not theirs."""
+    code, cause = end
+    path, status = folder / "status.json", read_status(folder)
+    if not folder.is_dir() or (path.exists() and not path.is_file()):
+        return
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime < since:
+            if (code in (Exit.USAGE, Exit.PREFLIGHT) and not resumes) or stands(folder, config, resumes):
+                return
+            status = {}
+    outcome, reason = status.get("outcome"), str(status.get("reason"))
+    first = {int(e): e.outcome for e in Exit}.get(code, Exit.CRASH.outcome)
+    if outcome in (None, "running"):
+        status |= dict(outcome=first, reason=cause or "ended without a word" * (code != 0))
+    elif outcome == Exit.CRASH.outcome and re.search(r"\brank [1-9]", cause) and code != Exit.REQUEUE:
+        status |= dict(outcome=first, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
+    else:
+        return
+    last = max(({"step": 0, "tokens": 0}, status, trained(folder)), key=lambda told: told.get("step", -1))
+    about = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED) | status
+    about |= {"step": last["step"], "tokens": last["tokens"]} | _to_resume(config)
+    _write_status(folder, about)
+
+
+def _write_status(folder: Path, status: dict[str, Any]) -> None:
+    """Whole; on a full disk in the place of the one before, which takes no room. What cannot be written at the end is
+    told, and changes nothing else."""
+    path, status = folder / "status.json", {"outcome": status["outcome"]} | status | {"time": now()}
+    try:
+        try:
+            write_atomically(path, json.dumps(status) + "\n")
+        except OSError:
+            with open(path, "r+b", buffering=0, opener=opener) as file:
+                room = max(os.fstat(file.fileno()).st_size, LEAST_BLOCK)
+                while len(json.dumps(status)) >= room and len(status["reason"]) > 3:
+                    status["reason"] = status["reason"][: len(status["reason"]) * 9 // 10 - 3] + "..."
+                text = json.dumps(status).ljust(os.fstat(file.fileno()).st_size - 1) + "\n"
+                if file.write(text.encode()) < len(text):
+                    raise
+    except OSError as error:
+        if status["outcome"] != "running":
+            complain(f"{path}: {error.strerror}; it does not tell how this run ended: {status['outcome']}")
+
+
+class AppendedFile:
+    """Whole lines at the end of a file, each in one write, so that no process tears another's. Nothing is kept in
+    memory: what could not be written would come again."""
+
+    def __init__(self, path: Path):
+        self.path, self._torn = path, False
+        self.file: Any = None
+
+    def write(self, text: str) -> None:
+        """Raises OSError, or ValueError where the file was closed."""
+        if self.file is not None and os.fstat(self.file.fileno()).st_nlink == 0:  # deleted: nobody would read it
+            self.file.close()
+            self.file = None
+        if self.file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "ab", buffering=0, opener=opener)  # noqa: SIM115 (closed in close)
+        data = b"\n" * self._torn + text.encode(errors="backslashreplace") + b"\n"
+        written = self.file.write(data)
+        self._torn = written < len(data)
+        if self._torn:
+            raise OSError(None, "only a part of a line could be written")
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+class Events:
+    """events.jsonl, of one process; `rank` None: the launcher. A row holds time, event, rank, step and facts. Telling
+    never raises: the first loss is said on stderr."""
+
+    def __init__(self, folder: Path, rank: int | None = None):
+        self.rank, self._file, self._lost = rank, AppendedFile(folder / "events.jsonl"), False
+
+    def add(self, event: str, step: int | None = None, **facts: Any) -> None:
+        """`facts`: what JSON can hold; anything else as its text."""
+        row = {"time": now(), "event": event, "rank": self.rank, "step": step, **facts}
+        try:
+            self._file.write(json.dumps(row, default=str))
+            self._file.close()
+        except (OSError, ValueError) as error:
+            if not self._lost:
+                complain(
+                    f"WARNING: {self._file.path}: {getattr(error, 'strerror', None) or error}; events are lost there"
+                )
+            self._lost = True
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, what it holds) of a file of JSON objects, one by one: it may be large. Torn lines are left out. Raises
+    OSError."""
+    if not path.is_file():  # a pipe has nobody who writes, /dev/full no end
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield line.rstrip("\n"), row
+
+
+def keep_rows_until(path: Path, step: int, validated: bool = True) -> None:
+    """Drop rows of metrics.jsonl beyond `step`, which a resumed run writes again, and rows torn by a crash.
+    `validated` False: also the losses of validation and test sets at `step` itself."""
+    if not path.is_file():  # /dev/full has no end
+        return
+
+    def stays(row: dict[str, Any]) -> bool:
+        at = row.get("step")
+        again = at == step and any(key.startswith("val/") for key in row)
+        return isinstance(at, int) and at <= step and (validated or not again)
+
+    write_atomically(path, (f"{line}\n" for line, row in json_rows(path) if stays(row)))

@@ -1,0 +1,271 @@
+"""Programs that a test types, as processes of their own that need not import torch again: `run` and `Popen` are those of
+subprocess, for words that begin with sys.executable.
+
+They are forked from one process per test process that has imported what a run needs, and is otherwise as an
+interpreter is when it starts; the fork server of `--nproc` is forked there, too. A program has its own session where
+the test asks for one, its own signals, environment, folder and exit code. Where the interpreter's own options, its
+environment or its imports are what is tested, take subprocess; `Popen` itself does so for what an interpreter or torch
+reads when it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+READ_AT_START = ("PYTHON", "TORCH", "LD_", "OMP_", "MKL_", "CUDA", "TRITON", "LANG", "LC_", "MEGALITE_SIMULATED")
+WORD = 4  # bytes of a number between the processes
+
+
+class Popen(subprocess.Popen[Any]):
+    """A program: `script.py WORDS`, `-m module WORDS` or `-c TEXT WORDS`."""
+
+    def __init__(self, words: Sequence[str], **options: Any):
+        self._line: socket.socket | None = None
+        super().__init__(list(words), **options)
+
+    def _execute_child(self, args: list[str], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any,
+                       cwd: Any, env: Mapping[str, str] | None, *others: Any) -> None:  # fmt: skip
+        *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, _, _, _, _, start_new_session, _ = others
+        if preexec_fn is not None or pass_fds or not _can_be_forked(args, cwd, env):
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others
+            )
+            return
+        told = {"words": args, "cwd": os.path.abspath(cwd or os.getcwd()), "session": start_new_session}
+        told["env"] = dict(os.environ if env is None else env)
+        self._line, far = socket.socketpair()
+        fds = [far.fileno(), *(end if end != -1 else i for i, end in enumerate((p2cread, c2pwrite, errwrite)))]
+        _ask(json.dumps(told).encode(), fds)
+        far.close()
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        self.pid = self._told()
+        self._child_created = True
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._line is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc]
+        if wait_flags & os.WNOHANG and not select.select([self._line], [], [], 0)[0]:
+            return 0, 0
+        status = self._told()
+        self._line.close()
+        return self.pid, status
+
+    def _told(self) -> int:
+        assert self._line is not None
+        number = self._line.recv(WORD, socket.MSG_WAITALL)
+        assert len(number) == WORD, "the process that programs are forked from has ended"
+        return int.from_bytes(number, sys.byteorder)
+
+    def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
+        if self._line is None:
+            return super()._internal_poll(*args, **kwargs)  # type: ignore[misc]
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def run(
+    words: Sequence[str], *, capture_output: bool = False, check: bool = False, timeout: float | None = None,
+    input: str | bytes | None = None, **options: Any,
+) -> subprocess.CompletedProcess[Any]:  # fmt: skip
+    """As subprocess.run."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    with Popen(words, **options) as process:
+        try:
+            out, err = process.communicate(input, timeout=timeout)
+        except BaseException:  # too long among others
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(words, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _can_be_forked(words: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str] | None) -> bool:
+    if words[0] != sys.executable or (words[1].startswith("-") and words[1] not in ("-m", "-c")):
+        return False
+    if not words[1].startswith("-") and not Path(cwd or ".", words[1]).resolve().is_relative_to(ROOT):
+        return False  # it may have a megalite of its own
+    given, own = os.environ if env is None else env, _environment()
+    changed = {name for name in {*given, *own} if given.get(name) != own.get(name)}
+    if given.get("PYTHONPATH") == str(ROOT):  # which has it already
+        changed.discard("PYTHONPATH")
+    return not any(name.startswith(READ_AT_START) for name in changed)
+
+
+def _ask(told: bytes, fds: list[int]) -> None:
+    line = _server()
+    socket.send_fds(line, [len(told).to_bytes(WORD, sys.byteorder)], fds)
+    line.sendall(told)
+
+
+@functools.cache
+def _environment() -> dict[str, str]:
+    """Of the process that programs are forked from."""
+    return dict(os.environ)
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """A line to it. It ends when this process does."""
+    near, far = socket.socketpair()
+    words = [sys.executable, __file__, str(far.fileno())]
+    subprocess.Popen(
+        words, pass_fds=[far.fileno()], cwd=ROOT, env=_environment(), start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    far.close()
+    return near
+
+
+# --- in the process that programs are forked from
+
+
+def _serve(line: socket.socket) -> dict[str, Any] | None:
+    """Returns in a program: what it is told. None when nobody asks any more."""
+    import signal
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those in between
+    while True:
+        head, fds, _, _ = socket.recv_fds(line, WORD, 4)
+        if len(head) < WORD:
+            return None
+        size = int.from_bytes(head, sys.byteorder)
+        told = json.loads(line.recv(size, socket.MSG_WAITALL))
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            line.close()
+            return told if _fork(fds, told["session"]) else None
+        for fd in fds:
+            os.close(fd)
+
+
+def _fork(fds: list[int], session: bool) -> bool:
+    """True in the program itself; its parent tells its end to who has asked for it."""
+    answer, *streams = fds
+    pid = os.fork()
+    if pid == 0:
+        if session:
+            os.setsid()
+        for i, fd in enumerate(streams):
+            os.dup2(fd, i)
+        for fd in fds:
+            os.close(fd)
+        return True
+    for fd in streams:
+        os.close(fd)
+    os.write(answer, pid.to_bytes(WORD, sys.byteorder))
+    status = os.waitpid(pid, 0)[1]
+    with contextlib.suppress(OSError):
+        os.write(answer, status.to_bytes(WORD, sys.byteorder))
+    os._exit(0)
+
+
+def _forked_server(spawn: Any) -> Any:
+    """In place of util.spawnv_passfds: the fork server of ranks is a fork, too."""
+
+    def start(path: Any, words: list[Any], passed: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in str(words[-1]):
+            return spawn(path, words, passed)
+        if pid := os.fork():
+            return pid
+        kept = sorted({0, 1, 2, *passed})
+        for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+            os.closerange(low + 1, min(high, 1 << 16))
+        try:
+            exec(words[-1], {})
+        finally:
+            os._exit(0)
+
+    return start
+
+
+def _become(told: dict[str, Any]) -> None:
+    import runpy
+    from multiprocessing import util
+
+    from megalite.config.faults import fault
+
+    util.spawnv_passfds = _forked_server(util.spawnv_passfds)  # type: ignore[attr-defined]
+    os.chdir(told["cwd"])
+    os.environ.clear()
+    os.environ.update(told["env"])
+    with contextlib.suppress(ValueError):  # the program says so itself
+        fault.__init__()  # of the environment when it was imported
+    words = told["words"]
+    sys.orig_argv[:] = words
+    if words[1] == "-m":
+        sys.argv[:], sys.path[0] = words[2:], os.getcwd()
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    elif words[1] == "-c":
+        sys.argv[:], sys.path[0] = ["-c", *words[3:]], ""
+        exec(compile(words[2], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    else:
+        sys.argv[:], sys.path[0] = words[1:], str(Path(words[1]).resolve().parent)
+        runpy.run_path(words[1], run_name="__main__")
+
+
+def _import_for_all() -> None:
+    import gc
+    import importlib
+
+    sys.path[0] = str(ROOT)
+    from megalite.parallel.local_ranks import PRELOAD
+
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def _end(code: object) -> None:
+    """As an interpreter ends, without taking down the modules, which takes longer than most programs."""
+    import atexit
+    import threading
+
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _main(line: socket.socket) -> None:
+    _import_for_all()
+    told = _serve(line)
+    if told is None:
+        return
+    try:
+        _become(told)
+    except SystemExit as error:
+        _end(error.code)
+    except KeyboardInterrupt:
+        raise  # the interpreter ends itself by the signal
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        _end(1)
+    _end(0)
+
+
+if __name__ == "__main__":
+    _main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,48 @@
+"""pretrain_gpt.py is a page, and a step is near: five calls from `main` to the optimizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from train_cases import ROOT, SMALL
+
+# Prints the functions between `main` and `Zero1.step`, of one process that trains. A generator or a context manager is
+# not among them unless it is on the stack, and then it counts as any function does.
+STACK = """
+import sys
+import pretrain_gpt
+from megalite.optim.zero1 import Zero1
+
+real = Zero1.step
+
+def step(self, *args, **kwargs):
+    frame, names = sys._getframe(1), ["Zero1.step"]
+    while frame is not None and names[0] != "main":
+        if "site-packages" not in frame.f_code.co_filename:
+            names.insert(0, frame.f_code.co_qualname)
+        frame = frame.f_back
+    print("CALLS", *names)
+    real(self, *args, **kwargs)
+
+Zero1.step = step
+sys.exit(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+def test_the_entry_is_a_page() -> None:
+    lines = (ROOT / "pretrain_gpt.py").read_text("utf-8").splitlines()
+    assert len(lines) <= 45
+    page = "\n".join(lines)
+    assert all(f"{name}(" in page for name in ("parse", "build_run", "train_step"))
+
+
+def test_five_calls_lead_from_main_to_the_optimizers_step(tmp_path: Path) -> None:
+    words = [*SMALL, "--train-iters", "2", "--eval-iters", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", STACK, *words], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    calls = {tuple(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("CALLS")}
+    assert calls == {("main", "Command.launch", "train", "train_step", "_update", "Zero1.step")}

@@ -1,0 +1,75 @@
+"""A program that is forked is as one that an interpreter starts; each case is of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import programs
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BOTH = pytest.mark.parametrize("how", [programs, subprocess], ids=["forked", "started"])
+PLACE = "import os, sys; print(os.getcwd(), os.environ['A'], sys.argv, __name__, sys.stdin.read()); sys.exit(5)"
+SAID = "import sys; print('out'); print('err', file=sys.stderr); "
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+@BOTH
+def test_folder_environment_words_input_and_code_are_its_own(how: ModuleType, tmp_path: Path) -> None:
+    words, env = [sys.executable, "-c", PLACE, "a", "b c"], {**os.environ, "A": "x"}
+    done = how.run(words, cwd=tmp_path, env=env, input="typed", capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{tmp_path} x ['-c', 'a', 'b c'] __main__ typed\n" and "A" not in os.environ
+    assert (done.returncode, done.stderr, Path.cwd() == tmp_path) == (5, "", False)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "ends,code,last",
+    [
+        ("sys.exit()", 0, "err"),
+        ("sys.exit('why')", 1, "why"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+        ("import atexit; atexit.register(print, 'end', file=sys.stderr)", 0, "end"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, "err"),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+    ],
+)
+def test_it_ends_as_it_would(how: ModuleType, ends: str, code: int, last: str) -> None:
+    done = how.run([sys.executable, "-c", SAID + ends], **PIPES, timeout=60)
+    assert done.returncode == code and done.stderr.splitlines()[-1] == last
+    assert done.stdout == ("out\n" if code != -signal.SIGKILL else "")  # which lay in a buffer
+
+
+@BOTH
+def test_it_has_a_session_and_signals_of_its_own(how: ModuleType) -> None:
+    code = "import os, time; print(os.getsid(0) == os.getpid(), os.getpid(), flush=True); time.sleep(100)"
+    with how.Popen([sys.executable, "-c", code], start_new_session=True, **PIPES) as process:
+        assert process.stdout.readline() == f"True {process.pid}\n" and process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGTERM == process.poll()
+
+
+@BOTH
+@pytest.mark.parametrize("words", [["-m", "megalite", "--version"], ["tools/checkpoint.py", "--help"]])
+def test_modules_and_scripts_run_as_main(how: ModuleType, words: list[str]) -> None:
+    done = how.run([sys.executable, *words], cwd=ROOT, **PIPES, timeout=60)
+    assert done.returncode == 0 and done.stdout and not done.stderr
+
+
+def test_torch_is_there_already_unless_the_interpreter_is_asked_for_something() -> None:
+    code = "import sys; print('torch' in sys.modules, 'triton' in sys.modules)"
+
+    def said(*flags: str, **variables: str) -> str:
+        env = {**os.environ, **variables}
+        return programs.run([sys.executable, *flags, "-c", code], env=env, **PIPES, check=True, timeout=60).stdout
+
+    assert said() == said(MEGALITE_A="1") == "True False\n"
+    assert said("-X", "dev") == said(PYTHONWARNINGS="error") == said(TORCH_LOGS="") == "False False\n"

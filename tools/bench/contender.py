@@ -1,0 +1,84 @@
+"""The contenders of tools/benchmark.py: who they are, which flags they refuse, and one of them measured once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tools.bench import limited
+from tools.outputs import read_json
+
+RANK = Path(__file__).resolve().parent.parent / "benchmark_rank.py"
+ALLOCATOR = {
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184",
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+
+
+def contenders(options: argparse.Namespace, half: bool) -> list[tuple[str, dict[str, str]]]:
+    """(name, environment beside the usual one)."""
+    names = ["megalite"]
+    if options.peer:
+        kinds = ["bf16", "autocast"] if half else ["fp32"]
+        ways = [""] if options.nproc == 1 else [" ddp", " fsdp2"]
+        names += [f"transformers {kind}{way}" for kind in kinds for way in ways]
+    with_allocator = [(f"{name} + allocator", ALLOCATOR) for name in names] if options.allocator else []
+    return [*((name, {}) for name in names), *with_allocator]
+
+
+def measure(name: str, environment: dict[str, str], options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """One contender, once, in processes of its own."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        task = {
+            "contender": name.removesuffix(" + allocator"),
+            "flags": flags,
+            "nproc": options.nproc,
+            "warmup": options.warmup,
+            "steps": options.steps,
+            "folder": folder,
+            "memory_bytes": options.memory_gib and int(options.memory_gib * 2**30),
+        }
+        command = [sys.executable, str(RANK), json.dumps(task)]
+        log = options.json.with_suffix(".txt") if options.json else Path(folder) / "log.txt"
+        status, said = limited.run(command, log, options.timeout, environment)
+        late = f"not done after {options.timeout:g} s; give more with --timeout" if status == "out of time" else None
+        ranks = [read_json(path) for path in sorted(Path(folder).glob("rank*.json"))]
+        lines = [late, *said] if late else said or [f"no message; {status}"]
+        if len(ranks) < options.nproc:
+            return {"error": late or lines[-1], "stderr": "\n".join(lines), "status": status}
+        if status != "ok":  # after all ranks had told what they measured
+            print(*lines, sep="\n", file=sys.stderr)
+    steps = [max(times) for times in zip(*(rank["steps"] for rank in ranks), strict=True)]
+    result = {**ranks[0], "step_s": statistics.median(steps), "memory": sum(rank["memory"] for rank in ranks)}
+    return {**result, **{name: [rank.get(name) for rank in ranks] for name in ("parts", "axes")}}
+
+
+def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, list[str]]:
+    """Whether the flags ask for bf16; and what is wrong with them."""
+    from megalite.config import cli
+    from megalite.config.check import check
+    from megalite.config.options import ConfigError
+    from megalite.models.families import PRESETS
+    from megalite.train.life.preflight import choose_device
+    from megalite.train.setup import SetupError
+
+    try:
+        config, _ = cli.read(flags, PRESETS)
+        problems: list[str] = [*check(config, options.nproc)]
+        if choose_device(config.parallel.device) == "cuda" and options.memory_gib is not None:
+            problems.append(f"memory_gib={options.memory_gib:g} is of a CPU; drop it, or use --device cpu")
+    except ConfigError as error:
+        return False, error.problems
+    except SetupError as error:
+        return False, [str(error)]
+    if options.peer and not problems:
+        m = config.model
+        is_llama = (m.activation, m.normalization, m.position_embedding_type) == ("swiglu", "RMSNorm", "rope")
+        if not is_llama or m.add_bias_linear or config.data.vocab_size is None:
+            problems = ["peer=transformers is a Llama; drop --peer, or the flags that make another model"]
+    return config.precision.bf16, problems
