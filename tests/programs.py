@@ -180,12 +180,16 @@ def _fork(fds: list[int], session: bool) -> bool:
 
 def _forked_server(spawn: Any) -> Any:
     """In place of util.spawnv_passfds: the fork server of ranks is a fork, too."""
+    import signal
 
     def start(path: Any, words: list[Any], passed: Sequence[int]) -> int:
         if "multiprocessing.forkserver" not in str(words[-1]):
             return spawn(path, words, passed)
         if pid := os.fork():
             return pid
+        for number in signal.valid_signals():  # as an exec does: what has a handler has none
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
         kept = sorted({0, 1, 2, *passed})
         for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(low + 1, min(high, 1 << 16))
