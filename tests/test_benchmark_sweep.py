@@ -16,8 +16,7 @@ from megalite.models.families import PRESETS
 from megalite.plan.arrangement import Arrangement, arrange
 from tools import benchmark, plot
 from tools.bench import contender, tables
-from tools.bench.advice import advise
-from tools.bench.breakdown import LOST, break_down, least_traffic, lost, shares
+from tools.bench.breakdown import LOST, advise, break_down, least_traffic, lost, shares
 from tools.bench.turns import OtherBenchmark, Row, Table, combinations_of, read
 from tools.pictures import bench
 

@@ -25,12 +25,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.parallel.launch import LaunchError, Ranks, leave, process_group  # noqa: E402
-from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups  # noqa: E402
-from tools.outputs import unwritable, write_json  # noqa: E402
+from megalite.parallel.launch import LaunchError, Ranks, leave, process_group
+from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups
+from tools.program import parser_of, unwritable, write_json
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import Sizes
@@ -43,7 +42,7 @@ Found = dict[str, Any]
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Raises SystemExit(2) where a value cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks, where no launcher has started this")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     for axis in ("tensor-model", "pipeline-model", "context"):

@@ -24,11 +24,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.parallel.launch import LaunchError, Ranks, leave, process_group  # noqa: E402
-from tools.bench.collectives import everywhere, on_ranks, over_groups, timed  # noqa: E402
+from megalite.parallel.launch import LaunchError, Ranks, leave, process_group
+from tools.bench.collectives import everywhere, on_ranks, over_groups, timed
+from tools.program import parser_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
 # GB/s in one direction of one card within a node, from the vendors' data sheets: half of what they call bidirectional
@@ -44,7 +44,7 @@ LINKS = (
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--nproc", type=int, help="local ranks, where no launcher has started this")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="groups are those of such a run")

@@ -24,16 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.checkpoint.format import manifest as manifests  # noqa: E402
-from megalite.checkpoint.storage import protocol as storage  # noqa: E402
-from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of  # noqa: E402
-from megalite.config.console import printable  # noqa: E402
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
+from megalite.config.console import printable
+from tools.program import parser_of, run_program
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megalite.checkpoint.offline import Checkpoint, Item
-    from tools.checks.bits import Difference
+    from tools.checks.conversion import Difference
 
 
 def inspect(path: Location, tensors: bool) -> int:
@@ -82,7 +83,7 @@ def verify(path: Location, every: bool) -> int:
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
     """What differs between two checkpoints, tensor by tensor."""
-    from tools.checks.bits import Difference, difference
+    from tools.checks.conversion import Difference, difference
 
     mine, theirs = a.manifest.tensors, b.manifest.tensors
     for name in sorted({*mine, *theirs}):
@@ -195,9 +196,7 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, *places: str) -> argparse.ArgumentParser:
@@ -243,6 +242,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

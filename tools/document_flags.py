@@ -7,7 +7,6 @@ python tools/document_flags.py --megatron > docs/megatron.md
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from itertools import groupby
@@ -15,10 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.field import (  # noqa: E402
+from megalite.config.field import (
     base_type,
     facts_of,
-    spellings,  # noqa: E402
+    spellings,
 )
 from megalite.config.megatron_flags import (
     DEPENDENT,
@@ -31,7 +30,8 @@ from megalite.config.megatron_flags import (
     first_of,
     known_flags,
 )
-from megalite.config.options import SECTIONS, options  # noqa: E402
+from megalite.config.options import SECTIONS, options
+from tools.program import parser_of
 
 TAKES = {flag: facts_of(f) for _, f in options() for flag, value in spellings(f) if value is None}  # a value
 OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
@@ -110,7 +110,7 @@ def megatron_page() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--megatron", action="store_true", help="docs/megatron.md instead of docs/flags.md")
     sys.stdout.write(megatron_page() if parser.parse_args().megatron else flags_page())
     return 0

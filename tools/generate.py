@@ -25,15 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain, printable
 from megalite.parallel.launch import LaunchError, Ranks, leave, process_group, read_environment
 from megalite.parallel.local_ranks import INTERRUPTED, start_local
+from tools.program import parser_of
 
 LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
 LEAST |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seed": 0}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or Hugging Face model")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
     parser.add_argument("--prompts-file", type=Path, help="more: one per line; .jsonl: strings, or objects with text")

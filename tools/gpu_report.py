@@ -32,14 +32,14 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.train.tell.run_dir import write_atomically
+from tools.bench import gpu_report_goals, limited
+from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of
+from tools.program import local_path, parser_of, read_json
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from megalite.train.tell.run_dir import write_atomically  # noqa: E402
-from tools.bench import gpu_report_goals, limited  # noqa: E402
-from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of  # noqa: E402
-from tools.outputs import local_path, read_json  # noqa: E402
-
 LEAST_S = 10.0  # a part is not begun with less
 PROBE_S, ANSWER_S = 90.0, 30.0
 TOTAL_S = {False: 465.0, True: 585.0}  # on one card, on several
@@ -73,7 +73,7 @@ class Report:
             "dry_run": self.setting.tiny,
             "facts": self.facts,
             "parts": self.parts,
-            "figures": [goal.figure(self.results, judge) for goal in gpu_report_goals.goals()],
+            "figures": [goal.figure(judge) for goal in gpu_report_goals.goals(self.results)],
             "results": self.results,
         }
         return content, gpu_report_goals.markdown(content)
@@ -197,9 +197,7 @@ def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
     parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="of " + ", ".join(names))

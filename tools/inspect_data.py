@@ -11,24 +11,24 @@ how many documents end with the end-of-document id. The first fault is named and
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
-from numpy.typing import NDArray  # noqa: E402
+import numpy as np
+from numpy.typing import NDArray
 
-from megalite.config.console import Bar, complain  # noqa: E402
-from megalite.config.packages import needs  # noqa: E402
+from megalite.config.console import Bar, complain
+from megalite.config.packages import needs
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.files.sidecar import check_tokenizer, read_info  # noqa: E402
-from megalite.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer  # noqa: E402
-from tools.merge_datasets import document_blocks  # noqa: E402
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.sidecar import check_tokenizer, read_info
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer
+from tools.merge_datasets import document_blocks
+from tools.program import parser_of, run_program
 
 CHUNK = 1 << 22  # tokens, or index entries, read at a time
 QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
@@ -181,9 +181,7 @@ def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | 
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("prefix", help="the pair is PREFIX.bin and PREFIX.idx")
     parser.add_argument("--png", metavar="FILE", help="draw the lengths of the documents")
     parser.add_argument("--document", type=int, metavar="N", help="show document N, from 0; as text with a tokenizer")
@@ -230,6 +228,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

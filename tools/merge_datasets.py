@@ -12,7 +12,6 @@ final name before all is copied.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from megalite.config.console import complain  # noqa: E402
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.files.sidecar import read_info  # noqa: E402
-from tools.outputs import local  # noqa: E402
-from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
+from megalite.config.console import complain
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.sidecar import read_info
+from tools.preprocess.indexed_writer import IndexedWriter
+from tools.program import local, parser_of, run_program
 
 COPY_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
@@ -153,9 +152,7 @@ def _one_sequence_each(file: IndexedDataset) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="what to merge, in order")
     parser.add_argument(
         "--output-prefix", type=local, required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json"
@@ -175,6 +172,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

@@ -23,20 +23,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable  # noqa: E402
-from megalite.pipeline.schedule import SCHEDULES, Split, plan  # noqa: E402
-from megalite.pipeline.simulate import simulate  # noqa: E402
-from tools.pictures import bench, curves, pipeline, shares  # noqa: E402
-from tools.pictures import plan as plans  # noqa: E402
-from tools.pictures.canvas import NARROW, WIDE, Picture, save  # noqa: E402
-from tools.pictures.in_text import draw  # noqa: E402
-from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
+from megalite.config.console import printable
+from megalite.pipeline.schedule import SCHEDULES, Split, plan
+from megalite.pipeline.simulate import simulate
+from tools.pictures import bench, curves, pipeline, shares
+from tools.pictures import plan as plans
+from tools.pictures.canvas import NARROW, WIDE, Picture, save
+from tools.pictures.run import Run, RunError, read_runs
+from tools.program import parser_of, run_program
 
 
 def schedule(args: argparse.Namespace) -> None:
     if args.text:
         rows = plan(args.schedule, args.pp, args.microbatches, args.vpp, split=Split() if args.split else None)
-        print(draw(rows))
+        print(pipeline.as_text(rows))
         print(pipeline.told(rows, simulate(rows)))
         return
     put(pipeline.schedule(args.schedule, args.pp, args.vpp, args.microbatches, args.split), args)
@@ -135,7 +135,7 @@ def positive(text: str) -> int:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("schedule", help="a schedule as text or picture")
     one.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
@@ -176,6 +176,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))
+    run_program(main)

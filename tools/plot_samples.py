@@ -7,7 +7,6 @@ python tools/plot_samples.py --lengths 30 4 9 12 7 --split 4,1,0 --seq-length 10
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -17,21 +16,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
-from numpy.typing import NDArray  # noqa: E402
+import numpy as np
+from numpy.typing import NDArray
 
-from megalite.config.console import complain  # noqa: E402
+from megalite.config.console import complain
 from megalite.config.packages import MissingPackage, needs
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset  # noqa: E402
+from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.blend import split_parts
-from megalite.data.samples.epochs import build_epoch  # noqa: E402
-from megalite.data.samples.gpt_dataset import GptDataset  # noqa: E402
-from megalite.data.samples.packed_dataset import PackedDataset  # noqa: E402
-from megalite.data.samples.permutation import fold, permute  # noqa: E402
-from megalite.data.samples.token_line import Line  # noqa: E402
-from tools.plot import positive  # noqa: E402
-from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
+from megalite.data.samples.epochs import build_epoch
+from megalite.data.samples.gpt_dataset import GptDataset
+from megalite.data.samples.packed_dataset import PackedDataset
+from megalite.data.samples.permutation import fold, permute
+from megalite.data.samples.token_line import Line
+from tools.plot import positive
+from tools.preprocess.indexed_writer import IndexedWriter
+from tools.program import parser_of, run_program
 
 LENGTHS = (14, 5, 9, 3, 22, 7, 4, 11, 6, 16, 8, 5)
 COLOURS = (
@@ -188,7 +188,7 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--lengths", type=positive, nargs="+", default=list(LENGTHS), help="tokens of each document")
     parser.add_argument("--split", default="10,1,1", help="as in training")
     parser.add_argument("--seq-length", type=positive, default=16)
@@ -203,6 +203,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))
+    run_program(main)

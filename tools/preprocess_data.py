@@ -21,20 +21,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain  # noqa: E402
+from megalite.config.console import complain
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.tokenizers.tokenizer_types import TYPES  # noqa: E402
-from tools.outputs import local  # noqa: E402
-from tools.preprocess.rejects import take_bad_fraction  # noqa: E402
-from tools.preprocess.tokenize_files import preprocess  # noqa: E402
-from tools.preprocess.workers import Job  # noqa: E402
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.tokenizers.tokenizer_types import TYPES
+from tools.preprocess.rejects import take_bad_fraction
+from tools.preprocess.token_run import preprocess
+from tools.preprocess.workers import Job
+from tools.program import local, parser_of, run_program
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     formats = ".jsonl, .json (lines), .txt, each also .gz or .zst; .parquet; - for standard input"
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=formats)
     parser.add_argument("--output-prefix", type=local, required=True, help="files are named PREFIX_KEY_document")
@@ -100,6 +98,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

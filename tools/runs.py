@@ -11,7 +11,6 @@ tokens/s the median of its lines, of all devices.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,10 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain, printable  # noqa: E402
-from megalite.train.tell.figures import columns  # noqa: E402
-from tools.pictures.run import RunError, number, read_run  # noqa: E402
-from tools.pictures.run import table as table_of  # noqa: E402
+from megalite.config.console import complain, printable
+from megalite.train.tell.figures import columns
+from tools.pictures.run import RunError, number, read_run
+from tools.pictures.run import table as table_of
+from tools.program import parser_of, run_program
 
 DEPTH = 3
 HEAD = ("run", "outcome", "steps", "loss", "validation", "tokens/s", "when")
@@ -93,7 +93,7 @@ def table(rows: list[dict[str, Any]], base: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
     parser.add_argument("--json", action="store_true", help="one object a line, every number in full")
     args = parser.parse_args(argv)
@@ -116,6 +116,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

@@ -15,7 +15,6 @@ encoded. --max-bytes bounds time and memory: pieces of up to 4 kB are taken even
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,12 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain  # noqa: E402
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.train.tell.run_dir import write_atomically  # noqa: E402
-from tools.outputs import local  # noqa: E402
-from tools.preprocess.rejects import GoodTexts, take_bad_fraction  # noqa: E402
-from tools.preprocess.text_input import expand, text_bytes  # noqa: E402
+from megalite.config.console import complain
+from megalite.data.errors import DataError
+from megalite.train.tell.run_dir import write_atomically
+from tools.preprocess.rejects import GoodTexts, take_bad_fraction
+from tools.preprocess.text_input import expand, text_bytes
+from tools.program import local, parser_of, run_program
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
@@ -183,9 +182,7 @@ TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_huggi
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=".jsonl, .json (lines), .txt files")
     parser.add_argument(
         "--model-prefix", type=local, required=True, help="what to write: PREFIX.model, or the directory PREFIX"
@@ -226,6 +223,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.program import parser_of, run_program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -231,9 +232,7 @@ def _one(verdict: Verdict, dtype: str) -> dict[str, Any]:
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="of training; default: 3")
     parser.add_argument("--dtype", choices=DTYPES, default="float64", help="in float64, the default, nothing hides")
     parser.add_argument("--most-ranks", type=int, default=8, help="processes of the layout, at most; default: 8")
@@ -251,7 +250,7 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     from megalite.config.options import ConfigError
     from megalite.models.families import PRESETS
     from tools.checks.smaller import layout_of, of_groups, smaller
-    from tools.outputs import unwritable
+    from tools.program import unwritable
 
     counts = (("steps", args.steps), ("most_ranks", args.most_ranks))
     wrong = [f"{name}={value} is below 1; give 1 or more" for name, value in counts if value < 1]
@@ -325,6 +324,4 @@ def _draw(verdict: Verdict, path: Path, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

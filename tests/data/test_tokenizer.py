@@ -21,7 +21,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_json import NASTY
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess.rejects import GoodTexts
-from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
 from tools.train_tokenizer import cut, train
 

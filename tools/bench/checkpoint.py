@@ -18,7 +18,6 @@ of one round's, as is every figure.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -30,17 +29,20 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megalite.parallel.launch import Ranks, process_group  # noqa: E402
-from megalite.parallel.local_ranks import start_local  # noqa: E402
+import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    import torch
-
-    from megalite.parallel.spec import Piece
+from megalite.checkpoint.run import loader
+from megalite.checkpoint.run.saver import Saver
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.launch import Ranks, process_group
+from megalite.parallel.local_ranks import start_local
+from megalite.parallel.mesh import build_mesh
+from megalite.parallel.spec import Box, Piece
+from tools.program import parser_of
 
 _CHUNK = 1 << 22  # bytes per raw write and read
 
@@ -65,12 +67,6 @@ class Bench:
     """`mib` of state over all ranks, and what is timed with it; methods are collective."""
 
     def __init__(self, ranks: Ranks, device: torch.device, folder: Path, mib: int):
-        import torch
-
-        from megalite.checkpoint.run.saver import Saver
-        from megalite.parallel.mesh import build_mesh
-        from megalite.parallel.spec import Box, Piece
-
         self.mesh = build_mesh(tp=1, pp=1, device=device, timeout=datetime.timedelta(minutes=10))
         rows = (mib << 20) // 4 // (1 << 18) // ranks.world
         height = rows // min(8, rows)
@@ -89,11 +85,6 @@ class Bench:
 
     def _enough_products(self) -> int:
         """For 0.1 s, or four times a copy of the state."""
-        import torch
-        import torch.distributed as dist
-
-        from megalite.parallel.comm import all_reduce_
-
         spare = torch.empty_like(self.pieces[0].data).fill_(0)
         begin = time.perf_counter()
         for piece in self.pieces:
@@ -111,17 +102,10 @@ class Bench:
 
     def _wait(self) -> None:
         if self.mesh.world.group is not None:
-            import torch.distributed as dist
-
             dist.barrier()
 
     def _seconds(self, do: Callable[[], object]) -> float:
         """Of the slowest rank."""
-        import torch
-        import torch.distributed as dist
-
-        from megalite.parallel.comm import all_reduce_
-
         self._wait()
         begin = time.perf_counter()
         do()
@@ -184,8 +168,6 @@ class Bench:
         return {"raw_read_s": self._seconds(read)}
 
     def load(self) -> dict[str, float]:
-        from megalite.checkpoint.run import loader
-
         def load() -> None:
             wanted = loader.Wanted(self.pieces, exact=True)
             assert loader.load(self.folder / "saved", self.mesh, lambda *_: wanted) is not None
@@ -258,9 +240,7 @@ def table(figures: dict[str, float]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--dir", type=Path, help="an empty or new directory on the disk to measure")
     parser.add_argument("--mib", type=int, default=256, help="state over all ranks, MiB (default 256)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])

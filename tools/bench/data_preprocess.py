@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.preprocess.text_input import read_blocks
-from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job, in_workers
 
 

@@ -15,14 +15,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megalite.config import cli  # noqa: E402
-from megalite.models.families import PRESETS  # noqa: E402
-from megalite.plan.arrangement import arrange  # noqa: E402
-from megalite.plan.memory import memory as memory_of  # noqa: E402
-from tools.outputs import write_json  # noqa: E402
+import torch
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.plan.arrangement import arrange
+from megalite.plan.memory import memory as memory_of
+from tools.program import write_json
 
 DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
 BF16_MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
@@ -35,8 +36,6 @@ QUERY = ("name", "driver_version", "compute_mode", "mig.mode.current", "ecc.erro
 
 
 def facts() -> dict[str, Any]:
-    import torch
-
     known: dict[str, Any] = {"python": platform.python_version(), "machine": platform.platform()}
     known |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "numpy", "pytest"):
@@ -102,8 +101,6 @@ def warnings_of(machine: dict[str, Any]) -> list[str]:
 
 def answers() -> None:
     """A small computation on every card comes out right; raises where it does not."""
-    import torch
-
     for card in range(torch.cuda.device_count() or 1):
         x = torch.arange(4096.0, device=f"cuda:{card}").view(64, 64)
         total, expected = (x @ x).sum().item(), 1104700047360.0

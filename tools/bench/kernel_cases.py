@@ -15,8 +15,7 @@ from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope, swi
 from megalite.kernels.dispatch import tile_for
 from tools.bench.kernel_attention_case import attention_cases
 from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, blocks, streams
-from tools.bench.kernel_flat_cases import flat_cases
-from tools.bench.kernel_loss_cases import loss_cases
+from tools.bench.kernel_loss_cases import flat_cases, loss_cases
 
 EPS, P, KEY = 1e-5, 0.1, 0xC0FFEE01
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megalite.config import cli
 from megalite.config.console import Bar
 from megalite.config.options import ConfigError
@@ -19,6 +21,8 @@ from megalite.parallel.local_ranks import cores
 from megalite.plan.arrangement import arrange
 from tools.bench import contender, tables
 from tools.bench.turns import REFUSED, OtherBenchmark, Row, Table, combinations_of
+from tools.pictures import bench
+from tools.pictures.canvas import save
 
 
 def batch_flags(options: argparse.Namespace, flags: list[str], nproc: int) -> list[str]:
@@ -74,8 +78,6 @@ def rows_of(options: argparse.Namespace, flags: list[str]) -> list[Row]:
 
 
 def facts_of(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    import torch
-
     same = {name: getattr(options, name) for name in ("steps", "warmup", "memory_gib")}
     return {
         "machine": platform.platform(),
@@ -127,9 +129,6 @@ def finish(table: Table, options: argparse.Namespace, complete: bool) -> None:
 
 
 def draw(folder: Path, measured: list[dict[str, Any]]) -> None:
-    from tools.pictures import bench
-    from tools.pictures.canvas import save
-
     try:
         for picture in bench.pictures(measured):
             save(picture, folder / f"{picture.name}.png")

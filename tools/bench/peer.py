@@ -11,20 +11,20 @@ import contextlib
 import datetime
 from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
+from megalite.parallel.launch import Ranks, process_group
+from megalite.train.life.run import choose_device
+from tools.bench.contender import limit_memory, peak_memory, time_steps, write
 
 
 def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
-    import torch
-    from torch import nn
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from megalite.parallel.launch import process_group
-    from megalite.train.life.run import choose_device
-    from tools.bench.contender_rank import limit_memory, peak_memory, time_steps, write
-
     config, _ = cli.read(task["flags"], PRESETS)
     limit_memory(task.get("memory_bytes"))
     m, t = config.model, config.train
@@ -74,9 +74,6 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
 
 def _shard(model: Any, device_type: str, world: int) -> None:
     """Each block, then the rest, as torch's guide to FSDP2 does."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh(device_type, (world,))
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)

@@ -14,6 +14,7 @@ from megalite.models.families import PRESETS
 from megalite.plan.advice import in_order
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.kinds import model_flops
+from megalite.train.tell.figures import columns
 from megalite.train.tell.run_dir import write_atomically
 from tools.bench.breakdown import LOST, break_down
 from tools.bench.turns import OK, REFUSED, WAITING, Row
@@ -133,8 +134,6 @@ def with_efficiency(measured: list[Figures]) -> list[Figures]:
 
 def text_table(measured: Sequence[Figures]) -> str:
     """For people: a row each, and why where there is no figure."""
-    from megalite.train.tell.figures import columns
-
     scaling = any("efficiency" in one for one in measured)
     peers = len({one["contender"] for one in measured}) > 1
     head = ["", *(["who"] if peers else []), "tokens/s", "least", "most", "TFLOP/s", "MFU", "GiB"]

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.outputs import write_json
+from tools.program import write_json
+from tools.sweep import lists_of, words_of
 
 OK, REFUSED, NO_MEMORY, NO_TIME, FAILED, WAITING = (
     "ok",
@@ -102,8 +103,6 @@ def kind_of(result: dict[str, Any]) -> str:
 def combinations_of(sweeps: Sequence[str], nprocs: Sequence[int]) -> Iterator[tuple[dict[str, str], list[str], int]]:
     """(what varies, flags of it, ranks) of each combination, in the order of the lists. `sweeps`: as
     "micro-batch-size=1,2", - or _ between words. Raises ConfigError."""
-    from tools.sweep import lists_of, words_of
-
     lists = lists_of([f"--{name.replace('_', '-')}={values}" for name, _, values in (s.partition("=") for s in sweeps)])
     for nproc, values in itertools.product(nprocs, itertools.product(*lists.values())):
         pairs = list(zip(lists, values, strict=True))

@@ -23,7 +23,7 @@ from megalite.config.options import ModelConfig
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.parameter import Maker, named_specs
 from megalite.parallel.mesh import Mesh
-from tools.checks.logits import fill_stage
+from tools.checks.conversion import fill_stage
 
 TOKENS = 24  # of the sequence that is computed
 EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 sums; in roundings of the weights

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.data.errors import DataError
 from megalite.models.families import PRESETS
 from megalite.train.tell.figures import duration
 from tools.pictures import curves, pipeline, shares
-from tools.pictures.canvas import NARROW, WIDE, Picture, clean, short, svg
+from tools.pictures.canvas import COLOURS, NARROW, WIDE, Picture, clean, short, svg
 from tools.pictures.run import Run, differences, listed, number, table, whence
-from tools.pictures.style import STYLE
 
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -26,6 +26,13 @@ Section = tuple[str, Callable[[], Iterator["str | Picture"]]]  # title; its part
 
 def escape(text: object, most: int = 400) -> str:
     return html.escape(clean(text, most))
+
+
+def _style() -> str:
+    """CSS; its colours are those of the pictures, as variables."""
+    light, dark = ("".join(f"--{name}:{both[i]};" for name, both in COLOURS.items()) for i in (0, 1))
+    colours = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    return colours + Path(__file__).with_name("style.css").read_text("utf-8")
 
 
 class Page:
@@ -41,7 +48,7 @@ class Page:
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{title}: report of a run</title><style>{STYLE}</style></head><body><main>\n"
+            f"<title>{title}: report of a run</title><style>{_style()}</style></head><body><main>\n"
             f"{self._head()}\n{body}\n<footer>Made by <code>megalite report</code> from the files of "
             f"{', '.join(f'<code>{escape(run.folder)}</code>' for run in self.runs)}.</footer>\n</main></body></html>\n"
         )

@@ -9,15 +9,11 @@ Rules of thumb say that they are, and whose: they are no part of the plan.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megalite.plan.advice import in_order, limit_of, sentence
 from megalite.plan.memory import LARGEST_ERROR
-from tools.planning.search import Found, Layout, Planned, arranged
-from tools.planning.tokens import MOST_EPOCHS, Budget
-
-if TYPE_CHECKING:
-    from tools.planning.request import Request
+from tools.planning.request import Request, problems_of
+from tools.planning.rules import MOST_EPOCHS, Budget
+from tools.planning.search import Found, Layout, Planned, applied, arranged
 
 GIB = 2**30
 SMALL_TOKENS = 1024  # of a micro-batch on one tp rank's matmuls: below, weights are read for too little work
@@ -71,9 +67,6 @@ def path(request: Request, found: Found) -> list[str]:
 
 
 def _divides(tp: int, request: Request) -> bool:
-    from tools.planning.request import problems_of
-    from tools.planning.search import applied
-
     problems = problems_of(applied(Layout(tp=tp), request.config), tp)
     return not any("tensor_model_parallel_size" in problem for problem in problems)
 

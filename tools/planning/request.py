@@ -12,13 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.field import facts_of, flag_of, spellings
 from megalite.config.options import Config, ConfigError, DataConfig, build, options
 from megalite.config.toml import read_toml
+from megalite.data.errors import DataError
+from megalite.interop.hugging_face.config_json import read_config
+from megalite.interop.hugging_face.model_files import read_json
 from megalite.models.families import PRESETS
 from megalite.plan.cluster import Cluster, cluster, read_cluster
+from megalite.train.sources import open_tokenizer, true_vocab_size
 
 LAYOUT = (  # options that are searched over where the command line has none of them
     "tensor_model_parallel_size",
@@ -102,9 +107,6 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
 
 def _vocabulary(data: DataConfig, problems: list[str]) -> int:
     """As the run has it. A tokenizer's file may be on the cluster alone: then the size has to be given."""
-    from megalite.data.errors import DataError
-    from megalite.train.sources import open_tokenizer, true_vocab_size
-
     tokenizer, why = None, ""
     try:
         tokenizer = open_tokenizer(data)
@@ -137,10 +139,6 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
 
 def _of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
     """The model of a config.json as flags."""
-    from megalite.checkpoint.storage.location import CheckpointError
-    from megalite.interop.hugging_face.config_json import read_config
-    from megalite.interop.hugging_face.model_files import read_json
-
     file = path / "config.json" if path.is_dir() else path
     length = str(cli.take_apart(words).given.get("seq_length", ""))
     try:

@@ -17,19 +17,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megalite.config.options import Config
+from megalite.config.stage_layers import given_stages
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.cost import Costs
+from megalite.plan.holding import ModuleBytes
 from megalite.plan.memory import RankMemory, memory
+from megalite.plan.profile import Profile, default_profile
+from megalite.plan.step_time import StepTime, step_time
 from tools.planning.bounds import least_memory, least_time
 from tools.planning.published import TOLERANCE
 from tools.planning.request import Request, problems_of, with_options
-
-if TYPE_CHECKING:
-    from megalite.config.options import Config
-    from megalite.plan.arrangement import Arrangement
-    from megalite.plan.holding import ModuleBytes
-    from megalite.plan.profile import Profile
-    from megalite.plan.step_time import StepTime
 
 MICRO_BATCHES = (1, 2, 4, 8)
 FEW_CHUNKS, MOST_CHUNKS = 8, 16
@@ -95,8 +95,6 @@ def applied(layout: Layout, config: Config) -> Config:
 
 def layout_of(config: Config) -> Layout:
     """Of a configuration that names one."""
-    from megalite.config.stage_layers import given_stages
-
     p, t = config.parallel, config.train
     pp = p.pipeline_model_parallel_size
     given = given_stages(config.model.num_layers, p)
@@ -222,8 +220,6 @@ def variants(layout: Layout, request: Request) -> Iterator[Layout]:
 
 
 def arranged(layout: Layout, request: Request) -> Arrangement:
-    from megalite.plan.arrangement import Arrangement
-
     return Arrangement(applied(layout, request.config), request.cluster.world, request.vocab_size)
 
 
@@ -279,9 +275,6 @@ def search(
 
 def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, Layout]]:
     """Seconds and layout of what can be built and may fit, the lowest first."""
-    from megalite.plan.cost import Costs
-    from megalite.plan.profile import default_profile
-
     used = profile or default_profile(request.cluster.device.name)
     bounds: list[tuple[float, Layout]] = []
     states: dict[tuple[int, int, bool], ModuleBytes] = {}
@@ -321,8 +314,6 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
 
 def planned(layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf")) -> Planned | int:
     """One layout, with the stages that a run would have; bytes of its fullest rank where these are above the limit."""
-    from megalite.plan.step_time import step_time
-
     made = arranged(layout, request)
     held = memory(made)
     peak = max(one.peak for one in held)

@@ -18,7 +18,7 @@ from megalite.config.own_file import opener
 from megalite.data.errors import DataError
 from megalite.data.files.index_rules import CHUNK
 from megalite.data.files.indexed import CODES, HEADER, MAGIC, VERSION
-from tools.preprocess.durable import open_locked, sync
+from tools.preprocess.journal import open_locked, sync
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

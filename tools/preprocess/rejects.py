@@ -16,8 +16,7 @@ from pathlib import Path
 
 from megalite.config.own_file import opener
 from megalite.data.errors import DataError
-from tools.preprocess.durable import sync
-from tools.preprocess.journal import Tally
+from tools.preprocess.journal import Tally, sync
 from tools.preprocess.records import BadLine, parse_block
 from tools.preprocess.text_input import read_blocks
 from tools.preprocess.workers import SAMPLES, Result
