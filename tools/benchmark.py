@@ -72,7 +72,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("memory_gib", "price_per_hour", "timeout"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
-            parser.error(f"{name}={value:g} is no quantity; give a number above 0")
+            parser.error(f"{name}={value:g} is not a positive number; give a number above 0")
     if len(options.nproc) > 1 and not options.scaling:
         parser.error(f"nproc={options.nproc} is several numbers of ranks; give --scaling weak or strong, or one number")
     if len({*options.nproc}) < 2 and options.scaling:

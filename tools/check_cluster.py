@@ -113,17 +113,13 @@ def measure(mesh: Any, device: Any, args: argparse.Namespace) -> dict[str, Any]:
                 rows += [over_groups(axis, kind, size, mesh, args.times) for kind in KINDS]
     of_pairs = pairs(mesh, device, max(sizes), args.times)
     link = expected(mesh, device)
-    slow = []
     usual = statistics.median(rate for _, _, rate in of_pairs)
-    for a, b, rate in of_pairs:
-        if rate < args.slow * usual:
-            slow.append(f"ranks {a} and {b}: {rate:.3g} GB/s between them, the median pair has {usual:.3g}")
+    about = "ranks {} and {}: {:.3g} GB/s between them, the median pair has {:.3g}"
+    slow = [about.format(a, b, rate, usual) for a, b, rate in of_pairs if rate < args.slow * usual]
     for row in rows:
         if args.expect and row["kind"] == "all_reduce" and row["bytes"] == max(sizes) and row["least"] < args.expect:
-            slow.append(
-                f"all_reduce over {row['axis']} with rank {row['slowest']}: {row['least']:.3g} GB/s, "
-                f"not {args.expect:g}"
-            )
+            reached = f"all_reduce over {row['axis']} with rank {row['slowest']}: {row['least']:.3g} GB/s"
+            slow.append(f"{reached}, not {args.expect:g}")
     found = {"rows": rows, "pairs": of_pairs, "slow": slow}
     best = max(row["median"] for row in rows if row["kind"] == "all_reduce")
     return found | ({"link": f"{link}; all_reduce reaches {best:.3g}"} if link else {})

@@ -224,18 +224,16 @@ def main(argv: list[str]) -> int:
     one.add_argument("--save-retain-interval", type=count, default=None)
     one.add_argument("--dry-run", action="store_true")
     a = parser.parse_args(argv)
+    work: dict[str, Callable[[], int]] = {
+        "inspect": lambda: inspect(parse(a.checkpoint), a.tensors),
+        "verify": lambda: verify(parse(a.checkpoint), a.all),
+        "diff": lambda: diff(parse(a.a), parse(a.b)),
+        "reshard": lambda: reshard(parse(a.checkpoint), parse(a.out), a.files, a.weights),
+        "average": lambda: average(parse(a.out), [parse(one) for one in a.checkpoints], a.files),
+        "prune": lambda: prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),
+    }
     try:
-        if a.command == "inspect":
-            return inspect(parse(a.checkpoint), a.tensors)
-        if a.command == "verify":
-            return verify(parse(a.checkpoint), a.all)
-        if a.command == "diff":
-            return diff(parse(a.a), parse(a.b))
-        if a.command == "reshard":
-            return reshard(parse(a.checkpoint), parse(a.out), a.files, a.weights)
-        if a.command == "average":
-            return average(parse(a.out), [parse(one) for one in a.checkpoints], a.files)
-        return prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run)
+        return work[a.command]()
     except (CheckpointError, OSError) as error:
         print(printable(f"checkpoint.py: {error}"), file=sys.stderr)
         return 3

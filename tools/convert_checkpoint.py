@@ -83,25 +83,20 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--save", type=local_path, metavar="DIR", help="make a checkpoint of megalite")
     target.add_argument("--to-hf", type=local_path, metavar="DIR", help="make a Hugging Face model directory")
     target.add_argument("--to-megatron", type=local_path, metavar="DIR", help="make a release of Megatron-LM")
-    parser.add_argument(
-        "--check", action="store_true", help="compare both sides: all bits, each layer, and logits with transformers'"
-    )
+    both = "compare both sides: all bits, each layer, and logits with transformers'"
+    parser.add_argument("--check", action="store_true", help=both)
     parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf: default: of --like, or the first fit")
-    parser.add_argument(
-        "--like", type=local_path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied"
-    )
+    copied = "--to-hf: model directory whose tokenizer is copied"
+    parser.add_argument("--like", type=local_path, metavar="DIR", help=copied)
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
     parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: of a file (default 5GB)")
     parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")
     parser.add_argument("--target-tensor-parallel-size", type=int, metavar="TP", help="--to-megatron: default 1")
     parser.add_argument("--target-pipeline-parallel-size", type=int, metavar="PP", help="--to-megatron: default 1")
-    parser.add_argument(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        help="--to-megatron: whose names of layers (default transformer_engine)",
-    )
+    names, whose = ("transformer_engine", "local"), "--to-megatron: whose names of layers (default transformer_engine)"
+    parser.add_argument("--transformer-impl", choices=names, help=whose)
     return parser
 
 
@@ -247,10 +242,8 @@ def to_megatron(args: argparse.Namespace) -> bool:
     tokenizer = {name: getattr(config.data, name) for name in TOKENIZER}
     ours = Ours(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
-    fused = args.transformer_impl != "local"
-    written = write_megatron(
-        args.to_megatron, ours, model, vocab_size=vocab_size, tokenizer=tokenizer, tp=tp, pp=pp, fused=fused
-    )
+    layout: dict[str, Any] = dict(tp=tp, pp=pp, fused=args.transformer_impl != "local")
+    written = write_megatron(args.to_megatron, ours, model, vocab_size=vocab_size, tokenizer=tokenizer, **layout)
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
     check = args.check or args.check_bits
     return not check or checked_megatron(megatron.open_megatron(args.to_megatron), ours, vocab_size)
@@ -278,11 +271,8 @@ def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab
     model, stored = saved_model(ours.source), ours.source.dtype("model/embedding.word")
     written = ours.dtype_of("embedding.word")
     rounded = written != stored or (model.apply_layernorm_1p and ours.used)
-    rounding = torch.finfo(written).eps if rounded else 0.0
-    whole = ours.dtype == torch.float32
-    verdict = second_reading.compare_layers(
-        weight, theirs, ours.source, model, vocab_size, main_weights=whole, rounding=rounding
-    )
+    how = {"main_weights": ours.dtype == torch.float32, "rounding": torch.finfo(written).eps if rounded else 0.0}
+    verdict = second_reading.compare_layers(weight, theirs, ours.source, model, vocab_size, **how)
     print(verdict)
     return verdict.good
 

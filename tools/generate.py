@@ -61,9 +61,8 @@ def misuse(args: argparse.Namespace, world: int) -> str | None:
         return f"--top-p {args.top_p} is not in (0, 1]; give a probability"
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if tp * pp != world:
-        return (
-            f"{world} process{'es' * (world > 1)} for tp {tp} x pp {pp} = {tp * pp}; start as many (--nproc {tp * pp})"
-        )
+        ranks = f"{world} process{'es' * (world > 1)} for tp {tp} x pp {pp} = {tp * pp}"
+        return f"{ranks}; start as many (--nproc {tp * pp})"
     return None
 
 
@@ -85,7 +84,7 @@ def read_prompts(given: list[str], path: Path | None) -> list[str]:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); write a string on each line") from None
             value = value.get("text") if isinstance(value, dict) else value
             if not isinstance(value, str):
-                raise ValueError(f"{path}, line {number}: no string, and no object with a text; write one")
+                raise ValueError(f"{path}, line {number}: neither a string nor an object with a text; write one")
             prompts.append(value)
         if not prompts:
             raise ValueError(f"--prompts-file {path} is empty; write a prompt on each line")

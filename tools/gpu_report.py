@@ -68,14 +68,9 @@ class Report:
 
     def render(self) -> tuple[dict[str, Any], str]:
         """The content of report.json and of report.md. Raises what results of an unexpected shape lead to."""
-        judge = not self.setting.tiny
-        content = {
-            "dry_run": self.setting.tiny,
-            "facts": self.facts,
-            "parts": self.parts,
-            "figures": [goal.figure(judge) for goal in gpu_report_goals.goals(self.results)],
-            "results": self.results,
-        }
+        tiny, goals = self.setting.tiny, gpu_report_goals.goals(self.results)
+        content = {"dry_run": tiny, "facts": self.facts, "parts": self.parts}
+        content |= {"figures": [goal.figure(not tiny) for goal in goals], "results": self.results}
         return content, gpu_report_goals.markdown(content)
 
     def write(self) -> dict[str, Any]:
@@ -126,23 +121,19 @@ def facts_of(out: Path, tiny: bool, cpu: bool) -> tuple[dict[str, Any], str]:
 
 def commit() -> str:
     """The commit of the working tree, with a mark where it was changed; "unknown" outside of git."""
-    try:
-        words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
+    return "unknown"
 
 
 def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> None:
-    if part.skip is not None:
-        entry["status"] = f"skipped: {part.skip}"
-        return
-    if seconds < LEAST_S:
-        entry["status"] = "not run: no time was left"
-        return
-    if report.sick and not report.card_answers(f"before {part.name}"):
-        entry["status"] = "not run: the card does not answer"
+    refused = f"skipped: {part.skip}" if part.skip is not None else ""
+    refused = refused or "not run: no time was left" * (seconds < LEAST_S)
+    if not refused and report.sick and not report.card_answers(f"before {part.name}"):
+        refused = "not run: the card does not answer"
+    if refused:
+        entry["status"] = refused
         return
     folder = report.out / part.name.replace(" ", "-")
     shutil.rmtree(folder, ignore_errors=True)  # of another run

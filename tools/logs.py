@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--short", action="store_true", help="only the failures")
     args = parser.parse_args(argv)
     if not args.run.is_dir():
-        parser.error(f"{args.run} is no directory; give that of a run")
+        parser.error(f"{args.run} is not a directory; give that of a run")
     entries = read(args.run)
     lines = [f"failure {number}: {line}" for number, line in enumerate(failures(entries), 1)]
     lines += [f"the end: {status_line(args.run)}"]

@@ -92,9 +92,8 @@ def of_plan(args: argparse.Namespace) -> None:
         make = {"memory": plans.picture, "layout": plans.layout}[args.show]
         picture = make(json.loads(args.plan.read_text("utf-8")))
     except OSError as error:
-        raise SystemExit(
-            printable(f"plot.py: {args.plan}: {error.strerror}; give what tools/plan.py --json wrote")
-        ) from None
+        why = f"{args.plan}: {error.strerror}; give what tools/plan.py --json wrote"
+        raise SystemExit(printable(f"plot.py: {why}")) from None
     except (ValueError, RecursionError) as error:
         raise SystemExit(printable(f"plot.py: {args.plan}: {error}")) from None
     put(picture, args)
@@ -143,11 +142,8 @@ def main(argv: list[str]) -> None:
     one.add_argument("--vpp", type=positive, default=1, help="chunks per rank")
     one.add_argument("--microbatches", type=positive, default=8)
     one.add_argument("--split", action="store_true", help="weight gradients apart from backward")
-    one.add_argument(
-        "--text",
-        action="store_true",
-        help="print it: digits are micro-batches, ' a later chunk, [] backward, () weights' gradients",
-    )
+    marks = "print it: digits are micro-batches, ' a later chunk, [] backward, () weights' gradients"
+    one.add_argument("--text", action="store_true", help=marks)
     one.set_defaults(run=schedule, picture="schedule")
     planned = commands.add_parser("plan", help="what a plan's ranks hold, and where its steps' time goes")
     planned.add_argument("plan", metavar="PLAN.json", type=Path)
@@ -168,9 +164,8 @@ def main(argv: list[str]) -> None:
     try:
         args.run(args)
     except RunError as error:
-        more = {"pipeline": " of --profile-pipeline STEP"}.get(args.picture, "")
-        text = f"{error}{more}"
-        raise SystemExit(printable(f"plot.py: {text}")) from None
+        more = " of --profile-pipeline STEP" * (args.picture == "pipeline")
+        raise SystemExit(printable(f"plot.py: {error}{more}")) from None
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
         raise SystemExit(printable(f"plot.py: {args.out}: {error}")) from None
 

@@ -151,9 +151,8 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
     def note(axis: Any, x: float, text: str, y: float = -0.98, **options: Any) -> None:
         axis.text(x, y, text, ha="center", va="center", fontsize=8, color="#333333", **options)
 
-    title(
-        axes[0], f"1  The file: {len(lengths)} documents, divided into training, validation and test by --split {split}"
-    )
+    what = f"1  The file: {len(lengths)} documents, divided into training, validation and test by --split {split}"
+    title(axes[0], what)
     bar(axes[0], 0, toy.file)
     ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     for name, part in zip(("train", "valid", "test"), toy.ranges, strict=True):
@@ -172,11 +171,8 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
             note(axes[1], (j + 0.5) * seq_length, f"window {j}")
 
     title(axes[2], "3  What is trained on: the windows shuffled, each with the token after it (pale), a label only")
-    title(
-        axes[3],
-        f"4  The same documents with best-fit packing; documents cut: {plan.pieces.num_cut} (above: {toy.cut}); "
-        f"{100 * plan.padding:.0f} % padding, hatched",
-    )
+    cut = f"documents cut: {plan.pieces.num_cut} (above: {toy.cut}); {100 * plan.padding:.0f} % padding, hatched"
+    title(axes[3], f"4  The same documents with best-fit packing; {cut}")
     step = seq_length + 1 + GAP
     for i, (row, number) in enumerate(toy.windows):
         bar(axes[2], i * step, row, seq_length)

@@ -46,7 +46,7 @@ def unwritable(*, pictures: tuple[str, ...] = (), **paths: Path | None) -> Itera
             continue
         folder = path.parent
         if not folder.is_dir():
-            yield f"{name}={path} cannot be written: {folder} is no folder; make it"
+            yield f"{name}={path} cannot be written: {folder} is not a folder; make it"
         elif path.is_dir():
             yield f"{name}={path} is a folder; give the name of a file"
         elif not os.access(path if path.exists() else folder, os.W_OK):

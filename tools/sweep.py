@@ -113,9 +113,8 @@ def run_to_its_end(line: list[str]) -> int:
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("toml", type=Path, help="as --config of a run")
-    parser.add_argument(
-        "--folder", type=local_path, help="where the runs go; default: runs/sweep-NAME of the TOML file"
-    )
+    default = "where the runs go; default: runs/sweep-NAME of the TOML file"
+    parser.add_argument("--folder", type=local_path, help=default)
     args, words = parser.parse_known_args(argv)
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
     planned, problems = [], []
@@ -143,7 +142,7 @@ def main(argv: list[str]) -> int:
         if ended and ended not in (75, 130) and options:
             others[place] = options
         if ended in (75, 130):
-            complain("sweep.py: interrupted; the same command goes on")
+            complain("sweep.py: interrupted; the same command resumes it")
             code = 130
             break
     if others:

@@ -14,15 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.options import ConfigError
 from megalite.models.families import PRESETS
-from megalite.parallel.streams import synchronize
-from megalite.train.life.preflight import choose_device
-from megalite.train.setup import SetupError
 from tools.bench import limited
 from tools.program import read_json, write_json
 
@@ -73,11 +68,14 @@ def measure(name: str, environment: dict[str, str], options: argparse.Namespace,
 
 def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, list[str]]:
     """Whether the flags ask for bf16; and what is wrong with them."""
+    from megalite.train.life.preflight import choose_device
+    from megalite.train.setup import SetupError
+
     try:
         config, _ = cli.read(flags, PRESETS)
         problems: list[str] = [*check(config, options.nproc)]
         if choose_device(config.parallel.device) == "cuda" and options.memory_gib is not None:
-            problems.append(f"memory_gib={options.memory_gib:g} is of a CPU; drop it, or use --device cpu")
+            problems.append(f"memory_gib={options.memory_gib:g} is for a CPU; drop it, or use --device cpu")
     except ConfigError as error:
         return False, error.problems
     except SetupError as error:
@@ -99,6 +97,8 @@ def limit_memory(size: int | None) -> None:
 
 def peak_memory(device: Any) -> int:
     """Bytes of this rank."""
+    import torch  # as everything of torch here, after prepare_cuda has set its variables
+
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -110,6 +110,8 @@ def write(task: dict[str, Any], rank: int, **facts: Any) -> None:
 
 def time_steps(step: Callable[[], Any], task: dict[str, Any], device: Any) -> list[float]:
     """Seconds of each step after the warm-up, with a wait for the device."""
+    from megalite.parallel.streams import synchronize
+
     times = []
     for _ in range(task["warmup"] + task["steps"]):
         synchronize(device)

@@ -39,10 +39,8 @@ SHAPES = {
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --micro-batch-size 1"
 TINY += f" --global-batch-size 2 {NO_DROPOUT}"
 TINY_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
-TINY_SHAPES = {
-    "llama3-8b-4096": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32",
-    "llama-2b": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32 --num-layers 4",
-}
+TINY_SHAPES = {"llama3-8b-4096": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32"}
+TINY_SHAPES["llama-2b"] = f"{TINY_SHAPES['llama3-8b-4096']} --num-layers 4"
 ELEMENTWISE = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
 # few sizes of many kernels: under the checker a test takes tens of seconds
 SANITIZED = "on_a_card and (bfloat16 or 2049) and not attention and not partial and not erf"

@@ -83,9 +83,8 @@ def warnings_of(machine: dict[str, Any]) -> list[str]:
     if machine["triton"] is None:
         lines.append("triton is not installed: everything runs torch's kernels")
     if machine.get("free", machine["memory"]) < 0.9 * machine["memory"]:
-        lines.append(
-            f"others hold {(machine['memory'] - machine['free']) / 2**30:.1f} GiB of a card's memory: it is not quiet"
-        )
+        held = (machine["memory"] - machine["free"]) / 2**30
+        lines.append(f"others hold {held:.1f} GiB of a card's memory: it is not quiet")
     for number, card in enumerate(machine.get("cards_told", [])):
         name = f"card {number}"
         if card.get("mig.mode.current") == "Enabled" or "MIG" in card.get("name", ""):
@@ -121,14 +120,8 @@ def choose(flags: list[str], memory: float) -> dict[str, Any]:
         (held,) = memory_of(arrange(config, 1, vocab))
         if held.peak <= memory:
             break
-    return {
-        "flags": [*flags, *sizes],
-        "layers": count,
-        "of_layers": layers,
-        "moments": "bf16" if moments else "fp32",
-        "seq_length": config.model.seq_length,
-        "estimate": held.peak,
-    }
+    sizes_of = {"layers": count, "of_layers": layers, "moments": "bf16" if moments else "fp32"}
+    return {"flags": [*flags, *sizes], **sizes_of, "seq_length": config.model.seq_length, "estimate": held.peak}
 
 
 def main(shapes: dict[str, str], file: Path) -> int:

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
 from tools.program import parser_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,10 +80,8 @@ class Bench:
 
     def measure(self, cases: list[tuple[Case, Sizes]], peers: list[str]) -> Iterator[Row]:
         for case, s in cases:
-            for peer, prepare in peers_of(case, s, peers):
-                row = self.row(case, s, peer, prepare)
-                if row is not None:
-                    yield row
+            rows = (self.row(case, s, peer, prepare) for peer, prepare in peers_of(case, s, peers))
+            yield from (row for row in rows if row is not None)
 
     def sweep(self, cases: list[tuple[Case, Sizes]], most: int | None) -> Iterator[Row]:
         """Every candidate tile of every launcher; the table's own first."""
@@ -101,12 +100,12 @@ def best_of(rows: list[Row]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, tuple[str, ...]], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.kernel, row.shape, tuple(row.tile)), []).append(row)
-    made = []
+    found = []
     for (name, shape, _), tried in groups.items():
         best, table = min(tried, key=lambda r: r.us), next((r for r in tried if r.table), None)
         gain = None if table is None else table.us / best.us - 1
-        made.append({"kernel": name, "shape": shape, "tile": best.tile, "table": table and table.tile, "gain": gain})
-    return made
+        found.append({"kernel": name, "shape": shape, "tile": best.tile, "table": table and table.tile, "gain": gain})
+    return found
 
 
 def build(share: str, cases: list[tuple[Case, Sizes]], most: int | None) -> None:
@@ -145,7 +144,7 @@ class Clock:
         """Of each of `repeats` calls after the warm-up."""
         begin, calls = time.perf_counter(), 0
         if self.device.type == "cpu":
-            return [self._once(fn) for _ in range(self.repeats + 1)][1:]
+            return [1e6 * seconds for seconds in timeit.repeat(fn, number=1, repeat=self.repeats + 1)][1:]
         while calls < 3 or time.perf_counter() - begin < WARM_UP_S:
             fn()
             torch.cuda.synchronize()
@@ -158,11 +157,6 @@ class Clock:
             stop.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) * 1e3 for start, stop in pairs]
-
-    def _once(self, fn: Callable[[], Any]) -> float:
-        begin = time.perf_counter()
-        fn()
-        return (time.perf_counter() - begin) * 1e6
 
     def extra_bytes(self, fn: Callable[[], Any]) -> int | None:
         """The most memory that a call takes beside what is there before and after it: beside inputs and results.

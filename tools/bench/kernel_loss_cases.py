@@ -18,13 +18,13 @@ from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, Work, co
 TILE = {"COLUMNS": (1024, 2048, 4096, 8192, 16384), "WARPS": (2, 4, 8, 16, 32)}
 
 
-def plain(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+def plain(logits_NV: Tensor, labels_N: Tensor, reduction: str = "none") -> Tensor:
     """As training code has it: in fp32."""
-    return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction=reduction)
 
 
 def plain_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
-    return F.cross_entropy((x_ND @ weight_VD.T).float(), labels_N, reduction="sum")
+    return plain(x_ND @ weight_VD.T, labels_N, "sum")
 
 
 def liger_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Any:

@@ -33,17 +33,11 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     timeout = datetime.timedelta(minutes=5)
     with process_group(ranks, device=choose_device(config.parallel.device), startup_timeout=timeout) as device:
         torch.manual_seed(0)
-        shape = LlamaConfig(
-            vocab_size=config.data.vocab_size,
-            hidden_size=m.hidden_size,
-            intermediate_size=m.ffn_size,
-            num_hidden_layers=m.num_layers,
-            num_attention_heads=m.num_attention_heads,
-            num_key_value_heads=m.groups,
-            max_position_embeddings=m.seq_length,
-            tie_word_embeddings=not m.untie_embeddings_and_output_weights,
-            use_cache=False,
-        )
+        sizes: dict[str, Any] = dict(hidden_size=m.hidden_size, intermediate_size=m.ffn_size)
+        sizes |= dict(num_hidden_layers=m.num_layers, num_attention_heads=m.num_attention_heads)
+        sizes |= dict(num_key_value_heads=m.groups, max_position_embeddings=m.seq_length)
+        tied = not m.untie_embeddings_and_output_weights
+        shape = LlamaConfig(**sizes, vocab_size=config.data.vocab_size, tie_word_embeddings=tied, use_cache=False)
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         model: Any = LlamaForCausalLM(shape).to(device, dtype)
         if way == ["ddp"]:

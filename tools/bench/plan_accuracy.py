@@ -28,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
 from megalite.config import cli
 from megalite.parallel.launch import process_group
 from megalite.parallel.local_ranks import start_local
@@ -41,8 +43,6 @@ from megalite.train.step import train_step
 from tools.bench.contender import measure
 from tools.planning.calibrate import calibrate
 from tools.program import parser_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 MODEL = """--num-layers 8 --hidden-size 384 --num-attention-heads 6 --ffn-hidden-size 1024 --vocab-size 2048
  --seq-length 256 --micro-batch-size 1 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -125,9 +125,8 @@ def asleep_rank(ranks: Any, task: dict[str, Any]) -> None:
         pipeline: Any = run.pipeline
         layers = {stage: made.counts[stage] for stage in pipeline.place.stages(ranks.rank)}
         for name, seconds in zip(("_forward", "_backward"), LAYER_S, strict=True):
-            setattr(
-                pipeline, name, lasting(getattr(pipeline, name), {stage: n * seconds for stage, n in layers.items()})
-            )
+            lasts = {stage: n * seconds for stage, n in layers.items()}
+            setattr(pipeline, name, lasting(getattr(pipeline, name), lasts))
         steps = []
         for _ in range(task["steps"]):
             begin = time.perf_counter()

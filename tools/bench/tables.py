@@ -94,11 +94,12 @@ def breakdown_lines(breakdown: Mapping[str, Any]) -> list[str]:
         lines.append(f"of the peak: MFU {percent(breakdown['mfu'])}; lost to " + in_order(breakdown["lost"]))
     of = breakdown["efficiency"]
     cost = "n/a without --price-per-hour" if of["cost_per_sample"] is None else f"{of['cost_per_sample']:.3g}"
+    share = {name: percent(of[name]) for name in of if name.endswith(("_time", "_utilization"))}
+    share = {name: percent(of[name]) for name in of if name.endswith(("_time", "_utilization"))}
     lines.append(
-        f"efficiency: devices compute {percent(of['gpu_utilization'])} of the time, memory "
-        f"{percent(of['memory_utilization'])} full, {of['samples_per_s']:,.4g} samples/s, cost per sample {cost}; data "
-        f"{percent(of['data_time'])}, forward {percent(of['forward_time'])}, backward {percent(of['backward_time'])}, "
-        f"communication {percent(of['communication_time'])}"
+        f"efficiency: devices compute {share['gpu_utilization']} of the time, memory {share['memory_utilization']} "
+        f"full, {of['samples_per_s']:,.4g} samples/s, cost per sample {cost}; data {share['data_time']}, forward "
+        f"{share['forward_time']}, backward {share['backward_time']}, communication {share['communication_time']}"
     )
     lines.append(f"bound: {breakdown['bound']['by']}: {breakdown['bound']['evidence']}")
     return [*lines, f"advice: {breakdown['advice']}"] if breakdown["advice"] else lines
@@ -151,9 +152,8 @@ def text_table(measured: Sequence[Figures]) -> str:
         if one["status"] not in (OK, WAITING):  # after figures, too: a later run may be out of memory
             cells = [*cells, *[""] * (len(head) + 1 - len(cells)), one["status"]]
         rows.append([*cells, *[""] * (len(rows[0]) - len(cells))][: len(rows[0])])
-    lines = [
-        f"{one['label']}, {one['contender']}: {one['status']}: {one['reason']}" for one in measured if one["reason"]
-    ]
+    about = "{label}, {contender}: {status}: {reason}"
+    lines = [about.format(**one) for one in measured if one["reason"]]
     lines += ["speed and memory: as a multiple of megalite's under the same flags"] if peers else []
     return "\n".join([columns(rows), *lines])
 

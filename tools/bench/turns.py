@@ -23,14 +23,8 @@ from typing import Any
 from tools.program import write_json
 from tools.sweep import lists_of, words_of
 
-OK, REFUSED, NO_MEMORY, NO_TIME, FAILED, WAITING = (
-    "ok",
-    "refused",
-    "out of memory",
-    "out of time",
-    "failed",
-    "waiting",
-)
+OK, REFUSED, WAITING = "ok", "refused", "waiting"
+NO_MEMORY, NO_TIME, FAILED = "out of memory", "out of time", "failed"
 MEMORY_WORDS = re.compile(r"out of memory|MemoryError|allocate memory|bad_alloc|ENOMEM", re.IGNORECASE)
 KILLED = re.compile(r"exit code (-9|137)\b|signal SIGKILL")  # by the kernel: nobody else kills a rank here
 SAME = ("flags", "steps", "warmup", "memory_gib", "machine", "torch")  # or figures cannot stand in one table
@@ -156,4 +150,4 @@ def read(file: Path) -> Table:
         content = json.loads(file.read_text("utf-8"))
         return Table(content, [Row(**row) for row in content.pop("rows")], file)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is no benchmark ({error}); make one with tools/benchmark.py") from None
+        raise ValueError(f"{file} is not a benchmark ({error}); make one with tools/benchmark.py") from None

@@ -141,8 +141,8 @@ class Verdict:
         if not self.differing:
             return f"check: {self.tensors} tensors, {self.elements:,} elements, all bits equal"
         largest = max(self.differing, key=lambda d: d.largest)
-        lines = [f"check: {len(self.differing)} parts of {self.tensors} tensors differ"]
-        return "\n".join([*lines, f"first: {_told(self.differing[0])}", f"largest: {_told(largest)}"])
+        head = f"check: {len(self.differing)} parts of {self.tensors} tensors differ"
+        return "\n".join([head, f"first: {_told(self.differing[0])}", f"largest: {_told(largest)}"])
 
 
 def _told(d: Difference) -> str:

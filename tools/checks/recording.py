@@ -248,9 +248,8 @@ def write(path: Path, found: Recording) -> None:
 def read_all(folder: Path, layout: Layout) -> list[Recording]:
     """In order of ranks, their layers numbered from the first stage to the last by how many each has."""
     ranks = [_read(path) for path in sorted(folder.glob("rank-*.npz"))]
-    counts = {
-        (chunk, layout.at(rank).pp): count for rank, one in enumerate(ranks) for chunk, count in enumerate(one.layers)
-    }
+    pp = [layout.at(rank).pp for rank in range(len(ranks))]
+    counts = {(chunk, pp[rank]): n for rank, one in enumerate(ranks) for chunk, n in enumerate(one.layers)}
     first, total = {}, 0
     for stage in sorted(counts):  # chunk 0 of every pipeline rank, chunk 1 of every one, ...
         first[stage], total = total, total + counts[stage]
@@ -262,7 +261,7 @@ def read_all(folder: Path, layout: Layout) -> list[Recording]:
         items = [(replace(item, name=name(item.name)), data) for item, data in one.items]
         return Recording([*map(name, one.parameters)], [*map(name, one.vocabulary)], items, one.layers)
 
-    return [numbered(one, layout.at(rank).pp) for rank, one in enumerate(ranks)]
+    return [numbered(one, pp[rank]) for rank, one in enumerate(ranks)]
 
 
 def _read(path: Path) -> Recording:

@@ -82,9 +82,8 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
 
     def get(name: str) -> Tensor:
         bare = name.partition(".")[2]  # some files leave out the first word
-        return places[name if name in places or bare not in places else bare].get_tensor(
-            name if name in places else bare
-        )
+        name = name if name in places or bare not in places else bare
+        return places[name].get_tensor(name)
 
     kind = family if family in ("gpt2", "gpt_neox") else "llama"
     H, K = model.num_attention_heads, model.head_size

@@ -82,19 +82,17 @@ class Page:
         return f"<section><h2>{title}</h2>{''.join(made)}</section>" if made else ""
 
     def _figure(self, picture: Picture, title: str) -> str:
-        wide, narrow = (svg(picture, width, title) for width in (WIDE, NARROW))
         self.pictures.append(picture)
-        shown = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+        widths = (("wide", WIDE), ("narrow", NARROW))
+        shown = "".join(f'<div class="{name}">{svg(picture, width, title)}</div>' for name, width in widths)
         return f"<figure>{shown}<figcaption>{escape(picture.caption, 1000)}</figcaption></figure>"
 
     def _head(self) -> str:
         run = self.runs[0]
+        title, lead, cards = f"{escape(run.name)}: {_outcome(run)}", _lead(run), _cards(run)
         if len(self.runs) > 1:
-            title = f"{len(self.runs)} runs compared"
             lead = ", ".join(f"{escape(one.name)}: {_outcome(one)}" for one in self.runs)
-            cards = ""
-        else:
-            title, lead, cards = f"{escape(run.name)}: {_outcome(run)}", _lead(run), _cards(run)
+            title, cards = f"{len(self.runs)} runs compared", ""
         problems = [f"{one.name}: {problem}" for one in self.runs for problem in one.problems]
         told = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
         bad = f'<section><h2 class="bad">Damaged files</h2><ul>{told}</ul></section>' if told else ""
@@ -196,10 +194,8 @@ def _events(run: Run) -> Iterator[str]:
 
 
 def _options(run: Run) -> Iterator[str]:
-    rows = [
-        [f"<th>{name}</th>", f"<code>{value}</code>", source]
-        for _, name, value, source in (tuple(map(html.escape, one)) for one in whence(run, PRESETS))
-    ]
+    said = (map(html.escape, one[1:]) for one in whence(run, PRESETS))
+    rows = [[f"<th>{name}</th>", f"<code>{value}</code>", source] for name, value, source in said]
     if rows:
         yield _table(rows, ["option", "value", "said by"])
     if command := listed(run.about.get("command")):
@@ -249,11 +245,9 @@ def _when(time: object) -> str:
 def key_figures(run: Run) -> Iterator[tuple[str, str]]:
     """(name, value) as HTML, of what is known."""
     most, report = number(run.about.get("steps")), run.report
-    rows = run.curve("train/loss")  # beyond status.json, which is written now and then
-    step, tokens = (
-        max([n for n in (number(run.status.get(name)), *(row[i] for row in rows[-1:])) if n is not None], default=None)
-        for i, name in enumerate(("step", "tokens"))
-    )
+    last = (run.curve("train/loss") or [(None, None, None)])[-1]  # status.json is written now and then
+    known = [(number(run.status.get(name)), last[i]) for i, name in enumerate(("step", "tokens"))]
+    step, tokens = (max((n for n in pair if n is not None), default=None) for pair in known)
     past = table(report.get("run"))
 
     def of(name: str, value: float | None, shown: Callable[[float], str]) -> Iterator[tuple[str, str]]:
@@ -277,5 +271,6 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _cards(run: Run) -> str:
-    cards = "".join(f'<div class="card"><b>{value}</b><span>{name}</span></div>' for name, value in key_figures(run))
+    one = '<div class="card"><b>{}</b><span>{}</span></div>'
+    cards = "".join(one.format(value, name) for name, value in key_figures(run))
     return f'<div class="cards">{cards}</div>'

@@ -27,7 +27,7 @@ LONGEST = 200_000  # bars that are drawn at all
 def read_action(text: str) -> Action:
     """F0.3, as it prints."""
     if (found := re.fullmatch(r"([A-Z]+)(\d{1,9})\.(\d{1,9})", text)) is None:
-        raise ValueError(f"{text!r} is no action")
+        raise ValueError(f"{text!r} is not an action")
     return Action(Op(found[1]), int(found[2]), int(found[3]))
 
 

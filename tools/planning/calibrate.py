@@ -12,7 +12,6 @@ As many local ranks as will share the machine measure at once, so that memory an
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import json
@@ -40,6 +39,7 @@ from megalite.parallel.comm import start_all_gather_into, start_message
 from megalite.parallel.launch import Ranks, process_group
 from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.streams import synchronize
 from megalite.plan.arrangement import Arrangement, build_stage
 from megalite.plan.cluster import DEVICES, Link, cluster
 from megalite.plan.cost import shape_of
@@ -58,11 +58,6 @@ class CalibrationError(RuntimeError):
     """A rank could not measure."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=2, help="local ranks that measure at once, as the run will have")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, beside the start")
-
-
 def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 20.0) -> Profile:
     """Of the device at hand, for models of this configuration's shape without tp. Raises CalibrationError."""
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
@@ -71,10 +66,8 @@ def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 
             raise CalibrationError(f"a rank ended with exit code {code}; what it said is above")
         found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
     mean = lambda key: statistics.fmean(one[key] for one in found)  # noqa: E731
-    blocks = {
-        name: tuple(statistics.fmean(one["blocks"][name][i] for one in found) for i in range(3))
-        for name in found[0]["blocks"]
-    }
+    columns = {name: zip(*(one["blocks"][name] for one in found), strict=True) for name in found[0]["blocks"]}
+    blocks = {name: tuple(map(statistics.fmean, column)) for name, column in columns.items()}
     message, collective = (Link(*found[0][name]) if found[0][name] else None for name in ("message", "collective"))
     return dataclasses.replace(
         default_profile(found[0]["kind"]),
@@ -135,8 +128,7 @@ class _Bench:
         }
 
     def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     def median(self, work: Callable[[], Any]) -> float:
@@ -146,11 +138,11 @@ class _Bench:
     def medians(self, times: Callable[[], tuple[float, ...]]) -> list[float]:
         times()  # the first call makes what the others use
         self.until += self.section_s
-        found = [times() for _ in range(3)]
+        rows = [times() for _ in range(3)]
         while time.perf_counter() < self.until:
-            found.append(times())
+            rows.append(times())
         self.until = max(self.until, time.perf_counter())
-        return [statistics.median(column) for column in zip(*found, strict=True)]
+        return [statistics.median(column) for column in zip(*rows, strict=True)]
 
     def timed(self, work: Callable[[], Any]) -> float:
         start = self.now()
@@ -199,9 +191,8 @@ class _Bench:
 
     def shares(self, blocks: dict[str, tuple[float, float, float]]) -> dict[str, float]:
         """Of the device's peaks, by a matmul, attention and a copy."""
-        made, m = self.made, self.made.config.model
-        kind = self.kind
-        device = cluster(kind, self.ranks.world).device if kind == "cpu" else DEVICES[kind][0]
+        made, m, name = self.made, self.made.config.model, self.kind
+        device = cluster(name, self.ranks.world).device if name == "cpu" else DEVICES[name][0]
         peak, tokens = device.peak_tflops(made.dtype) * 1e12, made.tokens
         draw = lambda *shape: torch.randn(*shape, device=self.device).to(made.dtype)  # noqa: E731
         a_ND, w_FD = draw(tokens, m.hidden_size), draw(m.ffn_size, m.hidden_size)
@@ -238,10 +229,9 @@ class _Bench:
         if self.device.type == "cpu":
             return "cpu"
         name = torch.cuda.get_device_name(self.device).lower()
-        for kind in DEVICES:
-            if kind in name:
-                return kind
-        raise CalibrationError(f"the table of devices has no {name}; give its peaks in a cluster's file")
+        if (kind := next((kind for kind in DEVICES if kind in name), None)) is None:
+            raise CalibrationError(f"the table of devices has no {name}; give its peaks in a cluster's file")
+        return kind
 
     def links(self) -> tuple[list[float] | None, list[float] | None]:
         """(latency, bytes per second) of messages and of all-gathers; None: there is one rank."""
@@ -249,26 +239,23 @@ class _Bench:
         if world == 1:
             return None, None
 
-        pp = build_mesh(device=self.device, pp=world).pp
-        data = build_mesh(device=self.device).data
+        pp, data = build_mesh(device=self.device, pp=world).pp, build_mesh(device=self.device).data
+        peer = self.ranks.rank ^ 1
+        order = ((SEND, RECEIVE) if self.ranks.rank % 2 == 0 else (RECEIVE, SEND)) if peer < world else ()
+        large = self.made.tokens * self.made.config.model.hidden_size * self.made.dtype.itemsize
+
+        def buffer(num_bytes: int) -> torch.Tensor:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
         def message(num_bytes: int) -> float:
             """Of one way of two."""
-            x, peer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), self.ranks.rank ^ 1
-            order = (SEND, RECEIVE) if self.ranks.rank % 2 == 0 else (RECEIVE, SEND)
-
-            def there_and_back() -> None:
-                for op in order if peer < world else ():
-                    start_message(x, pp, peer, op).wait()
-
-            return self.counted(there_and_back) / 2
+            x = buffer(num_bytes)
+            return self.counted(lambda: [start_message(x, pp, peer, op).wait() for op in order]) / 2
 
         def gather(num_bytes: int) -> float:
-            part = torch.zeros(num_bytes // world, dtype=torch.uint8, device=self.device)
-            whole = torch.empty(part.numel() * world, dtype=torch.uint8, device=self.device)
+            part, whole = buffer(num_bytes // world), buffer(num_bytes // world * world)
             return self.counted(lambda: start_all_gather_into(whole, part, data).wait())
 
-        large = self.made.tokens * self.made.config.model.hidden_size * self.made.dtype.itemsize
         return _fit(message, large, 1.0), _fit(gather, 4 * large, (world - 1) / world)
 
     def counted(self, work: Callable[[], Any], times: int = 15) -> float:

@@ -77,7 +77,7 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | N
         except ValueError as error:
             problems.append(f"{name}={error}")
     if args.price_per_gpu_hour is not None and not 0 <= args.price_per_gpu_hour < float("inf"):
-        problems.append(f"price_per_gpu_hour={args.price_per_gpu_hour} is no price; give dollars, 0 or more")
+        problems.append(f"price_per_gpu_hour={args.price_per_gpu_hour} is not a price; give dollars, 0 or more")
     if problems:
         raise Wrong("\n".join(problems))
     m, t = request.config.model, request.config.train
@@ -195,7 +195,7 @@ def sizes(args: argparse.Namespace, _: list[str]) -> int:
     try:
         number = quantity(args.parameters)
     except ValueError:
-        raise Wrong(f"parameters={args.parameters} is no size; write it as 7B") from None
+        raise Wrong(f"parameters={args.parameters} is not a size; write it as 7B") from None
     if args.dp < 1:
         raise Wrong(f"dp={args.dp} is not positive; give 1 or more")
     print(f"GB of state on each of {args.dp} devices, {number:,} parameters, AdamW:")
@@ -208,7 +208,7 @@ def sizes(args: argparse.Namespace, _: list[str]) -> int:
 
 def tokens(args: argparse.Namespace, words: list[str]) -> int:
     if not 0 < args.mfu <= 1:
-        raise Wrong(f"mfu={args.mfu} is no share; give more than 0, up to 1")
+        raise Wrong(f"mfu={args.mfu} is not a share; give more than 0, up to 1")
     request, _ = _read(args, words)
     budget, data_tokens = _budget(args, request)
     c, one = request.cluster, arranged(Layout(), request)

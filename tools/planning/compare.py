@@ -17,7 +17,6 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megalite.config import options
 from megalite.config.toml import read_toml
@@ -88,9 +87,8 @@ def cluster_of(run: Run, made: Arrangement) -> Cluster:
     """Of the table, by the device and the hosts that the run told of. Raises CompareError."""
     device, hosts = run.about.get("device"), len(listed(run.about.get("hosts"))) or 1
     card = str(table(run.about.get("machine")).get("card", ""))
-    known = (
-        [name for name in DEVICES if name.upper() in card.upper()] if device == "cuda" else ["cpu"] * (device == "cpu")
-    )
+    known = [name for name in DEVICES if name.upper() in card.upper()] if device == "cuda" else ["cpu"]
+    known = known if device in ("cuda", "cpu") else []
     if not known:
         raise CompareError(f"device={device!r} ({card or 'no card told'}) is not in the table; give --cluster FILE")
     return cluster(known[0], made.world, made.world // hosts if made.world % hosts == 0 else None)
@@ -197,11 +195,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file in place of what the run told")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, too")
     args = parser.parse_args(argv)
-    if wrong := list(unwritable(json=args.json)):
-        print(*(f"plan.py: {line}" for line in wrong), sep="\n", file=sys.stderr)
-        return 2
-
     try:
+        if wrong := list(unwritable(json=args.json)):
+            raise CompareError("\n".join(wrong))
         cluster = read_cluster(args.cluster) if args.cluster is not None else None
         profile = read_profile(args.profile) if args.profile is not None else None
         rows = compare(args.run_dir, cluster, profile)
@@ -210,9 +206,9 @@ def main(argv: list[str]) -> int:
         return 2
     print(text(rows))
     if args.json is not None:
-        found: list[dict[str, Any]] = [asdict(row) | {"ratio": row.ratio} for row in rows]
+        content = json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1)
         try:
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(content + "\n")
         except OSError as error:
             print(f"plan.py: json={args.json} cannot be written ({error.strerror}); give a file", file=sys.stderr)
             return 2

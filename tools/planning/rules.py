@@ -83,7 +83,7 @@ def quantity(text: str) -> int:
     except (ValueError, OverflowError):
         value = 0
     if value < 1:
-        raise ValueError(f"{text!r} is no number of tokens; write it as 300B or 15.6T")
+        raise ValueError(f"{text!r} is not a number of tokens; write it as 300B or 15.6T")
     return value
 
 

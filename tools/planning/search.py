@@ -16,7 +16,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from megalite.config.options import Config
@@ -33,13 +32,11 @@ from tools.planning.request import Request, problems_of, with_options
 
 MICRO_BATCHES = (1, 2, 4, 8)
 FEW_CHUNKS, MOST_CHUNKS = 8, 16
-HOW_AGAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # options of what is recomputed
-    {
-        "none": {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
-)
+HOW_AGAIN: Mapping[str, Mapping[str, Any]] = {  # options of what is recomputed
+    "none": {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 TWINS = 3  # rows that are looked at without a sharded optimizer, too
 ALIKE = 0.02  # between bounds of a row: of those so close the plainest is simulated for it
 MOST = 60  # plans that are simulated: a few tenths of a second each
@@ -66,8 +63,8 @@ class Layout:
     def moving_parts(self, layers: int) -> int:
         """What it has beyond plain data parallelism; stages of unlike size are one, too."""
         uneven = (layers + 2 * self.ends) % (self.pp * self.vpp) > 0
-        several = (self.tp > 1, self.pp > 1, self.vpp > 1, uneven, self.split, self.ends, self.recompute != "none")
-        return sum((*several, not self.sharded))
+        several = (self.tp > 1, self.pp > 1, self.vpp > 1, self.recompute != "none")
+        return sum((*several, uneven, self.split, self.ends, not self.sharded))
 
     @property
     def row(self) -> tuple[int, int, bool]:
@@ -288,8 +285,7 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
         for one in alike:
             made = arranged(one, request)
             key = (one.tp, made.dp, one.sharded)
-            if key not in states:
-                states[key] = made.module_bytes
+            states[key] = states.get(key) or made.module_bytes
             size = least_memory(made, states[key])
             if size > found.limit and not request.is_layout:
                 found.over(size, one)
@@ -303,8 +299,7 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
         found.refuse(problems)
         return
     limit = float("inf") if request.is_layout else found.limit
-    plan = planned(layout, request, profile, limit)
-    if isinstance(plan, int):
+    if isinstance(plan := planned(layout, request, profile, limit), int):
         found.over(plan, layout)
         return
     found.simulated += 1

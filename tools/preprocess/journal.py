@@ -68,10 +68,8 @@ class Journal:
         for name in new:
             if old.get(name) != new[name]:
                 was, now = (json.dumps(x, ensure_ascii=False)[:500] for x in (old.get(name), new[name]))
-                raise DataError(
-                    f"{self.path}: the interrupted run had {name} {was}, this one has {now}: give the same, or "
-                    "start over with --overwrite"
-                )
+                both = f"the interrupted run had {name} {was}, this one has {now}"
+                raise DataError(f"{self.path}: {both}: give the same, or start over with --overwrite")
 
     def append(self, progress: Tally) -> None:
         """To be called when all that `progress` counts has been synced."""

@@ -40,18 +40,9 @@ READ_AHEAD = 1 << 14  # a decompressor has taken in at most this much more than 
 
 def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequence[str]) -> dict[str, Any]:
     """What stands beside a token file (megalite/data/files/sidecar.py)."""
-    return {
-        "version": 1,
-        "tokenizer": {
-            "name": tokenizer.name,
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
-        },
-        "documents": documents,
-        "tokens": tokens,
-        "sources": list(sources),
-    }
+    made_by = {name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "eod")}
+    sizes = {"documents": documents, "tokens": tokens, "sources": list(sources)}
+    return {"version": 1, "tokenizer": made_by, **sizes}
 
 
 class TokenRun:
@@ -61,6 +52,7 @@ class TokenRun:
         self.files, self.job, self.model, self.max_bad = files, job, model, max_bad
         self.prefixes = [f"{output_prefix}_{key}_document" for key in job.keys]
         self.journal_path, self._rejects_path = (Path(f"{output_prefix}.{x}") for x in ("journal", "rejects.jsonl"))
+        self._names = [Path(name).name for name in files]
         self._stats = [None if name == "-" else os.stat(name) for name in files]
         self._sizes = [about.st_size if about else None for about in self._stats]
         self.progress, self.resumed = Tally(), False
@@ -82,9 +74,6 @@ class TokenRun:
             "files": [[name, about.st_size, about.st_mtime_ns] if about else [name] for name, about in stats],
         }
 
-    def _names(self) -> list[str]:
-        return [Path(name).name for name in self.files]
-
     def _source_bytes(self) -> int:
         """On disk; of standard input what was read of it."""
         known = [size for size in self._sizes if size is not None]
@@ -92,7 +81,7 @@ class TokenRun:
 
     def _info(self, k: int) -> dict[str, Any]:
         p = self.progress
-        return make_info(self.model, p.documents[k], p.tokens[k], self._names()) | {
+        return make_info(self.model, p.documents[k], p.tokens[k], self._names) | {
             "append_eod": self.job.append_eod,
             "bytes": p.text_bytes[k],
             "source_bytes": self._source_bytes(),
@@ -105,7 +94,7 @@ class TokenRun:
         """Are the files there that this run would make? Told by their sidecars and by the times of the inputs."""
         if None in self._stats:
             return False
-        want = (self.model.fingerprint, self.job.append_eod, self._source_bytes(), self._names())
+        want = (self.model.fingerprint, self.job.append_eod, self._source_bytes(), self._names)
         newest = max(about.st_mtime for about in self._stats if about)
         for prefix in self.prefixes:
             try:
@@ -126,9 +115,8 @@ class TokenRun:
         n, dtype = len(self.prefixes), token_dtype(self.model.vocab_size)
         self._journal = Journal(self.journal_path, self._header(), resume, overwrite)
         self.resumed = self._journal.last is not None
-        self.progress = p = self._journal.last or Tally(
-            documents=[0] * n, tokens=[0] * n, empty=[0] * n, text_bytes=[0] * n
-        )
+        zeros: dict[str, Any] = {name: [0] * n for name in ("documents", "tokens", "empty", "text_bytes")}
+        self.progress = p = self._journal.last or Tally(**zeros)
         try:
             for k, prefix in enumerate(self.prefixes):
                 # `finish` of a pair removes the lengths last, and the rejects follow when all pairs are done
@@ -148,11 +136,8 @@ class TokenRun:
     def __exit__(self, *_: object) -> None:
         """After an error: keep what the journal vouches for; without an entry there is nothing to keep."""
         keep = self._journal is not None and self._journal.last is not None
-        for writer in self._writers:
-            if writer and keep:
-                writer.keep()
-            elif writer:
-                writer.abort()
+        for writer in filter(None, self._writers):
+            writer.keep() if keep else writer.abort()
         if self._rejects:
             self._rejects.close(remove=not keep)
         if self._journal:
@@ -187,13 +172,12 @@ class TokenRun:
         """Append every result, and an entry to the journal now and then; the last entry says that all is written."""
         p, meter = self.progress, Meter(self.progress, self._sizes)
         noted, noted_bytes, told = time.monotonic(), 0, p.documents[0]
-        with Bar(f"tokenizing {self._names()[0]}", 100, "%") as bar:
+        with Bar(f"tokenizing {self._names[0]}", 100, "%") as bar:
             for block, result in results:
                 if result.bad and not self.max_bad:
                     line, _, detail, _ = result.samples[0]
-                    raise DataError(
-                        f"{self.files[block.file]}:{line}: {detail}; --max-bad-fraction leaves bad lines out"
-                    )
+                    where = f"{self.files[block.file]}:{line}"
+                    raise DataError(f"{where}: {detail}; --max-bad-fraction leaves bad lines out")
                 noted_bytes += self._append(block, result)
                 meter.read(block)
                 if time.monotonic() - noted >= JOURNAL_SECONDS or noted_bytes >= JOURNAL_BYTES:
@@ -236,9 +220,8 @@ class TokenRun:
             raise
 
     def _note(self) -> None:
-        for writer in self._writers:
-            if writer:
-                writer.sync()
+        for writer in filter(None, self._writers):
+            writer.sync()
         if self._rejects and self._journal:
             self._rejects.sync()
             left_branch.sync(self._rejects_path.parent)
@@ -266,11 +249,8 @@ class Meter:
             if self._first is None:
                 self._first = self.share
 
-    def _seconds(self) -> float:
-        return max(time.perf_counter() - self._begin, 1e-9)
-
     def rates(self) -> str:
-        seconds, now = self._seconds(), self._now
+        seconds, now = max(time.perf_counter() - self._begin, 1e-9), self._now
         return (
             f"{(now.documents[0] - self._documents) / seconds:.0f} documents/s, "
             f"{(now.input_bytes - self._bytes) / seconds / 1e6:.1f} MB/s, "
@@ -278,13 +258,12 @@ class Meter:
         )
 
     def line(self) -> str:
-        seconds = self._seconds()
         text = f"{self._now.documents[0]} documents, {sum(self._now.tokens)} tokens: {self.rates()}"
         if self.share is None or self._first is None:
             return text
         text += f"; {100 * self.share:.1f} % of the input"
         if self.share > self._first:
-            left = round(seconds * (1 - self.share) / (self.share - self._first))
+            left = round((time.perf_counter() - self._begin) * (1 - self.share) / (self.share - self._first))
             text += f", {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
         return text
 
