@@ -7,7 +7,8 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-PROGRAMS = ["pretrain_gpt.py", *sorted(map(str, Path("tools").rglob("*.py")))]
+SUFFIXES = (".py", ".css", ".toml")  # of programs and the data that they read
+PROGRAMS = ["pretrain_gpt.py", *sorted(str(path) for path in Path("tools").rglob("*") if path.suffix in SUFFIXES)]
 
 
 class WithPrograms(build_py):

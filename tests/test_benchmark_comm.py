@@ -74,10 +74,10 @@ def test_links_are_told_apart_by_where_ranks_are() -> None:
         (["--max-bytes", "8"], "max_bytes=8 is below min_bytes=1024; raise it"),
         (
             ["--json", "/no/such/folder/x"],
-            "json=/no/such/folder/x cannot be written: /no/such/folder is no folder; make it",
+            "json=/no/such/folder/x cannot be written: /no/such/folder is not a folder; make it",
         ),
         (["--csv", "/"], "csv=/ is a folder; give the name of a file"),
-        (["--timeout-s", "0"], "timeout_s=0 is no time; give seconds above 0"),
+        (["--timeout-s", "0"], "timeout_s=0 is not a time; give seconds above 0"),
         (["--nproc", "4", "--tensor-model-parallel-size", "3"], "world size 4 is not a multiple of tp 3"),
         (["--nproc", "1", "--device", "cpu"], "one rank has nobody to exchange with; give --nproc 2 or more"),
     ],

@@ -16,8 +16,7 @@ from megalite.models.families import PRESETS
 from megalite.plan.arrangement import Arrangement, arrange
 from tools import benchmark, plot
 from tools.bench import contender, tables
-from tools.bench.advice import advise
-from tools.bench.breakdown import LOST, break_down, least_traffic, lost, shares
+from tools.bench.breakdown import LOST, advise, break_down, least_traffic, lost, shares
 from tools.bench.turns import OtherBenchmark, Row, Table, combinations_of, read
 from tools.pictures import bench
 
@@ -65,10 +64,10 @@ def test_lists_make_every_combination() -> None:
         (["--scaling", "weak"], "scaling=weak needs several numbers of ranks; give --nproc 1,2,4"),
         (["--sweep", "lr=1,2", "--json", "x"], "json=x is of one combination; give --out DIR"),
         (["--out", "x", "--json", "y"], "json=y is of one combination; give --out DIR"),
-        (["--memory-gib", "-1"], "memory_gib=-1 is no quantity; give a number above 0"),
-        (["--memory-gib", "0"], "memory_gib=0 is no quantity"),
-        (["--price-per-hour", "nan"], "price_per_hour=nan is no quantity"),
-        (["--timeout", "inf"], "timeout=inf is no quantity"),
+        (["--memory-gib", "-1"], "memory_gib=-1 is not a positive number; give a number above 0"),
+        (["--memory-gib", "0"], "memory_gib=0 is not a positive number"),
+        (["--price-per-hour", "nan"], "price_per_hour=nan is not a positive number"),
+        (["--timeout", "inf"], "timeout=inf is not a positive number"),
         (["--sweep", "no-such-flag=1,2"], "unknown flag --no-such-flag"),
         (["--sweep", "micro-batch-size=3,5"], "global_batch_size=8 is not a multiple of micro_batch_size 3"),
         (["--sweep", "lr=1,2", "--out", "/proc/x"], "--out /proc/x cannot be written"),
@@ -109,7 +108,7 @@ def test_an_interrupted_sweep_says_so_and_keeps_what_it_has(
     line = ["--sweep", "micro-batch-size=1,2,4", "--out", str(tmp_path / "new" / "folder"), *TINY]
     assert benchmark.main(line) == 130
     out, err = capsys.readouterr()
-    assert "interrupted; the same command goes on" in err and "1 of 3: micro-batch 2, megalite" in err
+    assert "interrupted; the same command resumes it" in err and "1 of 3: micro-batch 2, megalite" in err
     assert "micro-batch 1" in out and "advice: " in out
     made = json.loads((tmp_path / "new" / "folder" / "bench.json").read_text())
     assert not made["complete"] and [row["status"] for row in made["rows"]] == ["ok", "waiting", "waiting"]
@@ -317,7 +316,7 @@ def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match="No such file.*; give what tools/benchmark.py had as --out"):
         plot.main(["bench", str(tmp_path / "none")])
     (tmp_path / "bench.json").write_text("[]")
-    with pytest.raises(SystemExit, match="is no benchmark"):
+    with pytest.raises(SystemExit, match="is not a benchmark"):
         plot.main(["bench", str(tmp_path)])
 
 

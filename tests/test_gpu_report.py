@@ -21,7 +21,7 @@ from tools.bench.gpu_report_parts import Part, Setting
 from tools.bench.kernel_case import Sizes
 from tools.bench.kernel_cases import CASES
 from tools.bench.kernels import SIZES
-from tools.outputs import read_json
+from tools.program import read_json
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 # What else a developer's machine has. Found when Python starts, so that it holds for every process of the report.
@@ -197,7 +197,7 @@ import signal, sys, time
 from pathlib import Path
 from tools import gpu_report
 from tools.bench.gpu_report_parts import Part, Setting
-from tools.outputs import read_json
+from tools.program import read_json
 signal.signal(signal.SIGTERM, gpu_report.terminated)
 def part(name, code):
     words = [sys.executable, "-c", code]
@@ -275,11 +275,11 @@ def test_every_goal_of_a_kernel_names_a_row_that_is_measured() -> None:
         if peer in ("megalite", "compile", *case.peers)
     ]
     results = {"kernels": {"rows": rows}, "peers": {"rows": rows}}
-    goals = list(gpu_report_goals.kernel_goals())
+    goals = list(gpu_report_goals.kernel_goals(results))
     assert len(goals) > 40
-    for goal in goals:
-        assert goal.figure(results, judge=True)["met"] == "yes", goal.what
-        assert goal.figure({}, judge=True)["met"] == "not measured"
+    for goal, without in zip(goals, gpu_report_goals.kernel_goals({}), strict=True):
+        assert goal.figure(judge=True)["met"] == "yes", goal.what
+        assert without.figure(judge=True)["met"] == "not measured"
     ops = set(gpu_report_parts.ELEMENTWISE.split(","))
     assert {goal.what.split()[0] for goal in goals if "Liger" in goal.what} < ops <= {case.op for case in CASES}
 
@@ -288,7 +288,7 @@ def test_goals_are_judged_in_their_direction() -> None:
     trained = {"mfu": 0.61, "memory": 104.0, "estimate": 100.0, "overhead": 0.031, "tokens_per_s": 1.0}
     tests = {"passed": 3, "failed": 0, "did_not_end": 1}
     results = {"train llama3-8b-4096": trained, "train gpt-1.3b-2048": trained, "tests": tests}
-    met = {goal.what: goal.figure(results, judge=True)["met"] for goal in gpu_report_goals.goals()}
+    met = {goal.what: goal.figure(judge=True)["met"] for goal in gpu_report_goals.goals(results)}
     assert met["training llama3-8b-4096: MFU"] == "NO" and met["training gpt-1.3b-2048: MFU"] == "yes"
     assert met["training llama3-8b-4096: peak memory off the estimate"] == "yes"
     assert met["training llama3-8b-4096: step outside forward and backward"] == "NO"

@@ -61,7 +61,8 @@ def test_what_a_wheel_holds(clone: Path, wheel: Path, tmp_path: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "megalite").rglob("*.py")}
     package |= {"megalite/config/megatron_flags.txt", "megalite/completion.sh"}
-    programs = {str(p.relative_to(ROOT)) for p in (ROOT / "tools").rglob("*.py")} | {"pretrain_gpt.py"}
+    files = [p for p in (ROOT / "tools").rglob("*") if p.is_file() and p.suffix not in (".sh", ".pyc")]
+    programs = {str(p.relative_to(ROOT)) for p in files} | {"pretrain_gpt.py"}
     assert {"megalite/config/console.py", "megalite/__main__.py"} <= package and "tools/bench/limited.py" in programs
     assert held == package | {f"megalite/programs/{name}" for name in programs}
     others = [p for p in (ROOT / "megalite").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]

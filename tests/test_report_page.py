@@ -341,7 +341,7 @@ def test_a_damaged_section_says_so_and_leaves_the_others(tmp_path: Path) -> None
     (folder / "status.json").write_text('{"outcome": ')
     page = Page([read_run(folder, "run")])
     text = page.text()
-    assert "Cannot be shown: ValueError: &#x27;F.0&#x27; is no action" in text
+    assert "Cannot be shown: ValueError: &#x27;F.0&#x27; is not an action" in text
     assert "Damaged files" in text and "status.json cannot be read" in text
     assert [picture.name for picture in page.pictures] == ["loss", "steps", "time", "layout", "memory"]
 

@@ -286,7 +286,7 @@ def test_a_sweep_that_is_interrupted_waits_until_its_run_has_saved(tmp_path: Pat
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its run too
-    assert process.returncode == 130 and "interrupted; the same command goes on" in err, err
+    assert process.returncode == 130 and "interrupted; the same command resumes it" in err, err
     assert list((tmp_path / "out/lr=1e-3").glob("iter_*/COMPLETE")) and not (tmp_path / "out/lr=3e-3").exists()
     assert [line.split()[:2] for line in out.splitlines()[-1:]] == [["lr=1e-3", "requeue"]]
 

@@ -16,7 +16,7 @@ BAD = [
     ("plot.py schedule --out {}/no/x.png", "no/x.png"),
     ("plot.py pipeline {}", "--profile-pipeline"),
     ("plot.py pipeline {}/damaged", "damaged"),
-    ("plot.py pipeline {}/mangled", "damaged ('F.0' is no action)"),
+    ("plot.py pipeline {}/mangled", "damaged ('F.0' is not an action)"),
     ("plot.py pipeline {}/waiting", "damaged (never runs: B0.0)"),
     ("plot.py loss {}/damaged", "damaged"),
     ("plot.py loss {}/empty", "no loss in it yet"),

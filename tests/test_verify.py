@@ -397,7 +397,7 @@ def test_a_bad_line_is_refused_at_once() -> None:
     done = verify(f"{GPT} {RUN} --steps 0")
     assert done.returncode == 2 and done.stderr == "verify.py: steps=0 is below 1; give 1 or more\n"
     done = verify(f"{GPT} {RUN} --tp 2 --timeout -1 --out no/such --json .")
-    assert done.returncode == 2 and "timeout=-1 is no time" in done.stderr and "no is no folder" in done.stderr
+    assert done.returncode == 2 and "timeout=-1 is not a time" in done.stderr and "no is not a folder" in done.stderr
     done = verify(f"{GPT} {RUN} --tp 2 --pp 2 --dp 1 --most-ranks 1")
     assert done.returncode == 2 and "most_ranks=1 leaves nothing of tp 2, pp 2, dp 1; give 4 or more" in done.stderr
     done = verify(f"{GPT} {RUN} --tp 2 --nproc 7")

@@ -32,10 +32,9 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.outputs import local_path  # noqa: E402
+from tools.program import local_path, parser_of
 
 SHAPE = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --vocab-size 32000
  --seq-length 512 --micro-batch-size 2 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -53,9 +52,7 @@ def counts(text: str) -> list[int]:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Own options, and the rest. Raises SystemExit(2) where a value cannot be."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--peer", choices=["transformers"], help="measured in turns with megalite")
     parser.add_argument("--allocator", action="store_true", help="also with the allocator's settings, on CPU")
     parser.add_argument("--nproc", type=counts, default=[1], metavar="N[,N...]", help="ranks, of --scaling several")
@@ -75,7 +72,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("memory_gib", "price_per_hour", "timeout"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
-            parser.error(f"{name}={value:g} is no quantity; give a number above 0")
+            parser.error(f"{name}={value:g} is not a positive number; give a number above 0")
     if len(options.nproc) > 1 and not options.scaling:
         parser.error(f"nproc={options.nproc} is several numbers of ranks; give --scaling weak or strong, or one number")
     if len({*options.nproc}) < 2 and options.scaling:

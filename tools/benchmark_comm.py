@@ -25,12 +25,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.parallel.launch import LaunchError, Ranks, leave, process_group  # noqa: E402
-from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups  # noqa: E402
-from tools.outputs import unwritable, write_json  # noqa: E402
+from megalite.parallel.launch import LaunchError, Ranks, leave, process_group
+from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups
+from tools.program import parser_of, unwritable, write_json
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import Sizes
@@ -43,7 +42,7 @@ Found = dict[str, Any]
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Raises SystemExit(2) where a value cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks, where no launcher has started this")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     for axis in ("tensor-model", "pipeline-model", "context"):
@@ -64,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         (args.factor < 2, f"factor={args.factor} is below 2; sizes must grow"),
         (args.min_bytes < 4, f"min_bytes={args.min_bytes} is below 4, one number"),
         (args.max_bytes < args.min_bytes, f"max_bytes={args.max_bytes} is below min_bytes={args.min_bytes}; raise it"),
-        (not 0 < args.timeout_s < 1e6, f"timeout_s={args.timeout_s:g} is no time; give seconds above 0"),
+        (not 0 < args.timeout_s < 1e6, f"timeout_s={args.timeout_s:g} is not a time; give seconds above 0"),
     )
     wrong = [*(text for is_wrong, text in rules if is_wrong), *unwritable(json=args.json, csv=args.csv)]
     if wrong:
@@ -117,20 +116,14 @@ def bench(ranks: Ranks, args: argparse.Namespace) -> int:
     return 0
 
 
-def sizes_of(args: argparse.Namespace) -> list[int]:
-    """From --min-bytes on, the last one --max-bytes or just below."""
-    sizes, size = [], args.min_bytes
-    while size <= args.max_bytes:
-        sizes.append(size)
-        size *= args.factor
-    return sizes
-
-
 def measure(mesh: Any, args: argparse.Namespace) -> Found:
     """Of all axes, kinds and sizes; collective. On rank 0 --json is written after each row, so that what is cut off
     leaves what it has."""
     from megalite.parallel.comm import gather_texts
 
+    sizes = [args.min_bytes]  # the last one --max-bytes or just below
+    while sizes[-1] * args.factor <= args.max_bytes:
+        sizes.append(sizes[-1] * args.factor)
     hosts = gather_texts(socket.gethostname(), mesh.world, mesh.device)
     measured: Found = dict(ranks=mesh.world.size, device=mesh.device.type, hosts=hosts, rows=[], complete=False)
     if mesh.world.is_first:
@@ -138,7 +131,7 @@ def measure(mesh: Any, args: argparse.Namespace) -> Found:
     for axis in axes_of(mesh):
         for groups in ("all", "one") if args.alone and axis.size < mesh.world.size else ("all",):
             for kind in args.kinds:
-                for size in sizes_of(args):
+                for size in sizes:
                     row = over_groups(axis, kind, size, mesh, args.times, alone=groups == "one")
                     measured["rows"].append({"groups": groups, **row})
                     if mesh.world.is_first:
@@ -164,19 +157,17 @@ def links_of(rows: list[dict[str, Any]], inside: dict[str, bool]) -> Found:
     links: Found = {"axes": axes}
     for where, wanted in (("inside", True), ("between", False)):
         # of the world only where it is a group of the layout: all ranks exchange nothing but the step's agreement
-        if some := [
-            link for axis, link in axes.items() if inside[axis] is wanted and (axis != "world" or len(axes) < 2)
-        ]:
+        several = {axis: link for axis, link in axes.items() if axis != "world" or len(axes) < 2}
+        if some := [link for axis, link in several.items() if inside[axis] is wanted]:
             links[where] = min(some, key=lambda link: link["bytes_per_s"])
     return links
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Of the table on the terminal."""
-    cells = (
-        f"{row['axis']:6} {row['size']:5d} {row['groups']:>7} {row['kind']:>15} {row['bytes']:12,} {row['us']:11,.1f}"
-    )
-    return cells + "".join(f" {row[name]:9.3g}" for name in ("gb_s", "median", "least"))
+    who = f"{row['axis']:6} {row['size']:5d} {row['groups']:>7} {row['kind']:>15}"
+    rates = "".join(f" {row[name]:9.3g}" for name in ("gb_s", "median", "least"))
+    return f"{who} {row['bytes']:12,} {row['us']:11,.1f}{rates}"
 
 
 def tell(measured: Found, args: argparse.Namespace) -> None:

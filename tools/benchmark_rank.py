@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config import cli  # noqa: E402
-from megalite.models.families import PRESETS  # noqa: E402
-from megalite.parallel.launch import Ranks, prepare_cuda  # noqa: E402
-from megalite.parallel.local_ranks import cores, start_local  # noqa: E402
-from tools.bench.contender_rank import limit_memory, peak_memory, time_steps, write  # noqa: E402
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.parallel.launch import Ranks, prepare_cuda
+from megalite.parallel.local_ranks import cores, start_local
+from tools.bench.contender import limit_memory, peak_memory, time_steps, write
 
 COPIED_BYTES = 1 << 27
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
@@ -93,7 +92,7 @@ def megalite_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     from megalite.train.setup import build_run
     from megalite.train.step import train_step
     from megalite.train.tell.device_memory import keep_freed_memory
-    from tools.bench.kernel_clock import Clock, copy_rate
+    from tools.bench.kernel_bench import Clock, copy_rate
 
     config, _ = cli.read(task["flags"], PRESETS)
     limit_memory(task.get("memory_bytes"))

@@ -24,11 +24,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.parallel.launch import LaunchError, Ranks, leave, process_group  # noqa: E402
-from tools.bench.collectives import everywhere, on_ranks, over_groups, timed  # noqa: E402
+from megalite.parallel.launch import LaunchError, Ranks, leave, process_group
+from tools.bench.collectives import everywhere, on_ranks, over_groups, timed
+from tools.program import parser_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
 # GB/s in one direction of one card within a node, from the vendors' data sheets: half of what they call bidirectional
@@ -44,7 +44,7 @@ LINKS = (
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--nproc", type=int, help="local ranks, where no launcher has started this")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="groups are those of such a run")
@@ -113,17 +113,13 @@ def measure(mesh: Any, device: Any, args: argparse.Namespace) -> dict[str, Any]:
                 rows += [over_groups(axis, kind, size, mesh, args.times) for kind in KINDS]
     of_pairs = pairs(mesh, device, max(sizes), args.times)
     link = expected(mesh, device)
-    slow = []
     usual = statistics.median(rate for _, _, rate in of_pairs)
-    for a, b, rate in of_pairs:
-        if rate < args.slow * usual:
-            slow.append(f"ranks {a} and {b}: {rate:.3g} GB/s between them, the median pair has {usual:.3g}")
+    about = "ranks {} and {}: {:.3g} GB/s between them, the median pair has {:.3g}"
+    slow = [about.format(a, b, rate, usual) for a, b, rate in of_pairs if rate < args.slow * usual]
     for row in rows:
         if args.expect and row["kind"] == "all_reduce" and row["bytes"] == max(sizes) and row["least"] < args.expect:
-            slow.append(
-                f"all_reduce over {row['axis']} with rank {row['slowest']}: {row['least']:.3g} GB/s, "
-                f"not {args.expect:g}"
-            )
+            reached = f"all_reduce over {row['axis']} with rank {row['slowest']}: {row['least']:.3g} GB/s"
+            slow.append(f"{reached}, not {args.expect:g}")
     found = {"rows": rows, "pairs": of_pairs, "slow": slow}
     best = max(row["median"] for row in rows if row["kind"] == "all_reduce")
     return found | ({"link": f"{link}; all_reduce reaches {best:.3g}"} if link else {})

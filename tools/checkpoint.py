@@ -24,16 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.checkpoint.format import manifest as manifests  # noqa: E402
-from megalite.checkpoint.storage import protocol as storage  # noqa: E402
-from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of  # noqa: E402
-from megalite.config.console import printable  # noqa: E402
+from megalite.checkpoint.format import manifest as manifests
+from megalite.checkpoint.storage import protocol as storage
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse, step_of
+from megalite.config.console import printable
+from tools.program import parser_of, run_program
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megalite.checkpoint.offline import Checkpoint, Item
-    from tools.checks.bits import Difference
+    from tools.checks.conversion import Difference
 
 
 def inspect(path: Location, tensors: bool) -> int:
@@ -82,7 +83,7 @@ def verify(path: Location, every: bool) -> int:
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
     """What differs between two checkpoints, tensor by tensor."""
-    from tools.checks.bits import Difference, difference
+    from tools.checks.conversion import Difference, difference
 
     mine, theirs = a.manifest.tensors, b.manifest.tensors
     for name in sorted({*mine, *theirs}):
@@ -195,9 +196,7 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, *places: str) -> argparse.ArgumentParser:
@@ -225,24 +224,20 @@ def main(argv: list[str]) -> int:
     one.add_argument("--save-retain-interval", type=count, default=None)
     one.add_argument("--dry-run", action="store_true")
     a = parser.parse_args(argv)
+    work: dict[str, Callable[[], int]] = {
+        "inspect": lambda: inspect(parse(a.checkpoint), a.tensors),
+        "verify": lambda: verify(parse(a.checkpoint), a.all),
+        "diff": lambda: diff(parse(a.a), parse(a.b)),
+        "reshard": lambda: reshard(parse(a.checkpoint), parse(a.out), a.files, a.weights),
+        "average": lambda: average(parse(a.out), [parse(one) for one in a.checkpoints], a.files),
+        "prune": lambda: prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),
+    }
     try:
-        if a.command == "inspect":
-            return inspect(parse(a.checkpoint), a.tensors)
-        if a.command == "verify":
-            return verify(parse(a.checkpoint), a.all)
-        if a.command == "diff":
-            return diff(parse(a.a), parse(a.b))
-        if a.command == "reshard":
-            return reshard(parse(a.checkpoint), parse(a.out), a.files, a.weights)
-        if a.command == "average":
-            return average(parse(a.out), [parse(one) for one in a.checkpoints], a.files)
-        return prune(parse(a.directory), a.keep_last, a.save_retain_interval, a.dry_run)
+        return work[a.command]()
     except (CheckpointError, OSError) as error:
         print(printable(f"checkpoint.py: {error}"), file=sys.stderr)
         return 3
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

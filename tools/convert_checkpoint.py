@@ -22,36 +22,35 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
-from megalite.checkpoint.offline import Checkpoint, open_checkpoint  # noqa: E402
-from megalite.config.console import complain  # noqa: E402
-from megalite.config.options import Config, ConfigError, ModelConfig, build  # noqa: E402
-from megalite.config.toml import parse_toml, to_toml  # noqa: E402
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.tokenizers.hugging_face_files import tokenizer_beside  # noqa: E402
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
-from megalite.interop.convert import Ours, model_of  # noqa: E402
-from megalite.interop.hugging_face import model_files as hugging_face  # noqa: E402
-from megalite.interop.hugging_face.config_json import choose_family  # noqa: E402
-from megalite.interop.hugging_face.write import write_model  # noqa: E402
-from megalite.interop.megatron import rank_files as megatron  # noqa: E402
-from megalite.interop.megatron import torch_dist as megatron_dist  # noqa: E402
-from megalite.models.families import FAMILIES  # noqa: E402
-from megalite.models.specs import specs_of  # noqa: E402
-from megalite.optim.loss_scale import LossScaler  # noqa: E402
-from megalite.train.life.export_hf import family_in, like_of, tokenizer_files  # noqa: E402
-from megalite.train.sources import open_tokenizer  # noqa: E402
-from megalite.train.start.foreign_weights import UNKNOWN_VOCABULARY, tokenizer_named_in  # noqa: E402
-from megalite.train.start.resume import TOKENIZER, saved_config  # noqa: E402
-from megalite.train.state import State  # noqa: E402
-from tools.checks import second_reading  # noqa: E402
-from tools.checks.bits import compare  # noqa: E402
-from tools.checks.logits import compare_logits  # noqa: E402
-from tools.foreign_import import write_import  # noqa: E402
-from tools.megatron_release import write_megatron  # noqa: E402
-from tools.outputs import local_path  # noqa: E402
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.offline import Checkpoint, open_checkpoint
+from megalite.config.console import complain
+from megalite.config.options import Config, ConfigError, ModelConfig, build
+from megalite.config.toml import parse_toml, to_toml
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.hugging_face_files import tokenizer_beside
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.interop.convert import Ours, model_of
+from megalite.interop.hugging_face import model_files as hugging_face
+from megalite.interop.hugging_face.config_json import choose_family
+from megalite.interop.hugging_face.write import write_model
+from megalite.interop.megatron import rank_files as megatron
+from megalite.interop.megatron import torch_dist as megatron_dist
+from megalite.models.families import FAMILIES
+from megalite.models.specs import specs_of
+from megalite.optim.loss_scale import LossScaler
+from megalite.train.life.export_hf import family_in, like_of, tokenizer_files
+from megalite.train.sources import open_tokenizer
+from megalite.train.start.foreign_weights import UNKNOWN_VOCABULARY, tokenizer_named_in
+from megalite.train.start.resume import TOKENIZER, saved_config
+from megalite.train.state import State
+from tools.checks import second_reading
+from tools.checks.conversion import compare, compare_logits
+from tools.foreign_import import write_import
+from tools.megatron_release import write_megatron
+from tools.program import local_path, parser_of, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_BOUND = 1e-4
@@ -75,9 +74,7 @@ def parse_size(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-hf", type=local_path, metavar="DIR", help="Hugging Face model directory")
     source.add_argument("--from-megatron", type=local_path, metavar="DIR", help="Megatron-LM checkpoints")
@@ -86,25 +83,20 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--save", type=local_path, metavar="DIR", help="make a checkpoint of megalite")
     target.add_argument("--to-hf", type=local_path, metavar="DIR", help="make a Hugging Face model directory")
     target.add_argument("--to-megatron", type=local_path, metavar="DIR", help="make a release of Megatron-LM")
-    parser.add_argument(
-        "--check", action="store_true", help="compare both sides: all bits, each layer, and logits with transformers'"
-    )
+    both = "compare both sides: all bits, each layer, and logits with transformers'"
+    parser.add_argument("--check", action="store_true", help=both)
     parser.add_argument("--check-bits", action="store_true", help="no logits: one layer in memory at a time")
     parser.add_argument("--seq-length", type=int, help="--from-hf: tokens per sequence; default: all positions")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="--to-hf: default: of --like, or the first fit")
-    parser.add_argument(
-        "--like", type=local_path, metavar="DIR", help="--to-hf: model directory whose tokenizer is copied"
-    )
+    copied = "--to-hf: model directory whose tokenizer is copied"
+    parser.add_argument("--like", type=local_path, metavar="DIR", help=copied)
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="--to-hf: default: as stored")
     parser.add_argument("--max-shard-size", type=parse_size, help="--to-hf: of a file (default 5GB)")
     parser.add_argument("--vocab-size", type=int, help="rows to keep; default: the checkpoint's or tokenizer's")
     parser.add_argument("--target-tensor-parallel-size", type=int, metavar="TP", help="--to-megatron: default 1")
     parser.add_argument("--target-pipeline-parallel-size", type=int, metavar="PP", help="--to-megatron: default 1")
-    parser.add_argument(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        help="--to-megatron: whose names of layers (default transformer_engine)",
-    )
+    names, whose = ("transformer_engine", "local"), "--to-megatron: whose names of layers (default transformer_engine)"
+    parser.add_argument("--transformer-impl", choices=names, help=whose)
     return parser
 
 
@@ -250,10 +242,8 @@ def to_megatron(args: argparse.Namespace) -> bool:
     tokenizer = {name: getattr(config.data, name) for name in TOKENIZER}
     ours = Ours(source, DTYPES.get(args.dtype))  # as stored: there too, norm weights may be a difference from 1
     tp, pp = args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1
-    fused = args.transformer_impl != "local"
-    written = write_megatron(
-        args.to_megatron, ours, model, vocab_size=vocab_size, tokenizer=tokenizer, tp=tp, pp=pp, fused=fused
-    )
+    layout: dict[str, Any] = dict(tp=tp, pp=pp, fused=args.transformer_impl != "local")
+    written = write_megatron(args.to_megatron, ours, model, vocab_size=vocab_size, tokenizer=tokenizer, **layout)
     print(f"{written}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
     check = args.check or args.check_bits
     return not check or checked_megatron(megatron.open_megatron(args.to_megatron), ours, vocab_size)
@@ -281,11 +271,8 @@ def agrees(weight: second_reading.Weight, theirs: ModelConfig, ours: Ours, vocab
     model, stored = saved_model(ours.source), ours.source.dtype("model/embedding.word")
     written = ours.dtype_of("embedding.word")
     rounded = written != stored or (model.apply_layernorm_1p and ours.used)
-    rounding = torch.finfo(written).eps if rounded else 0.0
-    whole = ours.dtype == torch.float32
-    verdict = second_reading.compare_layers(
-        weight, theirs, ours.source, model, vocab_size, main_weights=whole, rounding=rounding
-    )
+    how = {"main_weights": ours.dtype == torch.float32, "rounding": torch.finfo(written).eps if rounded else 0.0}
+    verdict = second_reading.compare_layers(weight, theirs, ours.source, model, vocab_size, **how)
     print(verdict)
     return verdict.good
 
@@ -316,6 +303,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

@@ -11,7 +11,6 @@ the same; 1 they differ; 2 one of them cannot be read.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,11 +18,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable  # noqa: E402
-from megalite.config.field import HOW, MODEL, TRAINING, facts_of  # noqa: E402
-from megalite.config.options import Config, ConfigError, build, completed, options, over_preset  # noqa: E402
-from megalite.config.toml import read_toml  # noqa: E402
-from megalite.models.families import PRESETS  # noqa: E402
+from megalite.config.console import printable
+from megalite.config.field import HOW, MODEL, TRAINING, facts_of
+from megalite.config.options import Config, ConfigError, build, completed, options, over_preset
+from megalite.config.toml import read_toml
+from megalite.models.families import PRESETS
+from tools.program import parser_of, run_program
 
 CHANGES = {MODEL: "the model", TRAINING: "the training", HOW: "how it is computed"}
 ORDER = (*CHANGES.values(), "neither")
@@ -66,7 +66,7 @@ def text_of(rows: list[dict[str, Any]], a: Path, b: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("a", type=Path, help="a run directory, or a TOML file")
     parser.add_argument("b", type=Path, help="the other one")
     parser.add_argument("--json", action="store_true", help="a list of objects")
@@ -82,6 +82,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

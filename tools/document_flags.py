@@ -7,7 +7,6 @@ python tools/document_flags.py --megatron > docs/megatron.md
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from itertools import groupby
@@ -15,23 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.field import (  # noqa: E402
-    base_type,
-    facts_of,
-    spellings,  # noqa: E402
-)
-from megalite.config.megatron_flags import (
-    DEPENDENT,
-    INSTEAD,
-    NO_EFFECT,
-    OPTION,
-    REFUSED,
-    WARNED,
-    Flag,
-    first_of,
-    known_flags,
-)
-from megalite.config.options import SECTIONS, options  # noqa: E402
+from megalite.config import megatron_flags
+from megalite.config.field import base_type, facts_of, spellings
+from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, Flag
+from megalite.config.options import SECTIONS, options
+from tools.program import parser_of
 
 TAKES = {flag: facts_of(f) for _, f in options() for flag, value in spellings(f) if value is None}  # a value
 OUTSIDE = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
@@ -48,19 +35,14 @@ def flags_page() -> str:
     ]
     for section in SECTIONS:
         lines += [f"## {section}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
-        for where, f in options():
-            if where == section:
-                shown = [
-                    flag
-                    for flag, value in spellings(f)
-                    if base_type(f) != "bool"
-                    or (value is not f.default and not flag.startswith("--disable-" + f.name[:4]))
-                ]
-                facts = facts_of(f)
-                kind = " / ".join(facts.choices) or base_type(f)
-                default = "" if f.default is None else "required" if facts.required else str(f.default)
-                meaning = facts.help.replace("|", "&#124;")
-                lines.append(f"| {', '.join(f'`{flag}`' for flag in shown)} | {kind} | {default} | {meaning} |")
+        for f in (f for where, f in options() if where == section):
+            flags = [flag for flag, value in spellings(f) if base_type(f) != "bool" or value is not f.default]
+            shown = [flag for flag in flags if base_type(f) != "bool" or not flag.startswith(f"--disable-{f.name[:4]}")]
+            facts = facts_of(f)
+            kind = " / ".join(facts.choices) or base_type(f)
+            default = "" if f.default is None else "required" if facts.required else str(f.default)
+            meaning = facts.help.replace("|", "&#124;")
+            lines.append(f"| {', '.join(f'`{flag}`' for flag in shown)} | {kind} | {default} | {meaning} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -75,7 +57,7 @@ def verdict(name: str, flag: Flag) -> str:
         refused = ", ".join(f"`{value}`" for value in facts.refused)
         return f"does, but for {refused}: refused" if refused else "does"
     if flag.verdict == DEPENDENT:
-        return f"no effect here, because it only matters beside `{first_of(flag.feature)}`"
+        return f"no effect here, because it only matters beside `{megatron_flags.first_of(flag.feature)}`"
     if flag.verdict == NO_EFFECT:
         return f"no effect here, because: {flag.reason}"
     said = "starts with a warning" if flag.verdict == WARNED else "refused"
@@ -84,7 +66,7 @@ def verdict(name: str, flag: Flag) -> str:
 
 
 def megatron_page() -> str:
-    known = {name: f for name, f in known_flags().items() if f.verdict != INSTEAD}
+    known = {name: f for name, f in megatron_flags.known_flags().items() if f.verdict != INSTEAD}
     theirs = {name: f for name, f in known.items() if f.group not in OUTSIDE}
     count = Counter(f.verdict for f in theirs.values())
     accepted = count[OPTION] + count[NO_EFFECT]
@@ -110,7 +92,7 @@ def megatron_page() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--megatron", action="store_true", help="docs/megatron.md instead of docs/flags.md")
     sys.stdout.write(megatron_page() if parser.parse_args().megatron else flags_page())
     return 0

@@ -25,15 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.console import complain, printable
 from megalite.parallel.launch import LaunchError, Ranks, leave, process_group, read_environment
 from megalite.parallel.local_ranks import INTERRUPTED, start_local
+from tools.program import parser_of
 
 LEAST = {"max_new_tokens": 1, "top_k": 0, "temperature": 0, "batch_size": 1, "nproc": 1}
 LEAST |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seed": 0}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or Hugging Face model")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
     parser.add_argument("--prompts-file", type=Path, help="more: one per line; .jsonl: strings, or objects with text")
@@ -62,9 +61,8 @@ def misuse(args: argparse.Namespace, world: int) -> str | None:
         return f"--top-p {args.top_p} is not in (0, 1]; give a probability"
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if tp * pp != world:
-        return (
-            f"{world} process{'es' * (world > 1)} for tp {tp} x pp {pp} = {tp * pp}; start as many (--nproc {tp * pp})"
-        )
+        ranks = f"{world} process{'es' * (world > 1)} for tp {tp} x pp {pp} = {tp * pp}"
+        return f"{ranks}; start as many (--nproc {tp * pp})"
     return None
 
 
@@ -86,7 +84,7 @@ def read_prompts(given: list[str], path: Path | None) -> list[str]:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); write a string on each line") from None
             value = value.get("text") if isinstance(value, dict) else value
             if not isinstance(value, str):
-                raise ValueError(f"{path}, line {number}: no string, and no object with a text; write one")
+                raise ValueError(f"{path}, line {number}: neither a string nor an object with a text; write one")
             prompts.append(value)
         if not prompts:
             raise ValueError(f"--prompts-file {path} is empty; write a prompt on each line")

@@ -32,14 +32,14 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.train.tell.run_dir import write_atomically
+from tools.bench import gpu_report_goals, limited
+from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of
+from tools.program import local_path, parser_of, read_json
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from megalite.train.tell.run_dir import write_atomically  # noqa: E402
-from tools.bench import gpu_report_goals, limited  # noqa: E402
-from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of  # noqa: E402
-from tools.outputs import local_path, read_json  # noqa: E402
-
 LEAST_S = 10.0  # a part is not begun with less
 PROBE_S, ANSWER_S = 90.0, 30.0
 TOTAL_S = {False: 465.0, True: 585.0}  # on one card, on several
@@ -68,14 +68,9 @@ class Report:
 
     def render(self) -> tuple[dict[str, Any], str]:
         """The content of report.json and of report.md. Raises what results of an unexpected shape lead to."""
-        judge = not self.setting.tiny
-        content = {
-            "dry_run": self.setting.tiny,
-            "facts": self.facts,
-            "parts": self.parts,
-            "figures": [goal.figure(self.results, judge) for goal in gpu_report_goals.goals()],
-            "results": self.results,
-        }
+        tiny, goals = self.setting.tiny, gpu_report_goals.goals(self.results)
+        content = {"dry_run": tiny, "facts": self.facts, "parts": self.parts}
+        content |= {"figures": [goal.figure(not tiny) for goal in goals], "results": self.results}
         return content, gpu_report_goals.markdown(content)
 
     def write(self) -> dict[str, Any]:
@@ -126,23 +121,19 @@ def facts_of(out: Path, tiny: bool, cpu: bool) -> tuple[dict[str, Any], str]:
 
 def commit() -> str:
     """The commit of the working tree, with a mark where it was changed; "unknown" outside of git."""
-    try:
-        words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
+    return "unknown"
 
 
 def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> None:
-    if part.skip is not None:
-        entry["status"] = f"skipped: {part.skip}"
-        return
-    if seconds < LEAST_S:
-        entry["status"] = "not run: no time was left"
-        return
-    if report.sick and not report.card_answers(f"before {part.name}"):
-        entry["status"] = "not run: the card does not answer"
+    refused = f"skipped: {part.skip}" if part.skip is not None else ""
+    refused = refused or "not run: no time was left" * (seconds < LEAST_S)
+    if not refused and report.sick and not report.card_answers(f"before {part.name}"):
+        refused = "not run: the card does not answer"
+    if refused:
+        entry["status"] = refused
         return
     folder = report.out / part.name.replace(" ", "-")
     shutil.rmtree(folder, ignore_errors=True)  # of another run
@@ -197,9 +188,7 @@ def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
     parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="of " + ", ".join(names))

@@ -11,24 +11,24 @@ how many documents end with the end-of-document id. The first fault is named and
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
-from numpy.typing import NDArray  # noqa: E402
+import numpy as np
+from numpy.typing import NDArray
 
-from megalite.config.console import Bar, complain  # noqa: E402
-from megalite.config.packages import needs  # noqa: E402
+from megalite.config.console import Bar, complain
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.files.sidecar import check_tokenizer, read_info  # noqa: E402
-from megalite.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer  # noqa: E402
-from tools.merge_datasets import document_blocks  # noqa: E402
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.sidecar import check_tokenizer, read_info
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import TYPES, build_tokenizer
+from tools.merge_datasets import document_blocks
+from tools.pictures.canvas import Picture, figure, ink, save
+from tools.program import parser_of, run_program
 
 CHUNK = 1 << 22  # tokens, or index entries, read at a time
 QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
@@ -51,10 +51,8 @@ def summary(data: IndexedDataset, info: dict[str, Any] | None) -> str:
         lines.append("no prefix.json: the tokenizer that made it is not known")
     else:
         made_by = info["tokenizer"]
-        lines.append(
-            f"made by {made_by.get('name')}, vocabulary {made_by['vocab_size']}, end of document {made_by.get('eod')}, "
-            f"fingerprint {made_by['fingerprint'][:12]}"
-        )
+        vocabulary = f"vocabulary {made_by['vocab_size']}, end of document {made_by.get('eod')}"
+        lines.append(f"made by {made_by.get('name')}, {vocabulary}, fingerprint {made_by['fingerprint'][:12]}")
         sources = info.get("sources") or []
         lines.append(f"sources: {', '.join(map(str, sources[:5]))}{', ...' if len(sources) > 5 else ''}")
     if len(data):
@@ -70,34 +68,26 @@ def summary(data: IndexedDataset, info: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
-def draw(data: IndexedDataset, path: str) -> None:
+def picture(data: IndexedDataset) -> Picture:
     """The histogram of lengths, by documents and by the tokens in them."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise DataError(needs("--png", "matplotlib")) from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = histogram(data.lengths)
     names = [str(low) if low == high else f"{low}-{high}" for low, high, _ in rows]
-    kinds = np.frexp(data.lengths)[1]
-    tokens = np.bincount(kinds, weights=data.lengths, minlength=len(rows))
-    figure, axis = plt.subplots(figsize=(10, 4.5), layout="constrained")
-    places = np.arange(len(rows))
-    axis.bar(places - 0.2, [100 * row[2] / len(data) for row in rows], 0.4, label="documents", color="#4c8ed9")
-    axis.bar(places + 0.2, 100 * tokens / max(data.num_tokens, 1), 0.4, label="tokens", color="#f2a65a")
-    axis.set_xticks(places, names, rotation=45, ha="right")
-    axis.set_xlabel("tokens per document")
-    axis.set_ylabel("share, %")
-    axis.set_title(f"{Path(data.prefix).name}: {len(data):,} documents, {data.num_tokens:,} tokens", loc="left")
-    axis.legend()
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise DataError(f"png={path} cannot be written: {error}") from error
+    tokens = np.bincount(np.frexp(data.lengths)[1], weights=data.lengths, minlength=len(rows))
+    title = f"{Path(data.prefix).name}: {len(data):,} documents, {data.num_tokens:,} tokens"
+
+    def draw(width: float) -> Any:
+        made, (axis,) = figure(width, [3.9])
+        places = np.arange(len(rows))
+        axis.bar(places - 0.2, [100 * row[2] / len(data) for row in rows], 0.4, label="documents", color=ink("blue"))
+        axis.bar(places + 0.2, 100 * tokens / max(data.num_tokens, 1), 0.4, label="tokens", color=ink("orange"))
+        axis.set_xticks(places, names, rotation=45, ha="right")
+        axis.set_xlabel("tokens per document")
+        axis.set_ylabel("share, %")
+        axis.set_title(title, loc="left")
+        axis.legend()
+        return made
+
+    return Picture("lengths", title, draw)
 
 
 def show_document(data: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> str:
@@ -109,10 +99,9 @@ def show_document(data: IndexedDataset, document: int, tokenizer: Tokenizer | No
     if tokenizer is not None:
         wrong = [i for i in ids if not 0 <= i < tokenizer.vocab_size]
         if wrong:
-            raise DataError(
-                f"{data.prefix}.bin: document {document}, token {ids.index(wrong[0])}: id {wrong[0]} is outside the "
-                f"vocabulary 0..{tokenizer.vocab_size - 1} of {tokenizer.name}"
-            )
+            at = f"document {document}, token {ids.index(wrong[0])}: id {wrong[0]}"
+            outside = f"outside the vocabulary 0..{tokenizer.vocab_size - 1} of {tokenizer.name}"
+            raise DataError(f"{data.prefix}.bin: {at} is {outside}")
         lines.append(tokenizer.decode(ids))
     return "\n".join(lines)
 
@@ -126,10 +115,9 @@ def check_index(data: IndexedDataset) -> None:
         wrong = np.flatnonzero((sizes < 0) | (data.pointers[a : a + CHUNK] != begins))
         if wrong.size:
             i = int(wrong[0])
-            raise DataError(
-                f"{data.prefix}.idx: document {a + i}: {sizes[i] // width} tokens at byte {data.pointers[a + i]}, but "
-                f"the one before ends at byte {begins[i]}; write the pair again"
-            )
+            here = f"document {a + i}: {sizes[i] // width} tokens at byte {data.pointers[a + i]}"
+            before = f"the one before ends at byte {begins[i]}"
+            raise DataError(f"{data.prefix}.idx: {here}, but {before}; write the pair again")
         end = int(begins[-1] + sizes[-1])
     if end != data.num_tokens * width:
         raise DataError(f"{data.prefix}.bin: has {data.num_tokens * width} bytes, but the index accounts for {end}")
@@ -146,9 +134,8 @@ def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | 
     check_index(data)
     for key, count in (("documents", len(data)), ("tokens", data.num_tokens)):
         if info is not None and info.get(key, count) != count:
-            raise DataError(
-                f"{data.prefix}.json: {key} is {info[key]}, but the pair has {count}; it is of another pair"
-            )
+            differs = f"{key} is {info[key]}, but the pair has {count}"
+            raise DataError(f"{data.prefix}.json: {differs}; it is of another pair")
     ended = filled = separators = 0
     for first, last, begin, end in document_blocks(data):
         lengths = data.lengths[first:last]
@@ -161,11 +148,9 @@ def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | 
                 at = int(np.flatnonzero((tokens < 0) | (tokens >= (vocab_size or 1 << 62)))[0])
                 inside = int(np.searchsorted(ends, a + at, side="right"))
                 token = a + at - int(ends[inside] - lengths[inside])
-                raise DataError(
-                    f"{data.prefix}.bin: document {first + inside}, token {token} (position {a + at} of the file): "
-                    f"id {tokens[at]} is outside the vocabulary "
-                    f"0..{'' if vocab_size is None else vocab_size - 1}; use the tokenizer that made the data"
-                )
+                where = f"document {first + inside}, token {token} (position {a + at} of the file): id {tokens[at]}"
+                outside = f"outside the vocabulary 0..{'' if vocab_size is None else vocab_size - 1}"
+                raise DataError(f"{data.prefix}.bin: {where} is {outside}; use the tokenizer that made the data")
             if eod is not None:
                 separators += int(np.count_nonzero(tokens == eod))
                 lasts = ends[(lengths > 0) & (ends > a) & (ends <= b)] - 1 - a
@@ -181,9 +166,7 @@ def verify(data: IndexedDataset, info: dict[str, Any] | None, vocab_size: int | 
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("prefix", help="the pair is PREFIX.bin and PREFIX.idx")
     parser.add_argument("--png", metavar="FILE", help="draw the lengths of the documents")
     parser.add_argument("--document", type=int, metavar="N", help="show document N, from 0; as text with a tokenizer")
@@ -198,14 +181,8 @@ def main(argv: list[str]) -> int:
     try:
         data, info, tokenizer = IndexedDataset(args.prefix), read_info(args.prefix), None
         if args.tokenizer_type is not None:
-            tokenizer = build_tokenizer(
-                args.tokenizer_type,
-                tokenizer_model=args.tokenizer_model,
-                vocab_file=args.vocab_file,
-                merge_file=args.merge_file,
-                vocab_size=args.vocab_size,
-                tiktoken_pattern=args.tiktoken_pattern,
-            )
+            names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")
+            tokenizer = build_tokenizer(args.tokenizer_type, **{name: getattr(args, name) for name in names})
             check_tokenizer(args.prefix, tokenizer)
         if args.verify:
             made_by = info["tokenizer"] if info is not None else {}
@@ -220,7 +197,10 @@ def main(argv: list[str]) -> int:
         if args.document is not None:
             print(show_document(data, args.document, tokenizer))
         if args.png is not None:
-            draw(data, args.png)
+            try:
+                save(picture(data), args.png)
+            except (OSError, ValueError) as error:
+                raise DataError(f"png={args.png} cannot be written: {error}") from error
         if not args.verify and args.document is None:
             print(summary(data, info))
     except DataError as error:
@@ -230,6 +210,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

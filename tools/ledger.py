@@ -7,18 +7,18 @@ python tools/ledger.py runs/mine/iter_0000500
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.checkpoint.format.manifest import newest  # noqa: E402
-from megalite.checkpoint.storage.location import CheckpointError, Location, parse  # noqa: E402
-from megalite.config.console import printable  # noqa: E402
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.samples.ledger import Total, read  # noqa: E402
+from megalite.checkpoint.format.manifest import newest
+from megalite.checkpoint.storage.location import CheckpointError, Location, parse
+from megalite.config.console import printable
+from megalite.data.errors import DataError
+from megalite.data.samples.ledger import Total, read
+from tools.program import parser_of, run_program
 
 
 def table(totals: Sequence[Total]) -> str:
@@ -45,9 +45,7 @@ def show(directory: str | Location) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("checkpoint", type=str, metavar="CHECKPOINT")
     try:
         print(printable(show(parser.parse_args(argv).checkpoint)))
@@ -58,6 +56,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

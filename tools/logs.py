@@ -9,7 +9,6 @@ RUN is a run directory. Times are those of each machine's own clock.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import itertools
 import json
@@ -22,8 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable  # noqa: E402
-from megalite.train.tell.run_dir import outcome_of, read_status, trained  # noqa: E402
+from megalite.config.console import printable
+from megalite.train.tell.run_dir import outcome_of, read_status, trained
+from tools.program import parser_of, run_program
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
 FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|pretrain_gpt\.py: |lost another rank")
@@ -117,12 +117,12 @@ def status_line(run: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--short", action="store_true", help="only the failures")
     args = parser.parse_args(argv)
     if not args.run.is_dir():
-        parser.error(f"{args.run} is no directory; give that of a run")
+        parser.error(f"{args.run} is not a directory; give that of a run")
     entries = read(args.run)
     lines = [f"failure {number}: {line}" for number, line in enumerate(failures(entries), 1)]
     lines += [f"the end: {status_line(args.run)}"]
@@ -134,6 +134,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

@@ -54,6 +54,12 @@ def write_megatron(
     dtype = str(ours.dtype_of("embedding.word"))[6:]
     sizes = dict(vocab_size=vocab_size, padded_vocab_size=padded)
     args = write_args(model, **sizes, tokenizer=tokenizer, tp=tp, pp=pp, dtype=dtype)
+
+    def name_of(plain: str) -> str:
+        for there, here in FUSED if fused else ():
+            plain = plain.replace(here, there)
+        return plain
+
     each = model.num_layers // pp
     stages = [range(p * each, (p + 1) * each) for p in range(pp)]
     with new_directory(directory) as part, Bar("writing for Megatron-LM", tp * pp, "ranks") as bar:
@@ -63,7 +69,7 @@ def write_megatron(
                 wanted = recipes(MEGATRON, specs, model.groups, layers, tp=tp, rank=t)
                 twice = {recipe.parts for recipe in wanted if recipe.copy}  # the first stage names it as itself
                 weights = OrderedDict(
-                    (_name(recipe.theirs, fused), join(recipe, lambda spec, box: _padded(ours, spec, box)))
+                    (name_of(recipe.theirs), join(recipe, lambda spec, box: _padded(ours, spec, box)))
                     for recipe in wanted
                     if recipe.copy == (p > 0) or recipe.parts not in twice
                 )
@@ -122,12 +128,6 @@ def _pattern(text: str | None, layers: int) -> int | list[int] | None:
 def _factor(value: float) -> int | float | None:
     """A whole number is one there; 1 is not written."""
     return None if value == 1 else int(value) if value == int(value) else value
-
-
-def _name(plain: str, fused: bool) -> str:
-    for there, here in FUSED if fused else ():
-        plain = plain.replace(here, there)
-    return plain
 
 
 def _padded(ours: Ours, spec: ParamSpec, box: Box) -> Tensor:

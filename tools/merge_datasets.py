@@ -12,7 +12,6 @@ final name before all is copied.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from megalite.config.console import complain  # noqa: E402
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.files.sidecar import read_info  # noqa: E402
-from tools.outputs import local  # noqa: E402
-from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
+from megalite.config.console import complain
+from megalite.data.errors import DataError
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.files.sidecar import read_info
+from tools.preprocess.indexed_writer import IndexedWriter
+from tools.program import local, parser_of, run_program
 
 COPY_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
@@ -86,10 +85,9 @@ def merge_info(infos: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     for other, info in infos[1:]:
         theirs = info["tokenizer"]
         if theirs["fingerprint"] != mine["fingerprint"]:
-            raise DataError(
-                f"{other} was made with tokenizer {theirs.get('name')} {theirs['fingerprint'][:12]}, but {prefix} with "
-                f"{mine.get('name')} {mine['fingerprint'][:12]}: their ids mean different text; use one tokenizer"
-            )
+            both = [f"{one.get('name')} {one['fingerprint'][:12]}" for one in (theirs, mine)]
+            makers = f"{other} was made with tokenizer {both[0]}, but {prefix} with {both[1]}"
+            raise DataError(f"{makers}: their ids mean different text; use one tokenizer")
     made = {key: value for key, value in first.items() if all(info.get(key) == value for _, info in infos)}
     for key in SUMS:
         values = [info.get(key) for _, info in infos]
@@ -113,10 +111,8 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Merged:
     files = [IndexedDataset(prefix) for prefix in prefixes]
     for file in files:
         if file.dtype != files[0].dtype:
-            raise DataError(
-                f"{file.prefix} holds {file.dtype} tokens, but {files[0].prefix} {files[0].dtype}: they cannot share "
-                "a file; preprocess them again with one vocabulary"
-            )
+            both = f"{file.prefix} holds {file.dtype} tokens, but {files[0].prefix} {files[0].dtype}"
+            raise DataError(f"{both}: they cannot share a file; preprocess them again with one vocabulary")
         _one_sequence_each(file)
     found = [(prefix, read_info(prefix)) for prefix in prefixes]
     infos = [(prefix, info) for prefix, info in found if info is not None]
@@ -124,18 +120,14 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Merged:
     missing = [prefix for prefix, one in found if one is None]
     try:
         with IndexedWriter(output_prefix, files[0].dtype) as writer:
-            tokens = 0
             for file in files:
                 for a, b, begin, end in document_blocks(file):
                     writer.add_many(file.tokens[begin:end], np.asarray(file.lengths[a:b]))
-                    tokens += end - begin
-            documents = writer.num_documents
             writer.finish(None if missing else info)
     except OSError as error:
-        raise DataError(
-            f"{output_prefix}: {error.strerror or error}; nothing was written under the final names"
-        ) from error
-    return Merged(documents, tokens, missing)
+        why = error.strerror or error
+        raise DataError(f"{output_prefix}: {why}; nothing was written under the final names") from error
+    return Merged(writer.num_documents, writer.num_tokens, missing)
 
 
 def _one_sequence_each(file: IndexedDataset) -> None:
@@ -146,20 +138,15 @@ def _one_sequence_each(file: IndexedDataset) -> None:
         part = ends[a : a + BLOCK_DOCUMENTS]
         same = same and bool((part == np.arange(a, a + len(part))).all())
     if not same:
-        raise DataError(
-            f"{file.prefix}: its documents consist of several sequences each (made with --split-sentences), which "
-            "cannot be merged; preprocess it without that"
-        )
+        several = "its documents consist of several sequences each (made with --split-sentences)"
+        raise DataError(f"{file.prefix}: {several}, which cannot be merged; preprocess it without that")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="what to merge, in order")
-    parser.add_argument(
-        "--output-prefix", type=local, required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json"
-    )
+    written = "writes PREFIX.bin, PREFIX.idx and PREFIX.json"
+    parser.add_argument("--output-prefix", type=local, required=True, help=written)
     args = parser.parse_args(argv)
     try:
         prefixes = expand_prefixes(args.input)
@@ -175,6 +162,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

@@ -23,20 +23,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import printable  # noqa: E402
-from megalite.pipeline.schedule import SCHEDULES, Split, plan  # noqa: E402
-from megalite.pipeline.simulate import simulate  # noqa: E402
-from tools.pictures import bench, curves, pipeline, shares  # noqa: E402
-from tools.pictures import plan as plans  # noqa: E402
-from tools.pictures.canvas import NARROW, WIDE, Picture, save  # noqa: E402
-from tools.pictures.in_text import draw  # noqa: E402
-from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
+from megalite.config.console import printable
+from megalite.pipeline.schedule import SCHEDULES, Split, plan
+from megalite.pipeline.simulate import simulate
+from tools.pictures import bench, curves, pipeline, shares
+from tools.pictures import plan as plans
+from tools.pictures.canvas import NARROW, WIDE, Picture, save
+from tools.pictures.run import Run, RunError, read_runs
+from tools.program import parser_of, run_program
 
 
 def schedule(args: argparse.Namespace) -> None:
     if args.text:
         rows = plan(args.schedule, args.pp, args.microbatches, args.vpp, split=Split() if args.split else None)
-        print(draw(rows))
+        print(pipeline.as_text(rows))
         print(pipeline.told(rows, simulate(rows)))
         return
     put(pipeline.schedule(args.schedule, args.pp, args.vpp, args.microbatches, args.split), args)
@@ -92,9 +92,8 @@ def of_plan(args: argparse.Namespace) -> None:
         make = {"memory": plans.picture, "layout": plans.layout}[args.show]
         picture = make(json.loads(args.plan.read_text("utf-8")))
     except OSError as error:
-        raise SystemExit(
-            printable(f"plot.py: {args.plan}: {error.strerror}; give what tools/plan.py --json wrote")
-        ) from None
+        why = f"{args.plan}: {error.strerror}; give what tools/plan.py --json wrote"
+        raise SystemExit(printable(f"plot.py: {why}")) from None
     except (ValueError, RecursionError) as error:
         raise SystemExit(printable(f"plot.py: {args.plan}: {error}")) from None
     put(picture, args)
@@ -135,7 +134,7 @@ def positive(text: str) -> int:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("schedule", help="a schedule as text or picture")
     one.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
@@ -143,11 +142,8 @@ def main(argv: list[str]) -> None:
     one.add_argument("--vpp", type=positive, default=1, help="chunks per rank")
     one.add_argument("--microbatches", type=positive, default=8)
     one.add_argument("--split", action="store_true", help="weight gradients apart from backward")
-    one.add_argument(
-        "--text",
-        action="store_true",
-        help="print it: digits are micro-batches, ' a later chunk, [] backward, () weights' gradients",
-    )
+    marks = "print it: digits are micro-batches, ' a later chunk, [] backward, () weights' gradients"
+    one.add_argument("--text", action="store_true", help=marks)
     one.set_defaults(run=schedule, picture="schedule")
     planned = commands.add_parser("plan", help="what a plan's ranks hold, and where its steps' time goes")
     planned.add_argument("plan", metavar="PLAN.json", type=Path)
@@ -168,14 +164,11 @@ def main(argv: list[str]) -> None:
     try:
         args.run(args)
     except RunError as error:
-        more = {"pipeline": " of --profile-pipeline STEP"}.get(args.picture, "")
-        text = f"{error}{more}"
-        raise SystemExit(printable(f"plot.py: {text}")) from None
+        more = " of --profile-pipeline STEP" * (args.picture == "pipeline")
+        raise SystemExit(printable(f"plot.py: {error}{more}")) from None
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
         raise SystemExit(printable(f"plot.py: {args.out}: {error}")) from None
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))
+    run_program(main)

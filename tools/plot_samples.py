@@ -7,7 +7,6 @@ python tools/plot_samples.py --lengths 30 4 9 12 7 --split 4,1,0 --seq-length 10
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -17,21 +16,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
-from numpy.typing import NDArray  # noqa: E402
+import numpy as np
+from numpy.typing import NDArray
 
-from megalite.config.console import complain  # noqa: E402
+from megalite.config.console import complain
 from megalite.config.packages import MissingPackage, needs
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset  # noqa: E402
+from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.blend import split_parts
-from megalite.data.samples.epochs import build_epoch  # noqa: E402
-from megalite.data.samples.gpt_dataset import GptDataset  # noqa: E402
-from megalite.data.samples.packed_dataset import PackedDataset  # noqa: E402
-from megalite.data.samples.permutation import fold, permute  # noqa: E402
-from megalite.data.samples.token_line import Line  # noqa: E402
-from tools.plot import positive  # noqa: E402
-from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
+from megalite.data.samples.epochs import build_epoch
+from megalite.data.samples.gpt_dataset import GptDataset
+from megalite.data.samples.packed_dataset import PackedDataset
+from megalite.data.samples.permutation import fold, permute
+from megalite.data.samples.token_line import Line
+from tools.plot import positive
+from tools.preprocess.indexed_writer import IndexedWriter
+from tools.program import parser_of, run_program
 
 LENGTHS = (14, 5, 9, 3, 22, 7, 4, 11, 6, 16, 8, 5)
 COLOURS = (
@@ -151,9 +151,8 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
     def note(axis: Any, x: float, text: str, y: float = -0.98, **options: Any) -> None:
         axis.text(x, y, text, ha="center", va="center", fontsize=8, color="#333333", **options)
 
-    title(
-        axes[0], f"1  The file: {len(lengths)} documents, divided into training, validation and test by --split {split}"
-    )
+    what = f"1  The file: {len(lengths)} documents, divided into training, validation and test by --split {split}"
+    title(axes[0], what)
     bar(axes[0], 0, toy.file)
     ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     for name, part in zip(("train", "valid", "test"), toy.ranges, strict=True):
@@ -172,11 +171,8 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
             note(axes[1], (j + 0.5) * seq_length, f"window {j}")
 
     title(axes[2], "3  What is trained on: the windows shuffled, each with the token after it (pale), a label only")
-    title(
-        axes[3],
-        f"4  The same documents with best-fit packing; documents cut: {plan.pieces.num_cut} (above: {toy.cut}); "
-        f"{100 * plan.padding:.0f} % padding, hatched",
-    )
+    cut = f"documents cut: {plan.pieces.num_cut} (above: {toy.cut}); {100 * plan.padding:.0f} % padding, hatched"
+    title(axes[3], f"4  The same documents with best-fit packing; {cut}")
     step = seq_length + 1 + GAP
     for i, (row, number) in enumerate(toy.windows):
         bar(axes[2], i * step, row, seq_length)
@@ -188,7 +184,7 @@ def draw(lengths: list[int], split: str, seq_length: int, seed: int) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("--lengths", type=positive, nargs="+", default=list(LENGTHS), help="tokens of each document")
     parser.add_argument("--split", default="10,1,1", help="as in training")
     parser.add_argument("--seq-length", type=positive, default=16)
@@ -203,6 +199,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))
+    run_program(main)

@@ -20,15 +20,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config import cli  # noqa: E402
-from megalite.config.console import complain  # noqa: E402
-from megalite.config.options import Config, ConfigError  # noqa: E402
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.samples.blend import Blend  # noqa: E402
-from megalite.data.samples.ledger import Ledger  # noqa: E402
-from megalite.data.samples.source import Dataset, Source  # noqa: E402
-from megalite.models.families import PRESETS  # noqa: E402
-from megalite.train.sources import open_sources  # noqa: E402
+from megalite.config import cli
+from megalite.config.console import complain
+from megalite.config.options import Config, ConfigError
+from megalite.data.errors import DataError
+from megalite.data.samples.blend import Blend
+from megalite.data.samples.ledger import Ledger
+from megalite.data.samples.source import Dataset, Source
+from megalite.models.families import PRESETS
+from megalite.train.sources import open_sources
+from tools.program import run_program
 
 
 def files_of(dataset: Dataset, samples: int) -> list[tuple[Source, int]]:
@@ -98,6 +99,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

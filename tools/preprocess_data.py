@@ -21,20 +21,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain  # noqa: E402
+from megalite.config.console import complain
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset  # noqa: E402
-from megalite.data.tokenizers.tokenizer_types import TYPES  # noqa: E402
-from tools.outputs import local  # noqa: E402
-from tools.preprocess.rejects import take_bad_fraction  # noqa: E402
-from tools.preprocess.tokenize_files import preprocess  # noqa: E402
-from tools.preprocess.workers import Job  # noqa: E402
+from megalite.data.files.indexed import IndexedDataset
+from megalite.data.tokenizers.tokenizer_types import TYPES
+from tools.preprocess.rejects import take_bad_fraction
+from tools.preprocess.token_run import preprocess
+from tools.preprocess.workers import Job
+from tools.program import local, parser_of, run_program
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     formats = ".jsonl, .json (lines), .txt, each also .gz or .zst; .parquet; - for standard input"
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=formats)
     parser.add_argument("--output-prefix", type=local, required=True, help="files are named PREFIX_KEY_document")
@@ -45,14 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")
     parser.add_argument("--vocab-size", type=int, help="of NullTokenizer")
     parser.add_argument("--tiktoken-pattern", help="of TikTokenizer: v1 or v2")
-    parser.add_argument(
-        "--no-gigatoken", dest="gigatoken", action="store_false", help="use the tokenizer's own library in any case"
-    )
+    own = "use the tokenizer's own library in any case"
+    parser.add_argument("--no-gigatoken", dest="gigatoken", action="store_false", help=own)
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: one per core")
-    parser.add_argument(
-        "--log-interval", type=int, default=10_000, metavar="N", help="documents between progress lines"
-    )
+    lines = "documents between progress lines"
+    parser.add_argument("--log-interval", type=int, default=10_000, metavar="N", help=lines)
     take_bad_fraction(parser)
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument("--resume", action="store_true", help="continue an interrupted run, if there is one")
@@ -68,11 +64,8 @@ def main(argv: list[str]) -> int:
     args = vars(build_parser().parse_args(argv))
     for flag in ("split_sentences", "keep_newlines"):
         if args.pop(flag):
-            print(
-                f"preprocess_data.py: --{flag.replace('_', '-')} is for BERT and T5 data, which megalite does not "
-                "make: drop it",
-                file=sys.stderr,
-            )
+            why = "is for BERT and T5 data, which megalite does not make: drop it"
+            print(f"preprocess_data.py: --{flag.replace('_', '-')} {why}", file=sys.stderr)
             return 2
     if args.pop("keep_sequential_samples"):
         complain("note: --keep-sequential-samples is always on")
@@ -89,10 +82,8 @@ def main(argv: list[str]) -> int:
         prefixes = preprocess(files, prefix, Job(args, keys, append_eod, fast), **how)
         for prefix in prefixes:
             data = IndexedDataset(prefix)
-            print(
-                f"{prefix}: {len(data)} documents, {data.num_tokens} tokens ({data.dtype}), "
-                f"{time.perf_counter() - begin:.1f} s"
-            )
+            took = f"{time.perf_counter() - begin:.1f} s"
+            print(f"{prefix}: {len(data)} documents, {data.num_tokens} tokens ({data.dtype}), {took}")
     except DataError as error:
         complain(f"preprocess_data.py: {error}")
         return 3
@@ -100,6 +91,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

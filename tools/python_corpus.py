@@ -9,7 +9,6 @@ goes to validation. The same interpreter gives the same files; different Python 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.outputs import local_path  # noqa: E402
+from tools.program import local_path, parser_of
 
 SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
 
@@ -70,9 +69,7 @@ def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=local_path, required=True, help="directory for train.jsonl and valid.jsonl")
     parser.add_argument("--valid-every", type=int, default=50, metavar="N", help="one document in N is for validation")
     args = parser.parse_args(argv)

@@ -10,21 +10,20 @@ Also of a run that goes on or was killed. The page is one file without scripts, 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain, printable  # noqa: E402
-from megalite.config.packages import CODE, MissingPackage  # noqa: E402
-from megalite.train.tell.figures import table  # noqa: E402
-from megalite.train.tell.report import read_past, summary  # noqa: E402
-from megalite.train.tell.run_dir import write_atomically  # noqa: E402
-from tools.outputs import local_path  # noqa: E402
-from tools.pictures.canvas import save  # noqa: E402
-from tools.pictures.page import DAMAGE, Page  # noqa: E402
-from tools.pictures.run import Run, RunError, read_runs  # noqa: E402
+from megalite.config.console import complain, printable
+from megalite.config.packages import CODE, MissingPackage
+from megalite.train.tell.figures import table
+from megalite.train.tell.report import read_past, summary
+from megalite.train.tell.run_dir import write_atomically
+from tools.pictures.canvas import save
+from tools.pictures.page import DAMAGE, Page
+from tools.pictures.run import Run, RunError, read_runs
+from tools.program import local_path, parser_of, run_program
 
 
 def text(run: Run) -> str:
@@ -53,7 +52,7 @@ def write(runs: list[Run], folder: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=local_path, metavar="DIR", help="of the page and its pictures (RUN_DIR/report)")
     parser.add_argument("--text", action="store_true", help="print where the time went, and write nothing")
@@ -85,6 +84,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

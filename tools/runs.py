@@ -11,7 +11,6 @@ tokens/s the median of its lines, of all devices.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,10 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain, printable  # noqa: E402
-from megalite.train.tell.figures import columns  # noqa: E402
-from tools.pictures.run import RunError, number, read_run  # noqa: E402
-from tools.pictures.run import table as table_of  # noqa: E402
+from megalite.config.console import complain, printable
+from megalite.train.tell.figures import columns
+from tools.pictures.run import RunError, number, read_run
+from tools.pictures.run import table as table_of
+from tools.program import parser_of, run_program
 
 DEPTH = 3
 HEAD = ("run", "outcome", "steps", "loss", "validation", "tokens/s", "when")
@@ -45,16 +45,16 @@ def row_of(folder: Path) -> dict[str, Any]:
     run = read_run(folder, folder.name)
     if not run.status:
         raise RunError(f"{folder}: {'; '.join(run.problems) or 'status.json is damaged'}")
-    step = number(run.status.get("step"))
+    steps = [number(row.get("step")) for row in (run.status, *run.rows)]  # status.json is written now and then
+    step = max((one for one in steps if one is not None), default=None)
     loss, validation, validated_at, speeds = None, {}, {}, []
     for row in run.rows:
-        step = max(filter(None, (step, number(row.get("step")))), default=step)  # status.json is written now and then
         loss = number(row.get("train/loss", loss))
         losses = {key: value for key, value in row.items() if key.startswith("val/") and key.endswith("/loss")}
         validation |= {key.split("/")[1]: number(value) for key, value in losses.items()}
         validated_at |= {key.split("/")[1]: number(row.get("step")) for key in losses}
-        if (speed := number(row.get("perf/tokens_per_s_per_gpu"))) is not None:
-            speeds.append(speed)
+        speeds.append(number(row.get("perf/tokens_per_s_per_gpu")))
+    speeds = [speed for speed in speeds if speed is not None]
     return {
         "run": str(folder),
         "outcome": run.outcome,
@@ -79,10 +79,8 @@ def table(rows: list[dict[str, Any]], base: Path) -> str:
         folder = Path(row["run"])
         name = str(folder.relative_to(base)) if folder != base and folder.is_relative_to(base) else str(folder)
         at = {name: step for name, step in row["validation_step"].items() if step not in (None, row["step"])}
-        losses = {
-            name: _loss(value) + (f" at step {at[name]:.0f}" if name in at else "")
-            for name, value in row["validation"].items()
-        }
+        where = {name: f" at step {step:.0f}" for name, step in at.items()}
+        losses = {name: _loss(value) + where.get(name, "") for name, value in row["validation"].items()}
         said = losses.values() if len(losses) < 2 else (f"{name} {value}" for name, value in losses.items())
         of = f" of {row['steps']}" if row["steps"] else ""
         speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
@@ -93,7 +91,7 @@ def table(rows: list[dict[str, Any]], base: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
     parser.add_argument("--json", action="store_true", help="one object a line, every number in full")
     args = parser.parse_args(argv)
@@ -116,6 +114,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

@@ -12,25 +12,24 @@ before the first one starts. Exit codes: 0 all are done; 1 some are not; 2 usage
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.config import cli
+from megalite.config.console import complain
+from megalite.config.field import MODEL, TRAINING
+from megalite.config.options import Config, ConfigError, training_of
+from megalite.config.toml import read_toml
+from megalite.models.families import PRESETS
+from tools import diff, runs
+from tools.program import local_path, parser_of, run_program
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from megalite.config import cli  # noqa: E402
-from megalite.config.console import complain  # noqa: E402
-from megalite.config.field import MODEL, TRAINING  # noqa: E402
-from megalite.config.options import Config, ConfigError, training_of  # noqa: E402
-from megalite.config.toml import read_toml  # noqa: E402
-from megalite.models.families import PRESETS  # noqa: E402
-from tools import diff, runs  # noqa: E402
-from tools.outputs import local_path  # noqa: E402
-
 DEFAULT = "default"  # a value: the flag is left out
 OWN = ("--run-dir", "--name", "--load")  # which each run has for itself
 
@@ -112,13 +111,10 @@ def run_to_its_end(line: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("toml", type=Path, help="as --config of a run")
-    parser.add_argument(
-        "--folder", type=local_path, help="where the runs go; default: runs/sweep-NAME of the TOML file"
-    )
+    default = "where the runs go; default: runs/sweep-NAME of the TOML file"
+    parser.add_argument("--folder", type=local_path, help=default)
     args, words = parser.parse_known_args(argv)
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
     planned, problems = [], []
@@ -146,7 +142,7 @@ def main(argv: list[str]) -> int:
         if ended and ended not in (75, 130) and options:
             others[place] = options
         if ended in (75, 130):
-            complain("sweep.py: interrupted; the same command goes on")
+            complain("sweep.py: interrupted; the same command resumes it")
             code = 130
             break
     if others:
@@ -159,6 +155,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

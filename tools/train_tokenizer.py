@@ -15,7 +15,6 @@ encoded. --max-bytes bounds time and memory: pieces of up to 4 kB are taken even
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,12 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import complain  # noqa: E402
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.train.tell.run_dir import write_atomically  # noqa: E402
-from tools.outputs import local  # noqa: E402
-from tools.preprocess.rejects import GoodTexts, take_bad_fraction  # noqa: E402
-from tools.preprocess.text_input import expand, text_bytes  # noqa: E402
+from megalite.config.console import complain
+from megalite.data.errors import DataError
+from megalite.train.tell.run_dir import write_atomically
+from tools.preprocess.rejects import GoodTexts, take_bad_fraction
+from tools.preprocess.text_input import expand, text_bytes
+from tools.program import local, parser_of, run_program
 
 END = "<|endoftext|>"
 # words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
@@ -158,12 +157,9 @@ def train_hugging_face(
             f"vocab_size={vocab_size} has no room for 256 bytes and {' '.join([END, *special])}; give {fewest} or more"
         )
     model = tokenizers.Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])  # type: ignore[assignment]
     model.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END, *special], initial_alphabet=alphabet, show_progress=False
@@ -183,13 +179,10 @@ TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_huggi
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=".jsonl, .json (lines), .txt files")
-    parser.add_argument(
-        "--model-prefix", type=local, required=True, help="what to write: PREFIX.model, or the directory PREFIX"
-    )
+    written = "what to write: PREFIX.model, or the directory PREFIX"
+    parser.add_argument("--model-prefix", type=local, required=True, help=written)
     parser.add_argument("--tokenizer-type", choices=sorted(TRAINERS), default="SentencePieceTokenizer")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
@@ -214,11 +207,9 @@ def main(argv: list[str]) -> int:
         TRAINERS[args.tokenizer_type](pieces, args.model_prefix, args.vocab_size, args.workers, args.special_tokens)
         if told := texts.left_out():
             complain(f"train_tokenizer.py: {told}")
-    except OSError as error:
-        complain(f"train_tokenizer.py: {args.model_prefix}: {error.strerror}")
-        return 3
-    except DataError as error:
-        complain(f"train_tokenizer.py: {error}")
+    except (OSError, DataError) as error:
+        why = f"{args.model_prefix}: {error.strerror}" if isinstance(error, OSError) else error
+        complain(f"train_tokenizer.py: {why}")
         return 3
     written = f"{args.model_prefix}{'.model' if args.tokenizer_type == 'SentencePieceTokenizer' else '/tokenizer.json'}"
     print(f"{written}: {args.vocab_size} pieces")
@@ -226,6 +217,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megalite.config.console import as_command
-
-    sys.exit(as_command(lambda: main(sys.argv[1:])))
+    run_program(main)

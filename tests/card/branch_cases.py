@@ -172,9 +172,9 @@ def _chosen(capability: tuple[int, int], x: torch.Tensor) -> str:
 
 def clock_and_probe(card: Card, folder: Path) -> Found:
     """What tools/bench measures with, and the machine as it tells it."""
-    from tools.bench import gpu_report_probe, kernel_bench, kernel_clock
+    from tools.bench import gpu_report_probe, kernel_bench
 
-    kernel_clock.WARM_UP_S = 0.0
+    kernel_bench.WARM_UP_S = 0.0
     bench = kernel_bench.Bench(card.device, 3, torch.float32, tiny=True)
     x = torch.zeros(1 << 14, device=card.device)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -200,9 +200,9 @@ def _case() -> Any:
 def kernels_tool(card: Card, folder: Path) -> Found:
     """tools/bench/kernels.py itself, with Triton's interpreter."""
     from megalite.kernels import dispatch
-    from tools.bench import kernel_clock, kernels
+    from tools.bench import kernel_bench, kernels
 
-    kernel_clock.WARM_UP_S = 0.0
+    kernel_bench.WARM_UP_S = 0.0
     dispatch.runs_triton.cache_clear()
     words = "--only softmax_never --list".split()
     found = {"refused": kernels.main(words)}

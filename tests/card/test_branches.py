@@ -148,7 +148,7 @@ def test_a_card_is_calibrated_compared_verified_and_has_no_limit_of_a_cpu() -> N
     measured = made["measured"]
     assert (measured["kind"], made["told"], made["verified"]) == ("h100", "h100", "cuda")
     assert "H100" in measured["device"] and all(time > 0 for time in measured["blocks"]["layer"][:2])
-    assert made["refused"] == ["memory_gib=4 is of a CPU; drop it, or use --device cpu"]
+    assert made["refused"] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
 
 
 @pytest.mark.parametrize(("cards", "ranks"), [(0, 4), (1, 1), (2, 2), (4, 4)])

@@ -78,5 +78,5 @@ def in_thread(work: Callable[[str], object], device: str) -> None:
 
 def test_the_places_of_the_repository_are_many() -> None:
     files = {place.file for place in mentions()}
-    assert {"megalite/train/tell/device_memory.py", "tools/bench/kernel_clock.py", "examples/quickstart.py"} <= files
+    assert {"megalite/train/tell/device_memory.py", "tools/bench/kernel_bench.py", "examples/quickstart.py"} <= files
     assert len(mentions()) > 100

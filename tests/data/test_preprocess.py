@@ -24,7 +24,7 @@ from tools.preprocess import text_input
 from tools.preprocess import workers as worker_module
 from tools.preprocess.records import parse_line
 from tools.preprocess.text_input import expand
-from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"

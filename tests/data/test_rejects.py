@@ -18,7 +18,7 @@ from tools.preprocess import text_input
 from tools.preprocess.journal import Tally
 from tools.preprocess.records import SAMPLE_BYTES
 from tools.preprocess.rejects import judge
-from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.token_run import preprocess
 
 REASONS = {
     "not json": "not-json",

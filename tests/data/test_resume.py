@@ -25,7 +25,7 @@ from data.test_text_input import write_gz, write_lines, write_parquet, write_zst
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
 from tools.preprocess import journal, text_input, token_run
-from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
 
 ROOT = Path(__file__).resolve().parents[2]

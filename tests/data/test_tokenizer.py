@@ -21,7 +21,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_json import NASTY
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools.preprocess.rejects import GoodTexts
-from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
 from tools.train_tokenizer import cut, train
 
@@ -345,7 +345,7 @@ def test_missing_tiktoken_is_named(directory: Path, monkeypatch: pytest.MonkeyPa
 def test_libraries_are_imported_only_when_needed() -> None:
     code = (
         "import sys; from megalite.data.tokenizers.tokenizer_types import build_tokenizer; import megalite.data.samples.batches;"
-        "build_tokenizer('NullTokenizer', vocab_size=5); import tools.preprocess.tokenize_files;"
+        "build_tokenizer('NullTokenizer', vocab_size=5); import tools.preprocess.token_run;"
         "print([m for m in ('torch', 'sentencepiece', 'tokenizers', 'tiktoken', 'gigatoken') if m in sys.modules])"
     )
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -45,8 +45,8 @@ from megalite.parallel.launch import Ranks  # noqa: E402
 from megalite.parallel.mesh import Mesh  # noqa: E402
 from megalite.parallel.spec import Box, Piece  # noqa: E402
 from megalite.train.setup import build_run  # noqa: E402
-from tools.checks import logits  # noqa: E402
-from tools.checks.bits import Verdict, compare  # noqa: E402
+from tools.checks import conversion  # noqa: E402
+from tools.checks.conversion import Verdict, compare  # noqa: E402
 from tools.foreign_import import write_import  # noqa: E402
 
 TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
@@ -68,7 +68,7 @@ def tokens_BS() -> Tensor:
 
 def our_logits(directory: Path) -> Tensor:
     source = open_checkpoint(directory)
-    return logits.our_logits(source, convert_checkpoint.saved_model(source), tokens_BS(), V)
+    return conversion.our_logits(source, convert_checkpoint.saved_model(source), tokens_BS(), V)
 
 
 @torch.no_grad()
@@ -345,7 +345,7 @@ def test_other_logits_are_seen(models, tmp_path: Path, capsys) -> None:
     assert tool("--from-hf", folder, "--save", tmp_path / "ours") == 0
     _tensors(folder, lambda t: t["transformer.ln_f.bias"].add_(1.0))
     source = open_checkpoint(tmp_path / "ours")
-    found = logits.compare_logits(folder, source, convert_checkpoint.saved_model(source), V)
+    found = conversion.compare_logits(folder, source, convert_checkpoint.saved_model(source), V)
     assert found.largest > 0.1 and found.agreement < 1 and found.positions == 2 * S
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megalite.pipeline.schedule import SCHEDULES, Action, Op, Placement, Split, in_flight, plan, with_messages
 from megalite.pipeline.simulate import simulate
 from megalite.plan.partition import evenly, fastest, levelled, ranges, splits
-from tools.pictures.in_text import draw
+from tools.pictures.pipeline import as_text as draw
 
 GUARDS = ("megalite/pipeline",)  # of the largest, which take seconds
 SHAPES = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 5) if pp > 1 or vpp == 1]

@@ -18,6 +18,7 @@ from megalite.plan.profile import default_profile
 from tools.planning import advice, show
 from tools.planning.bounds import least_memory, least_time
 from tools.planning.request import HOW, LAYOUT, Request, as_flags, read
+from tools.planning.rules import Budget
 from tools.planning.search import (
     USABLE,
     Found,
@@ -31,7 +32,6 @@ from tools.planning.search import (
     search,
     variants,
 )
-from tools.planning.tokens import Budget
 
 SMALL = (
     "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --hidden-dropout 0 "

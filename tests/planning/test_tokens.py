@@ -9,9 +9,9 @@ from test_search import request
 from megalite.plan.arrangement import arrange
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.kinds import model_flops
-from tools.planning import sizes
+from tools.planning import rules as sizes
+from tools.planning.rules import Budget, chinchilla, quantity
 from tools.planning.search import Layout, applied, arranged
-from tools.planning.tokens import Budget, chinchilla, quantity
 
 
 def test_seven_billion_parameters_over_four_devices() -> None:

@@ -55,7 +55,7 @@ def test_a_limit_of_memory_is_of_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(contender, "measure", None)  # is not reached
     assert benchmark.main([*TINY, "--device", "cuda", "--memory-gib", "2"]) == 2
-    assert "memory_gib=2 is of a CPU; drop it, or use --device cpu" in capsys.readouterr().err
+    assert "memory_gib=2 is for a CPU; drop it, or use --device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

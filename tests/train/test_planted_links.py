@@ -18,7 +18,7 @@ from megalite.train.tell.run_dir import AppendedFile, write_atomically
 from tools import python_corpus, train_tokenizer
 from tools.bench import limited
 from tools.bench.tables import write_csv
-from tools.outputs import write_json
+from tools.program import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = """

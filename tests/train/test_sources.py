@@ -14,7 +14,7 @@ from megalite.config.options import Config
 from megalite.data.errors import DataError
 from megalite.models.families import PRESETS
 from megalite.train.sources import Sources, open_sources
-from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job
 
 SECRET = "ftp://me:hunter2@host/x"

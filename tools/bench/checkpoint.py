@@ -18,7 +18,6 @@ of one round's, as is every figure.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -30,17 +29,20 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megalite.parallel.launch import Ranks, process_group  # noqa: E402
-from megalite.parallel.local_ranks import start_local  # noqa: E402
+import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    import torch
-
-    from megalite.parallel.spec import Piece
+from megalite.checkpoint.run import loader
+from megalite.checkpoint.run.saver import Saver
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.launch import Ranks, process_group
+from megalite.parallel.local_ranks import start_local
+from megalite.parallel.mesh import build_mesh
+from megalite.parallel.spec import Box, Piece
+from tools.program import parser_of
 
 _CHUNK = 1 << 22  # bytes per raw write and read
 
@@ -65,12 +67,6 @@ class Bench:
     """`mib` of state over all ranks, and what is timed with it; methods are collective."""
 
     def __init__(self, ranks: Ranks, device: torch.device, folder: Path, mib: int):
-        import torch
-
-        from megalite.checkpoint.run.saver import Saver
-        from megalite.parallel.mesh import build_mesh
-        from megalite.parallel.spec import Box, Piece
-
         self.mesh = build_mesh(tp=1, pp=1, device=device, timeout=datetime.timedelta(minutes=10))
         rows = (mib << 20) // 4 // (1 << 18) // ranks.world
         height = rows // min(8, rows)
@@ -89,11 +85,6 @@ class Bench:
 
     def _enough_products(self) -> int:
         """For 0.1 s, or four times a copy of the state."""
-        import torch
-        import torch.distributed as dist
-
-        from megalite.parallel.comm import all_reduce_
-
         spare = torch.empty_like(self.pieces[0].data).fill_(0)
         begin = time.perf_counter()
         for piece in self.pieces:
@@ -102,8 +93,7 @@ class Bench:
         self._multiply(10)
         begin = time.perf_counter()
         self._multiply(20)
-        number = torch.tensor(int(needed / (time.perf_counter() - begin) * 20) + 1)
-        return int(all_reduce_(number, self.mesh.world, dist.ReduceOp.MAX))
+        return int(self._most(int(needed / (time.perf_counter() - begin) * 20) + 1))
 
     def _multiply(self, number: int) -> None:
         for _ in range(number):
@@ -111,22 +101,18 @@ class Bench:
 
     def _wait(self) -> None:
         if self.mesh.world.group is not None:
-            import torch.distributed as dist
-
             dist.barrier()
 
     def _seconds(self, do: Callable[[], object]) -> float:
         """Of the slowest rank."""
-        import torch
-        import torch.distributed as dist
-
-        from megalite.parallel.comm import all_reduce_
-
         self._wait()
         begin = time.perf_counter()
         do()
-        took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        return float(all_reduce_(took, self.mesh.world, dist.ReduceOp.MAX))
+        return self._most(time.perf_counter() - begin)
+
+    def _most(self, value: float) -> float:
+        """Of all ranks."""
+        return float(all_reduce_(torch.tensor(value, dtype=torch.float64), self.mesh.world, dist.ReduceOp.MAX))
 
     def _views(self) -> Iterator[memoryview]:
         """The state, in parts of a raw write or read."""
@@ -184,8 +170,6 @@ class Bench:
         return {"raw_read_s": self._seconds(read)}
 
     def load(self) -> dict[str, float]:
-        from megalite.checkpoint.run import loader
-
         def load() -> None:
             wanted = loader.Wanted(self.pieces, exact=True)
             assert loader.load(self.folder / "saved", self.mesh, lambda *_: wanted) is not None
@@ -201,12 +185,8 @@ def measure(ranks: Ranks, directory: str, mib: int, rounds: int, out: str) -> No
         table: list[dict[str, float]] = []
         for step in range(1, rounds + 2):
             row = {"bytes": float(bench.bytes * ranks.world), "rank_bytes": float(bench.bytes)}
-            pairs = (
-                (bench.write, partial(bench.save, step)),
-                (bench.step, partial(bench.step_beside, step)),
-                (bench.read, bench.load),
-            )
-            for raw, ours in pairs:
+            pairs = [(bench.write, partial(bench.save, step)), (bench.step, partial(bench.step_beside, step))]
+            for raw, ours in (*pairs, (bench.read, bench.load)):
                 for do in (raw, ours) if step % 2 else (ours, raw):
                     row |= do()
             if step > 1:  # the first warms up: it also makes the host copy
@@ -221,15 +201,12 @@ def summary(world: int, rows: list[dict[str, float]]) -> dict[str, float]:
         return round(statistics.median(of(row) for row in rows), 4)
 
     gib = rows[0]["bytes"] / 2**30
-    return {
-        "ranks": world,
-        "gib": round(gib, 3),
-        "raw_write_gib_s": median(lambda r: gib / r["raw_write_s"]),
-        "save_gib_s": median(lambda r: gib / r["save_s"]),
-        "save_of_raw": median(lambda r: r["raw_write_s"] / r["save_s"]),
-        "raw_read_gib_s": median(lambda r: gib / r["raw_read_s"]),
-        "load_gib_s": median(lambda r: gib / r["load_s"]),
-        "load_of_raw": median(lambda r: r["raw_read_s"] / r["load_s"]),
+    figures = {"ranks": world, "gib": round(gib, 3)}
+    for raw, ours in (("raw_write", "save"), ("raw_read", "load")):
+        figures[f"{raw}_gib_s"] = median(lambda r, raw=raw: gib / r[f"{raw}_s"])
+        figures[f"{ours}_gib_s"] = median(lambda r, ours=ours: gib / r[f"{ours}_s"])
+        figures[f"{ours}_of_raw"] = median(lambda r, raw=raw, ours=ours: r[f"{raw}_s"] / r[f"{ours}_s"])
+    return figures | {
         "save_extra_of_state": median(lambda r: r["save_extra_bytes"] / r["rank_bytes"]),
         "step_s": median(lambda r: r["step_s"]),
         "step_beside": median(lambda r: r["beside_s"] / r["step_s"]),
@@ -240,27 +217,23 @@ def summary(world: int, rows: list[dict[str, float]]) -> dict[str, float]:
 
 # of summary(): what is wanted, and whether a figure is as good
 GOALS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "save_of_raw": ("at least 0.85", lambda value: value >= 0.85),
-    "load_of_raw": ("at least 0.85", lambda value: value >= 0.85),
+    **dict.fromkeys(("save_of_raw", "load_of_raw"), ("at least 0.85", lambda value: value >= 0.85)),
     "save_extra_of_state": ("at most 0.10", lambda value: value <= 0.10),
     "stall_of_save": ("at most 0.05", lambda value: value <= 0.05),
 }
 
 
 def table(figures: dict[str, float]) -> str:
-    lines = [f"{figures['ranks']:.0f} ranks, {figures['gib']:.3f} GiB"]
+    lines = [f"{figures.pop('ranks'):.0f} ranks, {figures.pop('gib'):.3f} GiB"]
     for name, value in figures.items():
-        if name not in ("ranks", "gib"):
-            wanted, good = GOALS.get(name, ("", lambda _: True))
-            verdict = f"{wanted}: {'yes' if good(value) else 'NO'}" if wanted else ""
-            lines.append(f"  {name:22} {value:10.4f}  {verdict}".rstrip())
+        wanted, good = GOALS.get(name, ("", lambda _: True))
+        verdict = f"{wanted}: {'yes' if good(value) else 'NO'}" if wanted else ""
+        lines.append(f"  {name:22} {value:10.4f}  {verdict}".rstrip())
     return "\n".join(lines)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--dir", type=Path, help="an empty or new directory on the disk to measure")
     parser.add_argument("--mib", type=int, default=256, help="state over all ranks, MiB (default 256)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
@@ -268,9 +241,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of tables")
     a = parser.parse_args(argv)
     if a.mib < 8 * max(a.ranks) or min(a.ranks) < 1 or a.rounds < 1:
-        parser.error(
-            f"--mib {a.mib} is too small for {max(a.ranks)} ranks, or a number is below 1; give 8 MiB per rank"
-        )
+        small = f"--mib {a.mib} is too small for {max(a.ranks)} ranks, or a number is below 1"
+        parser.error(f"{small}; give 8 MiB per rank")
     if a.dir is None:
         a.dir = Path(tempfile.mkdtemp(prefix="benchmark_checkpoint_", dir=Path.cwd()))
     if a.dir.exists() and any(a.dir.iterdir()):

@@ -61,17 +61,9 @@ def over_groups(axis: Any, kind: str, size: int, mesh: Any, times: int, alone: b
     seconds = statistics.median(took.values())
     slowest = max(took, key=lambda rank: took[rank])
     rate, bus = bandwidths(kind, size, axis.size, seconds)
-    return dict(
-        axis=axis.name,
-        size=axis.size,
-        kind=kind,
-        bytes=size,
-        us=1e6 * seconds,
-        gb_s=rate,
-        median=bus,
-        least=bandwidths(kind, size, axis.size, took[slowest])[1],
-        slowest=slowest,
-    )
+    least = bandwidths(kind, size, axis.size, took[slowest])[1]
+    what = dict(axis=axis.name, size=axis.size, kind=kind, bytes=size, us=1e6 * seconds)
+    return dict(**what, gb_s=rate, median=bus, least=least, slowest=slowest)
 
 
 def call_of(kind: str, axis: Any, size: int, device: Any) -> Callable[[], Any]:

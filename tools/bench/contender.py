@@ -1,17 +1,25 @@
-"""The contenders of tools/benchmark.py: who they are, which flags they refuse, and one of them measured once."""
+"""The contenders of tools/benchmark.py: who they are, which flags they refuse, one of them measured once, and what
+every rank of it does: keep to its memory, time steps, write its figures."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megalite.config import cli
+from megalite.config.check import check
+from megalite.config.options import ConfigError
+from megalite.models.families import PRESETS
 from tools.bench import limited
-from tools.outputs import read_json
+from tools.program import read_json, write_json
 
 RANK = Path(__file__).resolve().parent.parent / "benchmark_rank.py"
 ALLOCATOR = {
@@ -60,10 +68,6 @@ def measure(name: str, environment: dict[str, str], options: argparse.Namespace,
 
 def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, list[str]]:
     """Whether the flags ask for bf16; and what is wrong with them."""
-    from megalite.config import cli
-    from megalite.config.check import check
-    from megalite.config.options import ConfigError
-    from megalite.models.families import PRESETS
     from megalite.train.life.preflight import choose_device
     from megalite.train.setup import SetupError
 
@@ -71,7 +75,7 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
         config, _ = cli.read(flags, PRESETS)
         problems: list[str] = [*check(config, options.nproc)]
         if choose_device(config.parallel.device) == "cuda" and options.memory_gib is not None:
-            problems.append(f"memory_gib={options.memory_gib:g} is of a CPU; drop it, or use --device cpu")
+            problems.append(f"memory_gib={options.memory_gib:g} is for a CPU; drop it, or use --device cpu")
     except ConfigError as error:
         return False, error.problems
     except SetupError as error:
@@ -82,3 +86,37 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
         if not is_llama or m.add_bias_linear or config.data.vocab_size is None:
             problems = ["peer=transformers is a Llama; drop --peer, or the flags that make another model"]
     return config.precision.bf16, problems
+
+
+def limit_memory(size: int | None) -> None:
+    """What this process may hold on a CPU: beyond it memory is out for it alone, before the machine's is."""
+    if size is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, most))
+
+
+def peak_memory(device: Any) -> int:
+    """Bytes of this rank."""
+    import torch  # as everything of torch here, after prepare_cuda has set its variables
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def write(task: dict[str, Any], rank: int, **facts: Any) -> None:
+    write_json(Path(task["folder"]) / f"rank{rank:05d}.json", facts)
+
+
+def time_steps(step: Callable[[], Any], task: dict[str, Any], device: Any) -> list[float]:
+    """Seconds of each step after the warm-up, with a wait for the device."""
+    from megalite.parallel.streams import synchronize
+
+    times = []
+    for _ in range(task["warmup"] + task["steps"]):
+        synchronize(device)
+        begin = time.perf_counter()
+        step()
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return times[task["warmup"] :]

@@ -15,19 +15,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import data_preprocess, data_samples  # noqa: E402
+from tools.bench import data_preprocess, data_samples
+from tools.program import parser_of
 
 SUBJECTS = {"samples": data_samples, "preprocess": data_preprocess}
 
 
 def main(argv: list[str]) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser, raw = parser_of(__doc__), argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="subject", required=True, metavar="|".join(SUBJECTS))
     for name, module in SUBJECTS.items():
         about = module.__doc__ or ""
-        one = commands.add_parser(name, description=about, formatter_class=raw, allow_abbrev=False)
-        module.add_flags(one)
+        module.add_flags(commands.add_parser(name, description=about, formatter_class=raw, allow_abbrev=False))
     options = parser.parse_args(argv)
     try:
         return SUBJECTS[options.subject].run(options)

@@ -18,19 +18,20 @@ text. Processor time is what others on the machine disturb least.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
-import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tools.preprocess.text_input import read_blocks
-from tools.preprocess.tokenize_files import preprocess
+from tools.preprocess.token_run import preprocess
 from tools.preprocess.workers import Job, in_workers
 
 
@@ -38,10 +39,8 @@ def seconds(work: Callable[[], Any]) -> tuple[float, float]:
     """Wall time; processor time of this process and of the children it waited for."""
 
     def processor() -> float:
-        return sum(
-            usage.ru_utime + usage.ru_stime
-            for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-        )
+        times = os.times()
+        return times.user + times.system + times.children_user + times.children_system
 
     begin, cpu = time.perf_counter(), processor()
     work()
@@ -72,19 +71,15 @@ def reading(directory: Path, lines: list[bytes], texts: list[str]) -> None:
     raw = b"".join(lines)
     (directory / "r.jsonl").write_bytes(raw)
     (directory / "r.jsonl.gz").write_bytes(gzip.compress(raw, 6))
-    try:
+    with contextlib.suppress(ImportError):
         import zstandard
 
         (directory / "r.jsonl.zst").write_bytes(zstandard.compress(raw, 3))
-    except ImportError:
-        pass
-    try:
+    with contextlib.suppress(ImportError):
         import pyarrow
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), directory / "r.parquet", compression="zstd")
-    except ImportError:
-        pass
     for path in sorted(directory.glob("r.*")):
         took = statistics.median(seconds(lambda: list(read_blocks([str(path)])))[0] for _ in range(3))  # noqa: B023
         print(f"reading {path.name[1:]}: {len(raw) / took / 1e6:.0f} MB/s")
@@ -132,10 +127,8 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(args.repeats):
             took["library"].append(seconds(lambda: encode(texts)))
             for row, fast, source in (("preprocess", False, path), ("by gigatoken", True, long)):
-                once = seconds(
-                    lambda: preprocess([str(source)], out, Job(arguments, fast=fast), workers=args.workers)  # noqa: B023
-                )
-                took[row].append(once)
+                work = partial(preprocess, [str(source)], out, Job(arguments, fast=fast), workers=args.workers)
+                took[row].append(seconds(work))
             took["first result"].append(seconds(lambda: first_result(path, job, args.workers)))
         print(f"{kind}: {len(texts)} documents, {megabytes:.1f} MB, {args.workers} workers, {args.repeats} repeats")
         middle = {what: statistics.median(wall for wall, _ in values) for what, values in took.items()}

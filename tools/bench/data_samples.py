@@ -13,6 +13,7 @@ samples, the median. Files are made in --directory (default: the temporary direc
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import shutil
 import statistics
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -81,12 +83,7 @@ def peak_bytes() -> int:
 
 
 def best(repeats: int, call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return min(timeit.repeat(call, number=1, repeat=repeats))
 
 
 # --- each of these runs in a fresh process -------------------------------------------------------------------------
@@ -104,12 +101,9 @@ def plan_epoch(prefix: str) -> dict[str, float]:
 def shuffle(n: int) -> dict[str, float]:
     """The shuffle alone, and numpy's of a table of the same size, which is what Megatron-LM's builder does."""
 
-    def computed() -> None:
-        for _ in permutation(n, 1):
-            pass
-
+    computed = best(2, lambda: collections.deque(permutation(n, 1), maxlen=0))
     table = np.arange(n, dtype=np.int32)
-    return {"computed": best(2, computed), "numpy": best(1, lambda: np.random.RandomState(1).shuffle(table))}
+    return {"computed": computed, "numpy": best(1, lambda: np.random.RandomState(1).shuffle(table))}
 
 
 def open_pair(prefix: str) -> dict[str, float]:
@@ -152,6 +146,11 @@ def row(what: str, measured: str, goal: str = "", holds: bool | None = None) -> 
     print(f"{what:<66} {measured:>22}   {goal:<22} {verdict}", flush=True)
 
 
+def remove(prefix: str) -> None:
+    for suffix in (".bin", ".idx"):
+        Path(prefix + suffix).unlink()
+
+
 def index_part(directory: Path, full: bool, documents: int | None) -> None:
     sizes = [documents // 10, documents] if documents else [10**6, 10**7, 5 * 10**7] if full else [10**6, 4 * 10**6]
     points = []
@@ -161,32 +160,18 @@ def index_part(directory: Path, full: bool, documents: int | None) -> None:
         plans = [alone(plan_epoch, prefix) for _ in range(3)]
         plan = min(plans, key=lambda plan: plan["seconds"])
         points.append((n, plan["seconds"], plan["bytes"]))
-        goal, holds = "", None
-        if n == 5 * 10**7:
-            goal, holds = "10 s, 2.5 GB", plan["seconds"] <= 10 and plan["bytes"] <= 2.5e9
-        row(
-            f"order of an epoch, {n / 1e6:g} M documents, {plan['tokens'] / 1e9:.3g} G tokens",
-            f"{plan['seconds']:.2f} s, {plan['bytes'] / 1e9:.3g} GB", goal, holds,
-        )  # fmt: skip
-        row(
-            "  the same, documents/s",
-            f"{n / plan['seconds'] / 1e6:.1f} M/s",
-            "12 M/s (24 and 24)",
-            n / plan["seconds"] >= 12e6,
-        )
-        for suffix in (".bin", ".idx"):
-            Path(prefix + suffix).unlink()
+        seconds, size, name = plan["seconds"], plan["bytes"], f"order of an epoch, {n / 1e6:g} M documents"
+        wanted: tuple[Any, ...] = ("10 s, 2.5 GB", seconds <= 10 and size <= 2.5e9) if n == 5 * 10**7 else ()
+        row(f"{name}, {plan['tokens'] / 1e9:.3g} G tokens", f"{seconds:.2f} s, {size / 1e9:.3g} GB", *wanted)
+        row("  the same, documents/s", f"{n / seconds / 1e6:.1f} M/s", "12 M/s (24 and 24)", n / seconds >= 12e6)
+        remove(prefix)
     each = (points[-1][2] - points[-2][2]) / (points[-1][0] - points[-2][0])
     planned = points[-1][2] + each * (10**9 - points[-1][0])
     row(f"growth {each:.1f} bytes a document: 1 G documents", f"{planned / 1e9:.1f} GB", "20 GB", planned <= 20e9)
     times = alone(shuffle, sizes[-1])
     rate, other = sizes[-1] / times["computed"], sizes[-1] / times["numpy"]
-    row(
-        f"shuffle alone, {sizes[-1] / 1e6:g} M documents",
-        f"{rate / 1e6:.1f} M/s",
-        f"numpy's {other / 1e6:.1f} M/s",
-        rate >= other,
-    )
+    what, goal = f"shuffle alone, {sizes[-1] / 1e6:g} M documents", f"numpy's {other / 1e6:.1f} M/s"
+    row(what, f"{rate / 1e6:.1f} M/s", goal, rate >= other)
 
 
 def open_part(directory: Path, full: bool, documents: int | None) -> None:
@@ -196,13 +181,11 @@ def open_part(directory: Path, full: bool, documents: int | None) -> None:
         write_hollow(prefix, n)
         got = alone(open_pair, prefix)
         whole, places = got["whole"] * 1e3, got["places"] * 1e3
-        row(
-            f"open a pair of {n / 1e6:g} M documents, all of it checked", f"{whole:.1f} ms", "50 ms (10 M)", whole <= 50
-        )
+        what = f"open a pair of {n / 1e6:g} M documents, all of it checked"
+        row(what, f"{whole:.1f} ms", "50 ms (10 M)", whole <= 50)
         row("  the first time in a process", f"{got['first'] * 1e3:.1f} ms, {got['bytes'] / 1e6:.1f} MB")
         row(f"  as above {indexed.FULL_CHECK >> 20} Mi entries: ends and places", f"{places:.2f} ms")
-        for suffix in (".bin", ".idx"):
-            Path(prefix + suffix).unlink()
+        remove(prefix)
 
 
 def batches_part(directory: Path, full: bool, documents: int | None) -> None:
@@ -210,16 +193,12 @@ def batches_part(directory: Path, full: bool, documents: int | None) -> None:
     prefix = str(directory / "random")
     write_random(prefix, n)
     print(f"random batches, warm, sequence length {SEQ_LENGTH}, {Path(prefix + '.bin').stat().st_size / 1e9:.2f} GB:")
-    for kind in ("samples", "batches", "read"):
-        name = {
-            "samples": "GptDataset.samples",
-            "batches": "Batches.at",
-            "read": "GptDataset.samples, .bin read, not mapped",
-        }
+    names = {"samples": "GptDataset.samples", "batches": "Batches.at"}
+    for kind, name in {**names, "read": "GptDataset.samples, .bin read, not mapped"}.items():
         for size in (8, 64, 512):
             rate = alone(read_batches, prefix, kind, size)
             goal = ("65 M tokens/s", rate >= 65e6) if kind != "read" else ("", None)
-            row(f"  {name[kind]}, {size} at a time", f"{rate / 1e6:.0f} M tokens/s", *goal)
+            row(f"  {name}, {size} at a time", f"{rate / 1e6:.0f} M tokens/s", *goal)
 
 
 def training_part(directory: Path, full: bool, documents: int | None) -> None:
@@ -230,16 +209,8 @@ def training_part(directory: Path, full: bool, documents: int | None) -> None:
     root = Path(__file__).resolve().parents[2]
     model = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size 4 --swiglu"
     steps = "--global-batch-size 8 --lr 1e-3 --train-iters 40 --eval-iters 0 --log-interval 1"
-    none = "--hidden-dropout 0 --attention-dropout 0"
-    words = [
-        *model.split(),
-        *steps.split(),
-        *none.split(),
-        "--vocab-size",
-        str(vocabulary),
-        "--run-dir",
-        str(directory / "run"),
-    ]
+    rest = f"--hidden-dropout 0 --attention-dropout 0 --vocab-size {vocabulary}"
+    words = [*f"{model} {steps} {rest}".split(), "--run-dir", str(directory / "run")]
     sources = {"file": ["--data-path", prefix, "--split", "1,0,0"], "mock": ["--mock-data"]}
     seconds: dict[str, list[float]] = {"file": [], "mock": []}
     waits: list[float] = []
@@ -272,9 +243,8 @@ def number_of_documents(text: str) -> int:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all but training")
     parser.add_argument("--full", action="store_true", help="the sizes of the goals")
-    parser.add_argument(
-        "--documents", type=number_of_documents, metavar="N", help="number of documents for the parts named"
-    )
+    number = "number of documents for the parts named"
+    parser.add_argument("--documents", type=number_of_documents, metavar="N", help=number)
     parser.add_argument("--directory", help="where files are made")
 
 

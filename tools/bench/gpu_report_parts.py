@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import gpu_report_tests
-from tools.outputs import read_json
+from tools.program import read_json
 
-BENCH = Path(__file__).resolve().parent
+TOOLS = Path(__file__).resolve().parent.parent
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 --bf16"
 GPT = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50257"
 SMALL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257"
@@ -39,10 +39,8 @@ SHAPES = {
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --micro-batch-size 1"
 TINY += f" --global-batch-size 2 {NO_DROPOUT}"
 TINY_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
-TINY_SHAPES = {
-    "llama3-8b-4096": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32",
-    "llama-2b": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32 --num-layers 4",
-}
+TINY_SHAPES = {"llama3-8b-4096": f"{TINY} {TINY_LLAMA} --ffn-hidden-size 96 --seq-length 32"}
+TINY_SHAPES["llama-2b"] = f"{TINY_SHAPES['llama3-8b-4096']} --num-layers 4"
 ELEMENTWISE = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
 # few sizes of many kernels: under the checker a test takes tens of seconds
 SANITIZED = "on_a_card and (bfloat16 or 2049) and not attention and not partial and not erf"
@@ -85,11 +83,17 @@ class Part:
     smaller: Part | None = None  # what to run where memory was not enough
 
 
+def started(program: str, *words: object) -> list[str]:
+    """The command line of a program of tools/."""
+    return [sys.executable, str(TOOLS / program), *map(str, words)]
+
+
 def kernels(name: str, limit_s: float, flags: str, setting: Setting) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
-        options = ["--device", setting.device, *(["--tiny", "--repeats", "1"] if setting.tiny else [])]
-        options += ["--seconds", str(max(5, seconds - 10)), "--json", str(folder / "kernels.json")]
-        return [sys.executable, str(BENCH / "kernels.py"), *flags.split(), *options]
+        options = [*flags.split(), "--device", setting.device, *(["--tiny", "--repeats", "1"] if setting.tiny else [])]
+        return started(
+            "bench/kernels.py", *options, "--seconds", max(5, seconds - 10), "--json", folder / "kernels.json"
+        )
 
     skip = None if setting.triton or setting.cpu else "triton is not installed: all of it runs torch's kernels here"
     return Part(name, limit_s, command, lambda folder: read_json(folder / "kernels.json"), skip)
@@ -98,9 +102,8 @@ def kernels(name: str, limit_s: float, flags: str, setting: Setting) -> Part:
 def smoke(name: str, limit_s: float, setting: Setting, cards: int = 1) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
         jobs = setting.jobs(6 if cards == 1 else 3)
-        options = ["--device", setting.device, "--cards", str(cards), "--jobs", str(jobs)]
-        options += ["--seconds", str(seconds - 3), *(["--tiny"] if setting.tiny else [])]
-        return [sys.executable, str(BENCH / "gpu_report_smoke.py"), str(folder), *options]
+        options = ["--device", setting.device, "--cards", cards, "--jobs", jobs, *(["--tiny"] if setting.tiny else [])]
+        return started("bench/gpu_report_smoke.py", folder, *options, "--seconds", seconds - 3)
 
     return Part(name, limit_s, command, lambda folder: read_json(folder / "smoke.json"))
 
@@ -108,9 +111,9 @@ def smoke(name: str, limit_s: float, setting: Setting, cards: int = 1) -> Part:
 def nccl(limit_s: float, setting: Setting) -> Part:
     def command(folder: Path, seconds: float) -> list[str]:
         least, most = (1 << 12, 1 << 12) if setting.tiny else (1 << 20, 1 << 28)
-        sizes = ["--min-bytes", str(least), "--max-bytes", str(most), "--factor", "16", "--kinds", *KINDS]
-        where = ["--device", setting.device, "--nproc", str(setting.cards), "--json", str(folder / "nccl.json")]
-        return [sys.executable, str(BENCH.parent / "benchmark_comm.py"), *where, *sizes]
+        sizes = ["--min-bytes", least, "--max-bytes", most, "--factor", 16, "--kinds", *KINDS]
+        where = ["--device", setting.device, "--nproc", setting.cards, "--json", folder / "nccl.json"]
+        return started("benchmark_comm.py", *where, *sizes)
 
     return Part("nccl", limit_s, command, lambda folder: read_json(folder / "nccl.json"))
 
@@ -125,9 +128,9 @@ def training(shape: str, limit_s: float, setting: Setting, layout: str = "", car
     def command(folder: Path, seconds: float) -> list[str]:
         assert plan is not None
         steps = "--repeats 1 --warmup 1 --steps 2" if setting.tiny else "--repeats 1 --warmup 2 --steps 4"
-        file = ["--timeout", str(seconds - 10), "--json", str(folder / "training.json"), "--nproc", str(cards)]
+        file = ["--timeout", seconds - 10, "--json", folder / "training.json", "--nproc", cards]
         where = ["--device", setting.device, *layout.split()]
-        return [sys.executable, str(BENCH.parent / "benchmark.py"), *steps.split(), *file, *plan["flags"], *where]
+        return started("benchmark.py", *steps.split(), *file, *plan["flags"], *where)
 
     def read(folder: Path) -> Result:
         return training_result(read_json(folder / "training.json"), plan or {})
@@ -150,17 +153,12 @@ def training_result(written: Result, plan: Result) -> Result:
         **{key: plan[key] for key in ("layers", "of_layers", "moments", "seq_length")},
         "flags": " ".join(plan["flags"]),
         "tokens_per_s": run["tokens_per_step"] / run["step_s"],
-        "tokens_per_step": run["tokens_per_step"],
-        "step_s": run["step_s"],
         "tflops": tflops,
         "mfu": tflops / run["peak_tflops"] if run["peak_tflops"] else None,
-        "peak_tflops": run["peak_tflops"],
-        "memory": run["memory"],
         "estimate": plan["estimate"],
         "parts": {name: seconds / total for name, seconds in parts.items()},
         "overhead": 1 - sum(parts[name] for name in FORWARD_AND_BACKWARD) / total,
-        "losses": run["losses"],
-        "timeline": run.get("timeline"),
+        **{key: run.get(key) for key in ("tokens_per_step", "step_s", "peak_tflops", "memory", "losses", "timeline")},
     }
 
 
@@ -168,7 +166,7 @@ def tests(limit_s: float, setting: Setting) -> Part:
     jobs = 1 if setting.tiny else setting.jobs(8)
 
     def command(folder: Path, seconds: float) -> list[str]:
-        return [sys.executable, str(BENCH / "gpu_report_tests.py"), str(folder), "--jobs", str(jobs)]
+        return started("bench/gpu_report_tests.py", folder, "--jobs", jobs)
 
     return Part("tests", limit_s, command, gpu_report_tests.read)
 
@@ -178,8 +176,8 @@ def sanitizer(limit_s: float) -> Part:
     its own, or a write beyond one would be a write into the next."""
 
     def command(folder: Path, seconds: float) -> list[str]:
-        script = [sys.executable, str(BENCH / "gpu_report_tests.py"), str(folder), "--share", "0/1", "-k", SANITIZED]
-        script += ["--seconds", str(max(10, seconds - 20))]  # what the checker found is on disk when it has ended
+        ended_s = max(10, seconds - 20)  # what the checker found is on disk when it has ended
+        script = started("bench/gpu_report_tests.py", folder, "--share", "0/1", "-k", SANITIZED, "--seconds", ended_s)
         log = ["--log-file", str(folder / "memcheck.txt"), "--error-exitcode", "9"]
         return ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", *log, *script]
 

@@ -15,14 +15,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megalite.config import cli  # noqa: E402
-from megalite.models.families import PRESETS  # noqa: E402
-from megalite.plan.arrangement import arrange  # noqa: E402
-from megalite.plan.memory import memory as memory_of  # noqa: E402
-from tools.outputs import write_json  # noqa: E402
+import torch
+
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.plan.arrangement import arrange
+from megalite.plan.memory import memory as memory_of
+from tools.program import write_json
 
 DATA = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
 BF16_MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
@@ -35,8 +36,6 @@ QUERY = ("name", "driver_version", "compute_mode", "mig.mode.current", "ecc.erro
 
 
 def facts() -> dict[str, Any]:
-    import torch
-
     known: dict[str, Any] = {"python": platform.python_version(), "machine": platform.platform()}
     known |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "numpy", "pytest"):
@@ -84,9 +83,8 @@ def warnings_of(machine: dict[str, Any]) -> list[str]:
     if machine["triton"] is None:
         lines.append("triton is not installed: everything runs torch's kernels")
     if machine.get("free", machine["memory"]) < 0.9 * machine["memory"]:
-        lines.append(
-            f"others hold {(machine['memory'] - machine['free']) / 2**30:.1f} GiB of a card's memory: it is not quiet"
-        )
+        held = (machine["memory"] - machine["free"]) / 2**30
+        lines.append(f"others hold {held:.1f} GiB of a card's memory: it is not quiet")
     for number, card in enumerate(machine.get("cards_told", [])):
         name = f"card {number}"
         if card.get("mig.mode.current") == "Enabled" or "MIG" in card.get("name", ""):
@@ -102,8 +100,6 @@ def warnings_of(machine: dict[str, Any]) -> list[str]:
 
 def answers() -> None:
     """A small computation on every card comes out right; raises where it does not."""
-    import torch
-
     for card in range(torch.cuda.device_count() or 1):
         x = torch.arange(4096.0, device=f"cuda:{card}").view(64, 64)
         total, expected = (x @ x).sum().item(), 1104700047360.0
@@ -124,14 +120,8 @@ def choose(flags: list[str], memory: float) -> dict[str, Any]:
         (held,) = memory_of(arrange(config, 1, vocab))
         if held.peak <= memory:
             break
-    return {
-        "flags": [*flags, *sizes],
-        "layers": count,
-        "of_layers": layers,
-        "moments": "bf16" if moments else "fp32",
-        "seq_length": config.model.seq_length,
-        "estimate": held.peak,
-    }
+    sizes_of = {"layers": count, "of_layers": layers, "moments": "bf16" if moments else "fp32"}
+    return {"flags": [*flags, *sizes], **sizes_of, "seq_length": config.model.seq_length, "estimate": held.peak}
 
 
 def main(shapes: dict[str, str], file: Path) -> int:

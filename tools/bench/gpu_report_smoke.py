@@ -11,7 +11,6 @@ a mask at the wrong place moves it by tens of percent.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -20,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from tools.bench import limited
+from tools.bench.gpu_report_parts import TINY_LLAMA
+from tools.program import parser_of, write_json
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.bench import limited  # noqa: E402
-from tools.bench.gpu_report_parts import TINY_LLAMA  # noqa: E402
-from tools.outputs import write_json  # noqa: E402
-
 STEPS, LEAST_TOKENS = 6, 4
 RUN = f"--train-iters {STEPS} --mock-data --tokenizer-type ByteTokenizer --lr 1e-3 --lr-decay-style constant"
 RUN += " --eval-iters 0 --log-interval 1 --micro-batch-size 1 --global-batch-size 8 --clip-grad 1000"
@@ -138,7 +137,7 @@ def compare(case: Case, expected: Case) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--cards", type=int, default=1)

@@ -10,7 +10,6 @@ more in that process: the remaining tests run in a new one.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import importlib.util
@@ -23,6 +22,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from tools.program import parser_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -113,7 +116,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, allow_abbrev=True)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--share", help="I/N: run this one here")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -29,12 +30,11 @@ def inputs(s: Sizes) -> list[Tensor]:
     return [s.normal(S, B, heads, s.head_size) for heads in (H, G, G)]
 
 
-def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, k, v, scale=q.shape[-1] ** -0.5)
+def chosen(q: Tensor, k: Tensor, v: Tensor, by: Fn = attention) -> Tensor:
+    return by(q, k, v, scale=q.shape[-1] ** -0.5)
 
 
-def own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flash_attention.flash_attention(q, k, v, scale=q.shape[-1] ** -0.5)
+own = partial(chosen, by=flash_attention.flash_attention)
 
 
 def sdpa(name: str | None) -> Fn:
@@ -51,22 +51,18 @@ def sdpa(name: str | None) -> Fn:
     return run
 
 
-def flops(matmuls: int) -> Any:
-    """`matmuls` of 2 S S K per head, of which the mask leaves half."""
+def work(formula: str, matmuls: int, sized: int) -> Work:
+    """`matmuls` of 2 S S K per head, of which the mask leaves half; so many tensors of queries, and as many of keys."""
 
-    def count(s: Sizes) -> float:
+    def flops(s: Sizes) -> float:
         S, B, H, _ = shape(s)
         return matmuls * 1.0 * S * S * s.head_size * B * H
 
-    return count
-
-
-def bytes_of(query_sized: int, key_sized: int) -> Any:
-    def count(s: Sizes) -> float:
+    def bytes_of(s: Sizes) -> float:
         S, B, H, G = shape(s)
-        return (query_sized * H + key_sized * G) * S * B * s.head_size * s.dtype.itemsize
+        return sized * (H + G) * S * B * s.head_size * s.dtype.itemsize
 
-    return count
+    return Work(formula, bytes_of, flops)
 
 
 def tiles(half: str) -> Any:
@@ -87,15 +83,11 @@ def tiles(half: str) -> Any:
 
 
 def attention_cases() -> list[Case]:
-    forward = Work("2 S S K B H FLOPs (causal); q, k, v, o once", bytes_of(2, 2), flops(2))
-    backward = Work("5 S S K B H FLOPs (causal); q, k, v, o, do, dq, dk, dv once", bytes_of(4, 4), flops(5))
+    forward = work("2 S S K B H FLOPs (causal); q, k, v, o once", 2, 2)
+    backward = work("5 S S K B H FLOPs (causal); q, k, v, o, do, dq, dk, dv once", 5, 4)
     peers = {"triton": own, "cudnn": sdpa("cudnn"), "flash": sdpa("flash")}
+    how: dict[str, Any] = dict(axis="sequence", peers=peers, compiles=False)
     return [
-        Case(
-            *("attention", half, work, inputs, chosen, sdpa(None), tiles(half)),
-            axis="sequence",
-            peers=peers,
-            compiles=False,
-        )
-        for half, work in (("forward", forward), ("backward", backward))
+        Case("attention", half, amount, inputs, chosen, sdpa(None), tiles(half), **how)
+        for half, amount in (("forward", forward), ("backward", backward))
     ]

@@ -1,10 +1,13 @@
-"""Measuring one case of tools/bench/kernels.py after the other: rows, sweeps over tiles, and their best."""
+"""How tools/bench/kernels.py takes time, the two rates that it holds figures against, and its rows: of one case after
+the other, of sweeps over tiles, and their best."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import statistics
+import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +15,6 @@ from typing import Any
 import torch
 
 from tools.bench.kernel_case import Case, Sizes, Tile, peers_of
-from tools.bench.kernel_clock import Clock, copy_rate, matmul_rate
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,8 @@ class Bench:
 
     def measure(self, cases: list[tuple[Case, Sizes]], peers: list[str]) -> Iterator[Row]:
         for case, s in cases:
-            for peer, prepare in peers_of(case, s, peers):
-                row = self.row(case, s, peer, prepare)
-                if row is not None:
-                    yield row
+            rows = (self.row(case, s, peer, prepare) for peer, prepare in peers_of(case, s, peers))
+            yield from (row for row in rows if row is not None)
 
     def sweep(self, cases: list[tuple[Case, Sizes]], most: int | None) -> Iterator[Row]:
         """Every candidate tile of every launcher; the table's own first."""
@@ -100,12 +100,12 @@ def best_of(rows: list[Row]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, tuple[str, ...]], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.kernel, row.shape, tuple(row.tile)), []).append(row)
-    made = []
+    found = []
     for (name, shape, _), tried in groups.items():
         best, table = min(tried, key=lambda r: r.us), next((r for r in tried if r.table), None)
         gain = None if table is None else table.us / best.us - 1
-        made.append({"kernel": name, "shape": shape, "tile": best.tile, "table": table and table.tile, "gain": gain})
-    return made
+        found.append({"kernel": name, "shape": shape, "tile": best.tile, "table": table and table.tile, "gain": gain})
+    return found
 
 
 def build(share: str, cases: list[tuple[Case, Sizes]], most: int | None) -> None:
@@ -122,3 +122,66 @@ def build(share: str, cases: list[tuple[Case, Sizes]], most: int | None) -> None
                         fn()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+WARM_UP_S = 0.03  # and three calls: the first one compiles, and a card that was idle raises its clock
+FLUSH_BYTES = 2 << 30
+
+
+class Clock:
+    """Times calls in microseconds.
+
+    On a card between two events, after a write of 2 GiB: that empties the L2 cache, and takes about 0.5 ms, in which
+    this process gets ahead of the card, so that what Python needs to launch is not in the figure. What is slower to
+    launch than that is slow for a user too.
+    """
+
+    def __init__(self, device: torch.device, repeats: int, tiny: bool):
+        self.device, self.repeats, self.tiny = device, repeats, tiny
+        self.waste = torch.empty(0 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def __call__(self, fn: Callable[[], Any]) -> list[float]:
+        """Of each of `repeats` calls after the warm-up."""
+        begin, calls = time.perf_counter(), 0
+        if self.device.type == "cpu":
+            return [1e6 * seconds for seconds in timeit.repeat(fn, number=1, repeat=self.repeats + 1)][1:]
+        while calls < 3 or time.perf_counter() - begin < WARM_UP_S:
+            fn()
+            torch.cuda.synchronize()
+            calls += 1
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats)]
+        for start, stop in pairs:
+            self.waste.zero_()
+            start.record()
+            fn()
+            stop.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) * 1e3 for start, stop in pairs]
+
+    def extra_bytes(self, fn: Callable[[], Any]) -> int | None:
+        """The most memory that a call takes beside what is there before and after it: beside inputs and results.
+        None on CPU, where nobody counts."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        made = fn()
+        torch.cuda.synchronize()
+        after, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        del made
+        return most - after
+
+
+def copy_rate(clock: Clock, size: int | None = None) -> float:
+    """GB/s of torch's copy of `size` bytes (1 GiB; tiny: 1 MiB), bytes read and written."""
+    size = size or 1 << (20 if clock.tiny else 30)
+    a, b = (torch.ones(size, dtype=torch.int8, device=clock.device) for _ in range(2))
+    return 2 * size / statistics.median(clock(lambda: b.copy_(a))) / 1e3
+
+
+def matmul_rate(clock: Clock, dtype: torch.dtype) -> float:
+    """TFLOP/s of torch's product of two matrices of 8192 x 8192 (tiny: 128), of normal numbers: zeros are faster."""
+    size = 128 if clock.tiny else 8192
+    a, b = (torch.randn(size, size, dtype=dtype, device=clock.device) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / statistics.median(clock(lambda: torch.mm(a, b, out=out))) / 1e6

@@ -149,7 +149,8 @@ def call(fn: Fn, inputs: list[Tensor], half: str) -> Callable[[], Any]:
     if half == "both":
 
         def run_both() -> tuple[Tensor, ...]:
-            grads = torch.autograd.grad(sum_of(outputs()), leaves, allow_unused=True)
+            first = outputs()[0]
+            grads = torch.autograd.grad(first if first.dim() == 0 else first.sum(), leaves, allow_unused=True)
             return tuple(leaf.sink.sum if g is None else g for leaf, g in zip(leaves, grads, strict=True))  # type: ignore
 
         return run_both
@@ -159,10 +160,6 @@ def call(fn: Fn, inputs: list[Tensor], half: str) -> Callable[[], Any]:
     kept = outputs()
     above = [torch.randn_like(y) for y in kept]
     return lambda: torch.autograd.grad(kept, leaves, above, retain_graph=True)
-
-
-def sum_of(outputs: list[Tensor]) -> Tensor:
-    return outputs[0] if outputs[0].dim() == 0 else outputs[0].sum()
 
 
 def blocks(

@@ -15,13 +15,20 @@ from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope, swi
 from megalite.kernels.dispatch import tile_for
 from tools.bench.kernel_attention_case import attention_cases
 from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, blocks, streams
-from tools.bench.kernel_flat_cases import flat_cases
-from tools.bench.kernel_loss_cases import loss_cases
+from tools.bench.kernel_loss_cases import flat_cases, loss_cases
 
 EPS, P, KEY = 1e-5, 0.1, 0xC0FFEE01
 
 
 # --- peers in plain torch, the same work as ours
+
+PLAIN: dict[str, Fn] = {
+    "rms_norm": lambda x, w: F.rms_norm(x, (x.shape[-1],), w, EPS),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (x.shape[-1],), w, b, EPS),
+    "swiglu": lambda u: F.silu(u.chunk(2, -1)[0]) * u.chunk(2, -1)[1],
+    "bias_gelu": lambda u, b: F.gelu(u + b, approximate="tanh"),
+    "bias_gelu_erf": lambda u, b: F.gelu(u + b, approximate="none"),
+}
 
 
 def add_then(norm: Fn) -> Fn:
@@ -30,19 +37,6 @@ def add_then(norm: Fn) -> Fn:
         return h, norm(h, *weights)
 
     return run
-
-
-def plain_rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), w, EPS)
-
-
-def plain_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), w, b, EPS)
-
-
-def plain_swiglu(u: Tensor) -> Tensor:
-    gate, up = u.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 def both(plain: Fn) -> Fn:
@@ -77,9 +71,9 @@ def apex_norm(x: Tensor, w: Tensor, *b: Tensor) -> Tensor:
 # --- the rows of the table
 
 
-def norm_cases(
-    module: Any, op: str, weights: int, plain: Fn, peers: Mapping[str, Fn], fused: Mapping[str, Fn]
-) -> list[Case]:
+def norm_cases(module: Any, op: str, weights: int, peers: Mapping[str, Fn], fused: Mapping[str, Fn]) -> list[Case]:
+    plain = PLAIN[op]
+
     def inputs(added: bool) -> Make:
         return lambda s: [s.rows() for _ in range(1 + added)] + [s.normal(s.hidden_size) for _ in range(weights)]
 
@@ -113,7 +107,7 @@ def norm_cases(
 
 
 def activation_cases(
-    op: str, width: int, module: Any, plain: Fn, more: list[Any], peers: Mapping[str, Fn], own: Mapping[str, Make]
+    op: str, width: int, module: Any, more: list[Any], peers: Mapping[str, Fn], own: Mapping[str, Make]
 ) -> list[Case]:
     """`more`: arguments of the launchers between the tensors and the tile; with any, a bias is the last tensor.
     Backward is a pass of its own, which returns the activation and the gradient."""
@@ -138,9 +132,9 @@ def activation_cases(
         (u, *b), da, own = inputs(s), s.rows(), module.BACKWARD
         return blocks(own, s.hidden_size, own.programs > 1, lambda block: module.backward(u, da, *b, *more, block))
 
-    forward = Case(op, "forward", streams(1 + width), inputs, ours, plain, tiles, peers=peers, own_inputs=own)
+    forward = Case(op, "forward", streams(1 + width), inputs, ours, PLAIN[op], tiles, peers=peers, own_inputs=own)
     work = streams(2 + 2 * width)
-    backward = Case(op, "backward", work, with_da(inputs), ours_backward, plain, tiles_backward, direct="all")
+    backward = Case(op, "backward", work, with_da(inputs), ours_backward, PLAIN[op], tiles_backward, direct="all")
     return [
         forward,
         replace(backward, wrap=both, peers=peers, own_inputs={name: with_da(make) for name, make in own.items()}),
@@ -195,25 +189,17 @@ def dropout_cases() -> list[Case]:
     return [case("forward", 3), case("backward", 2)]
 
 
-def plain_gelu(form: str) -> Fn:
-    return lambda u, b: F.gelu(u + b, approximate=form)
-
-
-def gate_and_up(s: Sizes) -> list[Tensor]:
-    return [s.rows(), s.rows()]
-
-
 RMS = {"liger": liger("LigerRMSNormFunction", EPS, 0.0, "llama", False), "apex": apex_norm}
 ADD_RMS = {"liger": liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", False)}
 LAYER = {"liger": liger("LigerLayerNormFunction", EPS), "apex": apex_norm}
 SILU_MUL = {"liger": liger("LigerSiLUMulFunction")}
 CASES: list[Case] = [
-    *norm_cases(rms_norm, "rms_norm", 1, plain_rms_norm, RMS, ADD_RMS),
-    *norm_cases(layer_norm, "layer_norm", 2, plain_layer_norm, LAYER, {}),
+    *norm_cases(rms_norm, "rms_norm", 1, RMS, ADD_RMS),
+    *norm_cases(layer_norm, "layer_norm", 2, LAYER, {}),
     *rope_cases(),
-    *activation_cases("swiglu", 2, swiglu, plain_swiglu, [], SILU_MUL, {"liger": gate_and_up}),
-    *activation_cases("bias_gelu", 1, bias_gelu, plain_gelu("tanh"), [True], {}, {}),
-    *activation_cases("bias_gelu_erf", 1, bias_gelu, plain_gelu("none"), [False], {}, {}),
+    *activation_cases("swiglu", 2, swiglu, [], SILU_MUL, {"liger": lambda s: [s.rows(), s.rows()]}),
+    *activation_cases("bias_gelu", 1, bias_gelu, [True], {}, {}),
+    *activation_cases("bias_gelu_erf", 1, bias_gelu, [False], {}, {}),
     *dropout_cases(),
     *loss_cases(),
     *attention_cases(),

@@ -1,4 +1,5 @@
-"""Cases of tools/bench/kernels.py: cross entropy, and the head's matmul with it."""
+"""Cases of tools/bench/kernels.py: cross entropy, also with the head's matmul; and the update of the weights and the
+gradient norm, over flat tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels import cross_entropy, linear_cross_entropy
+from megalite.kernels import adamw, cross_entropy, grad_norm, linear_cross_entropy
 from megalite.nn import loss
 from megalite.parallel.mesh import Mesh
 from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, Work, constants, replaced
@@ -17,13 +18,13 @@ from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, Work, co
 TILE = {"COLUMNS": (1024, 2048, 4096, 8192, 16384), "WARPS": (2, 4, 8, 16, 32)}
 
 
-def plain(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+def plain(logits_NV: Tensor, labels_N: Tensor, reduction: str = "none") -> Tensor:
     """As training code has it: in fp32."""
-    return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction=reduction)
 
 
 def plain_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
-    return F.cross_entropy((x_ND @ weight_VD.T).float(), labels_N, reduction="sum")
+    return plain(x_ND @ weight_VD.T, labels_N, "sum")
 
 
 def liger_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Any:
@@ -143,5 +144,68 @@ def loss_cases() -> list[Case]:
             *("linear_cross_entropy", "both", head, with_head, ours_with_head, plain_with_head, chunks),
             axis="vocab_size",
             peers={"liger": liger_with_head},
+        ),
+    ]
+
+
+HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 10}
+ADAMW_TILE = {"ELEMENTS": (512, 1024, 2048, 4096), "WARPS": (2, 4, 8)}
+NORM_TILE = {"ELEMENTS": (2048, 4096, 8192), "WARPS": (4, 8, 16), "PROGRAMS": (2, 4, 8)}
+
+
+def for_adamw(moments: torch.dtype) -> Any:
+    """Weight, gradient, moments and the bf16 copy."""
+
+    def make(s: Sizes) -> list[Tensor]:
+        w, g, m, v = (torch.randn(s.numel, device=s.device) for _ in range(4))
+        return [w, g.mul_(0.1), m.mul_(0.1).to(moments), v.square_().mul_(0.01).to(moments), w.bfloat16()]
+
+    return make
+
+
+def ours_adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor) -> Tensor:
+    adamw.adamw_(w, g, m, v, **HYPER, copy=copy)
+    return copy
+
+
+def plain_adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor) -> Tensor:
+    """torch.optim.AdamW(fused=True), and the copy."""
+    torch.ops.aten._fused_adamw_(
+        *([w], [g], [m], [v], [], [torch.full((), 10.0, device=w.device)]),
+        **{"lr": HYPER["lr"], "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8},
+        amsgrad=False,
+        maximize=False,
+    )
+    return copy.copy_(w)
+
+
+def adamw_case(name: str, moments: torch.dtype, per_weight: int, torchs: Fn | None) -> Case:
+    make = for_adamw(moments)
+
+    def tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
+        inputs = make(s)
+        return constants(adamw, ADAMW_TILE, lambda: ours_adamw(*inputs))
+
+    work = Work(f"{per_weight} bytes per weight", lambda s: per_weight * s.numel)
+    return Case(name, "forward", work, make, ours_adamw, torchs, tiles, axis="numel", compiles=False)
+
+
+def flat_cases() -> list[Case]:
+    def gradient(s: Sizes) -> list[Tensor]:
+        return [torch.randn(s.numel, device=s.device)]
+
+    def tiles(s: Sizes) -> Iterator[tuple[Tile, Any]]:
+        (flat,) = gradient(s)
+        return constants(grad_norm, NORM_TILE, lambda: grad_norm.sum_of_squares(flat))
+
+    work = Work("4 bytes per element", lambda s: 4 * s.numel)
+    return [
+        adamw_case("adamw", torch.float32, 30, plain_adamw),
+        adamw_case("adamw bf16 moments", torch.bfloat16, 22, None),  # torch has none
+        Case(
+            *("grad_norm", "forward", work, gradient, grad_norm.sum_of_squares),
+            *(lambda flat: torch.linalg.vector_norm(flat).square(), tiles),
+            axis="numel",
+            compiles=False,
         ),
     ]

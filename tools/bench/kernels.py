@@ -30,11 +30,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megalite.kernels.dispatch import KernelError, installed, runs_triton  # noqa: E402
-from tools.bench.kernel_bench import Bench, Row, best_of, build  # noqa: E402
-from tools.bench.kernel_case import Case, Sizes, absent  # noqa: E402
-from tools.bench.kernel_cases import CASES  # noqa: E402
-from tools.outputs import write_json  # noqa: E402
+from megalite.kernels.dispatch import KernelError, installed, runs_triton
+from tools.bench.kernel_bench import Bench, Row, best_of, build
+from tools.bench.kernel_case import Case, Sizes, absent
+from tools.bench.kernel_cases import CASES
+from tools.program import parser_of, write_json
 
 PEERS = ("megalite", "torch", "compile", "liger", "apex", "triton", "cudnn", "flash")
 # flag and field of Sizes: values on a card, and on a CPU
@@ -48,9 +48,7 @@ TOKENS = (16384, 24)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", metavar="NAMES", help="kernels by name, separated by commas")
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}s", type=int, nargs="+", metavar="N", dest=name)

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megalite.config import cli
 from megalite.config.console import Bar
 from megalite.config.options import ConfigError
@@ -19,6 +21,8 @@ from megalite.parallel.local_ranks import cores
 from megalite.plan.arrangement import arrange
 from tools.bench import contender, tables
 from tools.bench.turns import REFUSED, OtherBenchmark, Row, Table, combinations_of
+from tools.pictures import bench
+from tools.pictures.canvas import save
 
 
 def batch_flags(options: argparse.Namespace, flags: list[str], nproc: int) -> list[str]:
@@ -29,9 +33,8 @@ def batch_flags(options: argparse.Namespace, flags: list[str], nproc: int) -> li
     if batch is None:
         return []  # micro_batch_size x dp, which is weak
     if batch * nproc % fewest:
-        raise ConfigError(
-            [f"global_batch_size={batch} of {fewest} ranks is no whole number for {nproc}; give a multiple"]
-        )
+        whole = f"global_batch_size={batch} of {fewest} ranks is not a whole number for {nproc}"
+        raise ConfigError([f"{whole}; give a multiple"])
     return ["--global-batch-size", str(batch * nproc // fewest)]
 
 
@@ -74,15 +77,8 @@ def rows_of(options: argparse.Namespace, flags: list[str]) -> list[Row]:
 
 
 def facts_of(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    import torch
-
-    same = {name: getattr(options, name) for name in ("steps", "warmup", "memory_gib")}
-    return {
-        "machine": platform.platform(),
-        "torch": torch.__version__,
-        "flags": flags,
-        "scaling": options.scaling,
-    } | same
+    same = {name: getattr(options, name) for name in ("steps", "warmup", "memory_gib", "scaling")}
+    return {"machine": platform.platform(), "torch": torch.__version__, "flags": flags, **same}
 
 
 def measure_all(table: Table, options: argparse.Namespace) -> None:
@@ -127,9 +123,6 @@ def finish(table: Table, options: argparse.Namespace, complete: bool) -> None:
 
 
 def draw(folder: Path, measured: list[dict[str, Any]]) -> None:
-    from tools.pictures import bench
-    from tools.pictures.canvas import save
-
     try:
         for picture in bench.pictures(measured):
             save(picture, folder / f"{picture.name}.png")
@@ -165,7 +158,7 @@ def run(options: argparse.Namespace, flags: list[str], program: str) -> int:
         measure_all(table, options)
     except KeyboardInterrupt:
         interrupted = True
-        resumed = "; the same command goes on" * (options.out is not None)
+        resumed = "; the same command resumes it" * (options.out is not None)
         print(f"{program}: interrupted{resumed}", file=sys.stderr)
     finish(table, options, not interrupted)
     any_measured = any(row.runs and row.contender.startswith("megalite") for row in table.rows)

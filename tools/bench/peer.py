@@ -11,20 +11,20 @@ import contextlib
 import datetime
 from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
+from megalite.parallel.launch import Ranks, process_group
+from megalite.train.life.run import choose_device
+from tools.bench.contender import limit_memory, peak_memory, time_steps, write
 
 
 def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
-    import torch
-    from torch import nn
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from megalite.parallel.launch import process_group
-    from megalite.train.life.run import choose_device
-    from tools.bench.contender_rank import limit_memory, peak_memory, time_steps, write
-
     config, _ = cli.read(task["flags"], PRESETS)
     limit_memory(task.get("memory_bytes"))
     m, t = config.model, config.train
@@ -33,17 +33,11 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
     timeout = datetime.timedelta(minutes=5)
     with process_group(ranks, device=choose_device(config.parallel.device), startup_timeout=timeout) as device:
         torch.manual_seed(0)
-        shape = LlamaConfig(
-            vocab_size=config.data.vocab_size,
-            hidden_size=m.hidden_size,
-            intermediate_size=m.ffn_size,
-            num_hidden_layers=m.num_layers,
-            num_attention_heads=m.num_attention_heads,
-            num_key_value_heads=m.groups,
-            max_position_embeddings=m.seq_length,
-            tie_word_embeddings=not m.untie_embeddings_and_output_weights,
-            use_cache=False,
-        )
+        sizes: dict[str, Any] = dict(hidden_size=m.hidden_size, intermediate_size=m.ffn_size)
+        sizes |= dict(num_hidden_layers=m.num_layers, num_attention_heads=m.num_attention_heads)
+        sizes |= dict(num_key_value_heads=m.groups, max_position_embeddings=m.seq_length)
+        tied = not m.untie_embeddings_and_output_weights
+        shape = LlamaConfig(**sizes, vocab_size=config.data.vocab_size, tie_word_embeddings=tied, use_cache=False)
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         model: Any = LlamaForCausalLM(shape).to(device, dtype)
         if way == ["ddp"]:
@@ -74,9 +68,6 @@ def peer_rank(ranks: Ranks, task: dict[str, Any]) -> None:
 
 def _shard(model: Any, device_type: str, world: int) -> None:
     """Each block, then the rest, as torch's guide to FSDP2 does."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh(device_type, (world,))
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)

@@ -15,17 +15,34 @@ the same time measures that: the load is printed with the rows. Sleeping needs n
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
 import itertools
 import json
 import os
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megalite.config import cli
+from megalite.parallel.launch import process_group
+from megalite.parallel.local_ranks import start_local
+from megalite.plan.arrangement import arrange
+from megalite.plan.cluster import cluster
+from megalite.plan.cost import shape_of
+from megalite.plan.profile import default_profile, read_profile
+from megalite.plan.step_time import step_time
+from megalite.train.setup import build_run
+from megalite.train.step import train_step
+from tools.bench.contender import measure
+from tools.planning.calibrate import calibrate
+from tools.program import parser_of
 
 MODEL = """--num-layers 8 --hidden-size 384 --num-attention-heads 6 --ffn-hidden-size 1024 --vocab-size 2048
  --seq-length 256 --micro-batch-size 1 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -46,9 +63,7 @@ def flags_of(layout: str, asleep: bool = False) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="CHUNKSxMICROBATCHES")
     parser.add_argument("--profile", type=Path, help="calibrated before; default: calibrated now")
     parser.add_argument("--asleep", action="store_true", help="layers sleep in place of computing")
@@ -57,10 +72,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-
-    from megalite.config import cli
-    from megalite.plan.profile import read_profile
-    from tools.planning.calibrate import calibrate
 
     out, alone = (
         options.json,
@@ -89,13 +100,6 @@ def main(argv: list[str]) -> int:
 
 
 def asleep_profile() -> Any:
-    import dataclasses
-
-    from megalite.config import cli
-    from megalite.plan.arrangement import arrange
-    from megalite.plan.cost import shape_of
-    from megalite.plan.profile import default_profile
-
     made = arrange(cli.parse(flags_of("1x2", asleep=True), {}), 2, VOCABULARY)
     nothing = (0.0, 0.0, 0.0)
     blocks = {"layer": (*LAYER_S, 0.0), "embedding": nothing, "head": nothing, "update": nothing}
@@ -115,23 +119,14 @@ def lasting(call: Callable[..., Any], seconds: dict[int, float]) -> Callable[...
 
 def asleep_rank(ranks: Any, task: dict[str, Any]) -> None:
     """One rank of a real run, whose layers sleep; writes the times of its steps."""
-    import datetime
-
-    from megalite.config import cli
-    from megalite.parallel.launch import process_group
-    from megalite.plan.arrangement import arrange
-    from megalite.train.setup import build_run
-    from megalite.train.step import train_step
-
     with process_group(ranks, device="cpu", startup_timeout=datetime.timedelta(minutes=5)) as device:
         made = arrange(cli.parse(task["flags"], {}), ranks.world, VOCABULARY)
         run = build_run(made.config, ranks, device, arrangement=made)
         pipeline: Any = run.pipeline
         layers = {stage: made.counts[stage] for stage in pipeline.place.stages(ranks.rank)}
         for name, seconds in zip(("_forward", "_backward"), LAYER_S, strict=True):
-            setattr(
-                pipeline, name, lasting(getattr(pipeline, name), {stage: n * seconds for stage, n in layers.items()})
-            )
+            lasts = {stage: n * seconds for stage, n in layers.items()}
+            setattr(pipeline, name, lasting(getattr(pipeline, name), lasts))
         steps = []
         for _ in range(task["steps"]):
             begin = time.perf_counter()
@@ -143,10 +138,6 @@ def asleep_rank(ranks: Any, task: dict[str, Any]) -> None:
 
 def _asleep(flags: list[str], options: argparse.Namespace) -> float:
     """Seconds of the median step, of the slower rank."""
-    import statistics
-    import tempfile
-
-    from megalite.parallel.local_ranks import start_local
     from tools.bench import plan_accuracy  # by its own name, so that other processes can import what they run
 
     with tempfile.TemporaryDirectory(prefix="asleep-") as folder:
@@ -158,12 +149,6 @@ def _asleep(flags: list[str], options: argparse.Namespace) -> float:
 
 
 def _row(layout: str, options: argparse.Namespace, profile: Any) -> dict[str, Any]:
-    from megalite.config import cli
-    from megalite.plan.arrangement import arrange
-    from megalite.plan.cluster import cluster
-    from megalite.plan.step_time import step_time
-    from tools.bench.contender import measure
-
     flags = flags_of(layout, options.asleep)
     made = arrange(cli.parse(flags, {}), 2, VOCABULARY)
     predicted = step_time(made, cluster("cpu", 2), profile)

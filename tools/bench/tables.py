@@ -14,6 +14,7 @@ from megalite.models.families import PRESETS
 from megalite.plan.advice import in_order
 from megalite.plan.arrangement import Arrangement, arrange
 from megalite.plan.kinds import model_flops
+from megalite.train.tell.figures import columns
 from megalite.train.tell.run_dir import write_atomically
 from tools.bench.breakdown import LOST, break_down
 from tools.bench.turns import OK, REFUSED, WAITING, Row
@@ -93,11 +94,12 @@ def breakdown_lines(breakdown: Mapping[str, Any]) -> list[str]:
         lines.append(f"of the peak: MFU {percent(breakdown['mfu'])}; lost to " + in_order(breakdown["lost"]))
     of = breakdown["efficiency"]
     cost = "n/a without --price-per-hour" if of["cost_per_sample"] is None else f"{of['cost_per_sample']:.3g}"
+    share = {name: percent(of[name]) for name in of if name.endswith(("_time", "_utilization"))}
+    share = {name: percent(of[name]) for name in of if name.endswith(("_time", "_utilization"))}
     lines.append(
-        f"efficiency: devices compute {percent(of['gpu_utilization'])} of the time, memory "
-        f"{percent(of['memory_utilization'])} full, {of['samples_per_s']:,.4g} samples/s, cost per sample {cost}; data "
-        f"{percent(of['data_time'])}, forward {percent(of['forward_time'])}, backward {percent(of['backward_time'])}, "
-        f"communication {percent(of['communication_time'])}"
+        f"efficiency: devices compute {share['gpu_utilization']} of the time, memory {share['memory_utilization']} "
+        f"full, {of['samples_per_s']:,.4g} samples/s, cost per sample {cost}; data {share['data_time']}, forward "
+        f"{share['forward_time']}, backward {share['backward_time']}, communication {share['communication_time']}"
     )
     lines.append(f"bound: {breakdown['bound']['by']}: {breakdown['bound']['evidence']}")
     return [*lines, f"advice: {breakdown['advice']}"] if breakdown["advice"] else lines
@@ -133,8 +135,6 @@ def with_efficiency(measured: list[Figures]) -> list[Figures]:
 
 def text_table(measured: Sequence[Figures]) -> str:
     """For people: a row each, and why where there is no figure."""
-    from megalite.train.tell.figures import columns
-
     scaling = any("efficiency" in one for one in measured)
     peers = len({one["contender"] for one in measured}) > 1
     head = ["", *(["who"] if peers else []), "tokens/s", "least", "most", "TFLOP/s", "MFU", "GiB"]
@@ -152,9 +152,8 @@ def text_table(measured: Sequence[Figures]) -> str:
         if one["status"] not in (OK, WAITING):  # after figures, too: a later run may be out of memory
             cells = [*cells, *[""] * (len(head) + 1 - len(cells)), one["status"]]
         rows.append([*cells, *[""] * (len(rows[0]) - len(cells))][: len(rows[0])])
-    lines = [
-        f"{one['label']}, {one['contender']}: {one['status']}: {one['reason']}" for one in measured if one["reason"]
-    ]
+    about = "{label}, {contender}: {status}: {reason}"
+    lines = [about.format(**one) for one in measured if one["reason"]]
     lines += ["speed and memory: as a multiple of megalite's under the same flags"] if peers else []
     return "\n".join([columns(rows), *lines])
 

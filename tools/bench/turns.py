@@ -20,16 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.outputs import write_json
+from tools.program import write_json
+from tools.sweep import lists_of, words_of
 
-OK, REFUSED, NO_MEMORY, NO_TIME, FAILED, WAITING = (
-    "ok",
-    "refused",
-    "out of memory",
-    "out of time",
-    "failed",
-    "waiting",
-)
+OK, REFUSED, WAITING = "ok", "refused", "waiting"
+NO_MEMORY, NO_TIME, FAILED = "out of memory", "out of time", "failed"
 MEMORY_WORDS = re.compile(r"out of memory|MemoryError|allocate memory|bad_alloc|ENOMEM", re.IGNORECASE)
 KILLED = re.compile(r"exit code (-9|137)\b|signal SIGKILL")  # by the kernel: nobody else kills a rank here
 SAME = ("flags", "steps", "warmup", "memory_gib", "machine", "torch")  # or figures cannot stand in one table
@@ -102,8 +97,6 @@ def kind_of(result: dict[str, Any]) -> str:
 def combinations_of(sweeps: Sequence[str], nprocs: Sequence[int]) -> Iterator[tuple[dict[str, str], list[str], int]]:
     """(what varies, flags of it, ranks) of each combination, in the order of the lists. `sweeps`: as
     "micro-batch-size=1,2", - or _ between words. Raises ConfigError."""
-    from tools.sweep import lists_of, words_of
-
     lists = lists_of([f"--{name.replace('_', '-')}={values}" for name, _, values in (s.partition("=") for s in sweeps)])
     for nproc, values in itertools.product(nprocs, itertools.product(*lists.values())):
         pairs = list(zip(lists, values, strict=True))
@@ -157,4 +150,4 @@ def read(file: Path) -> Table:
         content = json.loads(file.read_text("utf-8"))
         return Table(content, [Row(**row) for row in content.pop("rows")], file)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is no benchmark ({error}); make one with tools/benchmark.py") from None
+        raise ValueError(f"{file} is not a benchmark ({error}); make one with tools/benchmark.py") from None

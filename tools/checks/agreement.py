@@ -15,7 +15,7 @@ equal to the bit, in every precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,11 @@ class Piece:
     odd: Array | None = None
 
     @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """Where it lies in the whole tensor."""
+        return tuple((cut.start, cut.stop) for cut in self.slices)
+
+    @property
     def error(self) -> float:
         return float(np.linalg.norm(self.here - self.there))
 
@@ -104,20 +109,17 @@ class Reference:
         for item, data in recording.items:
             samples = self.arrays.setdefault((item.step, item.kind, item.name), {})
             samples[item.sample] = data.reshape(item.shape)
-        names = [item.name for item, _ in recording.items if item.kind == "forward"]
-        self.forward = list(dict.fromkeys(names))
-        self.floors = {step: FLOOR * self._rms(step) for step, kind, _ in self.arrays if kind == "gradient"}
-
-    def _rms(self, step: float) -> float:
-        """Of all gradients of a step together."""
-        each = [some[-1] for (when, kind, _), some in self.arrays.items() if (when, kind) == (step, "gradient")]
-        return math.sqrt(sum(_square(one) for one in each) / max(1, sum(one.size for one in each)))
+        self.forward = list(dict.fromkeys(item.name for item, _ in recording.items if item.kind == "forward"))
+        gradients: dict[float, list[Array]] = {}
+        for (step, kind, _), samples in self.arrays.items():
+            if kind == "gradient":
+                gradients.setdefault(step, []).append(samples[-1])
+        self.floors = {step: FLOOR * _rms(each) for step, each in gradients.items()}
 
     def scale(self, key: Key) -> float:
         """What differences of it are measured by."""
-        each = list(self.arrays[key].values())
-        rms = math.sqrt(sum(_square(one) for one in each) / max(1, sum(one.size for one in each)))
-        return max(rms, self.floors[key[0]] if key[1] == "gradient" else 0.0, 1e-300)
+        floor = self.floors[key[0]] if key[1] == "gradient" else 0.0
+        return max(_rms(self.arrays[key].values()), floor, 1e-300)
 
     def order(self, key: Key) -> tuple[float, int, int, str]:
         """When it is computed: gradients in the order of backward."""
@@ -139,8 +141,10 @@ def when(step: float) -> str:
     return f"step {step:g}" if step == int(step) else f"the evaluation after step {math.floor(step)}"
 
 
-def _square(data: Array) -> float:
-    return float(np.square(data.astype(np.float64)).sum())
+def _rms(arrays: Iterable[Array]) -> float:
+    """Of all of them together."""
+    each = [(float(np.square(one.astype(np.float64)).sum()), one.size) for one in arrays]
+    return math.sqrt(sum(square for square, _ in each) / max(1, sum(size for _, size in each)))
 
 
 def compare(
@@ -158,7 +162,11 @@ def compare(
                 odd.setdefault(key, f"rank {rank} has a {what}, which one process has not")
                 continue
             try:
-                pieces.setdefault(key, []).append(_piece(item, data, whole, layout.at(rank), layout))
+                where = layout.at(rank)
+                slices = place(item.shape, whole.shape, where.tp, layout)
+                there = whole[slices].reshape(-1)[item.first : item.first + data.size].astype(np.float64)
+                here = data.reshape(-1).astype(np.float64)[: there.size]  # what is behind is padding
+                pieces.setdefault(key, []).append(Piece(where, item, slices, here, there))
             except ValueError as error:
                 odd.setdefault(key, str(error))
     rows = []
@@ -171,13 +179,6 @@ def compare(
                 row.wrong = list(_odd_copies(row.pieces))
         rows.append(row)
     return rows, pieces
-
-
-def _piece(item: Item, data: Array, whole: Array, where: Place, layout: Layout) -> Piece:
-    slices = place(item.shape, whole.shape, where.tp, layout)
-    there = whole[slices].reshape(-1)[item.first : item.first + data.size].astype(np.float64)
-    here = data.reshape(-1).astype(np.float64)[: there.size]  # what is behind is padding
-    return Piece(where, item, slices, here, there)
 
 
 def _measure(row: Row, scale: float) -> None:
@@ -196,9 +197,9 @@ def _measure(row: Row, scale: float) -> None:
 
 def _odd_copies(pieces: Sequence[Piece]) -> Iterator[Piece]:
     """Those that are not what most copies of the same elements are; of two, the one further from the one process."""
-    places: dict[tuple[Any, ...], list[Piece]] = {}
+    places: dict[tuple[tuple[int, int], ...], list[Piece]] = {}
     for piece in pieces:
-        places.setdefault(tuple((cut.start, cut.stop) for cut in piece.slices), []).append(piece)
+        places.setdefault(piece.box, []).append(piece)
     for copies in places.values():
         kinds: dict[bytes, list[Piece]] = {}
         for piece in copies:

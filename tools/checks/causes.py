@@ -62,24 +62,13 @@ def find(
     if first is None:
         return None
     alike = [row for row in rows if (row.step, row.kind) == (first.step, first.kind)]
-    number = re.match(r"layers\.(\d+)", first.name)
-    return Finding(
-        first.step,
-        first.kind,
-        first.name,
-        int(number[1]) if number else None,
-        first.apart,
-        first.tolerance,
-        _ranks(first),
-        first.missing or _where(first),
-        [row.name for row in alike if row.differs],
-        list(_causes(Seen(first, alike, pieces, reference, layout, microbatches))),
-    )
-
-
-def _ranks(row: Row) -> dict[str, list[int]]:
-    places = [piece.place for piece in row.wrong]
-    return {axis: sorted({getattr(one, axis) for one in places}) for axis in ("rank", "pp", "dp", "tp")}
+    number, axes = re.match(r"layers\.(\d+)", first.name), ("rank", "pp", "dp", "tp")
+    layer = int(number[1]) if number else None
+    ranks = {axis: sorted({getattr(piece.place, axis) for piece in first.wrong}) for axis in axes}
+    where, others = first.missing or _where(first), [row.name for row in alike if row.differs]
+    causes = _causes(Seen(first, alike, pieces, reference, layout, microbatches))
+    facts = (first.step, first.kind, first.name, layer, first.apart, first.tolerance)
+    return Finding(*facts, ranks, where, others, causes)
 
 
 def _where(row: Row) -> str:
@@ -108,10 +97,12 @@ def _where(row: Row) -> str:
 
 
 def _causes(seen: Seen) -> list[str]:
-    by_kind = {"input": _input, "forward": _forward, "loss": _loss, "gradient": _gradient, "norm": _norm}
     if seen.row.missing:
         return ["ranks do not hold or compute what one process does: how samples, layers or elements are shared out"]
-    return by_kind.get(seen.row.kind, _weight)(seen)
+    if seen.row.kind == "input":
+        return [f"the {seen.row.name} of a micro-batch are others: how ranks read or cut their samples"]
+    by_kind = {"forward": _forward, "loss": _loss, "gradient": _gradient, "norm": _norm, "weight": _weight}
+    return by_kind[seen.row.kind](seen)
 
 
 def _border(seen: Seen) -> list[str]:
@@ -122,14 +113,8 @@ def _border(seen: Seen) -> list[str]:
     before, here = ({piece.place.pp for piece in row.pieces} for row in (seen.rows[at - 1], seen.row))
     if before & here:
         return []
-    sender, receiver = sorted(before), sorted(here)
-    return [
-        f"it begins where pp rank {receiver[0]} goes on with what pp rank {sender[0]} sends: the message between them"
-    ]
-
-
-def _input(seen: Seen) -> list[str]:
-    return [f"the {seen.row.name} of a micro-batch are others: how ranks read or cut their samples"]
+    sender, receiver = min(before), min(here)
+    return [f"it begins where pp rank {receiver} goes on with what pp rank {sender} sends: the message between them"]
 
 
 def _forward(seen: Seen) -> list[str]:
@@ -142,17 +127,15 @@ def _forward(seen: Seen) -> list[str]:
     delta = [_tokens(piece) for piece in row.wrong if len(piece.item.shape) == 3]
     close = max(CLOSE, row.tolerance)
     if delta and all(_constant(one, (0, 1), close) for one in delta):
-        found.append(
-            "the same vector is missing or too much at every token: a bias added another number of times than 1"
-        )
+        vector = "the same vector is missing or too much at every token"
+        found.append(f"{vector}: a bias added another number of times than 1")
     elif delta and delta[0].shape[1] > 1 and all(_constant(one, (1,), close) for one in delta):
         found.append("the difference depends on the position alone: an offset of positions")
     if not found and (row.name.endswith(ADDED) or re.fullmatch(r"layers\.\d+|embedding", row.name)):
         found.append("dropout or what is added: a mask that is drawn without the rank's place in sequence or batch")
     if seen.layout.tp > 1 and not first_tp and row.wrong:
-        found.append(
-            "tp rank 0 is right and others are not: an offset into positions, heads or ids that forgets the rank"
-        )
+        offset = "an offset into positions, heads or ids that forgets the rank"
+        found.append(f"tp rank 0 is right and others are not: {offset}")
     if seen.layout.tp > 1 and first_tp and row.name.endswith(SUMMED):
         heads = ", or the heads and groups that a rank takes" * row.name.endswith(ATTENTION)
         found.append(f"a sum over tp that is missing, or made twice, in this layer{heads}")
@@ -238,48 +221,47 @@ def _gradient(seen: Seen) -> list[str]:
         one = f"the gradient of {wrong[0].name}" if len(wrong) == 1 else "each of these"
         which = "every gradient" if every else one
         found.append(f"{which} is {_named(factors[0] or 0.0, seen)}")
-    if all(_sums(row, "tp") for row in wrong) and seen.layout.tp > 1:
-        found.append(
-            "tp ranks hold summands whose sum is right: the all-reduce over tp of replicated weights is missing"
-        )
+    if all(_tp_sums(row) for row in wrong) and seen.layout.tp > 1:
+        missing = "the all-reduce over tp of replicated weights is missing"
+        found.append(f"tp ranks hold summands whose sum is right: {missing}")
     if all(_copied(row, seen.layout) for row in wrong) and not every and seen.layout.tp > 1:
         found.append("only what all tp ranks hold alike: norms, biases after a sum, learned positions")
     if {row.name for row in wrong} <= {*seen.reference.vocabulary}:
-        found.append(
-            "only what has a row per id: if it is tied, the sum over the first and the last stage; its padding"
-        )
+        tied = "if it is tied, the sum over the first and the last stage; its padding"
+        found.append(f"only what has a row per id: {tied}")
     if all(_dp_alone(row) for row in wrong):
         found.append("the gradients of one dp rank alone: the sum over dp does not reach these elements")
     stages = {piece.place.pp for row in wrong for piece in row.wrong}
     if len(stages) < seen.layout.pp and not every:
         found.append(f"only stages of pp ranks {sorted(stages)}")
     if every and not found:
-        found.append(
-            "every gradient differs, without a common factor: the weight of micro-batches or of ranks in the loss"
-        )
+        weight = "the weight of micro-batches or of ranks in the loss"
+        found.append(f"every gradient differs, without a common factor: {weight}")
     if not found:
         found.append("backward of this layer, or a part of it that is not summed, or summed before it was complete")
     return found
 
 
-def _sums(row: Row, axis: str) -> bool:
-    """Whether replicas of one stretch of elements, over an axis, add up to the reference."""
-    stretches: dict[tuple[Any, ...], list[Piece]] = {}
-    for piece in row.pieces:
-        p, cut = piece.place, tuple((one.start, one.stop) for one in piece.slices)
-        rest = (p.pp, p.dp) if axis == "tp" else (p.pp, p.tp)
-        stretches.setdefault((*rest, cut, piece.item.first, piece.here.size), []).append(piece)
-    sums = [(sum(piece.here for piece in some), some) for some in stretches.values() if some[0].here.size]
-    return bool(sums) and all(len(some) > 1 and _close(total, some[0].there, row.tolerance) for total, some in sums)
+def _stretches(pieces: Sequence[Piece], axis: str) -> list[list[Piece]]:
+    """The pieces of the same elements that ranks hold which differ in this axis, dp or tp, alone."""
+    found: dict[tuple[Any, ...], list[Piece]] = {}
+    for piece in pieces:
+        other = piece.place.dp if axis == "tp" else piece.place.tp
+        found.setdefault((piece.place.pp, other, piece.box, piece.item.first, piece.here.size), []).append(piece)
+    return list(found.values())
+
+
+def _tp_sums(row: Row) -> bool:
+    """Whether what tp ranks have of the same elements adds up to the reference."""
+    stretches = [some for some in _stretches(row.pieces, "tp") if some[0].here.size]
+    sums = ((sum(piece.here for piece in some), some) for some in stretches)
+    return bool(stretches) and all(len(some) > 1 and _close(x, some[0].there, row.tolerance) for x, some in sums)
 
 
 def _dp_alone(row: Row) -> bool:
     """Whether those elements that differ add up to the reference over the dp ranks that hold them."""
-    stretches: dict[tuple[Any, ...], list[Piece]] = {}
-    for piece in row.wrong:
-        cut = tuple((one.start, one.stop) for one in piece.slices)
-        stretches.setdefault((piece.place.pp, piece.place.tp, cut, piece.item.first, piece.here.size), []).append(piece)
-    for some in stretches.values():
+    stretches = _stretches(row.wrong, "dp")
+    for some in stretches:
         bad = np.any([piece.bad(row.tolerance) for piece in some], 0)
         total = np.sum([piece.here for piece in some], 0)[bad] if len(some) > 1 else np.zeros(0)
         if not _close(total, some[0].there[bad], row.tolerance):
@@ -294,10 +276,7 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
 
 def _copied(row: Row, layout: Layout) -> bool:
     """Whether all tp ranks hold the same elements of it."""
-    return all(
-        len({tuple((cut.start, cut.stop) for cut in p.slices) for p in row.pieces if p.place.pp == pp}) < 2
-        for pp in range(layout.pp)
-    )
+    return all(len({p.box for p in row.pieces if p.place.pp == pp}) < 2 for pp in range(layout.pp))
 
 
 def _norm(seen: Seen) -> list[str]:

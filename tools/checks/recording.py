@@ -22,19 +22,23 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from megalite.config.options import Config
+from megalite.parallel.launch import Ranks, process_group
+from megalite.parallel.local_ranks import FORWARDED
+from megalite.parallel.spec import Constant
+from megalite.train.life.preflight import choose_device
+from megalite.train.loop import evaluate
+from megalite.train.setup import build_run
+from megalite.train.state import Run
+from megalite.train.step import train_step
 from tools.checks.places import Layout, place
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megalite.config.options import Config
-    from megalite.parallel.launch import Ranks
-    from megalite.train.state import Run
 
 Array = NDArray[Any]
 ADDED = ".attention_added"  # hidden states between the two halves of a block
@@ -172,10 +176,6 @@ def _parts(chunk: int, stage: Any) -> list[tuple[str, Any]]:
 
 def _set_apart(run: Run) -> None:
     """Move what begins as a constant, by an amount that depends on the name and the place in the whole tensor alone."""
-    import torch
-
-    from megalite.parallel.spec import Constant
-
     mesh, layout = run.mesh, Layout.of(run.mesh.sizes)
     for parameter, entry in zip(run.buffer.parameters, run.buffer.layout.entries, strict=True):
         if isinstance(entry.spec.init, Constant):
@@ -189,15 +189,6 @@ def _set_apart(run: Run) -> None:
 def take(ranks: Ranks, config: Config, dtype: str, steps: int, folder: str) -> None:
     """On one rank; `dtype`: of the weights, a name of torch's. Collective. A signal ends it without a word: who has
     started it tells it."""
-    import torch
-
-    from megalite.parallel.launch import process_group
-    from megalite.parallel.local_ranks import FORWARDED
-    from megalite.train.life.preflight import choose_device
-    from megalite.train.loop import evaluate
-    from megalite.train.setup import build_run
-    from megalite.train.step import train_step
-
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
@@ -257,9 +248,8 @@ def write(path: Path, found: Recording) -> None:
 def read_all(folder: Path, layout: Layout) -> list[Recording]:
     """In order of ranks, their layers numbered from the first stage to the last by how many each has."""
     ranks = [_read(path) for path in sorted(folder.glob("rank-*.npz"))]
-    counts = {
-        (chunk, layout.at(rank).pp): count for rank, one in enumerate(ranks) for chunk, count in enumerate(one.layers)
-    }
+    pp = [layout.at(rank).pp for rank in range(len(ranks))]
+    counts = {(chunk, pp[rank]): n for rank, one in enumerate(ranks) for chunk, n in enumerate(one.layers)}
     first, total = {}, 0
     for stage in sorted(counts):  # chunk 0 of every pipeline rank, chunk 1 of every one, ...
         first[stage], total = total, total + counts[stage]
@@ -271,7 +261,7 @@ def read_all(folder: Path, layout: Layout) -> list[Recording]:
         items = [(replace(item, name=name(item.name)), data) for item, data in one.items]
         return Recording([*map(name, one.parameters)], [*map(name, one.vocabulary)], items, one.layers)
 
-    return [numbered(one, layout.at(rank).pp) for rank, one in enumerate(ranks)]
+    return [numbered(one, pp[rank]) for rank, one in enumerate(ranks)]
 
 
 def _read(path: Path) -> Recording:

@@ -23,7 +23,7 @@ from megalite.config.options import ModelConfig
 from megalite.models.gpt import Batch, Stage
 from megalite.nn.parameter import Maker, named_specs
 from megalite.parallel.mesh import Mesh
-from tools.checks.logits import fill_stage
+from tools.checks.conversion import fill_stage
 
 TOKENS = 24  # of the sequence that is computed
 EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 sums; in roundings of the weights
@@ -82,9 +82,8 @@ def hugging_face(folder: Path, family: str, model: ModelConfig) -> Weight:
 
     def get(name: str) -> Tensor:
         bare = name.partition(".")[2]  # some files leave out the first word
-        return places[name if name in places or bare not in places else bare].get_tensor(
-            name if name in places else bare
-        )
+        name = name if name in places or bare not in places else bare
+        return places[name].get_tensor(name)
 
     kind = family if family in ("gpt2", "gpt_neox") else "llama"
     H, K = model.num_attention_heads, model.head_size

@@ -18,7 +18,7 @@ kernels are torch's, and the vocabulary has no padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -102,7 +102,7 @@ def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Small
     """Of a configuration that was checked. `whole`: sizes stay, and so do data and layout. Raises ValueError,
     `name=value breaks rule; remedy`."""
     wanted, note = layout_of(config)
-    notes = [note] if note else []
+    notes = [note] * bool(note)
     if whole:
         if wanted.world > most:
             raise ValueError(f"world={wanted.world} ({wanted}) is above --most-ranks {most}; raise it, or drop --whole")
@@ -110,23 +110,19 @@ def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Small
     layout, axes = fewer_ranks(wanted, most), sum(size > 1 for size in (wanted.tp, wanted.pp, wanted.dp))
     if layout.world == 1 < wanted.world:
         raise ValueError(f"most_ranks={most} leaves nothing of {wanted}; give {2**axes} or more")
-    lost = [f"{axis} {size}" for axis, size, left in _axes(wanted, layout) if size > 1 and left == 1]
-    if lost:
+    sizes = {axis: (getattr(wanted, axis), getattr(layout, axis)) for axis in ("tp", "pp", "dp")}
+    if lost := [f"{axis} {size}" for axis, (size, left) in sizes.items() if size > 1 and left == 1]:
         notes.append(f"not verified, for want of ranks: {' and '.join(lost)}; give --most-ranks {2**axes} or more")
     return Smaller(_made(config, wanted, layout, steps), wanted, layout, notes)
 
 
 def _made(config: Config, wanted: Layout, layout: Layout, steps: int) -> Config:
-    chosen = _stages(config, wanted, layout)
-    model, layers = _model(config, wanted, layout, chosen)
-    made = replace(
-        config,
-        model=model,
-        parallel=_parallel(config, wanted, layout, chosen),
-        train=_batch(config, wanted, layout, layers),
-        data=_generated(config.data),
-    )
-    return _short(made, layout, steps)
+    chosen, d = _stages(config, wanted, layout), config.data
+    parallel, train = _parallel(config, wanted, layout, chosen), _batch(config, wanted, layout, len(chosen.layers))
+    marks = {name: getattr(d, name) for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")}
+    data = DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=VOCABULARY, **marks)
+    model = _model(config, wanted, layout, chosen)
+    return _short(replace(config, model=model, parallel=parallel, train=train, data=data), layout, steps)
 
 
 def of_groups(config: Config, first: Smaller, most: int) -> Smaller | None:
@@ -189,10 +185,6 @@ class Shared:
         return min(tried, key=cost)
 
 
-def _axes(a: Layout, b: Layout) -> Iterator[tuple[str, int, int]]:
-    yield from (("tp", a.tp, b.tp), ("pp", a.pp, b.pp), ("dp", a.dp, b.dp))
-
-
 @dataclass(frozen=True)
 class _Stages:
     """`counts`: layers of every stage, where the options give them. `layers`: of the real model that are left."""
@@ -230,8 +222,8 @@ def _spread(of: int, count: int) -> list[int]:
     return [round(i * (of - 1) / (count - 1)) for i in range(count)] if count > 1 else [0][:count]
 
 
-def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> tuple[ModelConfig, int]:
-    m, tp, layers = config.model, layout.tp, len(stages.layers)
+def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> ModelConfig:
+    m, tp = config.model, layout.tp
     if shared := Shared.of(config, wanted.tp):
         small = shared.on(tp)
         groups, each = small.groups, small.heads * tp
@@ -239,14 +231,15 @@ def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> t
         groups = tp * (1 if m.groups == wanted.tp else 2)
         each = min(m.num_attention_heads // m.groups, 4) * groups
     unit = 1 if m.kv_channels else math.gcd(m.hidden_size, 16)  # torch draws normal numbers by sixteens
-    heads = (k for k in range(HEAD, m.head_size) if _even(k, m.rotary_percent) and not each * k % unit)
+    turned = lambda k: int(k * m.rotary_percent)  # noqa: E731  channels of a head, an even number
+    heads = (k for k in range(HEAD, m.head_size) if turned(k) and not turned(k) % 2 and not each * k % unit)
     head = next(heads, m.head_size)
     hidden = 8 * HEAD if m.kv_channels else each * head
     ffn = tp * max(3, round(m.ffn_size / m.hidden_size * hidden / tp))
     length = min(m.seq_length, -(-LENGTH // tp) * tp)
     windowed = m.window_size is not None and 0 < m.window_size[0] < m.seq_length - 1
     changes: dict[str, Any] = dict(
-        num_layers=layers,
+        num_layers=len(stages.layers),
         hidden_size=hidden,
         num_attention_heads=each,
         kv_channels=head if m.kv_channels else None,
@@ -261,12 +254,7 @@ def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> t
         yarn_original_max_position_embeddings=min(m.yarn_original_max_position_embeddings, length // 2),
         init_method_std=max(m.init_method_std, hidden**-0.5),
     )
-    return replace(m, **changes), layers
-
-
-def _even(head: int, share: float) -> bool:
-    turned = int(head * share)
-    return turned > 0 and turned % 2 == 0
+    return replace(m, **changes)
 
 
 def _pattern(pattern: str | None, of: int, layers: Sequence[int]) -> str | None:
@@ -288,13 +276,13 @@ def _parallel(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -
     if stages.counts is not None and pp > 1:
         chunks, spelt = None, "E" + "|".join("t" * n for n in stages.counts) + "L"
     size = p.microbatch_group_size_per_virtual_pipeline_stage
+    other = ("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers")  # ways to say the same
+    changes: dict[str, Any] = dict.fromkeys((*other, "decoder_last_pipeline_num_layers"))
     return replace(
         p,
+        **changes,
         pipeline_model_parallel_layout=spelt,
         num_virtual_stages_per_pipeline_rank=chunks,
-        num_layers_per_virtual_pipeline_stage=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
         tensor_model_parallel_size=layout.tp,
@@ -327,55 +315,34 @@ def _batch(config: Config, wanted: Layout, layout: Layout, layers: int) -> Any:
     )
 
 
-def _generated(d: DataConfig) -> DataConfig:
-    """Data without files, with ends of documents where these are asked for."""
-    marks = {name: getattr(d, name) for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")}
-    return DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=VOCABULARY, **marks)
-
-
 def _short(config: Config, layout: Layout, steps: int) -> Config:
     """Some steps of it that leave nothing behind."""
     t, o, p = config.train, config.optim, config.parallel
-    nothing = dict(exit_interval=None, exit_duration_in_mins=None, iterations_to_skip=None, rerun_mode="disabled")
-    steady = dict(check_for_spiky_loss=False, check_for_large_grads=False, spike_action="log", dry_run=False)
-    sizes: dict[str, Any] = dict(rampup_batch_size=None, step_batch_size_schedule=None, train_samples=None)
-    train = replace(
-        t,
-        **nothing,  # type: ignore[arg-type]
-        **steady,  # type: ignore[arg-type]
-        **sizes,
-        train_iters=steps,
-        eval_iters=max(0, min(t.eval_iters, EVALUATED)),
-        eval_interval=None,
-        skip_train=False,
-        compile=False,
-        global_batch_size=t.global_batch_size or t.batch_size(layout.dp),
-    )
+    unset = ("exit_interval", "exit_duration_in_mins", "iterations_to_skip", "eval_interval", "train_samples")
+    off = ("check_for_spiky_loss", "check_for_large_grads", "dry_run", "skip_train", "compile")
+    plain: dict[str, Any] = {**dict.fromkeys(unset), **dict.fromkeys(off, False), "rerun_mode": "disabled"}
+    plain |= dict(rampup_batch_size=None, step_batch_size_schedule=None, spike_action="log", train_iters=steps)
+    plain |= dict(global_batch_size=t.global_batch_size or t.batch_size(layout.dp))
+    train = replace(t, **plain, eval_iters=max(0, min(t.eval_iters, EVALUATED)))
     rate: dict[str, Any] = {f.name: f.default for f in fields(o) if f.name.startswith(("lr_", "min_lr"))}
     rate |= dict(lr=RATE, lr_decay_style="constant", adam_eps=max(o.adam_eps, EPS), decoupled_min_lr=None)
     rate |= dict(decoupled_lr=None if o.decoupled_lr is None else 3 * RATE)
     cpu = p.device != "cuda"
-    here: dict[str, Any] = dict(device="cpu", distributed_backend=None) if cpu else {}
+    device: dict[str, Any] = dict(device="cpu", distributed_backend=None) if cpu else {}
     if cpu and p.attention_kernel not in ("blocked", "torch"):
-        here |= dict(attention_kernel="auto")
-    return replace(
-        config,
-        train=replace(train, cuda_graph_impl="none") if cpu else train,
-        optim=replace(o, **rate),
-        parallel=replace(p, **here, nproc=layout.world, data_parallel_size=None, context_parallel_size=1),
-        checkpoint=CheckpointConfig(),
-        log=LogConfig(),
-        operations=OperationsConfig(),
-    )
+        device |= dict(attention_kernel="auto")
+    train = replace(train, cuda_graph_impl="none") if cpu else train
+    parallel = replace(p, **device, nproc=layout.world, data_parallel_size=None, context_parallel_size=1)
+    silent: dict[str, Any] = dict(checkpoint=CheckpointConfig(), log=LogConfig(), operations=OperationsConfig())
+    return replace(config, train=train, optim=replace(o, **rate), parallel=parallel, **silent)
 
 
 def twin(config: Config) -> Config:
     """The same training in one process."""
-    parts: dict[str, Any] = {}
-    for section in SECTIONS:
-        part = getattr(config, section)
-        plain = {f.name: f.default for f in fields(part) if facts_of(f).resume == HOW}
-        parts[section] = replace(part, **plain)
-    here = replace(parts["parallel"], nproc=1, device=config.parallel.device, kernels="torch", attention_kernel="torch")
-    model = replace(parts["model"], make_vocab_size_divisible_by=1)
-    return Config(**{**parts, "parallel": here, "model": model})
+    parts: dict[str, Any] = {section: getattr(config, section) for section in SECTIONS}
+    for section, part in parts.items():
+        parts[section] = replace(part, **{f.name: f.default for f in fields(part) if facts_of(f).resume == HOW})
+    parallel = replace(parts["parallel"], nproc=1, device=config.parallel.device, kernels="torch")
+    parts["parallel"] = replace(parallel, attention_kernel="torch")
+    parts["model"] = replace(parts["model"], make_vocab_size_divisible_by=1)
+    return Config(**parts)

@@ -30,11 +30,9 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
         floors = [row.apart for row in rows if row.apart > 0 and math.isfinite(row.apart)]
         floor = 10.0 ** math.floor(math.log10(min([*floors, EQUAL * 10])) - 0.3)
         for number, (kind, name) in enumerate(KINDS.items()):
-            worst = [
-                max((row for row in rows if (row.kind, row.step) == (kind, step)), key=_apart, default=None)
-                for step in steps
-            ]
-            points = [(row.step, min(max(row.apart, floor), 1e3), row.differs) for row in worst if row is not None]
+            of_kind = [[row for row in rows if (row.kind, row.step) == (kind, step)] for step in steps]
+            worst = [max(some, key=lambda row: (row.differs, row.apart)) for some in of_kind if some]
+            points = [(row.step, min(max(row.apart, floor), 1e3), row.differs) for row in worst]
             if not points:
                 continue
             colour, marker = ink(SERIES[number]), MARKERS[number]
@@ -63,7 +61,3 @@ def picture(rows: Sequence[Row], layout: str, dtype: str) -> Picture:
     equal = " On the lower edge: equal to the last bit." * any(row.apart == 0 for row in rows if row.kind in KINDS)
     text = f"{layout} against one process in {dtype}, of each kind what is furthest apart; filled: it differs.{equal}"
     return Picture("verify", text, draw)
-
-
-def _apart(row: Row) -> tuple[bool, float]:
-    return row.differs, row.apart

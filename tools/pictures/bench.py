@@ -105,11 +105,9 @@ def breakdown(found: Sequence[Figures]) -> Picture | None:
             axis.barh(range(len(rows)), part, left=end, height=0.7, color=ink(colour), label=label)
             for n, share in enumerate(part):
                 if share >= (6 if width == WIDE else 14):
-                    dark = colour in ("blue", "green", "vermilion", "purple")
-                    x = end[n] + share / 2
-                    axis.text(
-                        x, n, f"{share:.0f}", ha="center", va="center", fontsize=8, color="white" if dark else "black"
-                    )
+                    colour_of_text = "white" if colour in ("blue", "green", "vermilion", "purple") else "black"
+                    how = dict(ha="center", va="center", fontsize=8, color=colour_of_text)
+                    axis.text(end[n] + share / 2, n, f"{share:.0f}", **how)
             end = [a + b for a, b in zip(end, part, strict=True)]
         _bars(axis, names)
         axis.set_xlim(0, 100)
@@ -154,6 +152,5 @@ def scaling(found: Sequence[Figures]) -> Picture | None:
         legend(made, axis, width)
         return made
 
-    return Picture(
-        "scaling", "Tokens/s over ranks, with the least and the most; dashed: as if nothing were lost.", draw
-    )
+    caption = "Tokens/s over ranks, with the least and the most; dashed: as if nothing were lost."
+    return Picture("scaling", caption, draw)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.data.errors import DataError
 from megalite.models.families import PRESETS
 from megalite.train.tell.figures import duration
 from tools.pictures import curves, pipeline, shares
-from tools.pictures.canvas import NARROW, WIDE, Picture, clean, short, svg
+from tools.pictures.canvas import COLOURS, NARROW, WIDE, Picture, clean, short, svg
 from tools.pictures.run import Run, differences, listed, number, table, whence
-from tools.pictures.style import STYLE
 
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -26,6 +26,13 @@ Section = tuple[str, Callable[[], Iterator["str | Picture"]]]  # title; its part
 
 def escape(text: object, most: int = 400) -> str:
     return html.escape(clean(text, most))
+
+
+def _style() -> str:
+    """CSS; its colours are those of the pictures, as variables."""
+    light, dark = ("".join(f"--{name}:{both[i]};" for name, both in COLOURS.items()) for i in (0, 1))
+    colours = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    return colours + Path(__file__).with_name("style.css").read_text("utf-8")
 
 
 class Page:
@@ -41,7 +48,7 @@ class Page:
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{title}: report of a run</title><style>{STYLE}</style></head><body><main>\n"
+            f"<title>{title}: report of a run</title><style>{_style()}</style></head><body><main>\n"
             f"{self._head()}\n{body}\n<footer>Made by <code>megalite report</code> from the files of "
             f"{', '.join(f'<code>{escape(run.folder)}</code>' for run in self.runs)}.</footer>\n</main></body></html>\n"
         )
@@ -75,19 +82,17 @@ class Page:
         return f"<section><h2>{title}</h2>{''.join(made)}</section>" if made else ""
 
     def _figure(self, picture: Picture, title: str) -> str:
-        wide, narrow = (svg(picture, width, title) for width in (WIDE, NARROW))
         self.pictures.append(picture)
-        shown = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+        widths = (("wide", WIDE), ("narrow", NARROW))
+        shown = "".join(f'<div class="{name}">{svg(picture, width, title)}</div>' for name, width in widths)
         return f"<figure>{shown}<figcaption>{escape(picture.caption, 1000)}</figcaption></figure>"
 
     def _head(self) -> str:
         run = self.runs[0]
+        title, lead, cards = f"{escape(run.name)}: {_outcome(run)}", _lead(run), _cards(run)
         if len(self.runs) > 1:
-            title = f"{len(self.runs)} runs compared"
             lead = ", ".join(f"{escape(one.name)}: {_outcome(one)}" for one in self.runs)
-            cards = ""
-        else:
-            title, lead, cards = f"{escape(run.name)}: {_outcome(run)}", _lead(run), _cards(run)
+            title, cards = f"{len(self.runs)} runs compared", ""
         problems = [f"{one.name}: {problem}" for one in self.runs for problem in one.problems]
         told = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
         bad = f'<section><h2 class="bad">Damaged files</h2><ul>{told}</ul></section>' if told else ""
@@ -189,10 +194,8 @@ def _events(run: Run) -> Iterator[str]:
 
 
 def _options(run: Run) -> Iterator[str]:
-    rows = [
-        [f"<th>{name}</th>", f"<code>{value}</code>", source]
-        for _, name, value, source in (tuple(map(html.escape, one)) for one in whence(run, PRESETS))
-    ]
+    said = (map(html.escape, one[1:]) for one in whence(run, PRESETS))
+    rows = [[f"<th>{name}</th>", f"<code>{value}</code>", source] for name, value, source in said]
     if rows:
         yield _table(rows, ["option", "value", "said by"])
     if command := listed(run.about.get("command")):
@@ -242,11 +245,9 @@ def _when(time: object) -> str:
 def key_figures(run: Run) -> Iterator[tuple[str, str]]:
     """(name, value) as HTML, of what is known."""
     most, report = number(run.about.get("steps")), run.report
-    rows = run.curve("train/loss")  # beyond status.json, which is written now and then
-    step, tokens = (
-        max([n for n in (number(run.status.get(name)), *(row[i] for row in rows[-1:])) if n is not None], default=None)
-        for i, name in enumerate(("step", "tokens"))
-    )
+    last = (run.curve("train/loss") or [(None, None, None)])[-1]  # status.json is written now and then
+    known = [(number(run.status.get(name)), last[i]) for i, name in enumerate(("step", "tokens"))]
+    step, tokens = (max((n for n in pair if n is not None), default=None) for pair in known)
     past = table(report.get("run"))
 
     def of(name: str, value: float | None, shown: Callable[[float], str]) -> Iterator[tuple[str, str]]:
@@ -270,5 +271,6 @@ def key_figures(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _cards(run: Run) -> str:
-    cards = "".join(f'<div class="card"><b>{value}</b><span>{name}</span></div>' for name, value in key_figures(run))
+    one = '<div class="card"><b>{}</b><span>{}</span></div>'
+    cards = "".join(one.format(value, name) for name, value in key_figures(run))
     return f'<div class="cards">{cards}</div>'

@@ -1,4 +1,4 @@
-"""The pipeline over time: a schedule as planned, and the measured timeline of a run beside its plan."""
+"""The pipeline over time: a schedule as planned, drawn or as text; and a run's measured timeline beside its plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONGEST = 200_000  # bars that are drawn at all
 def read_action(text: str) -> Action:
     """F0.3, as it prints."""
     if (found := re.fullmatch(r"([A-Z]+)(\d{1,9})\.(\d{1,9})", text)) is None:
-        raise ValueError(f"{text!r} is no action")
+        raise ValueError(f"{text!r} is not an action")
     return Action(Op(found[1]), int(found[2]), int(found[3]))
 
 
@@ -123,3 +123,29 @@ def timeline(data: Any) -> Picture:
     what = f"{name}{', split backward' * split}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
     caption = f"One step of {what}. Planned: each stage takes its median, and nothing else costs time."
     return Picture("timeline", f"{caption} Numbers are micro-batches.", draw)
+
+
+def as_text(rows: Sequence[Sequence[Action]]) -> str:
+    """The compute actions on a time grid, F, B and W equally long; digits are micro-batches.
+
+    Forwards of chunk 0, 1, .. are  3 , 3', 3'' ; [3] a backward, whole or of the input alone; (3) of the weights alone.
+    """
+    pp = len(rows)
+    simulation = simulate(rows)
+    width = 1 + max(len(_label(s.action, pp)) for s in simulation.spans)
+    lines = []
+    for rank in range(pp):
+        cells = [" " * width] * round(simulation.end)
+        for span in simulation.spans:
+            if span.rank == rank:
+                length = round(span.end - span.start)
+                text = _label(span.action, pp).center(width * length, " " if length == 1 else "-")
+                at = round(span.start)
+                cells[at : at + length] = [text[i * width : (i + 1) * width] for i in range(length)]
+        lines.append(f"{rank} |" + "".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _label(action: Action, pp: int) -> str:
+    before, after = {Op.B: "[]", Op.W: "()"}.get(action.op, ("", ""))
+    return f"{before}{action.microbatch}{chr(39) * (action.stage // pp)}{after}"

@@ -48,13 +48,10 @@ def picture(data: Mapping[str, Any]) -> Picture:
         how: dict[str, Any] = dict(fmt="none", ecolor=ink("ink"), elinewidth=1, capsize=2.5)
         below.errorbar(ends, range(len(ends)), xerr=list(zip(*abouts, strict=True)), **how)
         below.set_xlabel("seconds of a step" + "; whiskers: most published ones were so near" * (not narrow))
-        for axis, what in (
-            (above, "memory of the best" + f", {names[0]}" * (not narrow)),
-            (below, "time by layout, the best first"),
-        ):
-            axis.set_title(
-                what if narrow else f"{title}: {what}", loc="left", color=ink("ink"), pad=52 if narrow else 24
-            )
+        best_of = "memory of the best" + f", {names[0]}" * (not narrow)
+        for axis, what in ((above, best_of), (below, "time by layout, the best first")):
+            name = what if narrow else f"{title}: {what}"
+            axis.set_title(name, loc="left", color=ink("ink"), pad=52 if narrow else 24)
         return made
 
     caption = f"The best plan: {best['seconds']:.3f} s a step, MFU {best['mfu']:.1%}, {short(speed)} tokens/s."

@@ -93,9 +93,8 @@ def memory(run: Run) -> Picture | None:
     what = " Strokes are what the card's allocator had at most." if measured else ""
     if peaks and on_cpu:
         rank = max(range(len(peaks)), key=lambda r: peaks[r])
-        what = (
-            f" Measured: rank {rank} had {peaks[rank]:.2f} GiB at most, the whole process, Python and torch included."
-        )
+        whole = "the whole process, Python and torch included"
+        what = f" Measured: rank {rank} had {peaks[rank]:.2f} GiB at most, {whole}."
     return Picture("memory", f"Bars are what the plan says that a rank holds.{what}", draw)
 
 

@@ -9,15 +9,11 @@ Rules of thumb say that they are, and whose: they are no part of the plan.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megalite.plan.advice import in_order, limit_of, sentence
 from megalite.plan.memory import LARGEST_ERROR
-from tools.planning.search import Found, Layout, Planned, arranged
-from tools.planning.tokens import MOST_EPOCHS, Budget
-
-if TYPE_CHECKING:
-    from tools.planning.request import Request
+from tools.planning.request import Request, problems_of
+from tools.planning.rules import MOST_EPOCHS, Budget
+from tools.planning.search import Found, Layout, Planned, applied, arranged
 
 GIB = 2**30
 SMALL_TOKENS = 1024  # of a micro-batch on one tp rank's matmuls: below, weights are read for too little work
@@ -36,13 +32,12 @@ def critical_batch(parameters: int) -> float:
 
 def path(request: Request, found: Found) -> list[str]:
     """question: figure -> branch that is taken."""
-    c, n = request.cluster, _parameters(request)
-    one, memory = arranged(Layout(), request), c.device.memory_bytes
+    c, one = request.cluster, arranged(Layout(), request)
+    n, memory = one.parameters, c.device.memory_bytes
     weight, gradient, optimizer = one.bytes_of_element
     state, limit = n * (weight + gradient + optimizer), found.limit
-    lines = [
-        f"a device: {memory / GIB:.0f} GiB, of which {limit / GIB:.0f} GiB are planned with ({limit / memory:.0%})"
-    ]
+    planned = f"{limit / GIB:.0f} GiB are planned with ({limit / memory:.0%})"
+    lines = [f"a device: {memory / GIB:.0f} GiB, of which {planned}"]
 
     def ask(question: str, size: float, yes: str, no: str) -> bool:
         lines.append(f"{question}: {size / GIB:,.1f} GiB -> {yes if size <= limit else no}")
@@ -57,23 +52,17 @@ def path(request: Request, found: Found) -> list[str]:
     if not fits and c.per_node > 1:
         tp = max(t for t in range(1, c.per_node + 1) if c.per_node % t == 0 and _divides(t, request))
         size = n / tp * (weight + gradient + optimizer / max(1, c.world // tp))
-        if (
-            not ask(f"over a node, tp {tp}", size, "tp inside a node would do", "pipeline stages over nodes")
-            and c.nodes > 1
-        ):
-            shared = n * optimizer / c.world  # with more stages fewer ranks share what one stage has
-            if shared < limit:
-                stages = -(-n / tp * (weight + gradient) // (limit - shared))
-                lines.append(f"fewest stages of tp {tp} for the state: {stages:.0f} -> pp {stages:.0f} or more")
+        fits = ask(f"over a node, tp {tp}", size, "tp inside a node would do", "pipeline stages over nodes")
+        shared = n * optimizer / c.world  # with more stages fewer ranks share what one stage has
+        if not fits and c.nodes > 1 and shared < limit:
+            stages = -(-n / tp * (weight + gradient) // (limit - shared))
+            lines.append(f"fewest stages of tp {tp} for the state: {stages:.0f} -> pp {stages:.0f} or more")
     if found.plans:
         lines += _chosen(found.choices()[0].best)
     return lines
 
 
 def _divides(tp: int, request: Request) -> bool:
-    from tools.planning.request import problems_of
-    from tools.planning.search import applied
-
     problems = problems_of(applied(Layout(tp=tp), request.config), tp)
     return not any("tensor_model_parallel_size" in problem for problem in problems)
 
@@ -83,16 +72,12 @@ def _chosen(best: Planned) -> list[str]:
     held, again = best.memory[rank], best.layout.recompute
     kept = held.activations + held.buffers
     how = "recompute nothing" if again == "none" else f"recompute {again}"
+    beside = f"{kept / GIB:.1f} GiB beside {(held.peak - kept) / GIB:.1f} GiB of state"
+    steps = f"{made.microbatches} over {made.pp} stages x {made.chunks} chunks"
     return [
-        f"activations of the best plan's fullest rank ({rank}): {kept / GIB:.1f} GiB beside "
-        f"{(held.peak - kept) / GIB:.1f} GiB of state -> {how}",
-        f"micro-batches of a step: {made.microbatches} over {made.pp} stages x {made.chunks} chunks -> bubble "
-        f"{best.time.parts['bubble'] / best.time.seconds:.1%}",
+        f"activations of the best plan's fullest rank ({rank}): {beside} -> {how}",
+        f"micro-batches of a step: {steps} -> bubble {best.time.parts['bubble'] / best.time.seconds:.1%}",
     ]
-
-
-def _parameters(request: Request) -> int:
-    return arranged(Layout(), request).parameters
 
 
 def warnings(request: Request, best: Planned, limit: float, budget: Budget, data_tokens: int | None) -> list[str]:
@@ -101,38 +86,28 @@ def warnings(request: Request, best: Planned, limit: float, budget: Budget, data
     lines, fullest = [], best.memory[best.fullest]
     spare, off = limit - best.peak, LARGEST_ERROR * (fullest.activations + fullest.buffers)
     if 0 <= spare < off:
-        lines.append(
-            f"it fits by {spare / GIB:.2f} GiB, and activations of some layouts were {LARGEST_ERROR:.0%} off what runs "
-            f"allocate, {off / GIB:.2f} GiB here: what is kept free (--usable-memory) may have to give the rest"
-        )
+        wrong = f"activations of some layouts were {LARGEST_ERROR:.0%} off what runs allocate, {off / GIB:.2f} GiB here"
+        free = "what is kept free (--usable-memory) may have to give the rest"
+        lines.append(f"it fits by {spare / GIB:.2f} GiB, and {wrong}: {free}")
     if best.layout.tp > c.per_node or c.per_node % best.layout.tp:
-        lines.append(
-            f"tp {best.layout.tp} crosses nodes of {c.per_node}: each layer waits for the network four times; use a "
-            "divisor"
-        )
+        crosses = f"tp {best.layout.tp} crosses nodes of {c.per_node}"
+        lines.append(f"{crosses}: each layer waits for the network four times; use a divisor")
     share = best.time.parts["bubble"] / best.time.seconds
     if share > MUCH_BUBBLE:
-        lines.append(
-            f"{made.microbatches} micro-batches are few for {made.pp} stages: {share:.0%} of the time idles; raise "
-            "--global-batch-size, or use fewer devices for this batch"
-        )
+        few = f"{made.microbatches} micro-batches are few for {made.pp} stages: {share:.0%} of the time idles"
+        lines.append(f"{few}; raise --global-batch-size, or use fewer devices for this batch")
     tokens = m.seq_length * best.layout.micro_batch
     if tokens < SMALL_TOKENS:
-        lines.append(
-            f"a micro-batch of {tokens} tokens makes small matmuls; raise --micro-batch-size (rule of thumb: "
-            f"{SMALL_TOKENS} tokens)"
-        )
+        small = f"a micro-batch of {tokens} tokens makes small matmuls"
+        lines.append(f"{small}; raise --micro-batch-size (rule of thumb: {SMALL_TOKENS} tokens)")
     batch, critical = made.batch_sizes.final * m.seq_length, critical_batch(budget.parameters)
     if batch > critical:
-        lines.append(
-            f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M: more of it saves "
-            "few steps (a rule of thumb, arXiv:2001.08361, eq. 1.4)"
-        )
+        beyond = f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M"
+        lines.append(f"{beyond}: more of it saves few steps (a rule of thumb, arXiv:2001.08361, eq. 1.4)")
     if data_tokens is not None and (epochs := budget.epochs(data_tokens)) > MOST_EPOCHS:
-        lines.append(
-            f"{epochs:.1f} epochs over {data_tokens:,} tokens: beyond {MOST_EPOCHS}, repeated tokens are worth less "
-            "and less (arXiv:2305.16264); get more data, or train on fewer tokens"
-        )
+        repeated = f"beyond {MOST_EPOCHS}, repeated tokens are worth less and less (arXiv:2305.16264)"
+        over = f"{epochs:.1f} epochs over {data_tokens:,} tokens"
+        lines.append(f"{over}: {repeated}; get more data, or train on fewer tokens")
     return lines
 
 

@@ -11,14 +11,13 @@ least counts. They are bounds, not estimates: no padding, no messages, no collec
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from megalite.plan.arrangement import Arrangement
-    from megalite.plan.cost import Costs
-    from megalite.plan.holding import ModuleBytes
+from megalite.pipeline.schedule import ONE, SCHEDULES, Op, Placement, group_sizes, held_more
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.cost import Costs
+from megalite.plan.holding import ModuleBytes
 
 GROUPS = 3  # of micro-batches; with 1F1B what is held does not grow after them
 
@@ -72,8 +71,6 @@ def least_memory(made: Arrangement, modules: ModuleBytes) -> float:
 
 
 def _in_flight(made: Arrangement, rank: int, stage: int | None) -> np.ndarray:
-    from megalite.pipeline.schedule import group_sizes
-
     p = made.config.parallel
     groups = group_sizes(made.microbatches, made.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[:GROUPS]
     return _most_alive(p.pipeline_schedule, made.pp, made.chunks, tuple(groups), rank, stage)
@@ -85,8 +82,6 @@ def _most_alive(
 ) -> np.ndarray:
     """Forwards of each chunk that wait for their backward when most of them do; just after a forward of `stage`, if
     one is given."""
-    from megalite.pipeline.schedule import ONE, SCHEDULES, Op, Placement, held_more
-
     place = Placement(pp, chunks)
     row = SCHEDULES[schedule](rank, place, groups)
     more = np.zeros((len(row), chunks))

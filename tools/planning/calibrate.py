@@ -12,24 +12,43 @@ As many local ranks as will share the machine measure at once, so that memory an
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import datetime
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+import torch
 
-    from megalite.config.options import Config
-    from megalite.models.gpt import Batch, Stage
-    from megalite.parallel.launch import Ranks
-    from megalite.plan.arrangement import Arrangement
-    from megalite.plan.profile import Profile
+from megalite.config.options import Config
+from megalite.data.samples.batches import MicroBatch
+from megalite.kernels.attention import attention
+from megalite.kernels.dispatch import choose
+from megalite.models.gpt import Batch, Stage
+from megalite.nn.later import Later
+from megalite.nn.parameter import Maker
+from megalite.optim.buffer import ParamBuffer
+from megalite.optim.zero1 import Zero1
+from megalite.parallel.calls import RECEIVE, SEND
+from megalite.parallel.comm import start_all_gather_into, start_message
+from megalite.parallel.launch import Ranks, process_group
+from megalite.parallel.local_ranks import start_local
+from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.streams import synchronize
+from megalite.plan.arrangement import Arrangement, build_stage
+from megalite.plan.cluster import DEVICES, Link, cluster
+from megalite.plan.cost import shape_of
+from megalite.plan.kinds import kinds_of, layers_bill
+from megalite.plan.profile import Profile, default_profile
+from megalite.train.batch import host_batch, on_device
+from megalite.train.life.preflight import choose_device
+from megalite.train.setup import update_rule
+from megalite.train.tell.device_memory import keep_freed_memory
 
 LAYERS = 2  # of the stage that is measured, of a model that has them
 SMALL = 1 << 12  # bytes of a message that shows the latency
@@ -39,27 +58,16 @@ class CalibrationError(RuntimeError):
     """A rank could not measure."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=2, help="local ranks that measure at once, as the run will have")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, beside the start")
-
-
 def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 20.0) -> Profile:
     """Of the device at hand, for models of this configuration's shape without tp. Raises CalibrationError."""
-    from megalite.parallel.local_ranks import start_local
-    from megalite.plan.cluster import Link
-    from megalite.plan.profile import default_profile
-
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         task = {"config": config, "vocab_size": vocab_size, "seconds": seconds, "folder": folder}
         if code := start_local(ranks, measure, (task,)):
             raise CalibrationError(f"a rank ended with exit code {code}; what it said is above")
         found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
     mean = lambda key: statistics.fmean(one[key] for one in found)  # noqa: E731
-    blocks = {
-        name: tuple(statistics.fmean(one["blocks"][name][i] for one in found) for i in range(3))
-        for name in found[0]["blocks"]
-    }
+    columns = {name: zip(*(one["blocks"][name] for one in found), strict=True) for name in found[0]["blocks"]}
+    blocks = {name: tuple(map(statistics.fmean, column)) for name, column in columns.items()}
     message, collective = (Link(*found[0][name]) if found[0][name] else None for name in ("message", "collective"))
     return dataclasses.replace(
         default_profile(found[0]["kind"]),
@@ -79,12 +87,6 @@ def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 
 
 def measure(ranks: Ranks, task: dict[str, Any]) -> None:
     """One rank's part: writes what it found into the task's folder."""
-    import datetime
-
-    from megalite.parallel.launch import process_group
-    from megalite.train.life.preflight import choose_device
-    from megalite.train.tell.device_memory import keep_freed_memory
-
     wanted = choose_device(task["config"].parallel.device)
     if wanted == "cpu":
         keep_freed_memory()  # as pretrain() does
@@ -97,9 +99,6 @@ class _Bench:
     """All ranks go through the same sections, each of which ends at one time by the clock: so they stay together."""
 
     def __init__(self, task: dict[str, Any], ranks: Ranks, device: torch.device):
-        from megalite.parallel.mesh import Mesh
-        from megalite.plan.arrangement import Arrangement
-
         config = task["config"]
         alone = dataclasses.replace(config.parallel, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
         self.made: Arrangement = Arrangement(dataclasses.replace(config, parallel=alone), 1, task["vocab_size"])
@@ -108,10 +107,6 @@ class _Bench:
         self.section_s, self.until = task["seconds"] / 9, 0.0
 
     def run(self) -> dict[str, Any]:
-        import torch
-
-        from megalite.plan.cost import shape_of
-
         message, collective = self.links()
         self.until = time.perf_counter()  # all are here: the links were used together
         blocks: dict[str, tuple[float, float, float]] = {}
@@ -133,10 +128,7 @@ class _Bench:
         }
 
     def now(self) -> float:
-        import torch
-
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     def median(self, work: Callable[[], Any]) -> float:
@@ -146,11 +138,11 @@ class _Bench:
     def medians(self, times: Callable[[], tuple[float, ...]]) -> list[float]:
         times()  # the first call makes what the others use
         self.until += self.section_s
-        found = [times() for _ in range(3)]
+        rows = [times() for _ in range(3)]
         while time.perf_counter() < self.until:
-            found.append(times())
+            rows.append(times())
         self.until = max(self.until, time.perf_counter())
-        return [statistics.median(column) for column in zip(*found, strict=True)]
+        return [statistics.median(column) for column in zip(*rows, strict=True)]
 
     def timed(self, work: Callable[[], Any]) -> float:
         start = self.now()
@@ -159,13 +151,6 @@ class _Bench:
 
     def build(self) -> tuple[list[Stage], Any, Any]:
         """Three stages: embedding, layers, head; their buffer and optimizer."""
-        from megalite.kernels.dispatch import choose
-        from megalite.nn.parameter import Maker
-        from megalite.optim.buffer import ParamBuffer
-        from megalite.optim.zero1 import Zero1
-        from megalite.plan.arrangement import build_stage
-        from megalite.train.setup import update_rule
-
         config = self.made.config
         choose(config.parallel.kernels, config.parallel.attention_kernel)
         make = Maker(self.mesh, self.made.dtype, config.train.seed)
@@ -179,10 +164,6 @@ class _Bench:
 
     def stage(self, stage: Stage, number: int, split: bool) -> list[float]:
         """Seconds of F, B and W (0 where backward is not split)."""
-        import torch
-
-        from megalite.nn.later import Later
-
         batch, made = self.batch(), self.made
         S, B, D = made.config.model.seq_length, made.config.train.micro_batch_size, made.config.model.hidden_size
         x_SBD = torch.randn(S, B, D, device=self.device).to(made.dtype)
@@ -203,11 +184,6 @@ class _Bench:
         return self.medians(once)
 
     def batch(self) -> Batch:
-        import numpy as np
-
-        from megalite.data.samples.batches import MicroBatch
-        from megalite.train.batch import host_batch, on_device
-
         S, B = self.made.config.model.seq_length, self.made.config.train.micro_batch_size
         drawn = np.random.default_rng(0).integers(0, self.made.vocab_size, (B, S + 1))
         host = host_batch(MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None), pin=False)
@@ -215,15 +191,8 @@ class _Bench:
 
     def shares(self, blocks: dict[str, tuple[float, float, float]]) -> dict[str, float]:
         """Of the device's peaks, by a matmul, attention and a copy."""
-        import torch
-
-        from megalite.kernels.attention import attention
-        from megalite.plan.cluster import DEVICES, cluster
-        from megalite.plan.kinds import kinds_of, layers_bill
-
-        made, m = self.made, self.made.config.model
-        kind = self.kind
-        device = cluster(kind, self.ranks.world).device if kind == "cpu" else DEVICES[kind][0]
+        made, m, name = self.made, self.made.config.model, self.kind
+        device = cluster(name, self.ranks.world).device if name == "cpu" else DEVICES[name][0]
         peak, tokens = device.peak_tflops(made.dtype) * 1e12, made.tokens
         draw = lambda *shape: torch.randn(*shape, device=self.device).to(made.dtype)  # noqa: E731
         a_ND, w_FD = draw(tokens, m.hidden_size), draw(m.ffn_size, m.hidden_size)
@@ -257,50 +226,36 @@ class _Bench:
     @property
     def kind(self) -> str:
         """Its name in the table of devices."""
-        import torch
-
-        from megalite.plan.cluster import DEVICES
-
         if self.device.type == "cpu":
             return "cpu"
         name = torch.cuda.get_device_name(self.device).lower()
-        for kind in DEVICES:
-            if kind in name:
-                return kind
-        raise CalibrationError(f"the table of devices has no {name}; give its peaks in a cluster's file")
+        if (kind := next((kind for kind in DEVICES if kind in name), None)) is None:
+            raise CalibrationError(f"the table of devices has no {name}; give its peaks in a cluster's file")
+        return kind
 
     def links(self) -> tuple[list[float] | None, list[float] | None]:
         """(latency, bytes per second) of messages and of all-gathers; None: there is one rank."""
-        import torch
-
-        from megalite.parallel.comm import start_all_gather_into, start_message
-        from megalite.parallel.mesh import build_mesh
-
         world = self.ranks.world
         if world == 1:
             return None, None
-        from megalite.parallel.calls import RECEIVE, SEND
 
-        pp = build_mesh(device=self.device, pp=world).pp
-        data = build_mesh(device=self.device).data
+        pp, data = build_mesh(device=self.device, pp=world).pp, build_mesh(device=self.device).data
+        peer = self.ranks.rank ^ 1
+        order = ((SEND, RECEIVE) if self.ranks.rank % 2 == 0 else (RECEIVE, SEND)) if peer < world else ()
+        large = self.made.tokens * self.made.config.model.hidden_size * self.made.dtype.itemsize
+
+        def buffer(num_bytes: int) -> torch.Tensor:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
         def message(num_bytes: int) -> float:
             """Of one way of two."""
-            x, peer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), self.ranks.rank ^ 1
-            order = (SEND, RECEIVE) if self.ranks.rank % 2 == 0 else (RECEIVE, SEND)
-
-            def there_and_back() -> None:
-                for op in order if peer < world else ():
-                    start_message(x, pp, peer, op).wait()
-
-            return self.counted(there_and_back) / 2
+            x = buffer(num_bytes)
+            return self.counted(lambda: [start_message(x, pp, peer, op).wait() for op in order]) / 2
 
         def gather(num_bytes: int) -> float:
-            part = torch.zeros(num_bytes // world, dtype=torch.uint8, device=self.device)
-            whole = torch.empty(part.numel() * world, dtype=torch.uint8, device=self.device)
+            part, whole = buffer(num_bytes // world), buffer(num_bytes // world * world)
             return self.counted(lambda: start_all_gather_into(whole, part, data).wait())
 
-        large = self.made.tokens * self.made.config.model.hidden_size * self.made.dtype.itemsize
         return _fit(message, large, 1.0), _fit(gather, 4 * large, (world - 1) / world)
 
     def counted(self, work: Callable[[], Any], times: int = 15) -> float:

@@ -12,21 +12,27 @@ a card what torch has allocated, on a CPU the whole process, with Python and its
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
 
-from tools.outputs import unwritable
-
-if TYPE_CHECKING:
-    from megalite.plan.arrangement import Arrangement
-    from megalite.plan.cluster import Cluster
-    from megalite.plan.profile import Profile
-    from tools.pictures.run import Run
+from megalite.config import options
+from megalite.config.toml import read_toml
+from megalite.data.errors import DataError
+from megalite.parallel.mesh import rank_grid
+from megalite.plan.arrangement import Arrangement, arrange
+from megalite.plan.cluster import DEVICES, Cluster, cluster, read_cluster
+from megalite.plan.profile import Profile, read_profile
+from megalite.plan.step_time import step_time
+from megalite.train.sources import open_tokenizer, true_vocab_size
+from megalite.train.tell.figures import columns
+from megalite.train.tell.phases import COMPUTE
+from tools.pictures.page import DAMAGE
+from tools.pictures.pipeline import read_timeline
+from tools.pictures.run import Run, RunError, listed, number, read_run, table
+from tools.program import parser_of, unwritable
 
 NOT_TOLD, NOT_PREDICTED = "the run did not tell", "not predicted"
 MOST_RANKS = 16  # pipeline ranks that have a row each
@@ -55,8 +61,6 @@ class Row:
 
 def compare(run_dir: Path, cluster: Cluster | None = None, profile: Profile | None = None) -> list[Row]:
     """`cluster`, `profile`: in place of the table's by the run's device. Raises CompareError."""
-    from tools.pictures.run import RunError, read_run
-
     try:
         run = read_run(run_dir, run_dir.name)
     except RunError as error:
@@ -67,12 +71,6 @@ def compare(run_dir: Path, cluster: Cluster | None = None, profile: Profile | No
 
 def arrangement_of(run: Run) -> Arrangement:
     """As the run had it. Raises CompareError."""
-    from megalite.config import options
-    from megalite.config.toml import read_toml
-    from megalite.data.errors import DataError
-    from megalite.plan.arrangement import arrange
-    from megalite.train.sources import open_tokenizer, true_vocab_size
-
     path = run.folder / "run_config.toml"
     if not path.is_file():
         raise CompareError(f"{path} is not there: the run's options are not known; give the directory of a run")
@@ -87,24 +85,16 @@ def arrangement_of(run: Run) -> Arrangement:
 
 def cluster_of(run: Run, made: Arrangement) -> Cluster:
     """Of the table, by the device and the hosts that the run told of. Raises CompareError."""
-    from megalite.plan.cluster import DEVICES, cluster
-    from tools.pictures.run import listed, table
-
     device, hosts = run.about.get("device"), len(listed(run.about.get("hosts"))) or 1
     card = str(table(run.about.get("machine")).get("card", ""))
-    known = (
-        [name for name in DEVICES if name.upper() in card.upper()] if device == "cuda" else ["cpu"] * (device == "cpu")
-    )
+    known = [name for name in DEVICES if name.upper() in card.upper()] if device == "cuda" else ["cpu"]
+    known = known if device in ("cuda", "cpu") else []
     if not known:
         raise CompareError(f"device={device!r} ({card or 'no card told'}) is not in the table; give --cluster FILE")
     return cluster(known[0], made.world, made.world // hosts if made.world % hosts == 0 else None)
 
 
 def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | None) -> list[Row]:
-    from megalite.plan.step_time import step_time
-    from megalite.train.tell.phases import COMPUTE
-    from tools.pictures.run import number, table
-
     try:
         predicted = step_time(made, cluster, profile)
     except ValueError as error:
@@ -139,9 +129,6 @@ def _times(run: Run, made: Arrangement, cluster: Cluster, profile: Profile | Non
 
 def _waits(run: Run, made: Arrangement) -> list[Row]:
     """Of the pipeline, as FLOPs and the schedule say, and as it was timed."""
-    from tools.pictures.page import DAMAGE
-    from tools.pictures.pipeline import read_timeline
-
     if made.pp == 1:
         return []
     measured, note = None, "needs --profile-pipeline STEP"
@@ -156,8 +143,6 @@ def _waits(run: Run, made: Arrangement) -> list[Row]:
 
 
 def _memory(run: Run, made: Arrangement) -> list[Row]:
-    from megalite.parallel.mesh import rank_grid
-
     dp_outermost = made.sizes.get("dp_outermost", False)
     grid = rank_grid(made.world, made.tp, made.pp, made.cp, dp_outermost=dp_outermost)
     peaks = run.peaks_gib if len(run.peaks_gib) == made.world else []
@@ -192,8 +177,6 @@ def _shown(value: float | None, unit: str) -> str:
 
 def text(rows: list[Row]) -> str:
     """A table, and what is to be said of its rows."""
-    from megalite.train.tell.figures import columns
-
     table = [("", "predicted", "measured", "ratio")]
     for row in rows:
         predicted = _shown(row.predicted, row.unit) or NOT_PREDICTED
@@ -206,21 +189,15 @@ def text(rows: list[Row]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="how fast the device is, of plan.py calibrate")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a TOML file in place of what the run told")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, too")
     args = parser.parse_args(argv)
-    if wrong := list(unwritable(json=args.json)):
-        print(*(f"plan.py: {line}" for line in wrong), sep="\n", file=sys.stderr)
-        return 2
-    from megalite.plan.cluster import read_cluster
-    from megalite.plan.profile import read_profile
-
     try:
+        if wrong := list(unwritable(json=args.json)):
+            raise CompareError("\n".join(wrong))
         cluster = read_cluster(args.cluster) if args.cluster is not None else None
         profile = read_profile(args.profile) if args.profile is not None else None
         rows = compare(args.run_dir, cluster, profile)
@@ -229,9 +206,9 @@ def main(argv: list[str]) -> int:
         return 2
     print(text(rows))
     if args.json is not None:
-        found: list[dict[str, Any]] = [asdict(row) | {"ratio": row.ratio} for row in rows]
+        content = json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1)
         try:
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(content + "\n")
         except OSError as error:
             print(f"plan.py: json={args.json} cannot be written ({error.strerror}); give a file", file=sys.stderr)
             return 2

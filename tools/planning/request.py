@@ -12,13 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.config.check import check
 from megalite.config.field import facts_of, flag_of, spellings
 from megalite.config.options import Config, ConfigError, DataConfig, build, options
 from megalite.config.toml import read_toml
+from megalite.data.errors import DataError
+from megalite.interop.hugging_face.config_json import read_config
+from megalite.interop.hugging_face.model_files import read_json
 from megalite.models.families import PRESETS
 from megalite.plan.cluster import Cluster, cluster, read_cluster
+from megalite.train.sources import open_tokenizer, true_vocab_size
 
 LAYOUT = (  # options that are searched over where the command line has none of them
     "tensor_model_parallel_size",
@@ -61,24 +66,20 @@ class Request:
 def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
     problems: list[str] = []
     where = _cluster(args, problems)
-    if args.hf is not None and "preset" in (named := cli.take_apart(words).given):
-        raise ConfigError([*problems, f"hf={args.hf} and preset={named['preset']} are two models; give one"])
     try:
-        words = [*_of_hugging_face(args.hf, words), *words] if args.hf is not None else [*words]
+        if args.hf is not None and "preset" in (named := cli.take_apart(words).given):
+            raise ConfigError([f"hf={args.hf} and preset={named['preset']} are two models; give one"])
+        words = [*(_of_hugging_face(args.hf, words) if args.hf is not None else ()), *words]
+        problems += _unlike(args, words, where)
+        given = cli.take_apart(words).given
+        in_file = dict(read_toml(str(given["config"]))) if given.get("config") else {}
+        said = {*given, *in_file, *PRESETS.get(str((in_file | given).get("preset")), ())}
+        fixed = frozenset(said & {*LAYOUT})
+        if (of_one := fixed & {*OF_ONE}) and not fixed & {*WHOLE}:
+            names = ", ".join(sorted(of_one))
+            raise ConfigError([f"{names}: of one layout alone; name tp and pp, too, or leave it to the search"])
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    given = _named(words)
-    problems += _unlike(args, words, where)
-    try:
-        in_file = _of_file(words)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    preset = (in_file | cli.take_apart(words).given).get("preset")
-    said = given | set(in_file) | set(PRESETS.get(str(preset), ()))
-    fixed = frozenset(said & {*LAYOUT})
-    if fixed & {*OF_ONE} and not fixed & {*WHOLE}:
-        names = ", ".join(sorted(fixed & {*OF_ONE}))
-        raise ConfigError([*problems, f"{names}: of one layout alone; name tp and pp, too, or leave it to the search"])
     precision = args.precision or ("" if said & {"bf16", "fp16"} else "bf16")
     words += [f"--{precision}"] if precision in ("bf16", "fp16") else []
     stand_ins = {name: text for name, text in PLACEHOLDERS.items() if name not in said}
@@ -102,9 +103,6 @@ def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
 
 def _vocabulary(data: DataConfig, problems: list[str]) -> int:
     """As the run has it. A tokenizer's file may be on the cluster alone: then the size has to be given."""
-    from megalite.data.errors import DataError
-    from megalite.train.sources import open_tokenizer, true_vocab_size
-
     tokenizer, why = None, ""
     try:
         tokenizer = open_tokenizer(data)
@@ -137,18 +135,13 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
 
 def _of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
     """The model of a config.json as flags."""
-    from megalite.checkpoint.storage.location import CheckpointError
-    from megalite.interop.hugging_face.config_json import read_config
-    from megalite.interop.hugging_face.model_files import read_json
-
     file = path / "config.json" if path.is_dir() else path
     length = str(cli.take_apart(words).given.get("seq_length", ""))
     try:
         _, found = read_config(read_json(file), int(length) if length.isdigit() else None, str(file))
     except CheckpointError as error:
         raise ConfigError([f"hf={path}: {line}" for line in str(error).splitlines()]) from None
-    named = _named(words)
-    return as_flags(build(found), {name for name in found if name not in named})
+    return as_flags(build(found), found.keys() - cli.take_apart(words).given.keys())
 
 
 def as_flags(config: Config, names: Iterable[str]) -> list[str]:
@@ -163,17 +156,6 @@ def as_flags(config: Config, names: Iterable[str]) -> list[str]:
         else:
             words += [flag_of(f.name), *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return words
-
-
-def _named(words: Sequence[str]) -> set[str]:
-    """The options that the words set."""
-    return set(cli.take_apart(words).given)
-
-
-def _of_file(words: Sequence[str]) -> dict[str, Any]:
-    """What the file of --config says. Raises ConfigError."""
-    path = cli.take_apart(words).given.get("config")
-    return dict(read_toml(str(path))) if path else {}
 
 
 def _unlike(args: argparse.Namespace, words: Sequence[str], where: Cluster | None) -> list[str]:

@@ -16,30 +16,27 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megalite.config.options import Config
+from megalite.config.stage_layers import given_stages
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.cost import Costs
+from megalite.plan.holding import ModuleBytes
 from megalite.plan.memory import RankMemory, memory
+from megalite.plan.profile import Profile, default_profile
+from megalite.plan.step_time import StepTime, step_time
 from tools.planning.bounds import least_memory, least_time
 from tools.planning.published import TOLERANCE
 from tools.planning.request import Request, problems_of, with_options
 
-if TYPE_CHECKING:
-    from megalite.config.options import Config
-    from megalite.plan.arrangement import Arrangement
-    from megalite.plan.holding import ModuleBytes
-    from megalite.plan.profile import Profile
-    from megalite.plan.step_time import StepTime
-
 MICRO_BATCHES = (1, 2, 4, 8)
 FEW_CHUNKS, MOST_CHUNKS = 8, 16
-HOW_AGAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # options of what is recomputed
-    {
-        "none": {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
-)
+HOW_AGAIN: Mapping[str, Mapping[str, Any]] = {  # options of what is recomputed
+    "none": {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 TWINS = 3  # rows that are looked at without a sharded optimizer, too
 ALIKE = 0.02  # between bounds of a row: of those so close the plainest is simulated for it
 MOST = 60  # plans that are simulated: a few tenths of a second each
@@ -66,8 +63,8 @@ class Layout:
     def moving_parts(self, layers: int) -> int:
         """What it has beyond plain data parallelism; stages of unlike size are one, too."""
         uneven = (layers + 2 * self.ends) % (self.pp * self.vpp) > 0
-        several = (self.tp > 1, self.pp > 1, self.vpp > 1, uneven, self.split, self.ends, self.recompute != "none")
-        return sum((*several, not self.sharded))
+        several = (self.tp > 1, self.pp > 1, self.vpp > 1, self.recompute != "none")
+        return sum((*several, uneven, self.split, self.ends, not self.sharded))
 
     @property
     def row(self) -> tuple[int, int, bool]:
@@ -95,8 +92,6 @@ def applied(layout: Layout, config: Config) -> Config:
 
 def layout_of(config: Config) -> Layout:
     """Of a configuration that names one."""
-    from megalite.config.stage_layers import given_stages
-
     p, t = config.parallel, config.train
     pp = p.pipeline_model_parallel_size
     given = given_stages(config.model.num_layers, p)
@@ -222,8 +217,6 @@ def variants(layout: Layout, request: Request) -> Iterator[Layout]:
 
 
 def arranged(layout: Layout, request: Request) -> Arrangement:
-    from megalite.plan.arrangement import Arrangement
-
     return Arrangement(applied(layout, request.config), request.cluster.world, request.vocab_size)
 
 
@@ -279,9 +272,6 @@ def search(
 
 def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tuple[float, Layout]]:
     """Seconds and layout of what can be built and may fit, the lowest first."""
-    from megalite.plan.cost import Costs
-    from megalite.plan.profile import default_profile
-
     used = profile or default_profile(request.cluster.device.name)
     bounds: list[tuple[float, Layout]] = []
     states: dict[tuple[int, int, bool], ModuleBytes] = {}
@@ -295,8 +285,7 @@ def _bounded(request: Request, profile: Profile | None, found: Found) -> list[tu
         for one in alike:
             made = arranged(one, request)
             key = (one.tp, made.dp, one.sharded)
-            if key not in states:
-                states[key] = made.module_bytes
+            states[key] = states.get(key) or made.module_bytes
             size = least_memory(made, states[key])
             if size > found.limit and not request.is_layout:
                 found.over(size, one)
@@ -310,8 +299,7 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
         found.refuse(problems)
         return
     limit = float("inf") if request.is_layout else found.limit
-    plan = planned(layout, request, profile, limit)
-    if isinstance(plan, int):
+    if isinstance(plan := planned(layout, request, profile, limit), int):
         found.over(plan, layout)
         return
     found.simulated += 1
@@ -321,8 +309,6 @@ def _estimate(layout: Layout, request: Request, profile: Profile | None, found: 
 
 def planned(layout: Layout, request: Request, profile: Profile | None, limit: float = float("inf")) -> Planned | int:
     """One layout, with the stages that a run would have; bytes of its fullest rank where these are above the limit."""
-    from megalite.plan.step_time import step_time
-
     made = arranged(layout, request)
     held = memory(made)
     peak = max(one.peak for one in held)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.cluster import Cluster
+from megalite.plan.memory import RankMemory
 from megalite.train.tell.figures import columns
 from tools.planning.published import TOLERANCE
 from tools.planning.request import HOW, LAYOUT, Request, as_flags, without
+from tools.planning.rules import Budget
 from tools.planning.search import Choice, Found, Layout, Planned, applied
-from tools.planning.tokens import Budget
-
-if TYPE_CHECKING:
-    from megalite.plan.arrangement import Arrangement
-    from megalite.plan.memory import RankMemory
 
 GIB = 2**30
 COMM = ("tp", "pp", "dp")
@@ -113,15 +112,22 @@ def refusals(found: Found) -> list[str]:
     return lines
 
 
-def budget_rows(
-    budget: Budget, made: Arrangement, speed: float, devices: int, price: float, predicted: bool = False
-) -> list[tuple[str, str]]:
-    """`predicted`: the speed, which is told with its error."""
+def budget_lines(
+    budget: Budget,
+    made: Arrangement,
+    speed: float,
+    cluster: Cluster,
+    price: float | None,
+    data_tokens: int | None,
+    predicted: bool = False,
+) -> list[str]:
+    """`speed`: tokens/s, with its error where it is `predicted`. `price`: in place of an example of the device's."""
+    devices, price = cluster.world, cluster.device.price_per_hour if price is None else price
     about = " ({} to {} by an error of {:.0%})".format(*map(_time, band(budget.days(speed))), TOLERANCE) * predicted
     hours = budget.device_hours(speed, devices)
     sizes, seq_length = made.batch_sizes, made.config.model.seq_length
     grown = ", once the batch has grown" if len(sizes.steps) > 1 else ""
-    return [
+    rows = [
         ("parameters", f"{budget.parameters:,}"),
         ("tokens", f"{budget.tokens:,} ({_rounded(budget.tokens / budget.parameters, 1)} per parameter)"),
         ("FLOPs by 6 N D", f"{budget.rule_flops:.3e}"),
@@ -131,6 +137,9 @@ def budget_rows(
         ("device hours", f"{_rounded(hours)} on {devices:,} devices"),
         ("cost", f"{_rounded(hours * price)} $ at {price:g} $ per device hour (give your own: --price-per-gpu-hour)"),
     ]
+    if data_tokens is not None:
+        rows.append(("epochs", f"{budget.epochs(data_tokens):.2f} over {data_tokens:,} tokens"))
+    return [f"{name:<15} {text}" for name, text in rows]
 
 
 def _rounded(value: float, digits: int = 0) -> str:

@@ -50,9 +50,8 @@ class FastTokenizer(Tokenizer):
         ends = np.cumsum(lengths)
         for i in range(first, len(texts), CHECK_EVERY):
             if self.reference.encode(texts[i]) != ids[ends[i] - lengths[i] : ends[i]].tolist():
-                raise DataError(
-                    f"gigatoken makes other ids than {self.name} from the text {_quote(texts[i])}: run again without it"
-                )
+                other = f"gigatoken makes other ids than {self.name} from the text {_quote(texts[i])}"
+                raise DataError(f"{other}: run again without it")
         self._seen += len(texts)
         return ids, lengths
 
@@ -113,10 +112,8 @@ def accelerate(tokenizer: Tokenizer, texts: Sequence[str] = ()) -> Tokenizer:
         fast = FastTokenizer(tokenizer, engine)
         for text in (*NASTY, *texts):
             if fast._encode([text])[0].tolist() != tokenizer.encode(text):
-                log.warning(
-                    "gigatoken makes other ids than %s from the text %s; the reference tokenizer is used",
-                    *(tokenizer.name, _quote(text)),
-                )
+                other = "gigatoken makes other ids than %s from the text %s; the reference tokenizer is used"
+                log.warning(other, tokenizer.name, _quote(text))
                 return tokenizer
     except Exception as error:  # whatever it is, the reference can do the work
         log.warning("gigatoken fails on %s (%s); the reference tokenizer is used", tokenizer.name, error)

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from megalite.config.own_file import opener
 from megalite.data.errors import DataError
 from megalite.data.files.index_rules import CHUNK
 from megalite.data.files.indexed import CODES, HEADER, MAGIC, VERSION
-from tools.preprocess.durable import open_locked, sync
+from tools.preprocess.journal import open_locked, sync
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -82,14 +81,11 @@ class IndexedWriter:
                 if not self._min <= value <= self._max:
                     first = int(np.flatnonzero(flat == value)[0])
                     document = self.num_documents + int(np.searchsorted(np.cumsum(lengths), first, side="right"))
-                    raise DataError(
-                        f"{self.prefix}: document {document}: token id {value} does not fit {self.dtype} "
-                        f"({self._min}..{self._max}); check the vocabulary size or use int32"
-                    )
+                    held = f"{self.dtype} ({self._min}..{self._max}); check the vocabulary size or use int32"
+                    raise DataError(f"{self.prefix}: document {document}: token id {value} does not fit {held}")
         if len(lengths) and int(np.max(lengths)) >= 1 << 31:
-            raise DataError(
-                f"a document of {int(np.max(lengths))} tokens is too long for the format (2^31 - 1); split it"
-            )
+            most = int(np.max(lengths))
+            raise DataError(f"a document of {most} tokens is too long for the format (2^31 - 1); split it")
         self._file.write(np.ascontiguousarray(flat, self.dtype.newbyteorder("<")).data)
         self._lengths.write(np.ascontiguousarray(lengths, "<i4").data)
         self.num_documents += len(lengths)
@@ -105,7 +101,7 @@ class IndexedWriter:
         """Make the pair visible, with `prefix.json` holding `info` (see megalite/data/files/sidecar.py) when given."""
         self.sync()
         index, sidecar = Path(self.prefix + ".idx"), Path(self.prefix + ".json")
-        index_partial, sidecar_partial = Path(str(index) + ".partial"), Path(str(sidecar) + ".partial")
+        index_partial, sidecar_partial = (Path(f"{path}.partial") for path in (index, sidecar))
         with open(index_partial, "wb", opener=opener) as file:
             self._write_index(file)
             sync(file)
@@ -157,7 +153,5 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()  # does nothing after finish()

@@ -7,15 +7,18 @@ others: one `Tally` each; the last whole one counts, a line cut by the end of po
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from megalite.checkpoint.storage import left_branch
+from megalite.config.own_file import opener
 from megalite.data.errors import DataError
-from tools.preprocess.durable import open_locked, sync
 from tools.preprocess.text_input import Position
 
 
@@ -65,10 +68,8 @@ class Journal:
         for name in new:
             if old.get(name) != new[name]:
                 was, now = (json.dumps(x, ensure_ascii=False)[:500] for x in (old.get(name), new[name]))
-                raise DataError(
-                    f"{self.path}: the interrupted run had {name} {was}, this one has {now}: give the same, or "
-                    "start over with --overwrite"
-                )
+                both = f"the interrupted run had {name} {was}, this one has {now}"
+                raise DataError(f"{self.path}: {both}: give the same, or start over with --overwrite")
 
     def append(self, progress: Tally) -> None:
         """To be called when all that `progress` counts has been synced."""
@@ -107,3 +108,24 @@ def _progress(path: Path, entry: dict[str, Any]) -> Tally:
         return Tally(**{**entry, "position": Position(**entry["position"])})
     except (TypeError, KeyError) as error:
         raise DataError(f"{path}: written by another version; start over with --overwrite") from error
+
+
+def open_locked(path: Path) -> BinaryIO:
+    """The file, to append to (nothing is cut yet), held by this process alone until it is closed."""
+    while True:
+        file = open(path, "ab", opener=opener)  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise DataError(f"{path}: another process is writing it ({error.strerror})") from error
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()  # its last owner renamed or removed it between opening and locking
+
+
+def sync(file: BinaryIO | TextIO) -> None:
+    """What was written is on disk."""
+    file.flush()
+    os.fsync(file.fileno())

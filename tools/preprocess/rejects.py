@@ -16,8 +16,7 @@ from pathlib import Path
 
 from megalite.config.own_file import opener
 from megalite.data.errors import DataError
-from tools.preprocess.durable import sync
-from tools.preprocess.journal import Tally
+from tools.preprocess.journal import Tally, sync
 from tools.preprocess.records import BadLine, parse_block
 from tools.preprocess.text_input import read_blocks
 from tools.preprocess.workers import SAMPLES, Result
@@ -26,13 +25,8 @@ JUDGED_AFTER = 1000  # records, before which no share is taken for that of the w
 
 
 def take_bad_fraction(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-bad-fraction",
-        type=float,
-        default=0.0,
-        metavar="F",
-        help="of the lines that may be bad and are left out; default 0: the first bad one ends the run",
-    )
+    bad = "of the lines that may be bad and are left out; default 0: the first bad one ends the run"
+    parser.add_argument("--max-bad-fraction", type=float, default=0.0, metavar="F", help=bad)
 
 
 class Rejects:
@@ -91,19 +85,17 @@ class GoodTexts:
         for block in read_blocks(self.files, self.keys):
             for line, found in parse_block(block.kind, block.line, block.payload, self.keys):
                 self.tally.records += 1
-                if isinstance(found, BadLine):
-                    self._pass_over(found, f"{self.files[block.file]}:{line}: {found}")
-                else:
+                if not isinstance(found, BadLine):
                     yield from found
+                    continue
+                words = f"{self.files[block.file]}:{line}: {found}"
+                if not self.max_bad:
+                    raise DataError(f"{words}; --max-bad-fraction leaves bad lines out")
+                self.first = self.first or words
+                self.tally.bad[found.reason] = self.tally.bad.get(found.reason, 0) + 1
             share = (sum(sizes[: block.file]) + block.disk) / max(sum(sizes), 1)
             self._judge(min(share, 0.999))
         self._judge(1.0)
-
-    def _pass_over(self, bad: BadLine, words: str) -> None:
-        if not self.max_bad:
-            raise DataError(f"{words}; --max-bad-fraction leaves bad lines out")
-        self.first = self.first or words
-        self.tally.bad[bad.reason] = self.tally.bad.get(bad.reason, 0) + 1
 
     def _judge(self, share: float) -> None:
         judge(self.tally, self.max_bad, share, f"the first: {self.first}")
@@ -132,7 +124,5 @@ def judge(progress: Tally, limit: float, share_read: float, see: str) -> None:
         return
     whole = progress.records if share_read >= 1 else 2 * progress.records / max(share_read, 1e-9)
     if bad > limit * whole:
-        raise DataError(
-            f"{bad} of {progress.records} lines are bad ({in_words(progress.bad)}), more than "
-            f"max_bad_fraction={limit} of the input; {see}"
-        )
+        share = f"{bad} of {progress.records} lines are bad ({in_words(progress.bad)})"
+        raise DataError(f"{share}, more than max_bad_fraction={limit} of the input; {see}")

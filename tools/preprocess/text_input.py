@@ -72,10 +72,8 @@ def expand(patterns: Sequence[str]) -> list[str]:
         files += [name for name in found if name not in files]
     for name in files:
         if not format_of(name) or os.path.isdir(name):
-            raise DataError(
-                f"input={name} is not a .jsonl, .json (one object per line) or .txt file, one of them with .gz or .zst "
-                "after it, a .parquet file, or - for standard input"
-            )
+            kinds = ".jsonl, .json (one object per line) or .txt file, one of them with .gz or .zst after it"
+            raise DataError(f"input={name} is not a {kinds}, a .parquet file, or - for standard input")
     return files
 
 
@@ -165,10 +163,8 @@ def _from(name: str, start: Position) -> Iterator[tuple[bytes, int]]:
         if len(chunk) > len(head):
             yield chunk[len(head) :], disk
     if left or crc != start.crc:
-        raise DataError(
-            f"{name}: the first {start.at} bytes are not those of the interrupted run: give the same input again, "
-            "or start over with --overwrite"
-        )
+        other = f"the first {start.at} bytes are not those of the interrupted run"
+        raise DataError(f"{name}: {other}: give the same input again, or start over with --overwrite")
 
 
 def _lines(name: str, start: Position) -> Iterator[TextBlock]:
@@ -192,9 +188,8 @@ def _lines(name: str, start: Position) -> Iterator[TextBlock]:
     def leave_out(size: int) -> TextBlock:
         nonlocal line
         line += 1
-        return TextBlock(
-            start.file, line - 1, TOO_LONG, size.to_bytes(8, "little"), Position(start.file, line, at, crc), disk
-        )
+        after = Position(start.file, line, at, crc)
+        return TextBlock(start.file, line - 1, TOO_LONG, size.to_bytes(8, "little"), after, disk)
 
     for chunk, disk in _from(name, start):  # noqa: B007, the functions above read it
         if dropped:
@@ -252,7 +247,11 @@ def _parquet(name: str, start: Position, keys: Sequence[str]) -> Iterator[TextBl
                 if row + rows <= start.at:
                     row += rows
                     continue
-                for batch in file.iter_batches(_batch_rows(file, group, keys), [group], list(keys), use_threads=False):
+                about = file.metadata.row_group(group)
+                columns = (about.column(i) for i in range(about.num_columns))
+                size_of_keys = sum(one.total_uncompressed_size for one in columns if one.path_in_schema in keys)
+                most = max(1, min(MAX_ROWS, rows * BLOCK_BYTES // max(size_of_keys, 1)))
+                for batch in file.iter_batches(most, [group], list(keys), use_threads=False):
                     first, row = row, row + batch.num_rows
                     if row <= start.at:
                         continue
@@ -273,13 +272,6 @@ def _check_columns(name: str, schema: Any, keys: Sequence[str], arrow: Any) -> N
         kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
         if str(kind).replace("large_", "").replace("_view", "") not in ("string", "binary"):
             raise DataError(f"{name}: column {key!r} is {kind}, not text: choose another with --json-keys")
-
-
-def _batch_rows(file: Any, group: int, keys: Sequence[str]) -> int:
-    about = file.metadata.row_group(group)
-    columns = [about.column(i) for i in range(about.num_columns)]
-    size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
-    return max(1, min(MAX_ROWS, about.num_rows * BLOCK_BYTES // max(size, 1)))
 
 
 def _columns(batch: Any, keys: Sequence[str], arrow: Any) -> bytes:

@@ -1,16 +1,21 @@
-"""One preprocessing run: its pairs, rejects and journal, what is done so far, and how it ends or is continued.
+"""Raw text to token files: one preprocessing run, what is done so far, and how it ends or is continued.
 
+    files -> blocks of lines (512 KiB) -> workers: parse, check, tokenize -> writer, by block number
     write    results, in order -> .bin.partial, .lengths.partial, .rejects.jsonl.partial; now and then sync + journal
     finish   the journal says complete -> pairs visible one by one -> rejects -> journal removed
 
-A crash at any point leaves either a journal, from which the same files come out, or the finished files.
+A crash at any point leaves either a journal, from which the same files come out, or the finished files. The output is
+the same bytes for any number of workers, and whether the run was interrupted or not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +24,14 @@ from megalite.config.console import Bar, complain
 from megalite.data.errors import DataError
 from megalite.data.files.sidecar import read_info
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate
 from tools.preprocess.indexed_writer import IndexedWriter, token_dtype
 from tools.preprocess.journal import Journal, Tally
-from tools.preprocess.rejects import Rejects, in_words, judge
-from tools.preprocess.text_input import MAX_DOCUMENT_BYTES, TextBlock
-from tools.preprocess.workers import Job, Result
+from tools.preprocess.records import BadLine, parse_block
+from tools.preprocess.rejects import Rejects, check_fraction, in_words, judge
+from tools.preprocess.text_input import MAX_DOCUMENT_BYTES, TextBlock, expand, format_of, read_blocks
+from tools.preprocess.workers import Job, Result, in_process, in_workers
 
 JOURNAL_SECONDS = 30.0  # work that an interruption can cost; an entry costs one fsync of what was written since
 JOURNAL_BYTES = 256 << 20  # of tokens
@@ -32,18 +40,9 @@ READ_AHEAD = 1 << 14  # a decompressor has taken in at most this much more than 
 
 def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequence[str]) -> dict[str, Any]:
     """What stands beside a token file (megalite/data/files/sidecar.py)."""
-    return {
-        "version": 1,
-        "tokenizer": {
-            "name": tokenizer.name,
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
-        },
-        "documents": documents,
-        "tokens": tokens,
-        "sources": list(sources),
-    }
+    made_by = {name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "eod")}
+    sizes = {"documents": documents, "tokens": tokens, "sources": list(sources)}
+    return {"version": 1, "tokenizer": made_by, **sizes}
 
 
 class TokenRun:
@@ -53,6 +52,7 @@ class TokenRun:
         self.files, self.job, self.model, self.max_bad = files, job, model, max_bad
         self.prefixes = [f"{output_prefix}_{key}_document" for key in job.keys]
         self.journal_path, self._rejects_path = (Path(f"{output_prefix}.{x}") for x in ("journal", "rejects.jsonl"))
+        self._names = [Path(name).name for name in files]
         self._stats = [None if name == "-" else os.stat(name) for name in files]
         self._sizes = [about.st_size if about else None for about in self._stats]
         self.progress, self.resumed = Tally(), False
@@ -74,9 +74,6 @@ class TokenRun:
             "files": [[name, about.st_size, about.st_mtime_ns] if about else [name] for name, about in stats],
         }
 
-    def _names(self) -> list[str]:
-        return [Path(name).name for name in self.files]
-
     def _source_bytes(self) -> int:
         """On disk; of standard input what was read of it."""
         known = [size for size in self._sizes if size is not None]
@@ -84,7 +81,7 @@ class TokenRun:
 
     def _info(self, k: int) -> dict[str, Any]:
         p = self.progress
-        return make_info(self.model, p.documents[k], p.tokens[k], self._names()) | {
+        return make_info(self.model, p.documents[k], p.tokens[k], self._names) | {
             "append_eod": self.job.append_eod,
             "bytes": p.text_bytes[k],
             "source_bytes": self._source_bytes(),
@@ -97,7 +94,7 @@ class TokenRun:
         """Are the files there that this run would make? Told by their sidecars and by the times of the inputs."""
         if None in self._stats:
             return False
-        want = (self.model.fingerprint, self.job.append_eod, self._source_bytes(), self._names())
+        want = (self.model.fingerprint, self.job.append_eod, self._source_bytes(), self._names)
         newest = max(about.st_mtime for about in self._stats if about)
         for prefix in self.prefixes:
             try:
@@ -118,9 +115,8 @@ class TokenRun:
         n, dtype = len(self.prefixes), token_dtype(self.model.vocab_size)
         self._journal = Journal(self.journal_path, self._header(), resume, overwrite)
         self.resumed = self._journal.last is not None
-        self.progress = p = self._journal.last or Tally(
-            documents=[0] * n, tokens=[0] * n, empty=[0] * n, text_bytes=[0] * n
-        )
+        zeros: dict[str, Any] = {name: [0] * n for name in ("documents", "tokens", "empty", "text_bytes")}
+        self.progress = p = self._journal.last or Tally(**zeros)
         try:
             for k, prefix in enumerate(self.prefixes):
                 # `finish` of a pair removes the lengths last, and the rejects follow when all pairs are done
@@ -140,11 +136,8 @@ class TokenRun:
     def __exit__(self, *_: object) -> None:
         """After an error: keep what the journal vouches for; without an entry there is nothing to keep."""
         keep = self._journal is not None and self._journal.last is not None
-        for writer in self._writers:
-            if writer and keep:
-                writer.keep()
-            elif writer:
-                writer.abort()
+        for writer in filter(None, self._writers):
+            writer.keep() if keep else writer.abort()
         if self._rejects:
             self._rejects.close(remove=not keep)
         if self._journal:
@@ -179,13 +172,12 @@ class TokenRun:
         """Append every result, and an entry to the journal now and then; the last entry says that all is written."""
         p, meter = self.progress, Meter(self.progress, self._sizes)
         noted, noted_bytes, told = time.monotonic(), 0, p.documents[0]
-        with Bar(f"tokenizing {self._names()[0]}", 100, "%") as bar:
+        with Bar(f"tokenizing {self._names[0]}", 100, "%") as bar:
             for block, result in results:
                 if result.bad and not self.max_bad:
                     line, _, detail, _ = result.samples[0]
-                    raise DataError(
-                        f"{self.files[block.file]}:{line}: {detail}; --max-bad-fraction leaves bad lines out"
-                    )
+                    where = f"{self.files[block.file]}:{line}"
+                    raise DataError(f"{where}: {detail}; --max-bad-fraction leaves bad lines out")
                 noted_bytes += self._append(block, result)
                 meter.read(block)
                 if time.monotonic() - noted >= JOURNAL_SECONDS or noted_bytes >= JOURNAL_BYTES:
@@ -228,9 +220,8 @@ class TokenRun:
             raise
 
     def _note(self) -> None:
-        for writer in self._writers:
-            if writer:
-                writer.sync()
+        for writer in filter(None, self._writers):
+            writer.sync()
         if self._rejects and self._journal:
             self._rejects.sync()
             left_branch.sync(self._rejects_path.parent)
@@ -258,11 +249,8 @@ class Meter:
             if self._first is None:
                 self._first = self.share
 
-    def _seconds(self) -> float:
-        return max(time.perf_counter() - self._begin, 1e-9)
-
     def rates(self) -> str:
-        seconds, now = self._seconds(), self._now
+        seconds, now = max(time.perf_counter() - self._begin, 1e-9), self._now
         return (
             f"{(now.documents[0] - self._documents) / seconds:.0f} documents/s, "
             f"{(now.input_bytes - self._bytes) / seconds / 1e6:.1f} MB/s, "
@@ -270,12 +258,91 @@ class Meter:
         )
 
     def line(self) -> str:
-        seconds = self._seconds()
         text = f"{self._now.documents[0]} documents, {sum(self._now.tokens)} tokens: {self.rates()}"
         if self.share is None or self._first is None:
             return text
         text += f"; {100 * self.share:.1f} % of the input"
         if self.share > self._first:
-            left = round(seconds * (1 - self.share) / (self.share - self._first))
+            left = round((time.perf_counter() - self._begin) * (1 - self.share) / (self.share - self._first))
             text += f", {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
         return text
+
+
+COMPARED = 200  # documents on which gigatoken has to make the ids of the tokenizer it stands for
+COMPARED_LENGTH = 1 << 16  # characters; longer ones would make the start slow
+
+
+def preprocess(
+    patterns: Sequence[str],
+    output_prefix: str,
+    job: Job,
+    *,
+    workers: int = 1,
+    log_interval: int = 10_000,
+    max_bad_fraction: float = 0.0,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> list[str]:
+    """Write `{output_prefix}_{key}_document.bin/.idx/.json` for every key of the job; returns these prefixes.
+
+    patterns          files or globs, see `text_input`; "-" is standard input
+    log_interval      documents between two lines of progress
+    max_bad_fraction  of the lines that may be bad; 0: the first one ends the run. Bad ones are left out and sampled
+                      into `{output_prefix}.rejects.jsonl`. Texts without tokens are left out too, but not bad
+    resume            continue an interrupted run of the same input and tokenizer, if there is one
+    overwrite         discard an interrupted run; without either it is an error
+    """
+    files = expand(patterns)
+    _check(files, job.keys, max_bad_fraction, resume, overwrite)
+    model = build_tokenizer(**job.tokenizer)
+    if job.fast:  # decided here, once, so that the output does not depend on the number of workers
+        model = accelerate(model, _first_texts(files, job.keys))
+        job = replace(job, fast=isinstance(model, FastTokenizer))
+    run = TokenRun(files, output_prefix, job, model, max_bad_fraction)
+    if resume and not run.journal_path.exists() and run.is_complete():
+        complain(f"{output_prefix}: complete already, there is nothing to resume")
+        return run.prefixes
+    try:
+        with run.open(resume, overwrite):
+            if resume:
+                p = run.progress
+                done = f"resuming after {p.documents[0]} documents, {sum(p.tokens)} tokens"
+                complain(done if run.resumed else "nothing to resume, starting from the beginning")
+            if not run.progress.complete:
+                blocks = read_blocks(files, job.keys, run.progress.position)
+                if workers > 1:
+                    results = in_workers(blocks, job, workers)
+                else:
+                    results = in_process(blocks, job, model)
+                with contextlib.closing(results):
+                    run.write(results, log_interval)
+            run.finish()
+    except OSError as error:
+        raise DataError(f"{output_prefix}: {error.strerror or error}{run.outlook()}") from error
+    except DataError as error:
+        raise DataError(f"{error}{run.outlook()}") from error
+    return run.prefixes
+
+
+def _check(files: Sequence[str], keys: Sequence[str], max_bad_fraction: float, resume: bool, overwrite: bool) -> None:
+    check_fraction(max_bad_fraction)
+    if resume and overwrite:
+        raise DataError("resume and overwrite: an interrupted run is continued or discarded; give one of them")
+    if len(set(keys)) != len(keys):
+        raise DataError(f"json_keys={' '.join(keys)} names a key twice; give each once")
+    for name in files:
+        if len(keys) > 1 and format_of(name) == "text":
+            raise DataError(f"json_keys={' '.join(keys)}: {name} has one text only; give one key")
+        if name != "-" and not os.access(name, os.R_OK):  # now, and not hours later when its turn comes
+            raise DataError(f"{name}: cannot be read; change its permissions or drop it from the input")
+
+
+def _first_texts(files: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """Some to compare tokenizers on; none from standard input, which can be read only once."""
+    if files[0] == "-":
+        return []
+    for block in read_blocks(files[:1], keys):
+        found = (texts for _, texts in parse_block(block.kind, block.line, block.payload, keys))
+        good = (text for texts in found if not isinstance(texts, BadLine) for text in texts)
+        return list(islice((text for text in good if len(text) < COMPARED_LENGTH), COMPARED))
+    return []

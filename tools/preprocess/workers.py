@@ -90,10 +90,8 @@ def _encode(texts: list[str], tokenizer: Tokenizer, append_eod: bool) -> tuple[N
         return np.empty(0, dtype), np.empty(0, np.int32)
     ids, lengths = tokenizer.encode_flat(texts)
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
-        raise DataError(
-            f"{tokenizer.name} made ids from {ids.min()} to {ids.max()}, outside its vocabulary of "
-            f"{tokenizer.vocab_size}: its files do not belong together"
-        )
+        outside = f"made ids from {ids.min()} to {ids.max()}, outside its vocabulary of {tokenizer.vocab_size}"
+        raise DataError(f"{tokenizer.name} {outside}: its files do not belong together")
     ids, lengths = ids.astype(dtype), lengths[lengths > 0]
     if append_eod:
         ids, lengths = surround(ids, lengths, (), (tokenizer.eod,))
@@ -215,14 +213,13 @@ def in_workers(blocks: Iterator[TextBlock], job: Job, workers: int) -> Generator
         sent: dict[int, TextBlock] = {}
         done: dict[int, Result] = {}
         begun = emitted = 0
-        more = True
+        all_read = False
         while True:
             for pipe in processes.keys() - under_way.keys():
-                if not more or begun - emitted >= AHEAD * workers:
+                if all_read or begun - emitted >= AHEAD * workers:
                     break
-                block = next(waiting, None)
-                if block is None:
-                    more = False
+                if (block := next(waiting, None)) is None:
+                    all_read = True
                     break
                 try:
                     pipe.send_bytes(FRAME.pack(block.kind, block.line) + block.payload)
@@ -234,7 +231,7 @@ def in_workers(blocks: Iterator[TextBlock], job: Job, workers: int) -> Generator
                 yield sent.pop(emitted), done.pop(emitted)
                 emitted += 1
             if not under_way:
-                if not more:
+                if all_read:
                     break
                 continue
             for pipe in wait(list(under_way)):

@@ -1,13 +1,29 @@
-"""The files that a program is asked to write: checked before its work, so that an hour of it is not lost; and JSON."""
+"""What the programs of this folder share: the parser of flags, the exit code, and the files that they are asked to
+write, which are checked before the work, so that an hour of it is not lost."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from megalite.config.console import as_command
+
+
+def parser_of(doc: str | None, name: str | None = None, *, allow_abbrev: bool = False) -> argparse.ArgumentParser:
+    """`doc`: of the module, which --help prints as it stands."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(name, description=doc, formatter_class=raw, allow_abbrev=allow_abbrev)
+
+
+def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """The program, as it was started."""
+    sys.exit(as_command(lambda: main(sys.argv[1:]) or 0))
+
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -30,7 +46,7 @@ def unwritable(*, pictures: tuple[str, ...] = (), **paths: Path | None) -> Itera
             continue
         folder = path.parent
         if not folder.is_dir():
-            yield f"{name}={path} cannot be written: {folder} is no folder; make it"
+            yield f"{name}={path} cannot be written: {folder} is not a folder; make it"
         elif path.is_dir():
             yield f"{name}={path} is a folder; give the name of a file"
         elif not os.access(path if path.exists() else folder, os.W_OK):

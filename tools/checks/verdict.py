@@ -1,0 +1,196 @@
+"""What tools/verify.py trains, compares and tells, once the two configurations are made."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.console import Bar
+from megalite.config.options import Config
+from megalite.parallel.local_ranks import End, start_local
+from megalite.train.tell.figures import columns
+from tools.checks.agreement import Reference, Row, Tolerance, compare, second_reading, when
+from tools.checks.causes import Finding, find
+from tools.checks.places import Layout
+from tools.checks.recording import STEP, Recording, read_all, take
+from tools.checks.smaller import Smaller, twin
+from tools.pictures.agreement import picture
+from tools.pictures.canvas import save
+
+WHAT = {
+    "input": "what micro-batches hold",
+    "forward": "hidden states and losses",
+    "loss": "loss",
+    "gradient": "gradients",
+    "norm": "gradient norm",
+    "weight": "weights",
+}
+OF = {
+    "input": "the {} of a micro-batch",
+    "forward": "the output of {}",
+    "loss": "the loss of a {}",
+    "gradient": "the gradient of {}",
+    "norm": "the gradient norm of the {}",
+    "weight": "the weights {}",
+}
+NAMED = 6  # names of what differs that are listed
+
+
+class Failed(Exception):
+    """One process, or the layout, ended with an error, which it has told itself."""
+
+
+class Stopped(Exception):
+    """By a signal. `code`: what to exit with."""
+
+    def __init__(self, code: int):
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`odd`: what is wrong with the one process itself."""
+
+    made: Smaller
+    tolerance: Tolerance
+    rows: list[Row]
+    finding: Finding | None
+    odd: list[str]
+
+    @property
+    def agrees(self) -> bool:
+        return self.finding is None and not self.odd
+
+    @property
+    def worst(self) -> list[Row]:
+        """Of every kind and step: what is furthest beyond its tolerance."""
+        found: dict[tuple[str, float], Row] = {}
+        for row in self.rows:
+            old = found.setdefault((row.kind, row.step), row)
+            if (row.differs, row.apart) > (old.differs, old.apart):
+                found[row.kind, row.step] = row
+        kinds = [*WHAT]
+        return [found[key] for key in sorted(found, key=lambda key: (kinds.index(key[0]), key[1]))]
+
+    @property
+    def notes(self) -> list[str]:
+        evaluated = any(row.step % 1 for row in self.rows)
+        return [*self.made.notes, *["not evaluated: --eval-iters 0, or no validation set"] * (not evaluated)]
+
+
+def train(config: Config, dtype: str, layout: Layout, timeout_s: float) -> list[Recording]:
+    """On local ranks, what each of them had. Raises Failed and Stopped."""
+    with tempfile.TemporaryDirectory(prefix="megalite-verify-") as folder:
+        ends: list[End] = []
+        args = (config, dtype, config.train.train_iters, folder)
+        code = start_local(layout.world, take, args, timeout_s=timeout_s, holds_signals=True, ended=ends.append)
+        if ends[-1].asked:
+            raise Stopped(code)
+        if code:
+            late = f"it is not done after {timeout_s:g} s; give more with --timeout"
+            why = late if code == 124 else f"{ends[-1].cause}; its error is above"
+            raise Failed(f"the run on {layout.world} rank{'s' * (layout.world > 1)} failed: {why}")
+        return read_all(Path(folder), layout)
+
+
+def verify(made: Smaller, dtype: str, timeout_s: float) -> Verdict:
+    """Train both ways and compare. Raises Failed."""
+    m, t = made.config.model, made.config.train
+    batch = t.global_batch_size or 1
+    tolerance = Tolerance(dtype, max(m.seq_length * batch, m.ffn_size, m.hidden_size), m.num_layers)
+    with Bar("verify", 3, "parts") as bar:
+        bar.at(0, "one process")
+        (one,) = train(twin(made.config), dtype, Layout(), timeout_s)
+        bar.at(1, str(made.layout))
+        ranks = train(made.config, dtype, made.layout, timeout_s)
+        bar.at(2, "comparing")
+        reference = Reference(one)
+        rows, pieces = compare(reference, ranks, made.layout, tolerance)
+        odd = list(second_reading(reference, tolerance))
+        number = batch // (t.micro_batch_size * made.layout.dp)
+        return Verdict(made, tolerance, rows, find(rows, pieces, reference, made.layout, number), odd)
+
+
+def text_of(verdict: Verdict, dtype: str) -> str:
+    """For people."""
+    made, m, t = verdict.made, verdict.made.config.model, verdict.made.config.train
+    chunks, steps = _chunks(made), t.train_iters
+    lines = [
+        f"asked for: {made.wanted}; verified: {made.layout}{chunks}, {dtype}, {steps} step{'s' * (steps != 1)}",
+        f"of {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.groups} groups, "
+        f"feed-forward {m.ffn_size}, {m.seq_length} tokens, batch {t.global_batch_size} in micro-batches of "
+        f"{t.micro_batch_size}",
+        *(f"note: {note}" for note in verdict.notes),
+    ]
+    rows: list[tuple[str, ...]] = [("compared", "step", "furthest apart", "by", "allowed", "differ")]
+    for row in verdict.worst:
+        alike = [one for one in verdict.rows if (one.kind, one.step) == (row.kind, row.step)]
+        count = f"{sum(one.differs for one in alike)} of {len(alike)}"
+        name = row.name if row.apart or row.differs else "equal"
+        when = f"{row.step:g}" if row.step == int(row.step) else f"eval {int(row.step)}"
+        rows.append((WHAT[row.kind], when, name, f"{row.apart:.1e}", f"{row.tolerance:.1e}", count))
+    lines += ["", columns(rows), ""]
+    if verdict.odd:
+        lines += ["one process itself is wrong:", *(f"  {line}" for line in verdict.odd)]
+    if verdict.finding is not None:
+        lines += _told(verdict.finding)
+    number = len({row.name for row in verdict.rows if row.kind == "weight"})
+    if verdict.agrees:
+        lines.append(f"agreed: {made.layout} trains as one process does ({number} parameters, every copy of them)")
+    return "\n".join(lines)
+
+
+def _chunks(made: Smaller) -> str:
+    p = made.config.parallel
+    spelt, pp = p.pipeline_model_parallel_layout, p.pipeline_model_parallel_size
+    number = (spelt.count("|") + 1) // pp if spelt else p.num_virtual_stages_per_pipeline_rank or 1
+    return f", {number} chunks" if number > 1 else ""
+
+
+def _told(found: Finding) -> list[str]:
+
+    ranks = "; ".join(f"{axis} {' '.join(map(str, some))}" for axis, some in found.ranks.items() if some)
+    others = ", ".join(found.others[:NAMED]) + f" and {len(found.others) - NAMED} more" * (len(found.others) > NAMED)
+    evaluated, name = found.step % 1 > 0, found.name
+    what = "the validation loss" if evaluated and (found.kind, name) == ("loss", STEP) else OF[found.kind].format(name)
+    place = "in" if evaluated else "after" if found.kind == "weight" else "at"
+    at = f"{place} {when(found.step)}" if found.step else "before the first step"
+    lines = [
+        f"DIFFERS first {at}: {what}, {found.apart:.3g} apart where {found.tolerance:.1e} is allowed",
+        f"  on ranks: {ranks or 'none'}",
+        f"  where: {found.where}",
+    ]
+    if len(found.others) > 1:
+        lines.append(f"  all of that kind there: {others}")
+    return [*lines, *(f"  likely: {cause}" for cause in found.causes)]
+
+
+def as_json(verdicts: Sequence[Verdict], dtype: str) -> dict[str, Any]:
+    """What is told of all, in what is told of the first run; the second's own under its name."""
+    first, *second = (_one(verdict, dtype) for verdict in verdicts)
+    differing = [one["first"] for one in (first, *second) if one["first"] is not None]
+    both = {"agrees": all(verdict.agrees for verdict in verdicts), "first": differing[0] if differing else None}
+    return {**first, **both, "second": second[0] if second else None}
+
+
+def _one(verdict: Verdict, dtype: str) -> dict[str, Any]:
+    keys = ("step", "kind", "name", "apart", "tolerance", "differs", "missing")
+    return {
+        "agrees": verdict.agrees,
+        "dtype": dtype,
+        "steps": verdict.made.config.train.train_iters,
+        "wanted": asdict(verdict.made.wanted),
+        "verified": asdict(verdict.made.layout),
+        "notes": verdict.notes,
+        "first": None if verdict.finding is None else asdict(verdict.finding),
+        "one_process": verdict.odd,
+        "rows": [{key: getattr(row, key) for key in keys} for row in verdict.rows],
+    }
+
+
+def draw(verdict: Verdict, path: Path, dtype: str) -> None:
+    """Raises OSError, ValueError and MissingPackage."""
+    save(picture(verdict.rows, str(verdict.made.layout), dtype), path)

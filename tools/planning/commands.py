@@ -1,0 +1,242 @@
+"""What tools/plan.py does for each of its commands, once the flags are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.config.console import Bar
+from megalite.config.options import ConfigError
+from megalite.plan import links
+from megalite.plan.arrangement import Arrangement
+from megalite.plan.kinds import model_flops
+from megalite.plan.memory import memory as memory_of
+from megalite.plan.profile import Profile, read_profile
+from megalite.train.tell.figures import columns
+from tools.pictures.canvas import save
+from tools.pictures.plan import picture
+from tools.planning import advice, published, rules, show
+from tools.planning.calibrate import CalibrationError
+from tools.planning.calibrate import calibrate as measure
+from tools.planning.request import Request, problems_of, read
+from tools.planning.rules import Budget, chinchilla, quantity
+from tools.planning.search import MOST, Found, Layout, applied, arranged, layout_of, search
+from tools.program import unwritable
+
+
+class Wrong(Exception):
+    """What is wrong with the question: lines."""
+
+
+def run(command: str, args: argparse.Namespace, words: list[str]) -> int:
+    """The exit code. `words`: what the planner's own flags have left, which is for the trainer's."""
+    try:
+        return {"": plan, "memory": memory, "sizes": sizes, "tokens": tokens, "calibrate": calibrate,
+                "published": table}[command](args, words)  # fmt: skip
+    except Wrong as error:
+        print("\n".join(f"plan.py: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 2
+
+
+def _read(args: argparse.Namespace, words: list[str]) -> tuple[Request, Profile | None]:
+    problems: list[str] = []
+    profile = None
+    try:
+        profile = read_profile(args.profile) if args.profile is not None else None
+    except OSError as error:
+        problems.append(f"profile={args.profile} cannot be read ({error.strerror}); make one with plan.py calibrate")
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        request = read(args, words)
+    except ConfigError as error:
+        raise Wrong("\n".join([*problems, *error.problems])) from None
+    device, half = request.cluster.device, request.config.precision
+    try:
+        device.peak_tflops(torch.bfloat16 if half.bf16 else torch.float16 if half.fp16 else torch.float32)
+    except ValueError as error:
+        problems.append(str(error))
+    if profile is not None and profile.device not in ("", device.name):
+        problems.append(f"profile={args.profile} was measured on {profile.device}, not on {device.name}; give another")
+    if problems:
+        raise Wrong("\n".join(problems))
+    return request, profile
+
+
+def _budget(args: argparse.Namespace, request: Request) -> tuple[Budget, int | None]:
+    sizes, problems = {}, []
+    for name in ("tokens", "data_tokens"):
+        try:
+            sizes[name] = quantity(text) if (text := getattr(args, name)) is not None else None
+        except ValueError as error:
+            problems.append(f"{name}={error}")
+    if args.price_per_gpu_hour is not None and not 0 <= args.price_per_gpu_hour < float("inf"):
+        problems.append(f"price_per_gpu_hour={args.price_per_gpu_hour} is not a price; give dollars, 0 or more")
+    if problems:
+        raise Wrong("\n".join(problems))
+    m, t = request.config.model, request.config.train
+    one = arranged(layout_of(request.config) if request.is_layout else Layout(), request)
+    flops = model_flops(m, one.padded_vocab)
+    named = 0 if "train_iters" in request.left_out else one.samples
+    tokens = sizes["tokens"] or (t.train_samples or named) * m.seq_length or chinchilla(one.parameters)
+    return Budget(one.parameters, tokens, flops), sizes["data_tokens"]
+
+
+def plan(args: argparse.Namespace, words: list[str]) -> int:
+    share, top = args.usable_memory, args.top
+    if not 0 < share <= 1 or top < 1:
+        raise Wrong(f"usable_memory={share} is a share up to 1, and top={top} at least 1; correct them")
+    _writable("out", json=args.json, out=args.out)
+    request, profile = _read(args, words)
+    t = request.config.train
+    if not request.is_layout and t.global_batch_size is None and t.step_batch_size_schedule is None:
+        raise Wrong("global_batch_size is not set, and layouts of one batch are compared; give --global-batch-size")
+    budget, data_tokens = _budget(args, request)
+    with Bar("layouts", MOST, "simulated") as bar:
+        tell = lambda done, best: bar.at(done, f"best {best:.3f} s")  # noqa: E731
+        found = search(request, profile, wanted=top, usable=share, tell=tell)
+    if not found.plans:
+        reasons = "\n".join([*show.refusals(found), *advice.needs(request, found)])
+        print(f"plan.py: none of {found.candidates:,} layouts can be built and fits; refused:", file=sys.stderr)
+        print(reasons, file=sys.stderr)
+        return 2
+    best = found.choices()[0].best
+    _tell(request, found, budget, data_tokens, args)
+    if args.json is not None or args.out is not None:
+        _write(args, request, found, budget)
+    return 0 if best.peak <= found.limit else 1
+
+
+def _writable(*pictures: str, **paths: Path | None) -> None:
+    if wrong := list(unwritable(pictures=pictures, **paths)):
+        raise Wrong("\n".join(wrong))
+
+
+def _tell(request: Request, found: Found, budget: Budget, data_tokens: int | None, args: argparse.Namespace) -> None:
+    shown, c = found.choices()[: args.top], request.cluster
+    best = shown[0].best
+    batch = best.made.batch_sizes.final * request.config.model.seq_length
+    dtype = str(best.made.dtype).removeprefix("torch.")
+    nodes = f"{c.nodes:,} node{'s' * (c.nodes > 1)} of {c.per_node}"
+    print(f"{c.world:,} x {c.device.name} ({nodes}), {dtype}, batch of {batch:,} tokens")
+    _section("the usual questions", advice.path(request, found))
+    print("\n".join(["", show.ranking(shown), *show.counts(found, len(shown))]))
+    _section("refused", show.refusals(found))
+    fits = f": {'fits' if best.peak <= found.limit else 'does not fit'} into {found.limit / 2**30:.1f} GiB"
+    print(f"\n{'as given' if request.is_layout else 'the best'}: {best.layout}{fits}")
+    print(columns(show.memory_rows(best.memory, best.made)))
+    _section("", [*advice.bound(best)])
+    _section("warnings", advice.warnings(request, best, found.limit, budget, data_tokens))
+    price, speed = args.price_per_gpu_hour, best.time.tokens_per_s
+    _section("the whole run", show.budget_lines(budget, best.made, speed, c, price, data_tokens, predicted=True))
+    if c.world > 1:
+        words = [line for text in links.in_words(c) for line in textwrap.wrap(text, 116)]
+        _section("links", [*columns(links.table(c)[: 1 + min(c.nodes, 2)]).splitlines(), *words])
+    _section("NCCL", advice.nccl(request))
+    print(f"\n{show.command(request, best.layout, _steps(budget, best.made))}")
+    if "lr" in request.left_out or "--mock-data" in request.words:
+        print("(--lr and the data are placeholders where you gave none)")
+
+
+def _steps(budget: Budget, made: Arrangement) -> int:
+    return budget.steps(made.batch_sizes, made.config.model.seq_length)
+
+
+def _section(title: str, lines: list[str]) -> None:
+    if lines:
+        print("\n" + "\n".join([f"{title}:"] * bool(title) + [f"  {line}" for line in lines]))
+
+
+def _write(args: argparse.Namespace, request: Request, found: Found, budget: Budget) -> None:
+    c, shown = request.cluster, found.choices()[: args.top]
+    data: dict[str, Any] = {
+        "cluster": {"device": c.device.name, "nodes": c.nodes, "per_node": c.per_node},
+        "device_memory": c.device.memory_bytes,
+        "usable_memory": found.limit,
+        "parameters": budget.parameters,
+        "tokens": budget.tokens,
+        "plans": [show.as_json(one.best) | {"fastest": show.as_json(one.fastest)} for one in shown],
+        "refused": [[count, found.examples[kind]] for kind, count in found.refused.most_common()],
+        "command": show.command_words(request, shown[0].best.layout, _steps(budget, shown[0].best.made)),
+    }
+    try:
+        if args.json is not None:
+            args.json.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise Wrong(f"json={args.json} cannot be written: {error.strerror}; give another path") from None
+    if args.out is not None:
+        try:
+            save(picture(data), args.out)
+        except (OSError, ValueError) as error:
+            raise Wrong(f"out={args.out}: {error}") from None
+
+
+def memory(args: argparse.Namespace, words: list[str]) -> int:
+    request, _ = _read(args, words)
+    layout = layout_of(request.config)
+    if problems := problems_of(applied(layout, request.config), request.cluster.world):
+        raise Wrong("\n".join(problems))
+    made = arranged(layout, request)
+    held = memory_of(made)
+    print(f"{layout}, dp {made.dp}, {made.microbatches} micro-batches")
+    print(columns(show.memory_rows(held, made)))
+    limit = request.cluster.device.memory_bytes
+    print(f"a {request.cluster.device.name} has {limit / 2**30:.1f} GiB, less what CUDA and NCCL take")
+    return 0 if max(one.peak for one in held) <= limit else 1
+
+
+def sizes(args: argparse.Namespace, _: list[str]) -> int:
+    try:
+        number = quantity(args.parameters)
+    except ValueError:
+        raise Wrong(f"parameters={args.parameters} is not a size; write it as 7B") from None
+    if args.dp < 1:
+        raise Wrong(f"dp={args.dp} is not positive; give 1 or more")
+    print(f"GB of state on each of {args.dp} devices, {number:,} parameters, AdamW:")
+    print(columns(rules.zero_rows(number, args.dp)))
+    for dtype in (torch.float32, torch.bfloat16):
+        print(f"\nGB of state on one device, {str(dtype).removeprefix('torch.')}:")
+        print(columns(rules.size_rows(dtype)))
+    return 0
+
+
+def tokens(args: argparse.Namespace, words: list[str]) -> int:
+    if not 0 < args.mfu <= 1:
+        raise Wrong(f"mfu={args.mfu} is not a share; give more than 0, up to 1")
+    request, _ = _read(args, words)
+    budget, data_tokens = _budget(args, request)
+    c, one = request.cluster, arranged(Layout(), request)
+    speed = args.mfu * c.device.peak_tflops(one.dtype) * 1e12 * c.world / budget.flops_per_token
+    print("\n".join(show.budget_lines(budget, one, speed, c, args.price_per_gpu_hour, data_tokens)))
+    print(f"at an MFU of {args.mfu:.0%} of {c.world:,} x {c.device.name}, which is assumed; a plan finds it")
+    return 0
+
+
+def calibrate(args: argparse.Namespace, words: list[str]) -> int:
+    if args.ranks < 1 or not 0 < args.seconds < 3600:
+        raise Wrong(f"ranks={args.ranks} is at least 1, and seconds={args.seconds:g} more than 0; correct them")
+    _writable(out=args.out)
+    place = {"cluster": None, "device": "cpu", "num_gpus": args.ranks, "gpus_per_node": args.ranks}
+    request, _ = _read(argparse.Namespace(**place, hf=None, profile=None, precision=args.precision), words)
+    try:
+        measure(request.config, request.vocab_size, args.ranks, args.seconds).save(args.out)
+    except (CalibrationError, OSError) as error:
+        raise Wrong(f"not calibrated: {error}") from None
+    print(f"{args.out}: give it with --profile {args.out}")
+    return 0
+
+
+def table(_: argparse.Namespace, __: list[str]) -> int:
+    head, *rows = published.table()
+    print(columns([(head[0], *head[2:5]), *((row[0], *row[2:5]) for row in rows)]))
+    print("\nsources: " + "; ".join(dict.fromkeys(row[1] for row in rows)))
+    for row in rows:
+        if row[5]:
+            print(f"{row[0]}: {row[5]}")
+    return 0
