@@ -23,7 +23,7 @@ FUNCTION_LINES, FILE_LINES, PARAMETERS = 60, 400, 8
 OPTIONS = 310
 # Lines of Python. The aims for tools and tests are 14,000 and 40,000: these two limits are what stood here on 2026-11-24,
 # rounded up, and go down with every merge that brings them nearer. They never go up.
-LINES = {"megalite": 30_000, "tools": 16_500, "tests": 47_000}
+LINES = {"megalite": 30_000, "tools": 16_500, "tests": 45_600}
 PATH_LINES = 11_000  # of the files that a training step runs through
 READERS = {
     "megalite/config/environment.py",
@@ -261,9 +261,8 @@ def suffix(name: str) -> str:
     return tail if re.search("[A-Z]", tail) and re.search("[a-z]", head) else ""
 
 
-SHAPE = re.compile(
-    r"\[((?:[A-Za-z0-9]{1,2}|\.\.\.)(?:[ ,*/+-]+(?:[A-Za-z0-9]{1,2}|\.\.\.))*)\]"
-)  # in a docstring or comment
+LETTER = r"(?:[A-Za-z0-9]{1,2}|\.\.\.)"
+SHAPE = re.compile(rf"\[({LETTER}(?:[ ,*/+-]+{LETTER})*)\]")  # in a docstring or comment
 
 
 def shapes(root: Path) -> Iterator[str]:

@@ -176,10 +176,9 @@ def read_of_the_environment() -> set[str]:
     preprocess = (ROOT / "tools/preprocess").rglob("*.py")  # its workers set what their libraries read
     for file in [ROOT / "pretrain_gpt.py", *(ROOT / "megalite").rglob("*.py"), *preprocess]:
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            names = (
-                [node.value] if isinstance(node, ast.Constant) else [node.arg] if isinstance(node, ast.keyword) else []
-            )
-            found |= {n for n in names if isinstance(n, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+_?", n)}
+            names = [getattr(node, "value" if isinstance(node, ast.Constant) else "arg", None)]
+            if isinstance(node, ast.Constant | ast.keyword):
+                found |= {n for n in names if isinstance(n, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+_?", n)}
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("variable") and node.args:
                 found |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
     for file in (*(ROOT / "tools").glob("*.sh"), ROOT / "tests/run.sh"):
