@@ -12,19 +12,11 @@ SIZES = {"world": 8, "pp": 4, "dp": 1, "cp": 1, "tp": 2}
 
 def about(**changed: Any) -> dict[str, Any]:
     parts = {"weights": 3 << 28, "gradients": 6 << 28, "optimizer": 9 << 28, "activations": 2 << 28}
-    told = {
-        "command": ["pretrain_gpt.py", "--preset", "tiny", "--lr", "1e-3"],
-        "mesh": SIZES,
-        "dp_outermost": False,
-        "layers": STAGES,
-        "memory": [parts] * 4,
-        "parameters": 7_000_000,
-        "steps": 1000,
-        "data": "0.7000 of web: 900 documents\n0.3000 of code: 100 documents",
-        "hosts": ["node-a", "node-b"],
-        "device": "cuda",
-        "machine": {"torch": "2.13.0", "python": "3.11.7", "environment": "NCCL_DEBUG=WARN\nOMP_NUM_THREADS=1"},
-    }
+    told = dict(mesh=SIZES, dp_outermost=False, layers=STAGES, memory=[parts] * 4, parameters=7_000_000, steps=1000)
+    told["command"] = ["pretrain_gpt.py", "--preset", "tiny", "--lr", "1e-3"]
+    told["data"] = "0.7000 of web: 900 documents\n0.3000 of code: 100 documents"
+    told |= dict(hosts=["node-a", "node-b"], device="cuda")
+    told["machine"] = {"torch": "2.13.0", "python": "3.11.7", "environment": "NCCL_DEBUG=WARN\nOMP_NUM_THREADS=1"}
     return {**told, **changed}
 
 

@@ -213,9 +213,7 @@ def test_advice_is_computed() -> None:
     nothing = dict.fromkeys(LOST, 0.0)
     one = run({"forward": 0.5, "backward": 0.5}, ranks=2)
     told = advise(nothing | {"dp": 0.25, "kernels": 0.5}, one, plan(2))
-    assert (
-        "takes 25.0% of a step (14.3% with twice the micro-batches, --global-batch-size 16): " in told
-    )  # 0.25 of 1.75
+    assert "takes 25.0% of a step (14.3% with twice the micro-batches, --global-batch-size 16): " in told
     words = ["--pipeline-model-parallel-size", "2"]
     twice, split = plan(2, *words, "--global-batch-size", "16"), plan(2, *words, "--split-backward")
     told = advise(nothing | {"bubble": 0.2}, one, plan(2, *words))

@@ -13,6 +13,7 @@ import pytest
 import torch_range
 import yaml
 from documents import ROOT, Command, commands, parsed_by, start
+from token_files import byte_level_bpe
 from train_cases import pretrain
 
 from megalite import __main__ as COMMAND
@@ -126,21 +127,12 @@ def text(folder: Path, words: int) -> None:
 
 def random_qwen(folder: Path) -> None:
     """A Qwen3 of a few thousand random weights, with a tokenizer of the same kind."""
-    import tokenizers
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(3)
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>"]
-    bpe.train_from_iterator(
-        ["Once upon a time"],
-        tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=special, show_progress=False),
-    )
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[0]).save_pretrained(folder)
+    bpe = byte_level_bpe(["Once upon a time"], 320)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>").save_pretrained(folder)
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     shape |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, vocab_size=320)
     Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
@@ -191,22 +183,6 @@ def test_readmes_way_from_text_to_a_published_model(tmp_path: Path, monkeypatch,
     for folder in ("models/mine", "models/Qwen3-8B-mine"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert model.config.num_hidden_layers == 2
-
-
-@pytest.mark.everything
-@pytest.mark.timeout(900)
-def test_readmes_own_text_at_its_sizes(tmp_path: Path, monkeypatch, capfd) -> None:
-    """Everything as it stands but for fewer steps, on Python's own source."""
-    monkeypatch.chdir(tmp_path)
-    assert start("tools/python_corpus.py", ["--out", "text"], monkeypatch) == 0
-    for command in blocks("python tools/train_tokenizer.py"):
-        script, *words = command.words[1:]
-        if script == "pretrain_gpt.py":
-            words += "--train-iters 2 --eval-iters 1 --device cpu".split()
-        code = start(script, words, monkeypatch)
-        out, err = capfd.readouterr()
-        assert code == 0, f"{command.place}\n{out}\n{err}"
-    assert out.startswith("[step 2] Once")
 
 
 NAMED = list(documents.named(ROOT))

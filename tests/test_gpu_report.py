@@ -300,43 +300,15 @@ def test_parts_of_most_worth_all_get_their_time(cards: int) -> None:
     assert sum(part.limit_s for part in most) < gpu_report.TOTAL_S[cards > 1] < (480 if cards == 1 else 600)
 
 
-# Bytes alive at the peak of a step, counted by torch's own operations in Triton's interpreter. A cycle in the
-# interpreter keeps arguments of launches alive, so garbage is collected before the peak is taken.
+# Bytes alive at the peak of a step in Triton's interpreter. A cycle in it keeps arguments of launches alive, so garbage
+# is collected before the peak is taken.
 COUNT = """
-import gc, json, sys, weakref
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from megalite.plan.arrangement import arrange
-from megalite.plan.memory import memory
-from megalite.config import cli
-from megalite.kernels import weight_grad
+import gc, json, sys
+from measured_memory import Live, build_run, cli, torch, train_step, weight_grad
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train.setup import build_run
-from megalite.train.step import train_step
-
-class Live(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self.seen = set()
-    def gone(self, key, size):
-        self.live -= size
-        self.seen.discard(key)
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = lambda tree: [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
-        given = {s._cdata for s in tensors((args, kwargs))}
-        for storage in tensors(out):
-            if storage._cdata not in self.seen | given:
-                self.seen.add(storage._cdata)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
-        if self.live > self.peak:
-            gc.collect()
-            self.peak = max(self.peak, self.live)
-        return out
+from megalite.plan.arrangement import arrange
+from megalite.plan.memory import memory
 
 weight_grad.BLOCK_BYTES = 1  # of what a CPU needs for a weight's gradient, and a card does not
 for flags in json.loads(sys.argv[1]):
@@ -344,7 +316,7 @@ for flags in json.loads(sys.argv[1]):
     run = build_run(config, Ranks(), torch.device("cpu"))
     gc.collect()
     gc.freeze()  # what is there by now need not be looked at again
-    with Live() as mode:
+    with Live(collect=True) as mode:
         train_step(run)
     (held,) = memory(arrange(config, 1, config.data.vocab_size))
     print(mode.peak / (held.peak - held.weights - held.gradients - held.optimizer))
@@ -353,17 +325,14 @@ for flags in json.loads(sys.argv[1]):
 
 
 def test_the_estimate_of_memory_is_what_a_step_takes() -> None:
-    shape = "--mock-data --train-iters 5 --lr 1e-4 --eval-iters 0 --hidden-size 64 --num-attention-heads 4 --bf16"
+    shape = "--num-layers 2 --mock-data --train-iters 5 --lr 1e-4 --eval-iters 0 --hidden-size 64 --bf16"
     shape += " --ffn-hidden-size 192 --seq-length 32 --global-batch-size 2 --micro-batch-size 2 --device cpu"
-    shape += " --hidden-dropout 0 --attention-dropout 0"
+    shape += " --num-attention-heads 4 --hidden-dropout 0 --attention-dropout 0"
     llama = f"{gpu_report_parts.TINY_LLAMA} --group-query-attention --num-query-groups 2"
     llama += " --untie-embeddings-and-output-weights"
-    cases = [
-        f"{shape} {llama} --num-layers 2 --vocab-size 512",
-        f"{shape} --num-layers 2 --vocab-size 128 --seq-length 64",
-    ]
+    cases = [f"{shape} {llama} --vocab-size 512", f"{shape} --vocab-size 128 --seq-length 64"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "MEGALITE_KERNELS": "triton"}
-    environment["PYTHONPATH"] = str(TOOLS.parent)
+    environment["PYTHONPATH"] = f"{TOOLS.parent}{os.pathsep}{TOOLS.parent / 'tests/planning'}"
     command = [sys.executable, "-c", COUNT, json.dumps([case.split() for case in cases])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr

@@ -129,7 +129,8 @@ def test_from_text_to_an_exported_model(run: Run, tmp_path: Path) -> None:
     run(f"python -m torch.distributed.run --standalone --nproc_per_node 2 -m megalite train {SHAPE} --train-iters 4")
     assert json.loads((tmp_path / "runs/mine/status.json").read_text())["step"] == 4
     run("megalite checkpoint verify runs/mine --all")
-    said = run("megalite generate --load runs/mine --prompt Once --max-new-tokens 3 --nproc 2 --tp 2")
+    two = "--nproc 2 --tensor-model-parallel-size 2"
+    said = run(f"megalite generate --load runs/mine --prompt Once --max-new-tokens 3 {two}")
     assert said.startswith("[step 4] Once")
     assert "goodput" in run("megalite report runs/mine")
     assert "data/mine_text_document" in run("megalite data seen runs/mine")

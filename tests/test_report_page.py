@@ -331,6 +331,5 @@ def test_a_damaged_section_says_so_and_leaves_the_others(tmp_path: Path) -> None
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 10)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(100_000)))
-    words = [sys.executable, "tools/report.py", str(folder)]
-    done = programs.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = programs.python("tools/report.py", str(folder))
     assert done.returncode == 0 and (folder / "report/index.html").stat().st_size < 1_000_000

@@ -44,8 +44,7 @@ vocab_size = 64
 
 
 def typed(program: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, str(ROOT / program), *words]
-    return programs.run(line, cwd=cwd, capture_output=True, text=True, timeout=100)
+    return programs.python(program, *words, cwd=cwd)
 
 
 def left(folder: Path, outcome: str = "done", step: int = 4, **status: Any) -> Path:

@@ -126,16 +126,7 @@ def test_a_warning_of_what_goes_away_is_found() -> None:
 
 
 def test_a_run_uses_nothing_that_goes_away(tmp_path: Path) -> None:
-    flags = [
-        *SMALL,
-        *TP2_PP2,
-        "--train-iters",
-        "2",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--save",
-        str(tmp_path / "save"),
-    ]
+    flags = [*SMALL, *TP2_PP2, "--train-iters", "2", "--run-dir", f"{tmp_path}/run", "--save", f"{tmp_path}/save"]
     done = python("pretrain_gpt.py", *flags)
     assert done.returncode == 0, done.stderr
     assert not [line for line in done.stderr.splitlines() if GOES_AWAY.search(line)]

@@ -382,9 +382,8 @@ def test_losses_are_read_a_second_time() -> None:
 
 
 def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "verify.py"), *flags.split(), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return programs.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT, env=environment)
+    return programs.python("tools/verify.py", *flags.split(), *more, timeout=170, env=environment)
 
 
 @pytest.mark.parametrize(

@@ -80,28 +80,24 @@ def save_all(folder: Path, ranks: list[list[Piece]], step: int, state: dict | No
     return final
 
 
+LAYOUT = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 5))  # tp, dp
+
+
 @settings(max_examples=25)
-@given(
-    shape=st.lists(st.sampled_from([4, 8]), min_size=1, max_size=3),
-    tp=st.sampled_from([1, 2, 4]),
-    dp=st.integers(1, 5),
-    tp2=st.sampled_from([1, 2, 4]),
-    dp2=st.integers(1, 5),
-    data=st.data(),
-)
-def test_saved_under_one_layout_loads_under_another(shape, tp, dp, tp2, dp2, data, tmp_path_factory) -> None:
+@given(st.lists(st.sampled_from([4, 8]), min_size=1, max_size=3), LAYOUT, LAYOUT, st.data())
+def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, saved, other, data) -> None:
     folder = tmp_path_factory.mktemp("saved")
     dim = data.draw(st.integers(0, len(shape) - 1))
     values = torch.randn(shape)
     with pytest.MonkeyPatch.context() as patch:  # blocks that end anywhere, reads of any size straight into a target
         patch.setattr(tensor_file.write, "__defaults__", (data.draw(st.sampled_from([8, 40, 1 << 22])),))
         patch.setattr(blocks, "_DIRECT", data.draw(st.sampled_from([1, 24, 1 << 16])))
-        final = save_all(folder, cut(values, "w", dim, tp, dp), 7)
+        final = save_all(folder, cut(values, "w", dim, *saved), 7)
         loaded = manifests.load(final)
         assert cover(loaded.tensors["w"].shape, [p.box for p in loaded.tensors["w"].parts])
         reader.verify(final, loaded)
         dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-        for rank in cut(values.to(dtype), "w", dim, tp2, dp2):
+        for rank in cut(values.to(dtype), "w", dim, *other):
             for fill in (
                 lambda pieces: reader.fill_pieces(final, loaded, pieces),
                 lambda pieces: loader.load(folder, ALONE, lambda *_: loader.Wanted(pieces)),

@@ -103,8 +103,7 @@ def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Pa
 def test_the_program_killed_while_it_saves_goes_on(tmp_path: Path) -> None:
     flags = [*SMALL, "--nproc", "2", "--save", str(tmp_path), "--load", str(tmp_path), "--async-save"]
     flags += ["--save-interval", "1", "--keep-last", "3", "--lr-decay-style", "constant"]
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-    first = [*words, "--train-iters", "100000"]
+    first = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--train-iters", "100000"]
     process = programs.Popen(first, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
         assert process.stdout is not None
@@ -115,7 +114,7 @@ def test_the_program_killed_while_it_saves_goes_on(tmp_path: Path) -> None:
     found = loads.newest(tmp_path, ALONE)
     assert found is not None
     step = found[1].state["progress"]["step"]
-    done = programs.run([*words, "--train-iters", str(step + 2)], capture_output=True, text=True, cwd=ROOT, timeout=90)
+    done = programs.python("pretrain_gpt.py", *flags, "--train-iters", str(step + 2))
     assert done.returncode == 0, done.stderr
     assert f"at step {step}\n" in done.stdout and f"committed iter_{step + 2:07d}" in done.stdout
     assert not list(tmp_path.glob(".iter_*"))

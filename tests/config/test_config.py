@@ -403,8 +403,7 @@ def test_the_padded_vocabulary_does_not_depend_on_usual_tp() -> None:
 
 def test_documents_are_up_to_date() -> None:
     for page, flags in (("docs/flags.md", []), ("docs/megatron.md", ["--megatron"])):
-        words = [sys.executable, "tools/document_flags.py", *flags]
-        made = programs.run(words, capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
+        made = programs.python("tools/document_flags.py", *flags)
         assert made.stdout == (ROOT / page).read_text(), f"python tools/document_flags.py {' '.join(flags)} > {page}"
 
 

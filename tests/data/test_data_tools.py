@@ -6,7 +6,6 @@ import json
 import re
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -41,12 +40,9 @@ from tools.merge_datasets import document_blocks, expand_prefixes, merge
 from tools.preprocess.indexed_writer import IndexedWriter
 from tools.preprocess.token_run import make_info
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-
 
 def run_tool(name: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOLS / name), *map(str, arguments)]
-    return programs.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    return programs.python(f"tools/{name}", *map(str, arguments), **options)
 
 
 def write(prefix: Path, documents: list[list[int]], tokenizer: Tokenizer | None = None, dtype: type = np.uint16) -> str:

@@ -34,8 +34,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def run_tool(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return programs.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    return programs.python("tools/preprocess_data.py", *map(str, arguments), **options)
 
 
 def test_documents_and_sidecar(tmp_path: Path) -> None:
@@ -207,15 +206,9 @@ def test_tokenizer_training_takes_text_evenly_up_to_a_bound() -> None:
 
 def test_python_corpus(tmp_path: Path) -> None:
     root = tmp_path / "lib"
-    texts = {
-        "b.py": "b = 1\n",
-        "a/c.py": "c = 'ü'\n",
-        "a/copy.py": "b = 1\n",
-        "z.py": "z = 1\n",
-        "tiny.py": "",
-        "note.txt": "n",
-    }
-    for name, text in {**texts, "site-packages/x.py": "x = 1\n"}.items():
+    texts = {"b.py": "b = 1\n", "a/c.py": "c = 'ü'\n", "a/copy.py": "b = 1\n", "z.py": "z = 1\n"}
+    texts |= {"tiny.py": "", "note.txt": "n", "site-packages/x.py": "x = 1\n"}
+    for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text * 20, encoding="utf-8")
     (root / "latin.py").write_bytes(b"# \xe9\n" * 30)

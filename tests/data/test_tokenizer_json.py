@@ -14,18 +14,15 @@ import pytest
 import sentencepiece
 from token_files import byte_level_bpe
 
+from megalite.config.options import build
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json, differs, read_sentencepiece
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.train.life.export_hf import tokenizer_files
+from tools import train_tokenizer
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import train_tokenizer  # noqa: E402
-
-from megalite.config.options import build  # noqa: E402
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json, differs, read_sentencepiece  # noqa: E402
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
-from megalite.train.life.export_hf import tokenizer_files  # noqa: E402
-
 CORPUS = [
     *(ROOT / "LICENSE").read_text().splitlines(True),  # a text that stays: which ties a model has hangs on it
     "漢字かなカナ 한국어\n",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from megalite.models.gpt import Batch, Stage
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.plan.arrangement import arrange, build_stages
 from megalite.train.setup import SetupError
+from tools import convert_checkpoint
 from tools.generate import line_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,9 +128,6 @@ def test_a_layout_that_does_not_fit_is_refused(models) -> None:
 
 
 def test_a_checkpoint_says_the_same_as_the_directory_it_came_from(models, tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "tools"))
-    import convert_checkpoint
-
     _, folder = models("qwen3")
     assert convert_checkpoint.main(["--from-hf", str(folder), "--save", str(tmp_path)]) == 0
     assert _texts(str(tmp_path), 1, 1) == _texts(str(folder), 1, 1)

@@ -24,18 +24,15 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-import convert_checkpoint  # noqa: E402
-
-from megalite.checkpoint.format.manifest import CheckpointError  # noqa: E402
-from megalite.checkpoint.offline import Checkpoint, open_checkpoint  # noqa: E402
-from megalite.config.options import build  # noqa: E402
-from megalite.config.toml import parse_toml  # noqa: E402
-from megalite.interop.megatron.args import read_args  # noqa: E402
-from megalite.interop.megatron.rank_files import load_pickle, open_megatron  # noqa: E402
-from megalite.train.start.resume import options_that_differ  # noqa: E402
-from tools.megatron_release import write_args  # noqa: E402
+from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.offline import Checkpoint, open_checkpoint
+from megalite.config.options import build
+from megalite.config.toml import parse_toml
+from megalite.interop.megatron.args import read_args
+from megalite.interop.megatron.rank_files import load_pickle, open_megatron
+from megalite.train.start.resume import options_that_differ
+from tools import convert_checkpoint
+from tools.megatron_release import write_args
 
 L, D, H, K, F, S, V, ROWS = 4, 16, 4, 4, 24, 8, 50, 64
 

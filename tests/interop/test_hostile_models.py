@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,7 @@ from loads import reseal
 from make_fixtures import FOLDER
 
 import megalite
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-import convert_checkpoint  # noqa: E402
+from tools import convert_checkpoint
 
 STORED = FOLDER / megalite.__version__ / "fp64" / "iter_0000002"
 BAD = {

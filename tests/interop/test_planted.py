@@ -3,7 +3,6 @@ the trainer and by every tool. Nothing is unpickled on the way of a model from t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
@@ -11,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,6 +32,9 @@ from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError, build_run
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.origin import start_run
+from tools import checkpoint
+from tools import convert_checkpoint as convert
+from tools import preprocess_data as preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = FOLDER / megalite.__version__ / "fp64" / "iter_0000002"
@@ -56,17 +57,6 @@ def ran() -> Iterator[list[str]]:
     watching = []
     yield watching
     watching = None
-
-
-def tool_of(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"planted_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-checkpoint, convert, preprocess = (tool_of(n) for n in ("checkpoint", "convert_checkpoint", "preprocess_data"))
 
 
 class Evil:
@@ -173,9 +163,8 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
         folder = shutil.copytree(tmp_path / "model", tmp_path / "bad")
         (folder / name).write_bytes(evil)
         weights = name in ("config.json", "model.safetensors", INDEX)
-        begin = lambda: foreign.with_source(
-            cli.parse([*flags, "--use-checkpoint-args", "--load", str(folder)], PRESETS)
-        )  # noqa: B023, E731
+        words = [*flags, "--use-checkpoint-args", "--load", str(folder)]
+        begin = lambda: foreign.with_source(cli.parse(words, PRESETS))  # noqa: B023, E731
         text = refused(lambda: generate.load_model(folder, Mesh.alone()))  # noqa: B023
         code = convert.main(["--from-hf", str(folder), "--save", str(tmp_path / "out")])
         said = "".join(capsys.readouterr())
