@@ -185,9 +185,8 @@ def unindexed(root: Path) -> Iterator[str]:
             yield f"decisions.md: {date}, {title}: stands {linked.count(anchor)} times in the index"
         seen.append(title)
     there = {anchor for anchor, *_ in ENTRY.findall(entries)}
-    yield from (
-        f"decisions.md: its index names #{anchor}, which is not there" for anchor in linked if anchor not in there
-    )
+    lost = [anchor for anchor in linked if anchor not in there]
+    yield from (f"decisions.md: its index names #{anchor}, which is not there" for anchor in lost)
 
 
 # ---- what the documents name; each function yields a line per name that leads nowhere
@@ -208,9 +207,8 @@ def lost_files(root: Path) -> Iterator[str]:
     """Links, and files between backquotes, that do not exist."""
     for path in named(root):
         links = [link for link in re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8")) if "://" not in link]
-        yield from (
-            f"{path.name}: links to {link}, which does not exist" for link in links if not (path.parent / link).exists()
-        )
+        wrong = [link for link in links if not (path.parent / link).exists()]
+        yield from (f"{path.name}: links to {link}, which does not exist" for link in wrong)
         words = {word for span in spans(path) for word in re.findall(r"[\w./-]+\.(?:py|sh|toml|md)\b", span)}
         lost = [name for name in sorted(words - PLACEHOLDERS) if found_at(root, name) is None]
         yield from (f"{path.name}: names {name}, which does not exist" for name in lost)
@@ -276,9 +274,8 @@ def source_of(root: Path, place: Place) -> str | None:
 
 
 def _targets(node: ast.Assign) -> set[str]:
-    return {
-        ast.unparse(part) for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Attribute)
-    }
+    parts = [part for target in node.targets for part in ast.walk(target)]
+    return {ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)}
 
 
 def _defines(node: ast.AST) -> set[str]:

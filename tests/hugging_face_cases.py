@@ -10,30 +10,12 @@ from typing import Any
 import torch
 
 V, S = 93, 48
-SHAPE = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": S,
-}
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 12,
-    "beta_fast": 1.5,
-    "beta_slow": 0.1,
-}
+SHAPE = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+SHAPE["max_position_embeddings"] = S
+SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 1.5, "beta_slow": 0.1}
+YARN["original_max_position_embeddings"] = 12
 MAGNITUDES = {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": S}
 # name -> (class of the configuration, its values); the name begins with the model type

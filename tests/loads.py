@@ -1,16 +1,22 @@
-"""Loads as tests want them: all that a checkpoint holds, or pieces of one that is known."""
+"""Loads as tests want them: all that a checkpoint holds, or pieces of one that is known; and what they save."""
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
 import torch
 
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.offline import whole
-from megalite.checkpoint.run import loader
+from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.storage.location import Location, step_of
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Piece
+from megalite.parallel.spec import Box, Piece
 
+ALONE = Mesh.alone()
 Found = tuple[Location, Manifest]
 
 
@@ -22,9 +28,8 @@ def newest(
     def everything(folder: Location, manifest: Manifest) -> loader.Wanted:
         held = [(name, kept.shape, getattr(torch, kept.dtype)) for name, kept in manifest.tensors.items()]
         boxes = [(name, whole(shape), dtype) for name, shape, dtype in held]
-        return loader.Wanted(
-            [Piece(n, b.shape, b, range(b.numel), torch.empty(b.numel, dtype=dtype)) for n, b, dtype in boxes], True
-        )
+        pieces = [Piece(n, b.shape, b, range(b.numel), torch.empty(b.numel, dtype=dtype)) for n, b, dtype in boxes]
+        return loader.Wanted(pieces, True)
 
     return loader.load(directory, mesh, everything, step, first=first)
 
@@ -33,3 +38,43 @@ def fill(folder: Location, manifest: Manifest, pieces: list[Piece], mesh: Mesh, 
     """From this checkpoint alone; collective."""
     found = loader.load(folder.parent, mesh, lambda *_: loader.Wanted(pieces, exact), step_of(folder.name))
     assert found is not None and found[1] == manifest
+
+
+# ---- what is saved
+
+BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+
+
+def whole_piece(values: torch.Tensor, name: str = "model/w") -> Piece:
+    box = whole(tuple(values.shape))
+    return Piece(name, tuple(values.shape), box, range(values.numel()), values.reshape(-1).clone())
+
+
+def filled(value: float, rows: int = 4, columns: int = 1 << 14, count: int = 3) -> list[Piece]:
+    """Matrices of one value."""
+    return [whole_piece(torch.full((rows, columns), value), f"model/{n}") for n in range(count)]
+
+
+def row(mesh: Mesh, value: float, columns: int = 8) -> Piece:
+    """Row `rank` of a matrix of `world` rows, all `value`."""
+    rank, world = mesh.world.rank, mesh.world.size
+    box = Box((rank, 0), (rank + 1, columns))
+    return Piece("model/w", (world, columns), box, range(columns), torch.full((columns,), value))
+
+
+def save_steps(directory: str | Location | Path, *steps: int) -> None:
+    """Each step's checkpoint is `filled` with its number."""
+    for step in steps:
+        foreground.save(directory, step, filled(float(step)), {"step": step}, ALONE)
+
+
+def flip(file: Path, bit: int = -1) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def reseal(folder: Path, data: object) -> None:
+    """Another manifest, with the hash that fits."""
+    (folder / "manifest.json").write_text(data if isinstance(data, str) else json.dumps(data))
+    (folder / "COMPLETE").write_text(sha256((folder / "manifest.json").read_bytes()).hexdigest())

@@ -169,10 +169,8 @@ def two_nodes(folder: Path, hosts_of_a: str = HOSTS) -> Iterator[tuple[Node, Nod
     (folder / "hosts").write_text(HOSTS)
     (folder / "hosts-a").write_text(hosts_of_a)
     switch = Machine("switch", folder / "hosts")
-    nodes = [
-        Node("node-a", "10.77.0.1", folder / "hosts-a", switch),
-        Node("node-b", "10.77.0.2", folder / "hosts", switch),
-    ]
+    places = (("node-a", "10.77.0.1", "hosts-a"), ("node-b", "10.77.0.2", "hosts"))
+    nodes = [Node(name, address, folder / hosts, switch) for name, address, hosts in places]
     try:
         switch.boot()
         switch.ip("link", "add", "switch", "type", "bridge")

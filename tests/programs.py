@@ -98,6 +98,13 @@ def run(
     return done
 
 
+def python(*words: str, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """What `python tools/x.py WORDS`, `-m` or `-c` say, typed in the repository unless `cwd` is another folder."""
+    script = words[0] if words[0].startswith("-") else str(ROOT / words[0])
+    usual: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100}
+    return run([sys.executable, script, *words[1:]], **usual | options)
+
+
 def _can_be_forked(words: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str] | None) -> bool:
     if words[0] != sys.executable or (words[1].startswith("-") and words[1] not in ("-m", "-c")):
         return False

@@ -55,18 +55,10 @@ ROCM = """--tensor-model-parallel-size 8 --pipeline-model-parallel-size 1 --cont
 LINES = {"gpt3": GPT3, "llama3": LLAMA3, "rocm": ROCM}
 
 # flag -> value in place of the published one; tp 2 x pp 2 on gloo
-_ALL = {
-    "--num-layers": "4",
-    "--hidden-size": "64",
-    "--num-attention-heads": "4",
-    "--seq-length": "64",
-    "--max-position-embeddings": "64",
-    "--tensor-model-parallel-size": "2",
-    "--pipeline-model-parallel-size": "2",
-    "--eval-iters": "1",
-    "--log-interval": "1",
-    "--distributed-backend": "gloo",
-}
+_SIZES = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+ --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --eval-iters 1 --log-interval 1
+ --distributed-backend gloo""".split()
+_ALL = dict(zip(_SIZES[::2], _SIZES[1::2], strict=True))
 _LLAMA = {"--ffn-hidden-size": "192", "--num-query-groups": "2"}
 SMALLER: dict[str, dict[str, str]] = {
     "gpt3": _ALL

@@ -22,9 +22,8 @@ from megalite.parallel import local_ranks
 from megalite.parallel.launch import Ranks, process_group
 from megalite.parallel.local_ranks import start_local
 
-local_ranks.PRELOAD += [
-    "tests.preloaded"
-]  # found from the root of the repository; elsewhere ranks import by themselves
+# found from the root of the repository; elsewhere ranks import by themselves
+local_ranks.PRELOAD += ["tests.preloaded"]
 
 
 def _run(

@@ -211,9 +211,7 @@ def activate(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
     return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
 
 
-def attend(
-    w: Weights, layer: int, x: Tensor, positions_BS: Tensor, visible_BST: Tensor, m: Model, drop: Drop
-) -> Tensor:
+def attend(w: Weights, layer: int, x: Tensor, position_BS: Tensor, visible_BST: Tensor, m: Model, drop: Drop) -> Tensor:
     name = f"layers.{layer}.attention"
     q, k, v = x @ w[f"{name}.q"].T, x @ w[f"{name}.kv"][0].T, x @ w[f"{name}.kv"][1].T
     if m.bias != "none":
@@ -223,7 +221,7 @@ def attend(
     if m.qk_norm:
         q, k = normalise(w, f"{name}.q_norm", q, m), normalise(w, f"{name}.k_norm", k, m)
     if m.rotary is not None and layer not in m.rotary.without:
-        q, k = rotate(q, positions_BS, m.rotary), rotate(k, positions_BS, m.rotary)
+        q, k = rotate(q, position_BS, m.rotary), rotate(k, position_BS, m.rotary)
     group_of = [h * m.groups // m.heads for h in range(m.heads)]  # consecutive heads share a group
     scores_BHST = torch.einsum("bshk,bthk->bhst", q, k[:, :, group_of]) / math.sqrt(m.head_size)
     weights_BHST = drop("attention", layer, scores_BHST.masked_fill(~visible_BST[:, None], -math.inf).softmax(-1))

@@ -12,19 +12,11 @@ SIZES = {"world": 8, "pp": 4, "dp": 1, "cp": 1, "tp": 2}
 
 def about(**changed: Any) -> dict[str, Any]:
     parts = {"weights": 3 << 28, "gradients": 6 << 28, "optimizer": 9 << 28, "activations": 2 << 28}
-    told = {
-        "command": ["pretrain_gpt.py", "--preset", "tiny", "--lr", "1e-3"],
-        "mesh": SIZES,
-        "dp_outermost": False,
-        "layers": STAGES,
-        "memory": [parts] * 4,
-        "parameters": 7_000_000,
-        "steps": 1000,
-        "data": "0.7000 of web: 900 documents\n0.3000 of code: 100 documents",
-        "hosts": ["node-a", "node-b"],
-        "device": "cuda",
-        "machine": {"torch": "2.13.0", "python": "3.11.7", "environment": "NCCL_DEBUG=WARN\nOMP_NUM_THREADS=1"},
-    }
+    told = dict(mesh=SIZES, dp_outermost=False, layers=STAGES, memory=[parts] * 4, parameters=7_000_000, steps=1000)
+    told["command"] = ["pretrain_gpt.py", "--preset", "tiny", "--lr", "1e-3"]
+    told["data"] = "0.7000 of web: 900 documents\n0.3000 of code: 100 documents"
+    told |= dict(hosts=["node-a", "node-b"], device="cuda")
+    told["machine"] = {"torch": "2.13.0", "python": "3.11.7", "environment": "NCCL_DEBUG=WARN\nOMP_NUM_THREADS=1"}
     return {**told, **changed}
 
 
@@ -59,13 +51,7 @@ def write_run(folder: Path, steps: int = 1000, shift: float = 0.0, **changed: An
     percent = {"forward": 30.0, "backward": 45.0, "communication": 12.5, "bubble": 9.0, "optimizer": 2.5, "data": 1.0}
     run = {"wall_s": 500.0, "useful_s": 450.0, "processes": 2, "tokens": 0, "goodput": 0.9, "gpu_hours": 1.1}
     report = {"time": "2026-11-22T10:00:00+00:00", "percent": percent, "devices": 8, "flops": 1e15, "steps": steps}
-    report |= {
-        "bottleneck": "communication",
-        "advice": "ranks wait",
-        "tokens_per_s": 8000.0,
-        "run": run,
-        "wall_s": 400.0,
-    }
+    report |= dict(bottleneck="communication", advice="ranks wait", tokens_per_s=8000.0, run=run, wall_s=400.0)
     events = [
         {"event": "started", "step": 0, "at": 0.0, "fresh": True, "about": told},
         {"event": "spike", "step": steps // 4, "text": "step 250: loss 9.3 is 12 deviations above"},
@@ -80,7 +66,6 @@ def write_run(folder: Path, steps: int = 1000, shift: float = 0.0, **changed: An
     (folder / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in events))
     for name, value in (("status", status), ("report", report), ("timeline", timeline())):
         (folder / f"{name}.json").write_text(json.dumps(value))
-    (folder / "run_config.toml").write_text(
-        '[model]\nnum_layers = 13\nnormalization = "RMSNorm"\n[optim]\nlr = 0.001\n'
-    )
+    model = 'num_layers = 13\nnormalization = "RMSNorm"'
+    (folder / "run_config.toml").write_text(f"[model]\n{model}\n[optim]\nlr = 0.001\n")
     return folder

@@ -66,10 +66,8 @@ def record(took: Mapping[str, float], everything: Iterable[str], kinds: set[str]
     """In place of what was known of these files in the classes that ran."""
     new = [line for line in summed(took, everything) if line.kind != EVERYTHING or EVERYTHING in kinds]
     files, names = {line.file for line in new}, {(line.kind, line.name) for line in new}
-    kept = [
-        line for line in read() if (line.file not in files or line.kind not in kinds) and (ROOT / line.file).is_file()
-    ]
-    lines = new + [line for line in kept if (line.kind, line.name) not in names]
+    kept = [line for line in read() if line.file not in files or line.kind not in kinds]
+    lines = new + [line for line in kept if (line.kind, line.name) not in names and (ROOT / line.file).is_file()]
     lines.sort(key=lambda line: (line.name, line.kind))
     text = (f"{line.kind} {line.seconds:.2f} {line.tests} {line.name}\n" for line in lines)
     LIST.write_text("".join(text), "utf-8")

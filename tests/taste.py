@@ -12,6 +12,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import documents
@@ -23,7 +24,7 @@ FUNCTION_LINES, FILE_LINES, PARAMETERS = 60, 400, 8
 OPTIONS = 310
 # Lines of Python. The aims for tools and tests are 14,000 and 40,000: these two limits are what stood here on 2026-11-24,
 # rounded up, and go down with every merge that brings them nearer. They never go up.
-LINES = {"megalite": 30_000, "tools": 15_000, "tests": 47_000}
+LINES = {"megalite": 30_000, "tools": 15_000, "tests": 45_300}
 PATH_LINES = 11_000  # of the files that a training step runs through
 READERS = {
     "megalite/config/environment.py",
@@ -108,29 +109,12 @@ def graph(root: Path, *folders: str) -> dict[str, set[str]]:
 
 
 def circles(root: Path) -> Iterator[str]:
-    """Strongly connected modules (Tarjan), tools included, and imports that do not point down the floors."""
-    edges, index, low, stack, found = graph(root, *CODE), {}, {}, [], []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in sorted(edges[node]):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            ring = [stack.pop()]
-            while ring[-1] != node:
-                ring.append(stack.pop())
-            if len(ring) > 1:
-                found.append(" <-> ".join(sorted(ring)))
-
-    for node in sorted(edges):
-        if node not in index:
-            visit(node)
-    yield from (f"import circle: {ring}" for ring in found)
+    """A circle of imports, tools included, and imports that do not point down the floors."""
+    edges = graph(root, *CODE)
+    try:
+        TopologicalSorter({name: others - {name} for name, others in edges.items()}).prepare()
+    except CycleError as error:
+        yield f"import circle: {' <-> '.join(error.args[1][1:])}"
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
     for name, others in edges.items():
         package, mine = [*name.split("."), ""][:2]
@@ -261,9 +245,8 @@ def suffix(name: str) -> str:
     return tail if re.search("[A-Z]", tail) and re.search("[a-z]", head) else ""
 
 
-SHAPE = re.compile(
-    r"\[((?:[A-Za-z0-9]{1,2}|\.\.\.)(?:[ ,*/+-]+(?:[A-Za-z0-9]{1,2}|\.\.\.))*)\]"
-)  # in a docstring or comment
+LETTER = r"(?:[A-Za-z0-9]{1,2}|\.\.\.)"
+SHAPE = re.compile(rf"\[({LETTER}(?:[ ,*/+-]+{LETTER})*)\]")  # in a docstring or comment
 
 
 def shapes(root: Path) -> Iterator[str]:
@@ -336,23 +319,9 @@ def sizes(root: Path) -> Iterator[str]:
 
 
 RULES = (
-    long_functions,
-    long_files,
-    many_parameters,
-    circles,
-    twins,
-    environment_readers,
-    links_followed,
-    streams_elsewhere,
-    facts_by_name,
-    options,
-    sizes,
-    shapes,
-    documents.lost_files,
-    documents.lost_names,
-    documents.lost_places,
-    documents.long_lines,
-    documents.unindexed,
+    *(long_functions, long_files, many_parameters, circles, twins, environment_readers, links_followed),
+    *(streams_elsewhere, facts_by_name, options, sizes, shapes, documents.lost_files, documents.lost_names),
+    *(documents.lost_places, documents.long_lines, documents.unindexed),
 )
 
 

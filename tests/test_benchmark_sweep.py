@@ -73,9 +73,7 @@ def test_lists_make_every_combination() -> None:
         (["--sweep", "lr=1,2", "--out", "/proc/x"], "--out /proc/x cannot be written"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(
-    words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_measured_is_refused_at_once(words: list[str], text: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(contender, "measure", None)  # is not reached
     try:
         code = benchmark.main([*TINY, *words])
@@ -94,9 +92,7 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None
     assert batches("weak") == [8, 16, 32] and batches("strong") == [8, 8, 8]
 
 
-def test_an_interrupted_sweep_says_so_and_keeps_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_sweep_says_so_and_keeps_what_it_has(tmp_path: Path, monkeypatch, capsys) -> None:
     ends: list[Any] = [run({"forward": 0.5, "backward": 0.5}), KeyboardInterrupt()]
 
     def measure(*_: Any) -> dict[str, Any]:
@@ -117,24 +113,19 @@ def test_an_interrupted_sweep_says_so_and_keeps_what_it_has(
 # ---- how it ended
 
 
-def test_each_end_of_a_run_is_a_row_of_its_kind() -> None:
-    ends = {
-        "out of memory": [
-            {"error": "x", "stderr": "DefaultCPUAllocator: can't allocate memory: you tried", "status": "failed (1)"},
-            {
-                "error": "x",
-                "stderr": "rank 1 ended by signal SIGKILL; ending the others",
-                "status": "failed (exit code 137)",
-            },
-        ],
-        "out of time": [{"error": "x", "stderr": "MemoryError in a trace", "status": "out of time"}],
-        "failed": [{"error": "x", "stderr": "KernelError: no triton", "status": "failed (exit code 1)"}],
-    }
-    for status, results in ends.items():
-        for result in results:
-            row = Row({}, "megalite", [], 1)
-            row.take(result, 7.0)
-            assert (row.status, row.reason, row.wants(0), row.wants(1)) == (status, "x", False, False)
+@pytest.mark.parametrize(
+    "kind,stderr,status",
+    [
+        ("out of memory", "DefaultCPUAllocator: can't allocate memory: you tried", "failed (1)"),
+        ("out of memory", "rank 1 ended by signal SIGKILL; ending the others", "failed (exit code 137)"),
+        ("out of time", "MemoryError in a trace", "out of time"),
+        ("failed", "KernelError: no triton", "failed (exit code 1)"),
+    ],
+)
+def test_each_end_of_a_run_is_a_row_of_its_kind(kind: str, stderr: str, status: str) -> None:
+    row = Row({}, "megalite", [], 1)
+    row.take({"error": "x", "stderr": stderr, "status": status}, 7.0)
+    assert (row.status, row.reason, row.wants(0), row.wants(1)) == (kind, "x", False, False)
 
 
 def test_finished_rows_are_taken_over_and_others_go_on(tmp_path: Path) -> None:
@@ -167,15 +158,9 @@ def test_finished_rows_are_taken_over_and_others_go_on(tmp_path: Path) -> None:
 
 
 def test_shares_and_losses_sum_to_1() -> None:
-    parts = {
-        "data": 0.1,
-        "forward": 0.5,
-        "backward": 0.9,
-        "optimizer": 0.1,
-        "communication": 0.3,
-        "idle": 0.05,
-        "other": 0.05,
-    }
+    times = (0.1, 0.5, 0.9, 0.1, 0.3, 0.05, 0.05)
+    names = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
+    parts = dict(zip(names, times, strict=True))
     one = run(parts, {"tp": 0.2, "dp": 0.1}, ranks=2)
     of = shares(one)
     assert sum(of.values()) == pytest.approx(1) and of["tp"] == pytest.approx(0.1) and "communication" not in of
@@ -183,18 +168,10 @@ def test_shares_and_losses_sum_to_1() -> None:
     assert found["mfu"] == pytest.approx(4e12 / 2.0 / 4e12 / 2)
     assert found["mfu"] + sum(found["lost"].values()) == pytest.approx(1) and set(found["lost"]) == set(LOST)
     assert found["lost"]["ranks"] == pytest.approx(0.025) and found["lost"]["kernels"] == pytest.approx(0.7 - 0.25)
-    assert found["efficiency"] == pytest.approx(
-        dict(
-            gpu_utilization=0.75,
-            memory_utilization=0.25,
-            samples_per_s=4.0,
-            cost_per_sample=0.0005,
-            data_time=0.05,
-            forward_time=0.25,
-            backward_time=0.45,
-            communication_time=0.15,
-        )
-    )
+    kinds = "gpu_utilization memory_utilization samples_per_s cost_per_sample data_time forward_time backward_time"
+    want = (0.75, 0.25, 4.0, 0.0005, 0.05, 0.25, 0.45, 0.15)
+    efficiency = dict(zip([*kinds.split(), "communication_time"], want, strict=True))
+    assert found["efficiency"] == pytest.approx(efficiency)
     assert lost(of, 0.71, plan(2, "--tensor-model-parallel-size", "2")) is None  # more than it computed in that time
     assert break_down(one, plan(2), None)["lost"] is None  # no peak is known
 
@@ -235,20 +212,17 @@ def test_advice_is_computed() -> None:
     nothing = dict.fromkeys(LOST, 0.0)
     one = run({"forward": 0.5, "backward": 0.5}, ranks=2)
     told = advise(nothing | {"dp": 0.25, "kernels": 0.5}, one, plan(2))
-    assert (
-        "takes 25.0% of a step (14.3% with twice the micro-batches, --global-batch-size 16): " in told
-    )  # 0.25 of 1.75
+    assert "takes 25.0% of a step (14.3% with twice the micro-batches, --global-batch-size 16): " in told
     words = ["--pipeline-model-parallel-size", "2"]
     twice, split = plan(2, *words, "--global-batch-size", "16"), plan(2, *words, "--split-backward")
     told = advise(nothing | {"bubble": 0.2}, one, plan(2, *words))
     assert f"{twice.bubble:.1%} with twice the micro-batches (--global-batch-size 16)" in told
     assert f"{split.bubble:.1%} with --split-backward" in told and "--num-virtual-stages-per-pipeline-rank 2)" in told
-    told = advise(nothing | {"tp": 0.5}, one, plan(2, "--tensor-model-parallel-size", "2"))
+    two = plan(2, "--tensor-model-parallel-size", "2")
+    told = advise(nothing | {"tp": 0.5}, one, two)
     assert told.startswith("exposed communication of tp takes 50.0% of a step (with tp 1 and dp 2 a rank holds")
     assert "does not fit" not in told and "of 4.0 GiB" in told
-    assert "does not fit" in advise(
-        nothing | {"tp": 0.5}, one | {"memory_there": 100}, plan(2, *words[:0], "--tensor-model-parallel-size", "2")
-    )
+    assert "does not fit" in advise(nothing | {"tp": 0.5}, one | {"memory_there": 100}, two)
     assert "(1000 of 2000 ms without it)" in advise(nothing | {"data": 0.5}, one, plan(2))
     slow = {**one, "parts": [one["parts"][0], {**one["parts"][0], "forward": 1.5}]}
     assert "rank 1 computes 33.3% longer" in advise(nothing | {"ranks": 0.5}, slow, plan(2))  # 2 of a mean of 1.5
@@ -263,15 +237,14 @@ def test_advice_is_computed() -> None:
 
 
 def measured_table(folder: Path) -> Table:
-    rows = [Row({"ranks": str(n), "micro-batch-size": "1"}, "megalite", FLAGS, n) for n in (1, 2)]
-    rows += [Row({"ranks": str(n), "micro-batch-size": "1"}, "transformers fp32", FLAGS, n) for n in (1, 2)]
+    small, large = ({"ranks": "2", "micro-batch-size": n} for n in ("1", "64"))
+    peers = ("megalite", "transformers fp32")
+    rows = [Row(small | {"ranks": str(n)}, name, FLAGS, n) for name in peers for n in (1, 2)]
     for row in rows:
         for step in (2.0, 1.0, 1.5):
             row.take(run({"forward": 0.6, "backward": 0.4}, ranks=row.nproc, step_s=step), 9.0)
     rows[3].take({"error": "no room", "stderr": "MemoryError", "status": "failed"}, 9.0)
-    rows.append(
-        Row({"ranks": "2", "micro-batch-size": "64"}, "megalite", FLAGS, 2, status="refused", reason="too large")
-    )
+    rows.append(Row(large, "megalite", FLAGS, 2, status="refused", reason="too large"))
     made = Table({"scaling": "strong"}, rows, folder / "bench.json")
     made.save(True)
     return made
@@ -325,9 +298,7 @@ def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.everything
 @pytest.mark.timeout(600)
-def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(tmp_path: Path, monkeypatch, capsys) -> None:
     real, begun = contender.measure, []
 
     def measure(name: str, *rest: Any) -> dict[str, Any]:
@@ -362,8 +333,8 @@ def test_scaling_in_processes_has_ranks_efficiency_and_the_axis_of_messages(tmp_
     made = json.loads((tmp_path / "bench.json").read_text())
     told = {(one["contender"], one["ranks"]): one for one in made["figures"]}
     assert [*told] == [
-        *[("megalite", 1), ("transformers fp32", 1)],
-        *[("megalite", 2), ("transformers fp32 ddp", 2), ("transformers fp32 fsdp2", 2)],
+        *(("megalite", 1), ("transformers fp32", 1), ("megalite", 2)),
+        *((f"transformers fp32 {how}", 2) for how in ("ddp", "fsdp2")),
     ]
     assert told["megalite", 1]["efficiency"] == 1.0
     fewest, ddp = told["transformers fp32", 1], told["transformers fp32 ddp", 2]

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from ranks import run_ranks
 from megalite.parallel.mesh import build_mesh
 from tools import check_cluster
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def check(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(ROOT / "tools" / "check_cluster.py"), "--device", "cpu", *flags]
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return programs.run(words, env={**env, **variables}, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | variables
+    return programs.python("tools/check_cluster.py", "--device", "cpu", *flags, env=env, timeout=200)
 
 
 def test_sound_ranks_get_a_table_and_0_and_a_changed_bit_1(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import documents
 import programs
@@ -25,9 +26,11 @@ MODULES = {name: module for name, (module, _) in command.COMMANDS.items() if mod
 OF_A_CLONE = {"tools.document_flags", "tools.gpu_report"}  # they write its documents, and run its tests
 
 
+PIPES: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
+
+
 def megalite(*words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, *python, "-m", "megalite", *words]
-    return programs.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return programs.run([sys.executable, *python, "-m", "megalite", *words], cwd=ROOT, **PIPES)
 
 
 def test_every_program_has_a_command() -> None:
@@ -64,9 +67,7 @@ def test_the_documents_list_every_command() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"train", "data index"}))
-def test_help_is_that_of_the_program(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_that_of_the_program(name: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """All its flags, under the name that was typed, and examples that can be typed where there is no clone."""
     said = said_by(name.split(), monkeypatch, capsys)
     assert said.startswith(f"usage: megalite {name} ") and not re.search(r"(python|torchrun .*) \S+\.py", said), said
@@ -117,17 +118,14 @@ def test_exit_codes_are_those_of_the_programs(line: str, code: int, text: str, t
     assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr, done.stderr
     name = next((n for n in MODULES if line.startswith(n + " ")), None)
     if name is not None:
-        words = [
-            str(ROOT / (MODULES[name].replace(".", "/") + ".py")),
-            *line.format(tmp_path).split()[len(name.split()) :],
-        ]
-        assert programs.run([sys.executable, *words], cwd=ROOT, capture_output=True, timeout=60).returncode == code
+        words = line.format(tmp_path).split()[len(name.split()) :]
+        assert programs.python(MODULES[name].replace(".", "/") + ".py", *words).returncode == code
 
 
-def test_ctrl_c_ends_a_program_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_program_without_a_trace() -> None:
     stop = "import signal, sys; import megalite.__main__ as m; m.run = lambda words: signal.raise_signal(signal.SIGINT)"
-    done = programs.run([sys.executable, "-c", f"{stop}; m.main()"], cwd=ROOT, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, b"")
+    done = programs.python("-c", f"{stop}; m.main()")
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_the_version_is_said_once_and_the_changes_begin_with_it() -> None:
@@ -166,13 +164,7 @@ def test_words_are_completed(tmp_path: Path) -> None:
     (tmp_path / "megalite").chmod(0o755)
     bash = shutil.which("bash")
     assert bash is not None
-    done = programs.run(
-        [bash, "-eu", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{tries}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = programs.run([bash, "-eu", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{tries}"], cwd=ROOT, **PIPES)
     assert done.returncode == 0 and done.stderr == ""
     for (line, (there, absent)), said in zip(COMPLETED.items(), done.stdout.splitlines(), strict=True):
         words = set(said.split())

@@ -72,25 +72,3 @@ def test_each_fault_is_named(repository: Path) -> None:
     found = list(faults(repository, base))
     assert len(found) == 2 and found[0].startswith(bare[:7]) and "no body" in found[0], found
     assert found[1].startswith(long[:7]) and f"{TITLE + 1} characters" in found[1], found
-
-
-def test_a_merge_needs_no_body_but_a_short_title(repository: Path) -> None:
-    base = git(repository, "rev-parse", "HEAD").strip()
-    git(repository, "checkout", "-q", "-b", "side")
-    commit(repository, "One side\n\nWhy.")
-    git(repository, "checkout", "-q", "main")
-    commit(repository, "Other side\n\nWhy.")
-    git(repository, "merge", "-q", "--no-ff", "-m", "Merge side", "side")
-    assert list(faults(repository, base)) == []
-    git(repository, "commit", "-q", "--amend", "--allow-empty", "-m", "M" * (TITLE + 1))
-    assert len(list(faults(repository, base))) == 1
-
-
-def test_without_the_history_nothing_is_known(repository: Path, tmp_path: Path) -> None:
-    assert not is_known(repository, BASE)
-    base = git(repository, "rev-parse", "HEAD").strip()
-    commit(repository, "One more\n\nWhy.")
-    (repository / "below").mkdir()
-    assert is_known(repository, base) and not is_known(repository / "below", base)
-    git(repository, "clone", "-q", "--depth", "1", f"file://{repository}", "shallow")
-    assert not is_known(repository / "shallow", base)

@@ -69,14 +69,9 @@ def _counted(flags: str) -> tuple[Count, dict[str, Any]]:
     train_step(run)
     run.buffer.wait_gather()
     run.data.close()
-    buckets = run.buffer.layout.buckets
-    facts = {
-        "buckets": len(buckets),
-        "partial": sum(len(b.kind.partial) for b in buckets),
-        "tied": sum(b.kind.tied for b in buckets),
-        "size": run.buffer.layout.size,
-        "pp": mesh.pp.rank,
-    }
+    buckets, facts = run.buffer.layout.buckets, {"size": run.buffer.layout.size, "pp": mesh.pp.rank}
+    facts |= {"partial": sum(len(b.kind.partial) for b in buckets), "tied": sum(b.kind.tied for b in buckets)}
+    facts["buckets"] = len(buckets)
     return {k: (v[0], v[1]) for k, v in calls.items()}, facts
 
 
@@ -86,10 +81,7 @@ def test_data_parallel(m: int, shard: bool) -> None:
     flags = f"--global-batch-size {m * B * 2}" + ("" if shard else " --no-use-distributed-optimizer")
     for calls, facts in run_ranks(2, _counted, flags):
         assert facts["buckets"] > 2
-        want = {
-            ("all_reduce", "dp"): (facts["buckets"], facts["size"]),  # a reduce-scatter on gloo
-            ("all_reduce", "world"): (1, 5),
-        }
+        want = {("all_reduce", "dp"): (facts["buckets"], facts["size"]), ("all_reduce", "world"): (1, 5)}  # on gloo
         if shard:
             want["all_gather", "dp"] = (facts["buckets"], facts["size"] // 2)
         assert calls == want
@@ -118,14 +110,10 @@ def test_pipeline_parallel(vpp: int) -> None:
     activation, borders = S * B * D, 2 * vpp - 1
     for calls, facts in run_ranks(2, _counted, flags):
         sent = vpp if facts["pp"] == 0 else vpp - 1  # borders whose activations this rank sends
-        want = {
-            ("isend", "pp"): M * sent,
-            ("irecv", "pp"): M * (borders - sent),
-            ("isend", "pp_back"): M * (borders - sent),
-            ("irecv", "pp_back"): M * sent,
-        }
-        for key, count in want.items():
-            assert calls.get(key, (0, 0)) == (count, count * activation)
+        per_micro_batch = {("isend", "pp"): sent, ("irecv", "pp"): borders - sent}
+        per_micro_batch |= {("isend", "pp_back"): borders - sent, ("irecv", "pp_back"): sent}
+        for key, count in per_micro_batch.items():
+            assert calls.get(key, (0, 0)) == (M * count, M * count * activation)
         assert calls["all_reduce", "ends"][0] == facts["tied"] == 1
         assert calls["all_reduce", "world"] == (1, 5)
         assert {k[1] for k in calls} == {"pp", "pp_back", "ends", "world"}
@@ -223,9 +211,8 @@ def test_no_scores_are_saved(style: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def quadratic(more: str) -> float:
         flags = f"{style} --bf16 --attention-dropout 0.1 --num-attention-heads {heads} {more}"
-        one, two = (
-            _saved_per_layer(f"{flags} --seq-length {n} --max-position-embeddings {n}", n, b) for n in (s, 2 * s)
-        )
+        sizes = "--seq-length {0} --max-position-embeddings {0}"
+        one, two = (_saved_per_layer(f"{flags} {sizes.format(n)}", n, b) for n in (s, 2 * s))
         return (two - 2 * one) / (2 * s * s)
 
     assert quadratic("") == 0

@@ -100,6 +100,9 @@ def report_of(folder: Path, parts: list[Part], cpu: bool = True) -> tuple[dict[s
     return json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
 
 
+WRITE = "import sys; open(sys.argv[1], 'w').write"
+
+
 @pytest.mark.parametrize(
     "code, status, told",
     [
@@ -107,17 +110,9 @@ def report_of(folder: Path, parts: list[Part], cpu: bool = True) -> tuple[dict[s
         ("def deep(): raise ValueError('odd')\ndeep()", "failed (exit code 1)", 'File "<string>", line 1, in deep'),
         ("import os; os.kill(os.getpid(), 9)", "failed (exit code -9)", ""),
         (f"{ROWS}time.sleep(60)", "out of time", "in <module>"),
-        (
-            "import sys; open(sys.argv[1], 'w').write('{\"rows\"')",
-            "results cannot be read: JSONDecodeError",
-            "Traceback",
-        ),
-        ("import sys; open(sys.argv[1], 'w').write('[1]')", "results cannot be read: AttributeError", "Traceback"),
-        (
-            "import sys; open(sys.argv[1], 'w').write('{\"rows\": [{}]}')",
-            "results cannot be read: KeyError",
-            "Traceback",
-        ),
+        (f"{WRITE}('{{\"rows\"')", "results cannot be read: JSONDecodeError", "Traceback"),
+        (f"{WRITE}('[1]')", "results cannot be read: AttributeError", "Traceback"),
+        (f"{WRITE}('{{\"rows\": [{{}}]}}')", "results cannot be read: KeyError", "Traceback"),
         ("", "failed (no results)", ""),
         ("raise SystemExit('triton.compiler.errors.CompilationError: at 3:4')", "failed (exit code 1)", "at 3:4"),
     ],
@@ -135,9 +130,8 @@ def test_a_bad_part_costs_itself_and_is_named_with_its_last_words(
 
 
 def test_where_memory_was_not_enough_the_smaller_one_runs(tmp_path: Path) -> None:
-    large = part(
-        "train x", "print('torch.OutOfMemoryError: CUDA out of memory.'); exit(1)", smaller=part("kernels", ROWS)
-    )
+    dies = "print('torch.OutOfMemoryError: CUDA out of memory.'); exit(1)"
+    large = part("train x", dies, smaller=part("kernels", ROWS))
     made, _ = report_of(tmp_path, [large])
     assert [(p["name"], p["status"]) for p in made["parts"]] == [
         ("train x", "failed (exit code 1)"), ("train x, smaller", "ok"), ("last", "ok")]  # fmt: skip
@@ -159,9 +153,7 @@ def test_large_files_of_a_part_do_not_stay_on_the_disk(tmp_path: Path) -> None:
     assert made["results"]["large"] == {"rows": []} and not (tmp_path / "large" / "weights").exists()
 
 
-def test_a_report_that_cannot_be_written_is_said_and_the_parts_run_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_cannot_be_written_is_said_and_the_parts_run_on(tmp_path: Path, capsys) -> None:
     (tmp_path / "report.json").mkdir()
     ran = part("kernels", "import sys, os; os.rmdir(os.path.dirname(sys.argv[1]) + '/../report.json')")
     made, _ = report_of(tmp_path, [part("first", ROWS), ran])  # it can be written again after the second
@@ -169,9 +161,7 @@ def test_a_report_that_cannot_be_written_is_said_and_the_parts_run_on(
     assert "cannot be written: Is a directory" in capsys.readouterr().err
 
 
-def test_a_driver_that_is_down_is_said_once_and_parts_wait_until_it_is_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_is_down_is_said_once_and_parts_wait_until_it_is_up(tmp_path: Path, monkeypatch) -> None:
     """The card's answer is a file with the number of times that it will still be none."""
     down = tmp_path / "down"
     asked = f"import pathlib; p = pathlib.Path({str(down)!r}); n = int(p.read_text()) if p.exists() else 0\n"
@@ -179,11 +169,8 @@ def test_a_driver_that_is_down_is_said_once_and_parts_wait_until_it_is_up(
     monkeypatch.setattr(gpu_report, "PROBE", [sys.executable, "-c", asked])
     crash = part("crash", f"open({str(down)!r}, 'w').write('3'); exit('Xid 79')")
     made, text = report_of(tmp_path, [crash, part("a", ROWS), part("b", ROWS)], cpu=False)
-    assert [p["status"] for p in made["parts"]] == [
-        "failed (exit code 1)",
-        *["not run: the card does not answer"] * 2,
-        "ok",
-    ]
+    states = ["failed (exit code 1)", *["not run: the card does not answer"] * 2, "ok"]
+    assert [p["status"] for p in made["parts"]] == states
     warnings = made["facts"]["warnings"]
     assert len(warnings) == 2 and "does not answer after crash" in warnings[0] and "answers before last" in warnings[1]
     assert "unspecified launch failure" in text
@@ -243,16 +230,14 @@ def test_a_card_that_is_busy_divided_or_damaged_is_told(tmp_path: Path, monkeypa
     told = gpu_report_probe.warnings_of(found)
     assert len(told) == len(words) and all(word in text for word, text in zip(words, told, strict=True))
     assert gpu_report_probe.warnings_of({"triton": "3.6.0", "memory": 1, "cards_told": cards[1:]}) == []
-    (tmp_path / "nvidia-smi").write_text(
-        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"
-    )
+    fails = "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{fails}")
     assert gpu_report_probe.ask_driver() == []
 
 
 def test_without_triton_its_parts_are_skipped_and_on_one_card_those_of_several() -> None:
-    states = {
-        part.name: part.skip for part in gpu_report_parts.parts_of(Setting(False, {"llama-2b": {}}, triton=False))
-    }
+    without = gpu_report_parts.parts_of(Setting(False, {"llama-2b": {}}, triton=False))
+    states = {part.name: part.skip for part in without}
     assert "triton is not installed" in str(states["kernels"]) and "triton is not installed" in str(states["peers"])
     assert states["nccl"] == states["layouts"] == "needs 2 cards; torch sees 1" and states["smoke"] is None
     several = {part.name: part for part in gpu_report_parts.parts_of(Setting(False, {"llama-2b": {"flags": []}}, 4))}
@@ -315,43 +300,15 @@ def test_parts_of_most_worth_all_get_their_time(cards: int) -> None:
     assert sum(part.limit_s for part in most) < gpu_report.TOTAL_S[cards > 1] < (480 if cards == 1 else 600)
 
 
-# Bytes alive at the peak of a step, counted by torch's own operations in Triton's interpreter. A cycle in the
-# interpreter keeps arguments of launches alive, so garbage is collected before the peak is taken.
+# Bytes alive at the peak of a step in Triton's interpreter. A cycle in it keeps arguments of launches alive, so garbage
+# is collected before the peak is taken.
 COUNT = """
-import gc, json, sys, weakref
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from megalite.plan.arrangement import arrange
-from megalite.plan.memory import memory
-from megalite.config import cli
-from megalite.kernels import weight_grad
+import gc, json, sys
+from measured_memory import Live, build_run, cli, torch, train_step, weight_grad
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
-from megalite.train.setup import build_run
-from megalite.train.step import train_step
-
-class Live(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self.seen = set()
-    def gone(self, key, size):
-        self.live -= size
-        self.seen.discard(key)
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = lambda tree: [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
-        given = {s._cdata for s in tensors((args, kwargs))}
-        for storage in tensors(out):
-            if storage._cdata not in self.seen | given:
-                self.seen.add(storage._cdata)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
-        if self.live > self.peak:
-            gc.collect()
-            self.peak = max(self.peak, self.live)
-        return out
+from megalite.plan.arrangement import arrange
+from megalite.plan.memory import memory
 
 weight_grad.BLOCK_BYTES = 1  # of what a CPU needs for a weight's gradient, and a card does not
 for flags in json.loads(sys.argv[1]):
@@ -359,7 +316,7 @@ for flags in json.loads(sys.argv[1]):
     run = build_run(config, Ranks(), torch.device("cpu"))
     gc.collect()
     gc.freeze()  # what is there by now need not be looked at again
-    with Live() as mode:
+    with Live(collect=True) as mode:
         train_step(run)
     (held,) = memory(arrange(config, 1, config.data.vocab_size))
     print(mode.peak / (held.peak - held.weights - held.gradients - held.optimizer))
@@ -368,32 +325,25 @@ for flags in json.loads(sys.argv[1]):
 
 
 def test_the_estimate_of_memory_is_what_a_step_takes() -> None:
-    shape = "--mock-data --train-iters 5 --lr 1e-4 --eval-iters 0 --hidden-size 64 --num-attention-heads 4 --bf16"
+    shape = "--num-layers 2 --mock-data --train-iters 5 --lr 1e-4 --eval-iters 0 --hidden-size 64 --bf16"
     shape += " --ffn-hidden-size 192 --seq-length 32 --global-batch-size 2 --micro-batch-size 2 --device cpu"
-    shape += " --hidden-dropout 0 --attention-dropout 0"
+    shape += " --num-attention-heads 4 --hidden-dropout 0 --attention-dropout 0"
     llama = f"{gpu_report_parts.TINY_LLAMA} --group-query-attention --num-query-groups 2"
     llama += " --untie-embeddings-and-output-weights"
-    cases = [
-        f"{shape} {llama} --num-layers 2 --vocab-size 512",
-        f"{shape} --num-layers 2 --vocab-size 128 --seq-length 64",
-    ]
+    cases = [f"{shape} {llama} --vocab-size 512", f"{shape} --vocab-size 128 --seq-length 64"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "MEGALITE_KERNELS": "triton"}
-    environment["PYTHONPATH"] = str(TOOLS.parent)
+    environment["PYTHONPATH"] = f"{TOOLS.parent}{os.pathsep}{TOOLS.parent / 'tests/planning'}"
     command = [sys.executable, "-c", COUNT, json.dumps([case.split() for case in cases])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr
     assert [float(line) for line in done.stdout.split()] == pytest.approx([1, 1], rel=0.03)
 
 
-def test_after_a_fault_of_the_card_the_tests_that_are_left_run_in_a_new_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_fault_of_the_card_the_tests_that_are_left_run_in_a_new_process(tmp_path: Path, monkeypatch) -> None:
     """Such a process computes nothing more: in one report 100 tests failed for 4 that did."""
-    tests = tmp_path / "test_card.py"
-    tests.write_text(
-        "import pytest\npytestmark = pytest.mark.gpu\ndef test_a(): pass\n"
-        "def test_b(): raise RuntimeError('CUDA error: misaligned address')\ndef test_c(): pass\n"
-    )
+    tests, dies = tmp_path / "test_card.py", "raise RuntimeError('CUDA error: misaligned address')"
+    bodies = "".join(f"def test_{name}(): {body}\n" for name, body in (("a", "pass"), ("b", dies), ("c", "pass")))
+    tests.write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{bodies}")
     file = tmp_path / "share0.jsonl"
     monkeypatch.setattr(gpu_report_tests, "cuda_is_broken", lambda: True)
 

@@ -130,9 +130,8 @@ def test_from_text_to_an_exported_model(run: Run, tmp_path: Path) -> None:
     run(f"python -m torch.distributed.run --standalone --nproc_per_node 2 -m megalite train {SHAPE} --train-iters 4")
     assert json.loads((tmp_path / "runs/mine/status.json").read_text())["step"] == 4
     run("megalite checkpoint verify runs/mine --all")
-    said = run(
-        "megalite generate --load runs/mine --prompt Once --max-new-tokens 3 --nproc 2 --tensor-model-parallel-size 2"
-    )
+    two = "--nproc 2 --tensor-model-parallel-size 2"
+    said = run(f"megalite generate --load runs/mine --prompt Once --max-new-tokens 3 {two}")
     assert said.startswith("[step 4] Once")
     assert "goodput" in run("megalite report runs/mine")
     assert "data/mine_text_document" in run("megalite data seen runs/mine")
@@ -159,9 +158,7 @@ def test_codes_and_somebody_elses_files(run: Run, tmp_path: Path) -> None:
 
 @RARELY
 def test_a_benchmark_starts_its_contenders(run: Run, tmp_path: Path) -> None:
-    small = (
-        SHAPE.partition(" --data-path")[0].replace(" --eval-iters 1", "").replace("--preset tiny ", "")
-        + " --vocab-size 96"
-    )
+    small = SHAPE.partition(" --data-path")[0].replace(" --eval-iters 1", "").replace("--preset tiny ", "")
+    small += " --vocab-size 96"
     out = run(f"megalite bench --nproc 2 --steps 2 --warmup 1 --repeats 1 --json out.json {small}")
     assert "megalite" in out and json.loads((tmp_path / "out.json").read_text())

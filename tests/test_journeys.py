@@ -59,9 +59,8 @@ class Shell:
 
     def python(self, *words: str, code: int = 0) -> str:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *words], cwd=self.folder, env=env, capture_output=True, text=True, timeout=600
-        )
+        how = dict(cwd=self.folder, env=env, capture_output=True, text=True, timeout=600)
+        done = subprocess.run([sys.executable, *words], **how)
         assert done.returncode == code, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 

@@ -109,9 +109,7 @@ OF_TORCH_2_11 = """nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv
  signals-to-handle standalone node-rank master-addr master-port local-addr""".split()
 
 
-def test_torchrun_of_every_release_reads_its_words(
-    tmp_path: Path, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchrun_of_every_release_reads_its_words(tmp_path: Path, cluster: dict[str, str], monkeypatch) -> None:
     """The lowest torch has no --shutdown-timeout, and would end with its usage."""
     from torch.distributed.run import config_from_args, get_args_parser
 
@@ -146,9 +144,8 @@ def test_a_task_per_card_needs_no_torchrun(tmp_path: Path, cluster: dict[str, st
     with script("slurm.sh", str(tmp_path / "run"), "--help", env=env) as job:
         out, _ = job.communicate(timeout=60)
     [line] = notes(env, "srun")
-    assert (
-        line == f"srun --kill-on-bad-exit=1 python pretrain_gpt.py --save {tmp_path}/run --load {tmp_path}/run --help"
-    )
+    run = f"pretrain_gpt.py --save {tmp_path}/run --load {tmp_path}/run --help"
+    assert line == f"srun --kill-on-bad-exit=1 python {run}"
     assert job.returncode == 0 and "usage: pretrain_gpt.py" in out and not notes(env, "torchrun")
 
 

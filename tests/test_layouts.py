@@ -45,13 +45,14 @@ QWEN = LLAMA.replace("--num-query-groups 2", "--num-query-groups 1") + " --add-q
 YARN = LLAMA.replace("type rope", "type yarn") + " --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8"
 PAIRS = LLAMA + BORDERS + " --rotary-interleaved --rotary-percent 0.5 --no-rope-freq [0,1,0,0]"
 NEOX = (
-    GPT
-    + """ --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual
- --untie-embeddings-and-output-weights"""
+    """--position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual
+ --untie-embeddings-and-output-weights """
+    + GPT
 )
 ZLOSS = " --z-loss-coeff 0.1"
 WINDOW = " --window-size 4,0 --window-attn-skip-freq 3"
 DROP = GPT.replace("dropout 0", "dropout 0.2")
+DOCS = DROP + BORDERS
 RATES = """ --decoupled-lr 0.03 --start-weight-decay 0.1 --end-weight-decay 1 --weight-decay-incr-style cosine
  --apply-wd-to-qk-layernorm"""
 
@@ -91,6 +92,7 @@ SPLIT = "--split-backward"
 GPIPE, BREADTH = "--pipeline-schedule gpipe", "--pipeline-schedule breadth-first"
 APART = "--no-overlap-grad-reduce --no-overlap-param-gather"
 PARTS = "--recompute-granularity selective --recompute-modules "
+CORE = PARTS + "core_attn"
 ROWS = [
     row("gpt tp2", 2, GPT, tp=2),
     row("gpt pp2 tied", 2, GPT, pp=2),
@@ -106,7 +108,7 @@ ROWS = [
     row("gpt dropout pp2 dp2 vpp2", 4, DROP, pp=2, vpp=2),
     row("gpt dropout tp2 recompute full", 2, DROP, tp=2, extra=f"{FULL} uniform --recompute-num-layers 2"),
     row("gpt selective recompute", 1, GPT, extra="--recompute-granularity selective"),
-    row("gpt core recompute tp2", 2, DROP, tp=2, extra=PARTS + "core_attn"),
+    row("gpt core recompute tp2", 2, DROP, tp=2, extra=CORE),
     row("gpt norms recompute pp2 vpp2", 2, DROP, pp=2, vpp=2, extra=PARTS + "layernorm"),
     row("gpt feed-forward recompute tp2", 2, GPT, tp=2, extra=PARTS + "mlp"),
     row("neox all parts recompute dp2", 2, NEOX, extra=PARTS + "core_attn layernorm mlp"),
@@ -142,7 +144,7 @@ ROWS = [
     row("llama z-loss tp2 pp2", 4, LLAMA + ZLOSS, tp=2, pp=2),
     row("neox tp2 pp2", 4, NEOX, tp=2, pp=2),
     row("gpt documents tp2 pp2 vpp2", 4, GPT + BORDERS, tp=2, pp=2, vpp=2),
-    row("gpt documents dropout tp2 dp2", 4, DROP + BORDERS, tp=2),
+    row("gpt documents dropout tp2 dp2", 4, DOCS, tp=2),
     row("llama documents tp2 pp2", 4, LLAMA + BORDERS, tp=2, pp=2),
     row("llama window documents tp2 pp2", 4, LLAMA + BORDERS + WINDOW, tp=2, pp=2),
     row("llama documents pp4 recompute", 4, LLAMA + BORDERS, pp=4, extra=f"{FULL} uniform --recompute-num-layers 1"),
@@ -157,17 +159,8 @@ ROWS = [
     row("neox split pp2 dp2 ddp, all parts recompute", 4, NEOX, pp=2, extra=f"{SPLIT} {NOZERO} {PARTS}layernorm mlp"),
     row("llama split pp4, one micro-batch", 4, LLAMA + ZLOSS, pp=4, extra=f"{SPLIT} --global-batch-size 2"),
     row("llama split pp2 dp2 vpp2 gpipe, no overlap", 4, LLAMA, pp=2, vpp=2, extra=f"{SPLIT} {GPIPE} {APART}"),
-    row(
-        "split, documents, tp2 pp2 vpp2 breadth-first", 4, DROP + BORDERS, tp=2, pp=2, vpp=2, extra=f"{SPLIT} {BREADTH}"
-    ),
-    row(
-        "llama split pp2 vpp2, groups of 3, core recompute",
-        2,
-        LLAMA,
-        pp=2,
-        vpp=2,
-        extra=f"{SPLIT} {GROUPS} {PARTS}core_attn",
-    ),
+    row("split, documents, tp2 pp2 vpp2 breadth-first", 4, DOCS, tp=2, pp=2, vpp=2, extra=f"{SPLIT} {BREADTH}"),
+    row("llama split pp2 vpp2, groups of 3, core recompute", 2, LLAMA, pp=2, vpp=2, extra=f"{SPLIT} {GROUPS} {CORE}"),
     row("gpt split dropout pp2 dp2 tied, no layer but the embedding's", 4, DROP, pp=2, extra=f"{SPLIT} {BARE}"),
 ]
 
@@ -202,14 +195,11 @@ class Trained:
 
 def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], list[tuple]]:
     """On one rank: train, then the pieces of the weights that this rank owns."""
-    config = cli.parse([*COMMON.split(), *flags.split()], PRESETS)
     import torch.distributed as dist
 
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if world > 1 else 0
-    run = build_run(
-        config, Ranks(rank, world), torch.device("cpu"), dtype=None if dtype is None else getattr(torch, dtype)
-    )
+    config = cli.parse([*COMMON.split(), *flags.split()], PRESETS)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
+    run = build_run(config, ranks, torch.device("cpu"), dtype=None if dtype is None else getattr(torch, dtype))
     results = [train_step(run) for _ in range(STEPS)]
     run.buffer.wait_gather()
     pieces = []
@@ -299,20 +289,18 @@ def test_layout_equals_one_process_in_fp64(item: Row) -> None:
 
 @pytest.mark.parametrize("item", rarely(ROWS, COVER, NAME))
 def test_layout_equals_one_process_in_fp32(item: Row) -> None:
-    bound = 1e-4 if item.has_tp else 1e-5
-    _compare(item, None, bound, 1e-4)
+    _compare(item, None, 1e-4 if item.has_tp else 1e-5, 1e-4)
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        row("gpt tp2 pp2", 4, GPT + " --bf16", tp=2, pp=2),
-        row("llama dp2 vpp2 pp2", 4, LLAMA + " --bf16", pp=2, vpp=2),
-        row("llama tp2 dp2", 4, LLAMA + " --bf16", tp=2),
-        row("llama split pp2 dp2 vpp2", 4, LLAMA + " --bf16", pp=2, vpp=2, extra=SPLIT),
-    ],
-    ids=lambda r: r.name,
-)
+IN_BF16 = [
+    row("gpt tp2 pp2", 4, GPT + " --bf16", tp=2, pp=2),
+    row("llama dp2 vpp2 pp2", 4, LLAMA + " --bf16", pp=2, vpp=2),
+    row("llama tp2 dp2", 4, LLAMA + " --bf16", tp=2),
+    row("llama split pp2 dp2 vpp2", 4, LLAMA + " --bf16", pp=2, vpp=2, extra=SPLIT),
+]
+
+
+@pytest.mark.parametrize("item", IN_BF16, ids=NAME)
 def test_bf16_stays_close(item: Row) -> None:
     _compare(item, None, BF16, 0.1)
 

@@ -19,7 +19,8 @@ from megalite.train.step import train_step
 def _train(line: str, world: int) -> list[float]:
     import torch.distributed as dist
 
-    config, _ = cli.read(line.split(), PRESETS)
+    config, notes = cli.read(line.split(), PRESETS)
+    assert any("--use-mcore-models" in note and note.startswith("no effect here: ") for note in notes)
     rank = dist.get_rank() if world > 1 else 0
     run = build_run(config, Ranks(rank, world), torch.device("cpu"))
     losses = [train_step(run).loss for _ in range(config.train.train_iters or 0)]

@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [
-    *sorted((ROOT / "megalite").rglob("*.py")),
-    *sorted((ROOT / "tools").rglob("*.py")),
-    *sorted((ROOT / "examples").rglob("*.py")),
-    ROOT / "pretrain_gpt.py",
-    ROOT / "setup.py",
-]
+SOURCES = [path for folder in ("megalite", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES += [ROOT / "pretrain_gpt.py", ROOT / "setup.py"]
 # modules that run what they read, or read it with pickle
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "copyreg", "runpy"}
 UNSAFE |= {"code", "codeop", "imp", "jsonpickle", "yaml", "ruamel", "torch.package", "torch.hub", "pty"}
@@ -99,11 +94,8 @@ def found(text: str) -> Iterator[str]:
         for key, safe in (("allow_pickle", False), ("shell", False), ("trust_remote_code", False)):
             if key in given and not is_constant(given[key], safe):
                 yield f"{key}="
-        if (
-            name.endswith(".from_pretrained")
-            and "Model" in name
-            and not is_constant(given.get("use_safetensors"), True)
-        ):
+        model = name.endswith(".from_pretrained") and "Model" in name
+        if model and not is_constant(given.get("use_safetensors"), True):
             yield "from_pretrained"
         if None in given and name in ("torch.load", "np.load", "numpy.load", "subprocess.run", "subprocess.Popen"):
             yield f"{name}(**)"

@@ -43,9 +43,8 @@ def command_lines() -> list[dict[str, Any]]:
 @cache
 def published() -> list[tuple[str, bool]]:
     """(case, whether it holds) of docs/planning.md's table, which another test compares with the planner."""
-    rows = re.findall(
-        r"^\| ([^|*]+) \| [^|]+ \| [^|]+ \| \d\.\d\d \| (misses)? ?\|$", _page("planning.md"), re.MULTILINE
-    )
+    row = r"^\| ([^|*]+) \| [^|]+ \| [^|]+ \| \d\.\d\d \| (misses)? ?\|$"
+    rows = re.findall(row, _page("planning.md"), re.MULTILINE)
     return [(name, not missed) for name, missed in rows if "Llama-3-8B shape" not in name and "GPT 1.3B" not in name]
 
 
@@ -74,6 +73,8 @@ RMS_NORM = ("rms_norm backward", "add_rms_norm backward")
 ERF = "bias_gelu by erf"
 SLOW_H200 = (*LAYER_NORM, *RMS_NORM, "bias_gelu backward", ERF, f"{ERF} backward")
 FLAGS = [f for f in known_flags().values() if f.verdict != INSTEAD and f.group not in OUTSIDE]
+ATTENTION = "own_forward positions own_backward cudnn_forward cudnn_backward".split()
+OFF = RESULTS["memory"]["off_percent"]
 
 # how a paragraph or a row of a table begins -> its numbers, in order
 CLAIMS: dict[str, Callable[[], list[float]]] = {
@@ -102,11 +103,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
         1,
     ],
     "| GPT of 1.3 B": lambda: [1.3, *run("gpt_1b", "sequence", "mfu_h100", "mfu_h200")],
-    "| peak memory": lambda: [
-        max(RESULTS["memory"]["off_percent"]),
-        len(RESULTS["memory"]["off_percent"]),
-        RESULTS["memory"]["shapes"],
-    ],
+    "| peak memory": lambda: [max(OFF), len(OFF), RESULTS["memory"]["shapes"]],
     "| kernels bound by memory": lambda: [
         *kernels("h100", apart=(*LAYER_NORM, f"{ERF} backward")),
         *kernels("h100", *LAYER_NORM),
@@ -121,9 +118,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
         *kernels("h200", f"{ERF} backward"),
     ],
     "| the same beside torch.compile": lambda: run("compiled", "least", "most", "swiglu_forward", "head_and_loss"),
-    "| own attention": lambda: run(
-        "attention", "own_forward", "positions", "own_backward", "cudnn_forward", "cudnn_backward"
-    ),
+    "| own attention": lambda: run("attention", *ATTENTION),
     "| step times that others": lambda: [
         sum(holds for name, holds in published() if "Llama 3" not in name),
         sum("Llama 3" not in name for name, _ in published()),
@@ -143,12 +138,8 @@ def parts() -> list[str]:
     """Paragraphs and rows, without fenced blocks."""
     text = documents.FENCE.sub("", README.read_text("utf-8"))
     blocks = (block.splitlines() for block in re.split(r"\n\s*\n", text))
-    return [
-        part
-        for lines in blocks
-        for part in (lines if lines and lines[0].startswith("|") else [" ".join(lines)])
-        if part.strip()
-    ]
+    rows = (lines if lines and lines[0].startswith("|") else [" ".join(lines)] for lines in blocks)
+    return [part for lines in rows for part in lines if part.strip()]
 
 
 def numbers(part: str) -> list[str]:
@@ -184,8 +175,7 @@ def test_a_result_tells_how_it_was_measured_and_stands_on_its_page(name: str) ->
     record = RESULTS[name]
     assert {"page", "on", "date"} <= record.keys()
     assert "moments" in record or "mfu" not in " ".join(record)
-    there = {
-        value(number) for number in re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?", _page(record["page"]))
-    }
+    found = re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?", _page(record["page"]))
+    there = {*map(value, found)}
     lost = [leaf for leaf in leaves(record) if leaf not in there]
     assert lost == []

@@ -44,16 +44,9 @@ GPT = Model(layers=2, width=32, heads=4, head_size=8, groups=4, ffn=128, vocab_s
 LLAMA_FLAGS = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
 LLAMA = replace(
-    GPT,
-    norm="RMSNorm",
-    activation="swiglu",
-    ffn=64,
-    bias="none",
-    groups=2,
-    rotary=Rotary(),
-    learned_positions=False,
+    *(GPT,), norm="RMSNorm", activation="swiglu", ffn=64, bias="none", groups=2, rotary=Rotary(), learned_positions=False,
     tied=False,
-)
+)  # fmt: skip
 QWEN_FLAGS = f"{LLAMA_FLAGS} --add-qkv-bias --qk-layernorm"
 QWEN = replace(LLAMA, bias="qkv", qk_norm=True)
 YARN_FLAGS = f"""{LLAMA_FLAGS.replace("type rope", "type yarn")} --rotary-base 100 --rotary-scaling-factor 4
@@ -74,6 +67,18 @@ class Row:
     dropout: tuple[float, float] = (0.0, 0.0)  # hidden, attention
 
 
+def gpt(name: str, flags: str, **facts: Any) -> Row:
+    return Row(name, flags, replace(GPT, **facts))
+
+
+def llama(name: str, flags: str, **facts: Any) -> Row:
+    return Row(name, f"{LLAMA_FLAGS} {flags}", replace(LLAMA, **facts))
+
+
+def yarn(name: str, flags: str, **facts: Any) -> Row:
+    return Row(name, f"{YARN_FLAGS} {flags}", replace(LLAMA, rotary=Rotary(100.0, yarn=replace(YARN, **facts))))
+
+
 def update(name: str, flags: str, rate: Callable[[int], float] = lambda step: LR, **facts: Any) -> Row:
     """A row about the update; `rate` is that after `step` steps, 0 .. STEPS - 1."""
     rates = tuple(map(rate, range(STEPS)))
@@ -87,87 +92,58 @@ def wsd(style: str, height: Callable[[float], float]) -> Row:
     return update(f"WSD {style}", flags, lambda step: LR * step if step <= 1 else 1e-3 + 9e-3 * height((step - 1) / 3))
 
 
+UNTIED, SCALING = "--untie-embeddings-and-output-weights", "--use-rope-scaling"
+NO_POSITIONS = "--position-embedding-type none --normalization RMSNorm"
+BASE, INTERLEAVED = "--rotary-base 500000", "--rotary-interleaved --rotary-percent 0.5"
+POSITIONS, ATTENTION = Documents(EOD, reset_positions=True), Documents(EOD, reset_attention=True)
+DROPPED = "--hidden-dropout 0.3 --attention-dropout 0.2 --reset-attention-mask"
+GROWING = "--start-weight-decay 1 --end-weight-decay 5 --weight-decay-incr-style linear"
+APART = "--decoupled-lr 0.03 --decoupled-min-lr 0.02 --lr-decay-style linear"
+RATES_APART: dict[str, Any] = {
+    "rates": tuple(LR * (1 - step / STEPS) for step in range(STEPS)),
+    "vocabulary_rates": tuple(0.03 - 0.01 * step / STEPS for step in range(STEPS)),
+}
+QK_DECAY = "--weight-decay 5 --apply-wd-to-qk-layernorm"
+
+
 ROWS = [
     Row("gpt", "", GPT),
     Row("llama", LLAMA_FLAGS, LLAMA),
     Row("qwen", QWEN_FLAGS, QWEN),
-    Row("llama one group", LLAMA_FLAGS.replace("groups 2", "groups 1"), replace(LLAMA, groups=1)),
-    Row(
-        "gpt squared relu untied",
-        "--squared-relu --untie-embeddings-and-output-weights",
-        replace(GPT, activation="squared_relu", tied=False),
-    ),
-    Row("gpt swiglu with biases", "--swiglu --ffn-hidden-size 24", replace(GPT, activation="swiglu", ffn=24)),
-    Row(
-        "gpt no positions RMSNorm",
-        "--position-embedding-type none --normalization RMSNorm",
-        replace(GPT, learned_positions=False, norm="RMSNorm"),
-    ),
-    Row("gpt q/k norm", "--qk-layernorm", replace(GPT, qk_norm=True)),
-    Row("head size 12", f"{LLAMA_FLAGS} --kv-channels 12", replace(LLAMA, head_size=12)),
-    Row("rotary base", f"{LLAMA_FLAGS} --rotary-base 500000", replace(LLAMA, rotary=Rotary(base=500000.0))),
-    Row("rotary percent", f"{LLAMA_FLAGS} --rotary-percent 0.5", replace(LLAMA, rotary=Rotary(fraction=0.5))),
+    llama("llama one group", "--num-query-groups 1", groups=1),
+    gpt("gpt squared relu untied", f"--squared-relu {UNTIED}", activation="squared_relu", tied=False),
+    gpt("gpt swiglu with biases", "--swiglu --ffn-hidden-size 24", activation="swiglu", ffn=24),
+    gpt("gpt no positions RMSNorm", NO_POSITIONS, learned_positions=False, norm="RMSNorm"),
+    gpt("gpt q/k norm", "--qk-layernorm", qk_norm=True),
+    llama("head size 12", "--kv-channels 12", head_size=12),
+    llama("rotary base", BASE, rotary=Rotary(base=500000.0)),
+    llama("rotary percent", "--rotary-percent 0.5", rotary=Rotary(fraction=0.5)),
     # wavelengths 6, 167, 4443 and 118k tokens: kept, kept, between, stretched
-    Row(
-        "rotary scaling",
-        f"{LLAMA_FLAGS} --rotary-base 500000 --use-rope-scaling",
-        replace(LLAMA, rotary=Rotary(500000.0, factor=8.0)),
-    ),
-    Row(
-        "rotary scaling by 32",
-        f"{LLAMA_FLAGS} --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32",
-        replace(LLAMA, rotary=Rotary(500000.0, factor=32.0)),
-    ),
-    Row("no bias: exact gelu", "--disable-bias-linear", replace(GPT, bias="none", activation="gelu_erf")),
-    Row("no fusion: exact gelu", "--no-bias-gelu-fusion", replace(GPT, activation="gelu_erf")),
-    Row("openai gelu", "--disable-bias-linear --openai-gelu", replace(GPT, bias="none")),
-    Row("named gelu", "--disable-bias-linear --activation gelu", replace(GPT, bias="none")),
-    Row(
-        "interpolated positions",
-        f"{LLAMA_FLAGS} --rotary-seq-len-interpolation-factor 4",
-        replace(LLAMA, rotary=Rotary(interpolation=4.0)),
-    ),
-    Row(
-        "interleaved",
-        f"{LLAMA_FLAGS} --rotary-interleaved --rotary-percent 0.5",
-        replace(LLAMA, rotary=Rotary(fraction=0.5, neighbours=True)),
-    ),
-    Row("every second layer without", f"{LLAMA_FLAGS} --no-rope-freq 2", replace(LLAMA, rotary=Rotary(without=(1,)))),
-    Row("the first layer without", f"{LLAMA_FLAGS} --no-rope-freq [1,0]", replace(LLAMA, rotary=Rotary(without=(0,)))),
+    llama("rotary scaling", f"{BASE} {SCALING}", rotary=Rotary(500000.0, factor=8.0)),
+    llama("rotary scaling by 32", f"{BASE} {SCALING} --rope-scaling-factor 32", rotary=Rotary(500000.0, factor=32.0)),
+    gpt("no bias: exact gelu", "--disable-bias-linear", bias="none", activation="gelu_erf"),
+    gpt("no fusion: exact gelu", "--no-bias-gelu-fusion", activation="gelu_erf"),
+    gpt("openai gelu", "--disable-bias-linear --openai-gelu", bias="none"),
+    gpt("named gelu", "--disable-bias-linear --activation gelu", bias="none"),
+    llama("interpolated positions", "--rotary-seq-len-interpolation-factor 4", rotary=Rotary(interpolation=4.0)),
+    llama("interleaved", INTERLEAVED, rotary=Rotary(fraction=0.5, neighbours=True)),
+    llama("every second layer without", "--no-rope-freq 2", rotary=Rotary(without=(1,))),
+    llama("the first layer without", "--no-rope-freq [1,0]", rotary=Rotary(without=(0,))),
     # channels make 1.6, 0.5, 0.16 and 0.05 turns in 10 tokens: kept, between, between and stretched; ends 0.4 and 2.6
-    Row(
-        "yarn",
-        f"{YARN_FLAGS} --no-yarn-correction-range-round-to-int",
-        replace(LLAMA, rotary=Rotary(100.0, yarn=replace(YARN, rounded=False))),
-    ),
-    Row("yarn, whole channels", YARN_FLAGS, replace(LLAMA, rotary=Rotary(100.0, yarn=YARN))),
-    Row(
-        "yarn with both magnitudes",
-        f"{YARN_FLAGS} --mscale 0.7 --mscale-all-dim 0.4",
-        replace(LLAMA, rotary=Rotary(100.0, yarn=replace(YARN, more=0.7, less=0.4))),
-    ),
-    Row("norm weights less one", "--apply-layernorm-1p --qk-layernorm", replace(GPT, one_plus=True, qk_norm=True)),
+    yarn("yarn", "--no-yarn-correction-range-round-to-int", rounded=False),
+    yarn("yarn, whole channels", ""),
+    yarn("yarn with both magnitudes", "--mscale 0.7 --mscale-all-dim 0.4", more=0.7, less=0.4),
+    gpt("norm weights less one", "--apply-layernorm-1p --qk-layernorm", one_plus=True, qk_norm=True),
     Row("RMSNorm weights less one", f"{QWEN_FLAGS} --apply-layernorm-1p", replace(QWEN, one_plus=True)),
-    Row("norm epsilon LayerNorm", "--norm-epsilon 1e-2", replace(GPT, eps=1e-2)),
+    gpt("norm epsilon LayerNorm", "--norm-epsilon 1e-2", eps=1e-2),
     Row("norm epsilon q/k", f"{QWEN_FLAGS} --norm-epsilon 1e-2", replace(QWEN, eps=1e-2)),
     Row("documents gpt", BORDERS, GPT, documents=Documents(EOD, True, True, True)),
     Row("documents llama", f"{LLAMA_FLAGS} {BORDERS}", LLAMA, documents=Documents(EOD, True, True, True)),
     Row("documents: loss", "--eod-mask-loss", GPT, documents=Documents(EOD, mask_loss=True)),
-    Row(
-        "documents: positions",
-        f"{LLAMA_FLAGS} --reset-position-ids",
-        LLAMA,
-        documents=Documents(EOD, reset_positions=True),
-    ),
-    Row("documents: attention", "--reset-attention-mask", GPT, documents=Documents(EOD, reset_attention=True)),
+    Row("documents: positions", f"{LLAMA_FLAGS} --reset-position-ids", LLAMA, documents=POSITIONS),
+    Row("documents: attention", "--reset-attention-mask", GPT, documents=ATTENTION),
     Row("dropout gpt", "--hidden-dropout 0.2 --attention-dropout 0.3", GPT, dropout=(0.2, 0.3)),
-    Row(
-        "dropout llama documents",
-        f"{LLAMA_FLAGS} --hidden-dropout 0.3 --attention-dropout 0.2 --reset-attention-mask",
-        LLAMA,
-        documents=Documents(EOD, reset_attention=True),
-        dropout=(0.3, 0.2),
-    ),
+    Row("dropout llama documents", f"{LLAMA_FLAGS} {DROPPED}", LLAMA, documents=ATTENTION, dropout=(0.3, 0.2)),
     update("decay", "--weight-decay 5 --clip-grad 0", weight_decay=5.0, clip=0.0),
     update("clip", "--weight-decay 0 --clip-grad 1.9", weight_decay=0.0, clip=1.9),
     update("betas", "--adam-beta1 0.7 --adam-beta2 0.9", betas=(0.7, 0.9)),
@@ -198,26 +174,12 @@ ROWS = [
         "--lr-decay-style inverse-square-root --lr-warmup-iters 2",
         lambda step: LR * step / 2 if step <= 2 else LR * math.sqrt(2 / step),
     ),
-    Row(
-        "growing weight decay",
-        "--start-weight-decay 1 --end-weight-decay 5 --weight-decay-incr-style linear",
-        GPT,
-        replace(PLAIN, decays=tuple(1 + 4 * step / STEPS for step in range(STEPS))),
-    ),
-    Row(
-        "a rate of embedding and head",
-        f"{LLAMA_FLAGS} --decoupled-lr 0.03 --decoupled-min-lr 0.02 --lr-decay-style linear",
-        LLAMA,
-        replace(
-            PLAIN,
-            rates=tuple(LR * (1 - step / STEPS) for step in range(STEPS)),
-            vocabulary_rates=tuple(0.03 - 0.01 * step / STEPS for step in range(STEPS)),
-        ),
-    ),
+    Row("growing weight decay", GROWING, GPT, replace(PLAIN, decays=tuple(1 + 4 * s / STEPS for s in range(STEPS)))),
+    Row("a rate of embedding and head", f"{LLAMA_FLAGS} {APART}", LLAMA, replace(PLAIN, **RATES_APART)),
     Row("a rate of the tied embedding", "--decoupled-lr 0.03", GPT, replace(PLAIN, vocabulary_rates=(0.03,) * STEPS)),
     Row(
         "norms of query and key decay",
-        f"{QWEN_FLAGS} --weight-decay 5 --apply-wd-to-qk-layernorm",
+        f"{QWEN_FLAGS} {QK_DECAY}",
         QWEN,
         replace(PLAIN, weight_decay=5.0, qk_norms_decay=True),
     ),

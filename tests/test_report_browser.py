@@ -16,18 +16,8 @@ from tools.pictures import shares
 from tools.pictures.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
-ONE_RUN = {
-    "Loss",
-    "Step by step",
-    "Where the time went",
-    "Pipeline",
-    "Which rank holds which layers",
-    "Memory",
-    "Data",
-    "What happened",
-    "Options that differ from the defaults",
-    "Environment",
-}
+ONE_RUN = {"Loss", "Step by step", "Where the time went", "Pipeline", "Which rank holds which layers", "Memory", "Data"}
+ONE_RUN |= {"What happened", "Options that differ from the defaults", "Environment"}
 HOSTILE = "<script>document.title='struck'</script>$x_1$\\1"
 
 pytestmark = pytest.mark.everything(guards=("tools/report.py", "tools/pictures"))

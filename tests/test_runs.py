@@ -44,8 +44,7 @@ vocab_size = 64
 
 
 def typed(program: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, str(ROOT / program), *words]
-    return programs.run(line, cwd=cwd, capture_output=True, text=True, timeout=100)
+    return programs.python(program, *words, cwd=cwd)
 
 
 def left(folder: Path, outcome: str = "done", step: int = 4, **status: Any) -> Path:
@@ -186,9 +185,8 @@ def test_what_differs_and_what_of_it_changes_the_training(tmp_path: Path) -> Non
     text = TOML + "[log]\nlog_interval = 7\n"
     for old, new in changes.items():
         text = text.replace(old, new)
-    other = tmp_path / "two.toml"
-    other.write_text(text)
-    found = {row["option"]: row for row in diff.differences(diff.config_of(run), diff.config_of(other))}
+    (tmp_path / "two.toml").write_text(text)
+    found = {row["option"]: row for row in diff.differences(*map(diff.config_of, (run, tmp_path / "two.toml")))}
     assert {name: row["changes"] for name, row in found.items()} == {
         "hidden_size": "the model",
         "lr": "the training",
@@ -238,9 +236,8 @@ def test_a_sweep_that_cannot_be_starts_nothing(words: str, said: str, tmp_path: 
 
 def test_a_sweep_of_a_file_that_is_not_there_says_so_once(tmp_path: Path) -> None:
     done = typed("tools/sweep.py", "none.toml", "--lr", "1e-3,2e-3", "--seed", "1,2", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.splitlines() == [
-        "sweep.py: config='none.toml' cannot be read (No such file or directory); give a TOML file"
-    ]
+    said = "sweep.py: config='none.toml' cannot be read (No such file or directory); give a TOML file\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> None:
@@ -249,9 +246,8 @@ def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> No
     done = typed("tools/sweep.py", *line, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folders = [tmp_path / "out" / name for name in ("lr=1e-3", "lr=3e-3")]
-    assert (
-        all((folder / "iter_0000004/COMPLETE").is_file() for folder in folders) and not (tmp_path / "shared").exists()
-    )
+    assert all((folder / "iter_0000004/COMPLETE").is_file() for folder in folders)
+    assert not (tmp_path / "shared").exists()
     rows = [line.split()[:2] for line in done.stdout.splitlines()[-2:]]
     assert rows == [["lr=1e-3", "done"], ["lr=3e-3", "done"]]
     (folders[1] / "iter_0000004").rename(tmp_path / "gone")  # as if it had been stopped after its first checkpoint
@@ -264,11 +260,9 @@ def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> No
     assert runs.row_of(folders[1])["outcome"] == "done"
     changed = typed("tools/sweep.py", *line, "--weight-decay", "0.5", cwd=tmp_path)
     assert "done already" not in changed.stdout and changed.returncode == 1  # another training: its checkpoints stay
-    lines = [line for line in changed.stderr.splitlines() if line.startswith("sweep.py: ")]
-    assert lines == [
-        "sweep.py: out/lr=1e-3, out/lr=3e-3: not done, and the runs there have another weight_decay; give another "
-        "--folder for a new sweep"
-    ]
+    [line] = [line for line in changed.stderr.splitlines() if line.startswith("sweep.py: ")]
+    other = "not done, and the runs there have another weight_decay; give another --folder for a new sweep"
+    assert line == f"sweep.py: out/lr=1e-3, out/lr=3e-3: {other}"
 
 
 def test_a_sweep_that_is_interrupted_waits_until_its_run_has_saved(tmp_path: Path) -> None:
@@ -298,11 +292,8 @@ def test_no_text_of_a_run_steers_the_terminal(tmp_path: Path, capsys: pytest.Cap
     (folder / "ranks").mkdir()
     (folder / "ranks" / "rank-00000.log").write_text(f"{stamp} pretrain_gpt.py: {bad}\n")
     (folder / "events.jsonl").write_text(json.dumps({"time": stamp, "event": "restart", "cause": bad}) + "\n")
-    for start, words in (
-        (logs.main, [str(folder)]),
-        (runs.main, [str(tmp_path)]),
-        (report.main, [str(folder), "--text"]),
-    ):
+    lines = {logs.main: [str(folder)], runs.main: [str(tmp_path)], report.main: [str(folder), "--text"]}
+    for start, words in lines.items():
         start(words)
         said = capsys.readouterr()
         assert not re.search("[\x1b\x07\x9b\u202e]", said.out + said.err), (words, said)

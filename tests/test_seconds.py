@@ -37,9 +37,8 @@ def test_a_run_replaces_what_was_known_of_its_files(tmp_path: Path, monkeypatch:
         "quick 9.00 3 tests/test_seconds.py\nquick 1.00 1 tests/test_taste.py\ncommit 2.00 1 tests/gone.py::test_a\n"
     )
     seconds.read.cache_clear()
-    took = {
-        f"tests/test_seconds.py::test_{name}": s for name, s in (("a", 0.5), ("b", 0.25), ("c[x y]", 3.0), ("d", 8.0))
-    }
+    name = "tests/test_seconds.py::test_{}".format
+    took = {name("a"): 0.5, name("b"): 0.25, name("c[x y]"): 3.0, name("d"): 8.0}
     try:
         seconds.record(took, {"tests/test_seconds.py::test_d"}, seconds.ran(""))
         assert seconds.read() == (

@@ -22,11 +22,8 @@ import torch.distributed as dist
 from train_cases import SMALL, TP2_PP2
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = [
-    ROOT / "pretrain_gpt.py",
-    *sorted((ROOT / "megalite").rglob("*.py")),
-    *sorted((ROOT / "tools").rglob("*.py")),
-]
+SOURCES = [path for folder in ("megalite", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES.append(ROOT / "pretrain_gpt.py")
 LIBRARIES = ("torch", "triton")
 GOES_AWAY = re.compile("DeprecationWarning|FutureWarning|deprecated", re.IGNORECASE)
 
@@ -38,10 +35,10 @@ def imported(tree: ast.Module) -> dict[str, object]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in LIBRARIES:
-                    module = importlib.import_module(alias.name)
-                    found[alias.asname or alias.name.split(".")[0]] = (
-                        module if alias.asname else sys.modules[alias.name.split(".")[0]]
-                    )
+                    top = alias.name if alias.asname else alias.name.split(".")[0]
+                    importlib.import_module(alias.name)
+                    module = sys.modules[top]
+                    found[alias.asname or module.__name__] = module
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
             module = importlib.import_module(node.module or "")
             for alias in node.names:
@@ -129,16 +126,7 @@ def test_a_warning_of_what_goes_away_is_found() -> None:
 
 
 def test_a_run_uses_nothing_that_goes_away(tmp_path: Path) -> None:
-    flags = [
-        *SMALL,
-        *TP2_PP2,
-        "--train-iters",
-        "2",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--save",
-        str(tmp_path / "save"),
-    ]
+    flags = [*SMALL, *TP2_PP2, "--train-iters", "2", "--run-dir", f"{tmp_path}/run", "--save", f"{tmp_path}/save"]
     done = python("pretrain_gpt.py", *flags)
     assert done.returncode == 0, done.stderr
     assert not [line for line in done.stderr.splitlines() if GOES_AWAY.search(line)]

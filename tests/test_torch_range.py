@@ -31,18 +31,6 @@ def test_releases_of_the_range_in_order() -> None:
     assert tr.releases("ERROR: No matching distribution found for torch", "2.11") == []
 
 
-def test_an_end_or_a_version_is_chosen_and_what_is_not_served_is_said() -> None:
-    assert [tr.choose(which, SERVED) for which in ("lowest", "highest", "2.14.0")] == ["2.11.0", "2.15.0", "2.14.0"]
-    for which, served in (("2.12.0", SERVED), ("lowest", [])):
-        with pytest.raises(tr.Unavailable, match=which):
-            tr.choose(which, served)
-
-
-def test_the_ends_take_turns() -> None:
-    assert [tr.turn(rows, SERVED) for rows in ([], [OLD], [OLD, NEW])] == ["2.11.0", "2.15.0", "2.11.0"]
-    assert tr.turn([OLD, dataclasses.replace(NEW, date="2026-10-01")], SERVED) == "2.15.0"
-
-
 def test_a_row_takes_the_place_of_an_older_one_of_the_same() -> None:
     page = tr.with_row(tr.with_row(PAGE, OLD), NEW)
     again = dataclasses.replace(OLD, date="2026-12-01", failed="0")
@@ -58,24 +46,7 @@ def test_the_page_has_a_table_that_is_read() -> None:
     assert rows and all(int(row.passed) and row.failed.isdigit() for row in rows)
 
 
-def test_pins_are_those_of_everything_but_torch() -> None:
-    constraints = "# why\nnumpy==2.4.6\ntorch==2.13.0\ntriton==3.9\ntensorboard==2\n"
-    assert tr.pins(constraints, "2.15.0") == "# why\nnumpy==2.4.6\ntensorboard==2\n"
-    assert tr.pins(constraints, "2.11.0") == "# why\nnumpy<2.4\ntensorboard==2\n"
-
-
-def test_results_are_counted_with_errors() -> None:
-    suite = '<testsuites><testsuite tests="10" failures="2" errors="1" skipped="3"/></testsuites>'
-    assert tr.counts(suite) == (4, 3, 3)
-
-
-def test_named_tests_exist() -> None:
-    assert all((tr.ROOT / "tests" / name).exists() for name in tr.QUICK)
-
-
-def test_no_room_and_no_version_are_exit_code_3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_room_is_exit_code_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(tr.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tr, "DISK_BYTES", 1 << 60)
     assert tr.main(["lowest"]) == 3

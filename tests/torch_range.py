@@ -75,9 +75,7 @@ def key(version: str) -> tuple[int, ...]:
 
 def floor(pyproject: str) -> str:
     """The lowest torch of the range."""
-    (found,) = (
-        m[1] for d in tomllib.loads(pyproject)["project"]["dependencies"] if (m := re.match(r"torch>=([\d.]+)$", d))
-    )
+    (found,) = re.findall(r'"torch>=([\d.]+)"', json.dumps(tomllib.loads(pyproject)["project"]["dependencies"]))
     return found
 
 
@@ -93,17 +91,14 @@ def choose(which: str, served: list[str]) -> str:
     """A release of `served` by the name of its end, or by its version."""
     wanted = {"lowest": served[:1], "highest": served[-1:]}.get(which, [v for v in served if v == which])
     if not wanted:
-        raise Unavailable(
-            f"the package index has no torch {which} in the range; it has {', '.join(served) or 'none of it'}"
-        )
+        there = ", ".join(served) or "none of it"
+        raise Unavailable(f"the package index has no torch {which} in the range; it has {there}")
     return wanted[0]
 
 
 def turn(rows: list[Row], served: list[str]) -> str:
     """The end of the range whose newest row is older, or that has none."""
-    newest = {
-        v: max((row.date for row in rows if row.torch.split("+")[0] == v), default="") for v in (served[0], served[-1])
-    }
+    newest = {v: max((r.date for r in rows if r.torch.split("+")[0] == v), default="") for v in (served[0], served[-1])}
     return min(newest, key=lambda v: (newest[v], key(v)))
 
 
@@ -136,9 +131,8 @@ def with_row(page: str, row: Row) -> str:
 def counts(report: str) -> tuple[int, int, int]:
     """(passed, failed, skipped) of the XML that pytest writes."""
     suites = list(ElementTree.fromstring(report).iter("testsuite"))
-    total, failures, errors, skipped = (
-        sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped")
-    )
+    names = ("tests", "failures", "errors", "skipped")
+    total, failures, errors, skipped = (sum(int(s.get(k, 0)) for s in suites) for k in names)
     return total - failures - errors - skipped, failures + errors, skipped
 
 

@@ -73,9 +73,8 @@ def hashes(directory: Path) -> dict[str, str]:
     for name in sorted(checkpoint.manifest.tensors):
         values = checkpoint.read(name)
         head = f"{values.dtype} {tuple(values.shape)} ".encode()
-        result[name] = hashlib.sha256(
-            head + values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()[:16]
+        content = head + values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        result[name] = hashlib.sha256(content).hexdigest()[:16]
     return result
 
 

@@ -27,11 +27,8 @@ from megalite.train.setup import build_run
 from megalite.train.start.resume import Start, open_saver, pieces_to_save, resume, save
 from megalite.train.step import train_step
 
-TP, PP, VPP = (
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--num-virtual-stages-per-pipeline-rank",
-)
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+VPP = "--num-virtual-stages-per-pipeline-rank"
 NOZERO = "--no-use-distributed-optimizer"
 
 

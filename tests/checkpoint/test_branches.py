@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from loads import ALONE, BACKGROUND, row
 from ranks import run_ranks
+from token_files import full
 from train_cases import pretrain
 
 from megalite.checkpoint.run import foreground, loader
@@ -27,19 +29,16 @@ from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks
 from megalite.parallel.local_ranks import start_local
 from megalite.parallel.mesh import Mesh, build_mesh
-from megalite.parallel.spec import Box, Piece
+from megalite.parallel.spec import Piece
 from megalite.train import step as step_module
 from megalite.train.setup import build_run
 from megalite.train.start.origin import start_run
 
-ALONE = Mesh.alone()
 CPU = torch.device("cpu")
 
 
 def pieces(value: float, mesh: Mesh = ALONE) -> list[Piece]:
-    """Row `rank` of a matrix of as many rows as ranks."""
-    box = Box((mesh.world.rank, 0), (mesh.world.rank + 1, 8))
-    return [Piece("model/w", (mesh.world.size, 8), box, range(8), torch.full((8,), value))]
+    return [row(mesh, value)]
 
 
 def saved(directory: str | Path, *steps: int, value: float | None = None) -> None:
@@ -58,6 +57,10 @@ def names(directory: Path) -> list[str]:
     return sorted(p.name for p in directory.glob("*iter_*"))
 
 
+def dead(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def die_at_rename(patch: pytest.MonkeyPatch, last: int) -> None:
     """`last` renames are made, and none after them: whatever tidies up after an error is dead too."""
     real, calls = os.replace, itertools.count()
@@ -73,7 +76,7 @@ def die_at_rename(patch: pytest.MonkeyPatch, last: int) -> None:
 LEFT = ["abandoned-iter_0000003-left-at-0000002", "abandoned-iter_0000004-left-at-0000002"]
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@BACKGROUND
 def test_the_first_save_of_a_branch_renames_what_was_left(tmp_path: Path, background: bool) -> None:
     saved(tmp_path, 1, 2, 3, 4)
     one = Saver.open(tmp_path, ALONE, 0, keep_last=2, background=background)
@@ -135,9 +138,6 @@ def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monk
     saved(tmp_path, 1, 2, 3)
     one = Saver.open(tmp_path, ALONE, 0)
     one.begins_at(1)
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
 
     for broken in ("publish", "create"):
         with monkeypatch.context() as patch:
@@ -258,9 +258,7 @@ def test_a_start_that_fails_sends_nothing_and_so_deletes_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_saved_locally_first_both_places_are_left_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
-) -> None:
+def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monkeypatch, killed: bool) -> None:
     """Killed between the commit and the last renames, the next start finds the new branch in both."""
     fast, kept = tmp_path / "fast", tmp_path / "kept"
     saved(kept, 1, 2, 3)
@@ -271,10 +269,6 @@ def test_saved_locally_first_both_places_are_left_together(
     one = Saver.open(fast, ALONE, 0, keep_last=2, upload_to=kept)
     one.begins_at(1)
     if killed:
-
-        def dead(*args: Any) -> None:
-            raise KeyboardInterrupt
-
         with monkeypatch.context() as patch:
             patch.setattr(left_branch, "settle", dead)
             with pytest.raises(KeyboardInterrupt):
@@ -292,9 +286,7 @@ def test_saved_locally_first_both_places_are_left_together(
     assert sum("abandoned" in name for name in names(kept)) == 2 and sum("abandoned" in n for n in names(fast)) == 1
 
 
-def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_rename_of_two_places_one_branch_is_whole_in_both(tmp_path: Path, monkeypatch) -> None:
     """Both may hold the step that is saved first: the newest stays in the fast one after it was sent."""
     monkeypatch.setattr(Uploader, "_round", lambda self: None)
     left = "left-at-0000001"
@@ -448,17 +440,14 @@ def test_a_rollback_that_is_restarted_goes_on(run: Path) -> None:
 
 
 def test_a_rollback_on_two_ranks_goes_back_until_it_has_saved(run: Path) -> None:
-    code, said = on_two(run, f"{BACK} --exit-interval 5", killed_at=4)
-    assert code == 9 and "at step 4" in said and storage.steps_in(run) == [4, 6, 7], said
-    code, said = on_two(run, f"{BACK} --exit-interval 5")
-    assert code == 75 and "at step 4" in said and storage.steps_in(run) == [4, 5], said
-    code, said = on_two(run, f"{BACK} --exit-interval 5")
-    assert code == 0 and "at step 5" in said and storage.steps_in(run) == [5, 6, 8], said
+    for killed_at, code, steps in ((4, 9, [4, 6, 7]), (None, 75, [4, 5]), (None, 0, [5, 6, 8])):
+        found, said = on_two(run, f"{BACK} --exit-interval 5", killed_at)
+        assert found == code and f"at step {5 if code == 0 else 4}" in said and storage.steps_in(run) == steps, said
 
 
 def test_the_newest_of_the_same_command_may_be_damaged(run: Path) -> None:
-    alone(run, f"{BACK} --exit-interval 5")
-    alone(run, f"{BACK} --exit-interval 5")
+    for _ in range(2):
+        alone(run, f"{BACK} --exit-interval 5")
     assert storage.steps_in(run) == [5, 6, 8]
     for name in ("iter_0000008/manifest.json", "iter_0000006/rank-00000.safetensors"):
         (run / name).write_bytes(bytes((run / name).stat().st_size))
@@ -468,8 +457,11 @@ def test_the_newest_of_the_same_command_may_be_damaged(run: Path) -> None:
     assert len(list(run.glob("abandoned-*left-at-0000005"))) == 2
 
 
+TUNE = "--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local {}"
+
+
 def test_a_finetune_in_the_same_directory_goes_on(run: Path) -> None:
-    tune = f"--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local {run.with_name('fast')}"
+    tune = TUNE.format(run.with_name("fast"))
     code, said = alone(run, tune)
     assert code == 75 and "begins with" in said and "only the weights are loaded" in said, said
     assert storage.steps_in(run) == [2, 3] and len(list(run.glob("abandoned-*left-at-0000000"))) == 3
@@ -481,11 +473,9 @@ def test_a_finetune_in_the_same_directory_goes_on(run: Path) -> None:
     assert code == 0 and "at step 7" in said and "saved iter_" not in said
 
 
-def test_a_finetune_whose_fast_disk_is_lost_does_not_start_from_scratch(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finetune_whose_fast_disk_is_lost_does_not_start_from_scratch(run: Path, monkeypatch) -> None:
     """What it began with has been left, and what it saved never got here."""
-    tune = f"--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local {run.with_name('fast')}"
+    tune = TUNE.format(run.with_name("fast"))
     monkeypatch.setattr(Uploader, "_round", lambda self: None)
     assert alone(run, tune)[0] == 75 and not storage.steps_in(run)
     shutil.rmtree(run.with_name("fast"))

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,10 @@ import programs
 import pytest
 import torch
 from cover import rarely
+from loads import ALONE, BACKGROUND, flip, reseal, row, save_steps
+from loads import filled as pieces
 from ranks import run_ranks
+from test_start import built
 from train_cases import SMALL
 
 from megalite.checkpoint.format import hashing, reader, tensor_file
@@ -34,27 +36,14 @@ from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.file_system import LocalFile, LocalStorage
-from megalite.config import cli
 from megalite.config.toml import to_toml
-from megalite.models.families import PRESETS
-from megalite.parallel.launch import Ranks
-from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import Box, Piece
-from megalite.train.setup import build_run
 from megalite.train.start.resume import Start, open_saver, resume, save
 from megalite.train.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = Mesh.alone()
 CPU = torch.device("cpu")
-
-
-def pieces(value: float, rows: int = 4) -> list[Piece]:
-    box = Box((0, 0), (rows, 1 << 14))
-    data = lambda: torch.full((box.numel,), value)  # noqa: E731
-    return [Piece(f"model/{n}", box.stop, box, range(box.numel), data()) for n in range(3)]
-
-
 # ---- killed
 
 
@@ -71,7 +60,7 @@ def _save_for_ever(directory: str, background: bool, told: Any) -> None:
                 told.send_bytes(line.split()[1].strip(",").encode())
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@BACKGROUND
 def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Path, background: bool) -> None:
     """kill -9 twenty times each; what was told to be saved is never lost, and leftovers are swept by the next start.
     A few saves are waited for first, so that however slow the machine is, most kills hit one in the middle."""
@@ -114,33 +103,24 @@ def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Pa
 def test_the_program_killed_while_it_saves_goes_on(tmp_path: Path) -> None:
     flags = [*SMALL, "--nproc", "2", "--save", str(tmp_path), "--load", str(tmp_path), "--async-save"]
     flags += ["--save-interval", "1", "--keep-last", "3", "--lr-decay-style", "constant"]
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-    first = [*words, "--train-iters", "100000"]
+    first = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--train-iters", "100000"]
     process = programs.Popen(first, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("committed iter_0000004"):
-                break
+        any(line.startswith("committed iter_0000004") for line in process.stdout)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     found = loads.newest(tmp_path, ALONE)
     assert found is not None
     step = found[1].state["progress"]["step"]
-    done = programs.run([*words, "--train-iters", str(step + 2)], capture_output=True, text=True, cwd=ROOT, timeout=90)
+    done = programs.python("pretrain_gpt.py", *flags, "--train-iters", str(step + 2))
     assert done.returncode == 0, done.stderr
     assert f"at step {step}\n" in done.stdout and f"committed iter_{step + 2:07d}" in done.stdout
     assert not list(tmp_path.glob(".iter_*"))
 
 
 # ---- damaged
-
-
-def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8 % len(content)] ^= 1 << bit % 8
-    path.write_bytes(content)
 
 
 DAMAGE = {
@@ -157,9 +137,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00002.safetensors", "manifest.json", "COMPLETE"])
-def test_a_damaged_file_is_named_and_the_one_before_is_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, damage: str
-) -> None:
+def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, capsys, name: str, damage: str) -> None:
     from test_checkpoint import cut, save_all
 
     for step in (1, 2):
@@ -175,13 +153,13 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
-def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(tmp_path: Path, damage: str) -> None:
+def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(
+    tmp_path: Path, monkeypatch, damage: str
+) -> None:
     """The pieces hold the older checkpoint whole, or, where there is none, nothing that anyone could train on."""
-    small = pytest.MonkeyPatch()
-    small.setattr(tensor_file.write, "__defaults__", (1 << 12,))  # damage in the middle: some is filled before it
-    for step in (1, 2):
-        foreground.save(tmp_path, step, pieces(float(step)), {"step": step}, ALONE)
-    small.undo()
+    with monkeypatch.context() as small:  # damage in the middle: some is filled before it
+        small.setattr(tensor_file.write, "__defaults__", (1 << 12,))
+        save_steps(tmp_path, 1, 2)
     DAMAGE[damage](tmp_path / "iter_0000002" / "rank-00000.safetensors")
     targets = pieces(9.0)
     wanted = lambda *_: loader.Wanted(targets, exact=True)  # noqa: E731
@@ -199,13 +177,10 @@ def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(tmp_pa
 
 def _one_rank_finds_it(directory: str) -> tuple[float, list[float]]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    rank, n = mesh.world.rank, 1 << 10
-    box = Box((rank, 0), (rank + 1, n))
-    target = Piece("model/w", (2, n), box, range(n), torch.zeros(n))
     for step in (1, 2):
-        target.data.fill_(10.0 * step + rank)
+        target = row(mesh, 10.0 * step + mesh.world.rank, 1 << 10)
         foreground.save(directory, step, [target], {"step": step}, mesh)
-    if rank == 0:
+    if mesh.world.rank == 0:
         flip(Path(directory) / "iter_0000002" / "rank-00001.safetensors", 8 * 5000)
     torch.distributed.barrier()
     found = loader.load(directory, mesh, lambda *_: loader.Wanted([target], exact=True))
@@ -243,8 +218,7 @@ def test_one_that_is_pruned_while_it_is_loaded_sends_all_ranks_to_the_one_before
 
 
 def test_pruned_while_it_is_loaded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (1, 2):
-        foreground.save(tmp_path, step, pieces(float(step)), {"step": step}, ALONE)
+    save_steps(tmp_path, 1, 2)
     real = LocalStorage.reading
 
     def reading(self: LocalStorage, folder: Path) -> Any:
@@ -287,18 +261,19 @@ def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pyt
 
 def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (foreground.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
-    for name in ("rank-00000.safetensors", "manifest.json"):
+
+    def swap(name: str) -> None:
         (one / name).rename(tmp_path / "x")
         (two / name).rename(one / name)
         (tmp_path / "x").rename(two / name)
+
+    for name in ("rank-00000.safetensors", "manifest.json"):
+        swap(name)
         with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
             loads.newest(tmp_path, ALONE)
         assert name in capsys.readouterr().err
-        (one / name).rename(tmp_path / "x")
-        (two / name).rename(one / name)
-        (tmp_path / "x").rename(two / name)
-    stranger = two / "rank-00007.safetensors"  # that no manifest names: not looked at
-    stranger.write_bytes(b"stale")
+        swap(name)
+    (two / "rank-00007.safetensors").write_bytes(b"stale")  # that no manifest names: not looked at
     assert loads.newest(tmp_path, ALONE)[0] == two  # type: ignore[index]
 
 
@@ -327,8 +302,7 @@ def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: py
 
 
 def test_the_tracker_file_is_never_believed(tmp_path: Path) -> None:
-    for step in (3, 4):
-        foreground.save(tmp_path, step, pieces(1.0), {"step": step}, ALONE)
+    save_steps(tmp_path, 3, 4)
     for text in (b"", b"99\n", b"\xff\xfe", b"release\n", b"-1"):
         (tmp_path / storage.TRACKER).write_bytes(text)
         found = loads.newest(tmp_path, ALONE)
@@ -343,11 +317,6 @@ def test_the_tracker_file_is_never_believed(tmp_path: Path) -> None:
 
 
 # ---- hostile
-
-
-def reseal(folder: Path, data: object) -> None:
-    (folder / "manifest.json").write_text(data if isinstance(data, str) else json.dumps(data))
-    (folder / "COMPLETE").write_text(sha256((folder / "manifest.json").read_bytes()).hexdigest())
 
 
 def mutated(data: Any, rng: random.Random) -> Any:
@@ -368,9 +337,7 @@ def mutated(data: Any, rng: random.Random) -> Any:
     return data
 
 
-def test_five_hundred_hostile_manifests_are_refused_or_harmless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_five_hundred_hostile_manifests_are_refused_or_harmless(tmp_path: Path, monkeypatch) -> None:
     folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1)[:2], {"progress": {"step": 1}}, ALONE)
     sealed = json.loads((folder / "manifest.json").read_text())
     opened: list[str] = []
@@ -415,8 +382,7 @@ def test_many_boxes_are_checked_in_a_tests_time(tmp_path: Path, dims: int) -> No
     data = json.loads((folder / "manifest.json").read_text())
     count, tensor = 90_000, data["tensors"]["model/0"]
     file, key = tensor["parts"][0][:2]
-    ones = [1] * (dims - 1)
-    zeros = [0] * (dims - 1)
+    ones, zeros = [1] * (dims - 1), [0] * (dims - 1)
     parts = [[file, key, [*zeros, i], [*ones, i + 1]] for i in range(count)]
     for last in (count - 1, 0):  # all of them; one twice in place of the last
         data["tensors"]["model/0"] = {**tensor, "shape": [*ones, count], "parts": [*parts[:-1], parts[last]]}
@@ -470,15 +436,11 @@ def test_nothing_is_unpickled_while_saving_and_resuming(tmp_path: Path, monkeypa
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("a pickle was read")
 
-    monkeypatch.setattr(pickle, "Unpickler", never)
-    monkeypatch.setattr(pickle, "loads", never)
-    monkeypatch.setattr(pickle, "load", never)
-    monkeypatch.setattr(torch, "load", never)
+    for module, name in ((pickle, "Unpickler"), (pickle, "loads"), (pickle, "load"), (torch, "load")):
+        monkeypatch.setattr(module, name, never)
     real = np.load
     monkeypatch.setattr(np, "load", lambda *a, **k: never() if k.get("allow_pickle") else real(*a, **k))
-    flags = [*SMALL, "--train-iters", "4", "--save", str(tmp_path), "--save-interval", "2"]
-    config = cli.parse(flags, PRESETS)
-    run = build_run(config, Ranks(), CPU)
+    run, config = built("--save", str(tmp_path), "--save-interval", "2")
     train_step(run)
     for name in ("rank-00000.pt", "COMPLETE.pkl", "evil.npy"):  # planted: never opened
         (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
@@ -487,27 +449,7 @@ def test_nothing_is_unpickled_while_saving_and_resuming(tmp_path: Path, monkeypa
         assert one is not None
         one.background = background
         save(run, one, to_toml(config))
-        one.wait()
         one.close()
         assert resume(run, str(tmp_path), config, Start()) is not None
         train_step(run)
     run.close()
-
-
-def test_a_pickle_in_the_place_of_every_file_is_refused(tmp_path: Path) -> None:
-    canary = tmp_path / "pwned"
-
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.system, (f"touch {canary}",)
-
-    for protocol in (0, 2, 4):
-        folder = foreground.save(tmp_path, 1, pieces(1.0, rows=1), {}, ALONE)
-        for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
-            kept = (folder / name).read_bytes()
-            (folder / name).write_bytes(pickle.dumps(Evil(), protocol))
-            with pytest.raises(CheckpointError):
-                loads.newest(tmp_path, ALONE)
-            (folder / name).write_bytes(kept)
-        shutil.rmtree(folder)
-    assert not canary.exists()

@@ -8,12 +8,12 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loads import reseal
 from make_fixtures import CASES, FOLDER, write_tokens
 
 import megalite
@@ -27,29 +27,8 @@ from megalite.train.setup import SetupError, build_run
 from megalite.train.start.resume import Start, resume
 from megalite.train.state import Run
 
-WRONG: list[Any] = [
-    None,
-    True,
-    -1,
-    2**63,
-    2**200,
-    1e308,
-    0.5,
-    float("nan"),
-    "",
-    "NaN",
-    "1",
-    "\0",
-    [],
-    [1],
-    {},
-    {"a": 1},
-]
-
-
-def reseal(folder: Path, data: object) -> None:
-    (folder / "manifest.json").write_text(json.dumps(data))
-    (folder / "COMPLETE").write_text(sha256((folder / "manifest.json").read_bytes()).hexdigest())
+NUMBERS: list[Any] = [None, True, -1, 2**63, 2**200, 1e308, 0.5, math.nan]
+WRONG = [*NUMBERS, "", "NaN", "1", "\0", [], [1], {}, {"a": 1}]
 
 
 def places(data: Any, *above: Any) -> Iterator[tuple[Any, ...]]:

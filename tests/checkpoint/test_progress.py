@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import programs
@@ -16,12 +15,8 @@ from megalite.config import console
 from megalite.interop import convert
 from megalite.train.start.origin import start_run
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_a_line_now_and_then_and_none_for_what_is_short(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_now_and_then_and_none_for_what_is_short(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     one = console.told("loading X", 50, "tensors")
@@ -34,24 +29,9 @@ def test_a_line_now_and_then_and_none_for_what_is_short(
 @pytest.mark.parametrize("style", rarely(["megalite", "megatron"], ["megalite"], str, guards=("megalite/checkpoint",)))
 def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     where = str(tmp_path / "run")
-    words = [
-        *SMALL,
-        "--train-iters",
-        "2",
-        "--lr-decay-iters",
-        "9",
-        "--save",
-        where,
-        "--save-interval",
-        "2",
-        "--log-style",
-        style,
-    ]
+    words = f"--lr-decay-iters 9 --save {where} --load {where} --save-interval 2 --log-style {style}".split()
     for iters in ("2", "3"):
-        words[words.index("--train-iters") + 1] = iters
-        done = programs.run(
-            [sys.executable, "pretrain_gpt.py", *words, "--load", where], cwd=ROOT, capture_output=True, text=True
-        )
+        done = programs.python("pretrain_gpt.py", *SMALL, *words, "--train-iters", iters)
         assert done.returncode == 0, done.stderr
     wanted = {
         "megalite": (

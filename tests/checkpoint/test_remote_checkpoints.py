@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -22,6 +23,7 @@ import pytest
 import torch
 from cover import rarely
 from fsspec.implementations.memory import MemoryFileSystem
+from loads import ALONE, BACKGROUND, filled, row
 from ranks import run_ranks
 from train_cases import SMALL
 
@@ -34,11 +36,10 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import location, object_store
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError, Url, parse
-from megalite.parallel.mesh import Mesh, build_mesh
+from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import Box, Piece
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = Mesh.alone()
 CPU = torch.device("cpu")
 KINDS = ["memory", "s3"]
 WHEN = ["at once", "in the background"].__getitem__
@@ -81,10 +82,7 @@ def _aws() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_") or name == "NO_PROXY"}
 
 
-def pieces(value: float, rows: int = 4) -> list[Piece]:
-    box = Box((0, 0), (rows, 1 << 12))
-    data = lambda: torch.full((box.numel,), value)  # noqa: E731
-    return [Piece(f"model/{n}", box.stop, box, range(box.numel), data()) for n in range(2)]
+pieces = functools.partial(filled, columns=1 << 12, count=2)
 
 
 def files(url: str) -> dict[str, int]:
@@ -115,7 +113,7 @@ def loaded(url: str) -> float:
     return value
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@BACKGROUND
 def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     put, create = object_store.RemoteStorage.put, object_store.RemoteStorage.create
@@ -155,9 +153,7 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
-def test_damage_is_named_and_the_one_before_is_taken(
-    base: str, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_named_and_the_one_before_is_taken(base: str, damage: str, capsys) -> None:
     for step in (1, 2):
         foreground.save(base, step, pieces(float(step)), {}, ALONE)
     for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
@@ -418,14 +414,11 @@ def test_memory_is_not_shared_by_ranks() -> None:
 def _save_rows(base: str, background: bool, environment: dict[str, str]) -> float:
     os.environ.update(environment)  # a rank has that of the fork server
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    rank, world = mesh.world.rank, mesh.world.size
     one = Saver.open(base, mesh, 0, background=background)
-    box = Box((rank, 0), (rank + 1, 8))
-    rows = lambda step: Piece("model/w", (world, 8), box, range(8), torch.full((8,), 10.0 * step + rank))  # noqa: E731
     for step in (1, 2):
-        one.save(step, [rows(step)], {"step": step})
+        one.save(step, [row(mesh, 10.0 * step + mesh.world.rank)], {"step": step})
     one.wait()
-    found, target = loads.newest(base, mesh), rows(0)
+    found, target = loads.newest(base, mesh), row(mesh, 0.0)
     assert found is not None
     loads.fill(*found, [target], mesh, exact=True)
     one.close()
@@ -474,17 +467,16 @@ here._save_for_ever({on_s3!r}, {background})
             if line.startswith(("saved", "committed")):
                 promised = int(line.split()[1].strip(",")[5:])
         assert loaded(on_s3) >= promised
-    last = Saver.open(on_s3, ALONE, 0)
-    last.close()
+    Saver.open(on_s3, ALONE, 0).close()
     for step in storage.steps_in(on_s3):
         assert retention.is_complete(storage.folder_of(on_s3, step))
 
 
 def test_the_program_saves_to_a_store_and_goes_on_from_it(on_s3: str, tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--save", on_s3, "--load", on_s3]
-    words += ["--save-interval", "2", "--keep-last", "1", "--nproc", "2", "--lr-decay-style", "constant"]
+    words = [*SMALL, "--save", on_s3, "--load", on_s3, "--save-interval", "2", "--keep-last", "1", "--nproc", "2"]
     for last in ("3", "5"):
-        done = programs.run([*words, "--train-iters", last], capture_output=True, text=True, cwd=tmp_path, timeout=90)
+        more = ["--lr-decay-style", "constant", "--train-iters", last]
+        done = programs.python("pretrain_gpt.py", *words, *more, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert f"resumed from {on_s3}/iter_0000003 at step 3" in done.stdout
     assert storage.steps_in(on_s3) == [5]

@@ -6,23 +6,24 @@ import json
 import math
 import os
 import shutil
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import programs
 import pytest
-import tokenizers
 import torch
 from ranks import run_ranks
+from token_files import byte_level_bpe
 from train_cases import SMALL, pretrain, train
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import writer
 from megalite.checkpoint.format.manifest import CheckpointError, ElsewhereError
 from megalite.checkpoint.run.background_save import HostCopy
+from megalite.checkpoint.storage.file_system import Lock
 from megalite.config import cli
 from megalite.config.options import Config, ConfigError
 from megalite.config.toml import to_toml
@@ -47,9 +48,29 @@ def parse(*flags: str, base: list[str] | None = None) -> Config:
     return cli.parse([*(base or SMALL), "--train-iters", "6", *flags], PRESETS)
 
 
+OPEN: list[Run] = []  # by the test
+
+
 def built(*flags: str) -> tuple[Run, Config]:
     config = parse(*flags)
-    return build_run(config, Ranks(), CPU), config
+    OPEN.append(build_run(config, Ranks(), CPU))
+    return OPEN[-1], config
+
+
+@pytest.fixture(autouse=True)
+def runs_are_closed() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+def save_step(run: Run, config: Config, **how: bool) -> None:
+    """A step, and its checkpoint."""
+    saver = open_saver(run, config)
+    assert saver is not None
+    train_step(run)
+    save(run, saver, to_toml(config), **how)
+    saver.close()
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -65,14 +86,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
     """Checkpoints of steps 1, 2, 3 of one run, and its weights then."""
     folder = tmp_path_factory.mktemp("saved")
     run, config = built("--save", str(folder), "--save-interval", "1")
-    saver, then = open_saver(run, config), {}
-    assert saver is not None
+    then = {}
     for step in (1, 2, 3):
-        train_step(run)
-        save(run, saver, to_toml(config))
+        save_step(run, config)
         then[step] = weights(run)
-    saver.close()
-    run.close()
     return folder, then
 
 
@@ -80,9 +97,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_step_that_comes_at_once_changes_nothing_of_what_is_being_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_comes_at_once_changes_nothing_of_what_is_being_saved(tmp_path: Path, monkeypatch) -> None:
     """The copy begins when the forward and the backward have long begun; the update waits."""
     copy, wait, asked = HostCopy._parts, HostCopy.wait_before_change, threading.Event()
 
@@ -103,12 +118,10 @@ def test_a_step_that_comes_at_once_changes_nothing_of_what_is_being_saved(
     assert saver.waited_s > 0.1 and not same(weights(run), then)
     saver.wait()
     saver.close()
-    run.close()
     again, config = built("--load", str(tmp_path))
     start_run(again, config)
     assert again.state.step == 1 and same(weights(again), then)
     assert all(torch.equal(a, b) for a, b in zip(state(again, "optimizer"), moments, strict=True))
-    again.close()
 
 
 def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:
@@ -117,11 +130,8 @@ def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:
     found, notes = start_run(run, config)
     assert found is not None and found.name == "iter_0000002" and run.state.step == 2 and notes == []
     assert same(weights(run), then[2]) and run.state.consumed_samples == 16
-    run.close()
-    run, config = built("--load", str(folder), "--ckpt-step", "7")
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
-        start_run(run, config)
-    run.close()
+        start_run(*built("--load", str(folder), "--ckpt-step", "7"))
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
@@ -133,7 +143,6 @@ def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], 
     _, notes = start_run(run, config)
     assert run.state.step == 3 and run.optimizer.updates == 0 and same(weights(run), wanted)
     assert not any(t.any() for t in state(run, "optimizer.exp_avg")) and "begin at zero" in notes[0]
-    run.close()
     run, config = built("--load", str(folder), "--finetune", *precision)
     _, notes = start_run(run, config)
     assert run.state.step == run.state.consumed_samples == run.optimizer.updates == 0 and same(weights(run), wanted)
@@ -141,28 +150,21 @@ def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], 
         for main, weight in zip(state(run, "optimizer.main"), state(run, "model"), strict=True):
             assert torch.equal(main, weight.float())
     assert "begin afresh" in notes[0]
-    first = train_step(run)
-    run.close()
-    assert first.loss > 0
+    assert train_step(run).loss > 0
 
 
 def test_a_misspelt_load_names_what_is_near_and_holds_checkpoints(saved: tuple[Path, dict], tmp_path: Path) -> None:
     (tmp_path / "run-seven").symlink_to(saved[0])
     (tmp_path / "run-even").mkdir()  # near, but empty
-    run, config = built("--load", str(wrong := tmp_path / "run-sevn"))
-    found, notes = start_run(run, config)
+    wrong = str(tmp_path / "run-sevn")
+    found, notes = start_run(*built("--load", wrong))
+    near = f"load={wrong!r} holds no checkpoint, but {tmp_path}/run-seven does"
     assert found is None
-    assert notes == [
-        f"load={str(wrong)!r} holds no checkpoint, but {tmp_path}/run-seven does: the run starts from scratch; --exit-on-missing-checkpoint stops it"
-    ]
-    run.close()
-    run, config = built("--load", str(wrong), "--exit-on-missing-checkpoint")
+    assert notes == [f"{near}: the run starts from scratch; --exit-on-missing-checkpoint stops it"]
     with pytest.raises(SetupError, match="run-seven does; drop --exit-on-missing"):
-        start_run(run, config)
-    run.close()
-    run, config = built("--load", str(tmp_path / "other"))
-    assert "holds no checkpoint and does not exist: the run starts" in start_run(run, config)[1][0]
-    run.close()
+        start_run(*built("--load", wrong, "--exit-on-missing-checkpoint"))
+    other = built("--load", str(tmp_path / "other"))
+    assert "holds no checkpoint and does not exist: the run starts" in start_run(*other)[1][0]
 
 
 def test_pretrained_checkpoint_is_for_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
@@ -170,85 +172,64 @@ def test_pretrained_checkpoint_is_for_an_empty_load(saved: tuple[Path, dict], tm
     run, config = built("--load", str(tmp_path), "--pretrained-checkpoint", str(folder))
     found, _ = start_run(run, config)
     assert found is not None and run.state.step == 0 and same(weights(run), then[3])
-    run.close()
     run, config = built("--load", str(folder), "--pretrained-checkpoint", "/no/such")  # not looked at
     start_run(run, config)
     assert run.state.step == 3
-    run.close()
-    run, config = built("--pretrained-checkpoint", str(tmp_path))
     with pytest.raises(SetupError, match="pretrained_checkpoint=.* holds no checkpoint"):
-        start_run(run, config)
-    run.close()
+        start_run(*built("--pretrained-checkpoint", str(tmp_path)))
 
 
 def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval", "1", "--no-save-optim", "--bf16")
-    saver = open_saver(run, config)
-    assert saver is not None
-    train_step(run)
-    save(run, saver, to_toml(config), optimizer=not config.checkpoint.no_save_optim)
-    saver.close()
-    before = weights(run)
+    save_step(run, config, optimizer=not config.checkpoint.no_save_optim)
     assert {name.partition("/")[0] for name in offline.open_checkpoint(tmp_path).manifest.tensors} == {"model"}
-    run.close()
-    run, config = built("--load", str(tmp_path), "--bf16")
+    load = ["--load", str(tmp_path), "--bf16"]
     with pytest.raises(SetupError, match="holds no optimizer state: add --no-load-optim"):
-        start_run(run, config)
-    run.close()
-    run, config = built("--load", str(tmp_path), "--bf16", "--squared-relu")
+        start_run(*built(*load))
     with pytest.raises(SetupError, match="(?s)activation: 'squared_relu' here.*holds no optimizer state"):
-        start_run(run, config)  # both at once
-    run.close()
-    run, config = built("--load", str(tmp_path), "--bf16", "--no-load-optim")
-    start_run(run, config)
-    assert same(weights(run), before) and run.state.step == 1
-    run.close()
+        start_run(*built(*load, "--squared-relu"))  # both at once
+    again, config = built(*load, "--no-load-optim")
+    start_run(again, config)
+    assert same(weights(again), weights(run)) and again.state.step == 1
 
 
-MISMATCHES = {
+MISMATCHES = {  # flags, the remedy, what is said
     "width": (
-        ["--ffn-hidden-size", "64"],
-        ["ffn_hidden_size: 64 here, 128 in the", "12 tensors, as layers.0.mlp.down: (32, 64) here, (32, 128) in the"],
-        "--use-checkpoint-args",
+        *("--ffn-hidden-size 64", "--use-checkpoint-args", "ffn_hidden_size: 64 here, 128 in the"),
+        "12 tensors, as layers.0.mlp.down: (32, 64) here, (32, 128) in the",
     ),
     "depth": (
-        ["--num-layers", "3"],
-        ["num_layers: 3 here, 4", "as layers.3.attention.kv: nothing here, (2, 32, 32)"],
-        "--use-checkpoint-args",
+        *("--num-layers 3", "--use-checkpoint-args", "num_layers: 3 here, 4"),
+        "as layers.3.attention.kv: nothing here, (2, 32, 32)",
     ),
     "deeper": (
-        ["--num-layers", "5"],
-        ["num_layers: 5 here, 4", "as layers.4.attention.kv: (2, 32, 32) here, nothing"],
-        "--use-checkpoint-args",
+        *("--num-layers 5", "--use-checkpoint-args", "num_layers: 5 here, 4"),
+        "as layers.4.attention.kv: (2, 32, 32) here, nothing",
     ),
     "same shapes": (
-        ["--norm-epsilon", "1e-6", "--squared-relu"],
-        ["norm_epsilon: 1e-06 here", "activation: 'squared_relu'"],
-        "--finetune",
+        *("--norm-epsilon 1e-6 --squared-relu", "--finetune", "norm_epsilon: 1e-06 here"),
+        "activation: 'squared_relu'",
     ),
     "all": (
-        "--num-layers 5 --ffn-hidden-size 64 --squared-relu --norm-epsilon 1e-6 --qk-layernorm --vocab-size 95".split(),
-        ["num_layers: 5", "ffn_hidden_size: 64", "and 3 more options"],
-        "--use-checkpoint-args",
+        "--num-layers 5 --ffn-hidden-size 64 --squared-relu --norm-epsilon 1e-6 --qk-layernorm --vocab-size 95",
+        *("--use-checkpoint-args", "num_layers: 5", "ffn_hidden_size: 64", "and 3 more options"),
     ),
-    "vocabulary": (["--vocab-size", "95"], ["vocab_size: 95 here, 93 in the checkpoint"], "give its options"),
+    "vocabulary": ("--vocab-size 95", "give its options", "vocab_size: 95 here, 93 in the checkpoint"),
     "optimizer": (
-        ["--optimizer", "sgd"],
-        ["optimizer: momentum_buffer float32 here, exp_avg float32, exp_avg_sq float32 in the checkpoint"],
-        "--no-load-optim",
+        *("--optimizer sgd", "--no-load-optim"),
+        "optimizer: momentum_buffer float32 here, exp_avg float32, exp_avg_sq float32 in the checkpoint",
     ),
     "moments": (
-        ["--exp-avg-dtype", "bf16"],
-        ["optimizer: exp_avg bfloat16, exp_avg_sq float32 here, exp_avg float32, exp"],
-        "--no-load-optim",
+        *("--exp-avg-dtype bf16", "--no-load-optim"),
+        "optimizer: exp_avg bfloat16, exp_avg_sq float32 here, exp_avg float32, exp",
     ),
 }
 
 
 @pytest.mark.parametrize("what", sorted(MISMATCHES))
 def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], what: str) -> None:
-    flags, texts, remedy = MISMATCHES[what]
-    run, config = built("--load", str(saved[0]), *flags)
+    flags, remedy, *texts = MISMATCHES[what]
+    run, config = built("--load", str(saved[0]), *flags.split())
     before = weights(run)
     with pytest.raises(SetupError) as error:
         start_run(run, config)
@@ -257,7 +238,6 @@ def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], w
     for text in texts:
         assert text in str(error.value), str(error.value)
     assert same(weights(run), before) and run.state.step == 0
-    run.close()
 
 
 ROPE = "--position-embedding-type rope"
@@ -292,9 +272,8 @@ def test_what_changes_the_meaning_of_weights_is_a_difference(here: str, there: s
 
 
 def _kept(run: Run, kind: str) -> dict[str, torch.Tensor]:
-    return {
-        p.name.partition("/")[2]: p.data.clone() for e in run.optimizer.pieces() if (p := e.piece).name.startswith(kind)
-    }
+    pieces = (entry.piece for entry in run.optimizer.pieces())
+    return {p.name.partition("/")[2]: p.data.clone() for p in pieces if p.name.startswith(kind)}
 
 
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
@@ -303,13 +282,8 @@ PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
 @pytest.mark.parametrize("before,after", [(a, b) for a in PRECISIONS for b in PRECISIONS if a != b])
 def test_a_run_goes_on_in_another_precision_with_the_same_main_weights(before: str, after: str, tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval", "1", *PRECISIONS[before])
-    saver = open_saver(run, config)
-    assert saver is not None
-    train_step(run)
-    save(run, saver, to_toml(config))
+    save_step(run, config)
     main = [_kept(run, "model/" if before == "fp32" else "optimizer.main/"), _kept(run, "optimizer.exp_avg_sq/")]
-    saver.close()
-    run.close()
     run, config = built("--load", str(tmp_path), *PRECISIONS[after])
     _, notes = start_run(run, config)
     found = [_kept(run, "model/" if after == "fp32" else "optimizer.main/"), _kept(run, "optimizer.exp_avg_sq/")]
@@ -318,30 +292,11 @@ def test_a_run_goes_on_in_another_precision_with_the_same_main_weights(before: s
     assert same(_kept(run, "model/"), half)
     assert any("the main weights continue bit for bit" in note for note in notes)
     assert run.loss_scaler.dynamic == (after == "fp16") and math.isfinite(train_step(run).loss)
-    run.close()
-
-
-def _refused(folder: str) -> tuple[str, int]:
-    """What a rank of two stages raises."""
-    import torch.distributed as dist
-
-    config = parse("--load", folder, "--num-layers", "6", "--pipeline-model-parallel-size", "2")
-    run = build_run(config, Ranks(dist.get_rank(), 2), CPU)
-    with pytest.raises(SetupError) as error:
-        start_run(run, config)
-    run.close()
-    return str(error.value), dist.get_rank()
-
-
-def test_all_ranks_refuse_in_the_same_words(saved: tuple[Path, dict]) -> None:
-    first, second = run_ranks(2, _refused, str(saved[0]))
-    assert first[0] == second[0] and "num_layers: 6 here, 4 in the checkpoint" in first[0]
 
 
 def test_the_program_refuses_once_with_the_code_of_usage(saved: tuple[Path, dict], tmp_path: Path) -> None:
     words = [*SMALL, "--train-iters", "6", "--load", str(saved[0]), "--num-layers", "6", "--run-dir", str(tmp_path)]
-    words += ["--nproc", "2", "--pipeline-model-parallel-size", "2"]
-    done = programs.run([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, capture_output=True, text=True)
+    done = programs.python("pretrain_gpt.py", *words, "--nproc", "2", "--pipeline-model-parallel-size", "2")
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
     assert len(lines) == 4 and sum("num_layers: 6 here" in line for line in lines) == 1, done.stderr
@@ -352,7 +307,6 @@ def test_what_may_change_on_the_way(saved: tuple[Path, dict]) -> None:
     run, config = built("--load", str(saved[0]), *free.split(), "--group-query-attention", "--kv-channels", "8")
     start_run(run, config)
     assert run.state.step == 3
-    run.close()
 
 
 # ---- the model's options from the checkpoint
@@ -367,9 +321,9 @@ def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
     whole = with_checkpoint_args(config)
     assert whole.model == parse().model
     run = build_run(whole, Ranks(), CPU)
+    OPEN.append(run)
     start_run(run, whole)
     assert same(weights(run), then[3])
-    run.close()
     changed = with_checkpoint_args(parse("--load", str(folder), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
     assert changed.model.hidden_dropout == 0.3 and changed.model.num_layers == 4
     wrong = parse("--load", str(folder), "--num-layers", "8", "--swiglu", base=WITHOUT_MODEL)
@@ -381,9 +335,7 @@ def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
     assert with_checkpoint_args(parse()) == parse()  # not asked for
 
 
-def test_use_checkpoint_args_tells_what_it_passes_over(
-    saved: tuple[Path, dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict], tmp_path: Path, capsys) -> None:
     shutil.copytree(saved[0], tmp_path / "run")
     newest = max((tmp_path / "run").glob("iter_*"))
     (newest / "manifest.json").write_text("{")
@@ -396,19 +348,23 @@ def test_use_checkpoint_args_tells_what_it_passes_over(
         with_checkpoint_args(config)
 
 
-def test_flags_without_effect_are_refused() -> None:
-    cases = {
-        "ckpt_step=3 has no effect; add --load": ["--ckpt-step", "3"],
-        "finetune=True has no effect; add --load": ["--finetune"],
-        "keep_last=2 has no effect; add --save": ["--keep-last", "2"],
-        "no_load_optim has no effect with --finetune": ["--load", "x", "--finetune", "--no-load-optim"],
-        "use_checkpoint_args needs --load": ["--use-checkpoint-args"],
-        "save_retain_interval=0 is too small": ["--save", "x", "--save-interval", "1", "--save-retain-interval", "0"],
-    }
-    for text, flags in cases.items():
-        with pytest.raises(ConfigError) as error:
-            cli.read([*SMALL, "--train-iters", "6", *flags], PRESETS)
-        assert text in str(error.value)
+@pytest.mark.parametrize(
+    "flags,text",
+    [
+        ("--ckpt-step 3", "ckpt_step=3 has no effect; add --load"),
+        ("--finetune", "finetune=True has no effect; add --load"),
+        ("--keep-last 2", "keep_last=2 has no effect; add --save"),
+        ("--load x --finetune --no-load-optim", "no_load_optim has no effect with --finetune"),
+        ("--use-checkpoint-args", "use_checkpoint_args needs --load"),
+        ("--save x --save-interval 1 --save-retain-interval 0", "save_retain_interval=0 is too small"),
+    ],
+)
+def test_flags_without_effect_are_refused(flags: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        cli.read([*SMALL, "--train-iters", "6", *flags.split()], PRESETS)
+
+
+def test_flags_that_need_nothing_are_noted() -> None:
     made, notes = cli.read([*SMALL, "--train-iters", "6", "--no-load-rng", "--no-save-rng"], PRESETS)
     assert len(notes) == 1 and "--no-load-rng, --no-save-rng (random numbers have no state" in notes[0]
     for flags, value in (([], "auto"), (["--async-save"], "on"), (["--no-async-save"], "off")):
@@ -427,7 +383,6 @@ def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
     saver.save = lambda step, *a, **k: (made.append(step), real(step, *a, **k))[1]  # type: ignore[method-assign]
     assert train(run, config, tmp_path, saver)[0] is Exit.DONE
     saver.close()
-    run.close()
     assert made == [1, 2, 3, 4, 5, 6]
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
@@ -440,8 +395,6 @@ def test_without_an_interval_a_run_saves_where_it_ends_or_stops(tmp_path: Path) 
 
 def _broken_writer(directory: str, broken: int) -> tuple[str, int, bool]:
     """A run of two ranks, on one of which the writer in the background fails at step 2."""
-    from megalite.checkpoint.format import writer
-
     rank = torch.distributed.get_rank()
     real = writer.write_rank
 
@@ -454,11 +407,9 @@ def _broken_writer(directory: str, broken: int) -> tuple[str, int, bool]:
     config = parse("--save", directory, "--save-interval", "2", "--async-save", "--train-iters", "1000")
     run = build_run(config, Ranks(rank, 2), CPU)
     saver = open_saver(run, config)
-    assert saver is not None
     with pytest.raises(CheckpointError) as error:
         train(run, config, Path(directory), saver)
     saver.close()
-    run.close()
     return str(error.value), run.state.step, isinstance(error.value, ElsewhereError)
 
 
@@ -472,9 +423,7 @@ def test_a_background_error_ends_the_run_at_the_same_step_on_all_ranks(tmp_path:
 
 
 @pytest.mark.parametrize("kind", [NonFiniteError, KeyboardInterrupt])
-def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
-) -> None:
+def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Path, monkeypatch, kind: type) -> None:
     """Nobody asks for it any more: neither a step nor another save comes after it."""
     failed, real = threading.Event(), step_module.train_step
 
@@ -507,40 +456,27 @@ def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(
 
 
 def test_the_program_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path: Path) -> None:
-    from megalite.checkpoint.storage.file_system import Lock
 
     theirs = '{"outcome": "running", "step": 7}'
     (tmp_path / "status.json").write_text(theirs)
     lock = Lock(tmp_path)
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2"]
-    words += ["--save", str(tmp_path), "--save-interval", "1", "--nproc", "2"]
-    done = programs.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    flags = ["--train-iters", "2", "--save", str(tmp_path), "--save-interval", "1", "--nproc", "2"]
+    done = programs.python("pretrain_gpt.py", *SMALL, *flags)
     lock.close()
-    assert done.returncode == 3, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py")]
-    assert len(errors) == 1 and f"is in use by process {os.getpid()} on" in errors[0]
+    assert done.returncode == 3 and len(errors) == 1, done.stderr
+    assert f"is in use by process {os.getpid()} on" in errors[0]
     assert (tmp_path / "status.json").read_text() == theirs and not (tmp_path / "log.txt").exists()
 
 
 def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None:
-    bpe = tmp_path / "tokenizer.json"
-    texts = ["the same words, again and again", "other words here: nothing repeats"]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["<|endoftext|>"], show_progress=False)
-    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(bpe), "--vocab-size", "93"]
-    for n, text in enumerate(texts):
-        tokenizer.train_from_iterator([text], trainer)
-        tokenizer.save(str(bpe))
-        where = str(tmp_path / "run")
-        run, config = built(*kind, "--load", where, "--save", where, "--save-interval", "1")
-        if n == 0:
-            saver = open_saver(run, config)
-            assert saver is not None
-            save(run, saver, to_toml(config))
-            saver.close()
-        else:
-            with pytest.raises(SetupError, match=r"tokenizer: .* here, .* in the checkpoint\nits tokenizer"):
-                start_run(run, config)
-            with pytest.raises(SetupError, match="put back the tokenizer that it was trained with"):
-                load_model(tmp_path / "run", ALONE)
-        run.close()
+    bpe, where = str(tmp_path / "tokenizer.json"), str(tmp_path / "run")
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", bpe, "--vocab-size", "400"]
+    flags += ["--load", where, "--save", where, "--save-interval", "1"]
+    byte_level_bpe(["the same words, again and again"], 280).save(bpe)
+    save_step(*built(*flags))
+    byte_level_bpe(["other words here: nothing repeats"], 280).save(bpe)
+    with pytest.raises(SetupError, match=r"tokenizer: .* here, .* in the checkpoint\nits tokenizer"):
+        start_run(*built(*flags))
+    with pytest.raises(SetupError, match="put back the tokenizer that it was trained with"):
+        load_model(tmp_path / "run", ALONE)

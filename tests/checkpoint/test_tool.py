@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import loads
 import programs
 import pytest
 import torch
+from loads import ALONE, flip, whole_piece
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest
 from megalite.checkpoint.run import foreground, loader
 from megalite.checkpoint.storage import file_system
 from megalite.checkpoint.storage import protocol as storage
-from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Box, Piece
+from tools import checkpoint as tool
 from tools import ledger
-
-ROOT = Path(__file__).resolve().parents[2]
-ALONE = Mesh.alone()
-_spec = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "tools" / "checkpoint.py")
-assert _spec is not None and _spec.loader is not None
-tool = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tool)
 
 STATE = {"progress": {"step": 3, "consumed_tokens": 1234}, "config": "[model]\nnum_layers = 2\n"}
 
@@ -36,14 +26,12 @@ def make(folder: Path, step: int, scale: float = 1.0, bf16: bool = False, change
     torch.manual_seed(1)
     pieces = []
     for name, shape in (("model/a", (6, 4)), ("model/b", (5,)), ("optimizer.exp_avg/a", (6, 4))):
-        values = scale * torch.randn(shape).reshape(-1)
-        values[:change] += 0.25
+        values = scale * torch.randn(shape)
+        values.view(-1)[:change] += 0.25
         if bf16 and name.startswith("model/"):
-            box = Box((0,) * len(shape), shape)
-            pieces.append(Piece(name.replace("model", "optimizer.main"), shape, box, range(box.numel), values))
+            pieces.append(whole_piece(values, name.replace("model", "optimizer.main")))
             values = values.bfloat16()
-        box = Box((0,) * len(shape), shape)
-        pieces.append(Piece(name, shape, box, range(box.numel), values))
+        pieces.append(whole_piece(values, name))
     return foreground.save(folder, step, pieces, STATE, ALONE)
 
 
@@ -55,10 +43,7 @@ def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "iter_0000004: step 3, 1,234 tokens" in out and "29 elements of float32" in out
     assert "model/b" in out and "num_layers = 2" in out
     assert tool.main(["verify", str(tmp_path / "iter_0000003")]) == 0
-    file = tmp_path / "iter_0000003" / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(tmp_path / "iter_0000003" / "rank-00000.safetensors")
     assert tool.main(["verify", str(tmp_path)]) == 0  # the newest is whole
     capsys.readouterr()
     assert tool.main(["verify", str(tmp_path), "--all"]) == 1
@@ -66,25 +51,18 @@ def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "iter_0000004: 3 tensors in 1 files, all as" in captured.out and "optimizer.exp_avg/a" in captured.err
 
 
-def _manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text("{}")
+DAMAGE = {
+    "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
+    "file": lambda folder: (folder / "rank-00000.safetensors").unlink(),
+    "COMPLETE": lambda folder: (folder / "COMPLETE").unlink(),
+}
 
 
-def _file(folder: Path) -> None:
-    (folder / "rank-00000.safetensors").unlink()
-
-
-def _complete(folder: Path) -> None:
-    (folder / "COMPLETE").unlink()
-
-
-@pytest.mark.parametrize("damage", [_manifest, _file, _complete])
-def test_what_is_passed_over_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_passed_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     """By all tools that take the newest checkpoint of a directory: the answer is of an older one."""
     old, new = (str(make(tmp_path / "run", step)) for step in (2, 3))
-    damage(Path(new))
+    DAMAGE[damage](Path(new))
     run = str(tmp_path / "run")
     out = [str(tmp_path / name / "iter_0000001") for name in "ab"]
     commands = [["inspect", run], ["diff", run, old], ["reshard", run, out[0]], ["average", out[1], run, old]]
@@ -92,9 +70,7 @@ def test_what_is_passed_over_is_told(
         assert start(command) == 0
         said = capsys.readouterr().err
         assert said.count(f"skipping {new}: {new}/") == 1, (command, said)
-    assert (
-        loader.load(run, Mesh.alone(), lambda folder, manifest: loader.Wanted([])) is not None
-    )  # of a run, of generate
+    assert loader.load(run, ALONE, lambda folder, manifest: loader.Wanted([])) is not None  # of a run, of generate
     said = capsys.readouterr()
     assert f"skipping {new}: {new}/" in said.err and not said.out  # generate --json has objects there
     assert tool.main(["verify", run]) == 1  # the first line of the answer is of the one that is damaged
@@ -121,8 +97,7 @@ def test_diff_sees_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """ "Equal to the bit" is said of bits: 0 and -0 are equal numbers, and a NaN is not even equal to itself."""
 
     def save(name: str, values: list[float]) -> Path:
-        piece = Piece("model/a", (3,), Box((0,), (3,)), range(3), torch.tensor(values))
-        return foreground.save(tmp_path / name, 1, [piece], STATE, ALONE)
+        return foreground.save(tmp_path / name, 1, [whole_piece(torch.tensor(values), "model/a")], STATE, ALONE)
 
     a = save("a", [1.0, 0.0, float("nan")])
     assert tool.main(["diff", str(a), str(save("same", [1.0, 0.0, float("nan")]))]) == 0
@@ -134,10 +109,7 @@ def test_diff_sees_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_what_is_read_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tools open a checkpoint without hashing it all; a damaged block is found when a value of it is wanted."""
     a, b = make(tmp_path / "a", 1), make(tmp_path / "b", 1)
-    file = b / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(b / "rank-00000.safetensors")
     for words in (["diff", a, b], ["reshard", b, tmp_path / "c"], ["average", tmp_path / "c", a, b]):
         assert tool.main([str(word) for word in words]) == 3
         assert "its content changed after it was written" in capsys.readouterr().err
@@ -169,9 +141,7 @@ def test_the_average_is_of_the_main_weights(tmp_path: Path, bf16: bool) -> None:
         got = found.read(name)
         assert got.dtype == (torch.bfloat16 if bf16 else torch.float32)
         torch.testing.assert_close(got, exact.to(got.dtype), rtol=1e-6, atol=0)
-    other = foreground.save(
-        tmp_path / "d", 1, [Piece("model/z", (1,), Box((0,), (1,)), range(1), torch.ones(1))], {}, ALONE
-    )
+    other = foreground.save(tmp_path / "d", 1, [whole_piece(torch.ones(1), "model/z")], {}, ALONE)
     assert tool.main(["average", str(tmp_path / "m2"), str(sources[0]), str(other)]) == 3
     assert not list((tmp_path / "m2").glob("*iter_*"))
 
@@ -195,21 +165,16 @@ def test_usage_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as stop:
             tool.main(bad)
         assert stop.value.code == 2
-    done = programs.run([sys.executable, str(ROOT / "tools/checkpoint.py"), "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "reshard" in done.stdout
+    assert "reshard" in programs.python("tools/checkpoint.py", "--help").stdout
 
 
-def test_no_secret_of_a_url_is_repeated_and_no_text_of_a_file_steers_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_secret_of_a_url_is_repeated_and_no_text_of_a_file_steers_the_terminal(tmp_path: Path, capsys) -> None:
     for url in ("memory://b/x?token=hunter2", "s3://hunter2@host/x", "a::https://h/x?sig=hunter2"):
         assert tool.main(["inspect", url]) == ledger.main([url]) == 3
         said = capsys.readouterr().err
         assert "in its URL" in said and "hunter2" not in said
-    values = torch.zeros(2)
-    box = Box((0,), (2,))
     state = {"config": "title = '\x1b]0;mine\x07'\n", "data": {"\x1b[2J": 1}}
-    folder = foreground.save(tmp_path, 1, [Piece("model/\x1b[2Ja", (2,), box, range(2), values)], state, ALONE)
+    folder = foreground.save(tmp_path, 1, [whole_piece(torch.zeros(2), "model/\x1b[2Ja")], state, ALONE)
     other = make(tmp_path / "other", 1)
     for command in (["inspect", "--tensors", str(folder)], ["diff", str(folder), str(other)], ["verify", str(folder)]):
         tool.main(command)

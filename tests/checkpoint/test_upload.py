@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import loads
 import programs
 import pytest
-import torch
+from loads import ALONE, BACKGROUND, filled, flip
 from train_cases import SMALL
 
 from megalite.checkpoint.run import foreground, saver, upload
@@ -19,16 +19,8 @@ from megalite.checkpoint.run.saver import Saver
 from megalite.checkpoint.storage import file_system, object_store
 from megalite.checkpoint.storage import protocol as storage
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Box, Piece
 
-ROOT = Path(__file__).resolve().parents[2]
-ALONE = Mesh.alone()
-
-
-def pieces(value: float) -> list[Piece]:
-    box = Box((0,), (1 << 12,))
-    return [Piece("model/w", box.stop, box, range(box.numel), torch.full((box.numel,), value))]
+pieces = functools.partial(filled, rows=1, columns=1 << 12, count=1)
 
 
 def loaded(url: str, **kwargs: Any) -> tuple[str, float]:
@@ -61,7 +53,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield lambda now: state.__setitem__(0, now)
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@BACKGROUND
 def test_uploaded_and_pruned(kept: str, tmp_path: Path, background: bool) -> None:
     fast = tmp_path / "fast"
     one = Saver.open(fast, ALONE, 0, background=background, upload_to=kept)
@@ -135,9 +127,7 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
 def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> None:
     fast = tmp_path / "fast"
     folder = foreground.save(fast, 1, pieces(1.0), {}, ALONE)
-    content = bytearray((folder / "rank-00000.safetensors").read_bytes())
-    content[-1] ^= 1
-    (folder / "rank-00000.safetensors").write_bytes(content)
+    flip(folder / "rank-00000.safetensors")
     one = Saver.open(fast, ALONE, 0, upload_to=kept)
     one.begins_at(1)
     one.close()
@@ -158,9 +148,8 @@ def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:
 
 
 def run(folder: Path, last: int, *more: str) -> str:
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--save", str(folder), "--load", str(folder)]
-    words += ["--save-interval", "2", "--train-iters", str(last), "--lr-decay-style", "constant", *more]
-    done = programs.run(words, capture_output=True, text=True, cwd=ROOT, timeout=90)
+    words = ["--save", str(folder), "--load", str(folder), "--save-interval", "2", "--train-iters", str(last), *more]
+    done = programs.python("pretrain_gpt.py", *SMALL, *words, "--lr-decay-style", "constant")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -113,20 +113,13 @@ def test_ctrl_c_leaves_a_clean_terminal(saves: bool, tmp_path: Path) -> None:
 
 def test_tools_show_how_far_they_are(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "some words"}\n' * 2000)
-    saved = programs.run(python("pretrain_gpt.py", *RUN, "--train-iters", "1", "--save", str(tmp_path / "s")), cwd=ROOT)
+    saved = programs.python("pretrain_gpt.py", *RUN, "--train-iters", "1", "--save", str(tmp_path / "s"))
     assert saved.returncode == 0
-    text = "--input t.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1"
+    text, mine = "--input t.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1", "mine_text_document"
+    done = r"tokenizing t.jsonl \S+ [\d.]+/100 % .*documents/s"
     for line, bar, last in (
-        (
-            f"preprocess_data.py {text}",
-            r"tokenizing t.jsonl \S+ [\d.]+/100 % .*documents/s",
-            "mine_text_document: 2000",
-        ),
-        (
-            "inspect_data.py mine_text_document --verify",
-            r"verifying mine_text_document \S+ \S+ tokens",
-            "empty documents",
-        ),
+        (f"preprocess_data.py {text}", done, f"{mine}: 2000"),
+        (f"inspect_data.py {mine} --verify", rf"verifying {mine} \S+ \S+ tokens", "empty documents"),
         ("checkpoint.py verify s", r"verifying s/iter_0000001 \S+ \S+ GiB", "all as they were written"),
         ("convert_checkpoint.py --load s --to-hf hf", r"writing for Hugging Face \S+ \d+/\d+ tensors", "hf"),
         ("convert_checkpoint.py --from-hf hf --save back", r"writing back/iter_0000000 \S+ \d+/\d+ tensors", "back"),
@@ -139,9 +132,10 @@ def test_tools_show_how_far_they_are(tmp_path: Path) -> None:
         assert last in "\n".join(run.shown()) and not any(re.match(bar, shown) for shown in run.shown())
 
 
-@pytest.mark.parametrize(
-    "variables", rarely([{"NO_COLOR": "1"}, {"TERM": "dumb"}], [{"TERM": "dumb"}], str, guards=GUARDS)
-)
+PLAIN = [{"NO_COLOR": "1"}, {"TERM": "dumb"}]
+
+
+@pytest.mark.parametrize("variables", rarely(PLAIN, PLAIN[1:], str, guards=GUARDS))
 def test_a_terminal_that_wants_none_gets_plain_lines(variables: dict[str, str], tmp_path: Path) -> None:
     run = trained("--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path), **variables)
     assert run.end() == 0 and "\x1b" not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
@@ -151,8 +145,7 @@ def test_under_torchrun_and_in_a_pipe_lines_are_plain(tmp_path: Path) -> None:
     flags = [*RUN, "--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path)]
     run = Terminal(python("-m", "torch.distributed.run", "--standalone", "pretrain_gpt.py", *flags))
     assert run.end() == 0 and console.ERASE not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
-    env = {**os.environ, "TERM": "xterm"}
-    done = programs.run(python("pretrain_gpt.py", *flags), cwd=ROOT, env=env, capture_output=True, text=True)
+    done = programs.python("pretrain_gpt.py", *flags, env={**os.environ, "TERM": "xterm"})
     assert "\x1b" not in done.stdout + done.stderr and "\r" not in done.stdout and len(LOGGED.findall(done.stdout)) == 3
 
 
@@ -180,16 +173,15 @@ def test_lines_scroll_above_a_bar_that_fits(columns: int) -> None:
     assert run.end() == 0, run.raw
     assert run.shown() == ["a line"] * 3 + ["a complaint", "end", ""]
     bars = run.bars()
-    assert any(re.match(r"outer \S+ \d+/50 things", bar) for bar in bars) and any(
-        bar.startswith("inner") for bar in bars
-    )
+    assert any(re.match(r"outer \S+ \d+/50 things", bar) for bar in bars)
+    assert any(bar.startswith("inner") for bar in bars)
     assert max(map(len, bars)) < (columns or 80), bars
     assert len([bar for bar in bars if bar.startswith("outer")]) < 15  # of 50
     assert columns != 160 or "some [red] text" in run.raw
 
 
 def test_a_bar_without_a_terminal_writes_nothing() -> None:
-    done = programs.run(python("-c", WORK), cwd=ROOT, capture_output=True, text=True)
+    done = programs.python("-c", WORK)
     assert (done.stdout, done.stderr) == ("a line\n" * 3 + "end\n", "a complaint\n")
 
 
@@ -198,9 +190,8 @@ def test_a_terminal_that_goes_away_or_takes_nothing_holds_up_nobody(tmp_path: Pa
     work = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{WORK}"
     for gone in (True, False):
         done = tmp_path / str(gone)
-        alone = (
-            work.replace("        if i == 30", "        if i == 300").replace("show(", "str(").replace("print(", "str(")
-        )
+        alone = work.replace("        if i == 30", "        if i == 300")
+        alone = alone.replace("show(", "str(").replace("print(", "str(")
         run = Terminal(python("-c", f"{alone}\nopen({str(done)!r}, 'w').close()"))
         run.read(until="outer")
         if gone:

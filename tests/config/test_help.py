@@ -47,19 +47,10 @@ def test_each_flag_is_on_the_page_of_its_group_and_on_that_of_all() -> None:
         assert spellings(f)[0][0] in pages[section]
 
 
-@pytest.mark.parametrize(
-    ("line", "page"),
-    [
-        ("", None),
-        ("--lr 3", None),
-        ("--help", ""),
-        ("-h", ""),
-        ("--help data", "data"),
-        ("--help=data", "data"),
-        ("--lr 3 --help --bf16", ""),
-        ("--lr 3 -h all --bf16", "all"),
-    ],
-)
+PAGES = {"": None, "--lr 3": None, "--help": "", "-h": "", "--help data": "data", "--help=data": "data"}
+
+
+@pytest.mark.parametrize("line,page", [*PAGES.items(), ("--lr 3 --help --bf16", ""), ("--lr 3 -h all --bf16", "all")])
 def test_the_word_behind_help_is_its_page(line: str, page: str | None) -> None:
     assert help.asked_for(line.split()) == page
 

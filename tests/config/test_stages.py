@@ -82,9 +82,7 @@ def test_what_is_not_given_is_balanced_by_flops() -> None:
         (6, 2, "--pipeline-model-parallel-layout Ettt|ttL", "holds 5 layers, num_layers=6"),
     ],
 )
-def test_what_does_not_fit_says_what_to_do(
-    layers: int, pp: int, flags: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_says_what_to_do(layers: int, pp: int, flags: str, says: str, capsys) -> None:
     with pytest.raises(SystemExit):
         counts(layers, pp, flags)
     assert re.search(says, capsys.readouterr().err)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import programs
 import pytest
+from token_files import full, numbered
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
@@ -23,7 +24,6 @@ from megalite.data.samples.epochs import Epoch, build_epoch, load_or_build
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import fold
 from megalite.data.samples.token_line import Line
-from tools.preprocess.indexed_writer import IndexedWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = np.arange(5000, dtype=np.int32) % 97
@@ -60,13 +60,17 @@ WANT = int((build_epoch(LENGTHS, 7).starts * np.arange(5001)).sum())
 
 
 def start(directory: Path, step: str = "build") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", BUILDER, str(directory), step]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return programs.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command, pipe = [sys.executable, "-c", BUILDER, str(directory), step], subprocess.PIPE
+    return programs.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=pipe, stderr=pipe, text=True)
 
 
 def never() -> Epoch:
     raise AssertionError("built although it was there")
+
+
+def once() -> Callable[[], Epoch]:
+    """What builds, and fails when it is asked again."""
+    return iter([build_epoch(LENGTHS, 8)]).__next__
 
 
 def test_processes_that_start_at_once_build_once_and_the_others_say_for_whom_they_wait(tmp_path: Path) -> None:
@@ -78,10 +82,8 @@ def test_processes_that_start_at_once_build_once_and_the_others_say_for_whom_the
     assert [out.split()[-1] for out, _ in results] == [str(WANT)] * 3
     for i, (_, error) in enumerate(results):
         if i not in built:  # it may have come after the files did, and then it had nothing to wait for
-            assert (
-                not error
-                or f"index cache {tmp_path}/cache/a: waiting for process {processes[built[0]].pid} on" in error
-            )
+            waits = f"index cache {tmp_path}/cache/a: waiting for process {processes[built[0]].pid} on"
+            assert not error or waits in error
     assert any("which makes it" in error for _, error in results)
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["a.lock", "a.order.npy", "a.starts.npy"]
 
@@ -107,43 +109,23 @@ def refuse(*_: object) -> None:
     raise OSError(30, "Read-only file system")
 
 
-def test_directory_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     load_or_build(tmp_path, "a", LENGTHS, lambda: build_epoch(LENGTHS, 7))
     monkeypatch.setattr(cache, "locked", refuse)
     assert load_or_build(tmp_path, "a", LENGTHS, never).starts[-1] == LENGTHS.sum()
     assert not caplog.text  # what is there needs no lock
-    calls = []
-
-    def build() -> Epoch:
-        calls.append(1)
-        return build_epoch(LENGTHS, 8)
-
-    assert load_or_build(tmp_path, "b", LENGTHS, build).starts[-1] == LENGTHS.sum()
-    assert "Read-only file system); building the index in memory" in caplog.text and len(calls) == 1
+    assert load_or_build(tmp_path, "b", LENGTHS, once()).starts[-1] == LENGTHS.sum()
+    assert "Read-only file system); building the index in memory" in caplog.text
 
 
 def test_full_disk_does_not_build_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(cache.np, "save", full)
-    calls = []
-
-    def build() -> Epoch:
-        calls.append(1)
-        return build_epoch(LENGTHS, 8)
-
-    assert load_or_build(tmp_path, "a", LENGTHS, build).starts[-1] == LENGTHS.sum()
-    assert len(calls) == 1 and [p.name for p in tmp_path.iterdir()] == ["a.lock"]
+    assert load_or_build(tmp_path, "a", LENGTHS, once()).starts[-1] == LENGTHS.sum()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.lock"]
 
 
 def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     (tmp_path / "a.order.npy.z.partial").write_bytes(b"")  # perhaps of a builder at work: nobody can know
     epoch = load_or_build(tmp_path, "a", LENGTHS, lambda: build_epoch(LENGTHS, 7))
     assert np.array_equal(epoch.order, build_epoch(LENGTHS, 7).order)
@@ -166,13 +148,15 @@ def save_other(path: Path) -> None:
     np.save(path, getattr(other, path.name.split(".")[1]))
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "pickled": save_object,
     "of other data": save_other,
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "header only": lambda path: os.truncate(path, 128),
     "empty": lambda path: os.truncate(path, 0),
-    "text": lambda path: print(path.write_text("not an array")),
+    "text": lambda path: path.write_text("not an array"),
+    "values": lambda path: np.save(path, np.load(path) + 10**6),
+    "shape": lambda path: np.save(path, np.load(path)[1:]),
     "float": lambda path: np.save(path, np.load(path).astype(np.float64)),
     "two dimensions": lambda path: np.save(path, np.load(path)[None]),
 }
@@ -200,9 +184,7 @@ def test_damaged_files_are_rebuilt_with_a_warning(
 @pytest.mark.parametrize("value", [-1, 0, 7, 4999, 10**7])
 def test_damage_that_loading_does_not_see_is_found_on_use(tmp_path: Path, part: str, value: int) -> None:
     """Loading looks at a thousand places; no sample is made of tokens that are not the ones meant."""
-    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
-        writer.add_many(np.arange(int(LENGTHS.sum())) % 60_000, LENGTHS.astype(np.int64))
-        writer.finish()
+    numbered(tmp_path / "a", LENGTHS.tolist())
 
     def dataset() -> GptDataset:
         data = IndexedDataset(tmp_path / "a")
@@ -222,8 +204,6 @@ def test_damage_that_loading_does_not_see_is_found_on_use(tmp_path: Path, part: 
         try:
             assert np.array_equal(damaged.samples(np.array([i]))[0], want[i])
         except DataError as error:
-            assert f"does not fit the documents' lengths; remove its files from data_cache_path={tmp_path}" in str(
-                error
-            )
+            assert f"the documents' lengths; remove its files from data_cache_path={tmp_path}" in str(error)
             refused += 1
     assert 0 < refused < len(near)

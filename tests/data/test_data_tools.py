@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import resource
-import signal
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +14,7 @@ import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import documents_of, limit_files
 
 from megalite.config.console import Bar
 from megalite.config.options import DataConfig
@@ -42,17 +40,12 @@ from tools.merge_datasets import document_blocks, expand_prefixes, merge
 from tools.preprocess.indexed_writer import IndexedWriter
 from tools.preprocess.token_run import make_info
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-
 
 def run_tool(name: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOLS / name), *map(str, arguments)]
-    return programs.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    return programs.python(f"tools/{name}", *map(str, arguments), **options)
 
 
-def write(
-    prefix: Path, documents: list[list[int]], tokenizer: Tokenizer | None = None, dtype: type[np.generic] = np.uint16
-) -> str:
+def write(prefix: Path, documents: list[list[int]], tokenizer: Tokenizer | None = None, dtype: type = np.uint16) -> str:
     """A pair, with prefix.json when a tokenizer is given."""
     with IndexedWriter(prefix, dtype) as writer:
         for one in documents:
@@ -77,8 +70,7 @@ def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path) ->
     got = run_tool("merge_datasets.py", "--input", parts, tmp_path / "last", "--output-prefix", tmp_path / "out/all")
     assert got.returncode == 0, got.stderr
     assert got.stdout == f"{tmp_path / 'out/all'}: 5 documents, 7 tokens of 3 inputs\n"
-    data = IndexedDataset(tmp_path / "out/all")
-    assert [data.document(i).tolist() for i in range(5)] == [[1, 2], [3], [5], [], [7, 8, 9]]
+    assert documents_of(IndexedDataset(tmp_path / "out/all")) == [[1, 2], [3], [5], [], [7, 8, 9]]
     info = read_info(tmp_path / "out/all")
     assert info == make_info(NULL, 5, 7, ["a_text_document.jsonl", "b_text_document.jsonl", "last.jsonl"])
     whole = write(tmp_path / "whole", [[1, 2], [3], [5], [], [7, 8, 9]])
@@ -106,8 +98,7 @@ def test_merged_documents_are_those_of_the_inputs(
             assert b - a == 1 or (end - begin <= tokens and b - a <= documents)
         merged = merge(prefixes, str(folder / "out"))
     want = [one for file in files for one in file]
-    data = IndexedDataset(folder / "out")
-    assert [data.document(i).tolist() for i in range(len(data))] == want
+    assert documents_of(IndexedDataset(folder / "out")) == want
     assert (merged.documents, merged.tokens) == (len(want), sum(map(len, want)))
 
 
@@ -124,16 +115,11 @@ def test_what_must_not_be_merged_is_refused(tmp_path: Path) -> None:
         expand_prefixes([a, a])
     with pytest.raises(DataError, match="missing.idx: No such file"):
         merge([a, str(tmp_path / "missing")], str(tmp_path / "out"))
-    index = bytearray(
-        (tmp_path / "wide.idx").read_bytes()
-    )  # two sequences in one document, as sentence splitting makes
-    with IndexedWriter(tmp_path / "two", np.uint16) as writer:
+    with IndexedWriter(tmp_path / "two", np.uint16) as writer:  # two sequences in one document, as sentences are
         writer.add_many(np.arange(4), np.array([2, 2]))
         writer.finish()
-    index = bytearray((tmp_path / "two.idx").read_bytes())
-    index[-16:-8] = struct.pack("<q", 2)
-    index[-24:-16] = struct.pack("<q", 0)
-    (tmp_path / "two.idx").write_bytes(index)
+    index = (tmp_path / "two.idx").read_bytes()
+    (tmp_path / "two.idx").write_bytes(index[:-24] + struct.pack("<qq", 0, 2) + index[-8:])
     with pytest.raises(DataError, match="consist of several sequences each"):
         merge([str(tmp_path / "two")], str(tmp_path / "out"))
     (tmp_path / "half").mkdir()
@@ -165,9 +151,7 @@ def test_merge_without_all_sidecars_writes_none_and_says_so(tmp_path: Path, caps
         (report, "x --out"),
     ],
 )
-def test_no_url_becomes_a_folder(
-    tool: ModuleType, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_url_becomes_a_folder(tool: ModuleType, words: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         tool.main([*words.split(), "s3://KEY:SECRET@b/x"])
@@ -187,12 +171,7 @@ def test_a_name_in_a_sidecar_steers_no_terminal(tmp_path: Path, capsys: pytest.C
 
 def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [[1] * 30_000] * 2)
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-
-    got = run_tool("merge_datasets.py", "--input", a, "--output-prefix", tmp_path / "out", preexec_fn=limit)
+    got = run_tool("merge_datasets.py", "--input", a, "--output-prefix", tmp_path / "out", preexec_fn=limit_files)
     assert got.returncode == 3 and "File too large; nothing was written" in got.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
@@ -345,10 +324,8 @@ def test_prepare_cache_builds_all_that_the_run_reads_and_only_once(tmp_path: Pat
     assert again.returncode == 0 and f"{cache}: 0 files built" in again.stdout
     assert again.stdout.count("nothing to build") == 6  # three splits of two files
     # the run finds everything: it adds no file
-    at = words.index("--data-path")
-    data = DataConfig(
-        data_path=tuple(words[at + 1 : at + 5]), split="8,1,1", vocab_size=600, data_cache_path=str(cache)
-    )
+    paths = tuple(words[words.index("--data-path") + 1 :][:4])
+    data = DataConfig(data_path=paths, split="8,1,1", vocab_size=600, data_cache_path=str(cache))
     sources = open_sources(data, 16, 1234, 8)
     sources.train.samples(np.arange(400))
     for one in (*sources.valid, *sources.test):
@@ -395,7 +372,7 @@ def test_prepare_cache_counts_the_samples_that_an_evaluation_reads(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "reason"),
+    "more,code,reason",
     [
         ("", 2, "data_cache_path is not set; give --data-cache-path DIR"),
         ("--data-cache-path CACHE --seq-lenth 5", 2, "did you mean --seq-length?"),
@@ -404,9 +381,7 @@ def test_prepare_cache_counts_the_samples_that_an_evaluation_reads(tmp_path: Pat
         ("--data-cache-path CACHE --seq-length 4096", 3, "fewer than one sample of seq_length 4096"),
     ],
 )
-def test_prepare_cache_says_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, code: int, reason: str
-) -> None:
+def test_prepare_cache_says_what_is_wrong(tmp_path: Path, capsys, more: str, code: int, reason: str) -> None:
     (tmp_path / "file").touch()
     words = more.replace("CACHE", str(tmp_path / "cache")).replace("FILE", str(tmp_path / "file")).split()
     assert prepare_cache.main(flags(tmp_path, *words)) == code
@@ -429,9 +404,8 @@ def test_prepare_cache_needs_to_know_the_batch_and_files(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
 def test_trained_tokenizer_gives_back_every_text(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": f"word {i} and\nanother word, {i * i}\r\n"}) + "\n" for i in range(400))
-    )
+    lines = (json.dumps({"text": f"word {i} and\nanother word, {i * i}\r\n"}) for i in range(400))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
     arguments = ["--input", tmp_path / "a.jsonl", "--vocab-size", 300, "--model-prefix", tmp_path / "new/m"]
     got = run_tool("train_tokenizer.py", *arguments, "--tokenizer-type", kind, "--workers", 1)
     assert got.returncode == 0, got.stderr
@@ -453,36 +427,24 @@ def trained(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, st
     return code, capsys.readouterr().err
 
 
+FEW = r"the text gives 2\d\d pieces only; give more text, or --vocab-size 2\d\d"
+NO_ROOM = "no room for 256 bytes"
+
+
 @pytest.mark.parametrize(
-    ("kind", "text", "size", "reason"),
+    "kind,text,size,reason",
     [
-        ("HuggingFaceTokenizer", "abc abc", 100, "no room for 256 bytes and <.endoftext.>; give 257 or more"),
-        (
-            "SentencePieceTokenizer",
-            "abc abc",
-            100,
-            "no room for 256 bytes, the characters of the text and .*; give 26. or",
-        ),
-        (
-            "HuggingFaceTokenizer",
-            "abc abc",
-            9000,
-            r"the text gives 2\d\d pieces only; give more text, or --vocab-size 2\d\d",
-        ),
-        (
-            "SentencePieceTokenizer",
-            "abc abc",
-            9000,
-            r"the text gives 2\d\d pieces only; give more text, or --vocab-size 2\d\d",
-        ),
-        ("HuggingFaceTokenizer", "", 300, "the input holds no text"),
-        ("SentencePieceTokenizer", "", 300, "the input holds no text"),
-        ("HuggingFaceTokenizer", "abc", 0, "vocab_size=0 is not positive"),
+        ("HuggingFace", "abc abc", 100, f"{NO_ROOM} and <.endoftext.>; give 257 or more"),
+        ("SentencePiece", "abc abc", 100, f"{NO_ROOM}, the characters of the text and .*; give 26. or"),
+        *((kind, "abc abc", 9000, FEW) for kind in ("HuggingFace", "SentencePiece")),
+        *((kind, "", 300, "the input holds no text") for kind in ("HuggingFace", "SentencePiece")),
+        ("HuggingFace", "abc", 0, "vocab_size=0 is not positive"),
     ],
 )
 def test_tokenizer_that_cannot_be_trained_is_one_clear_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, text: str, size: int, reason: str
 ) -> None:
+    kind = f"{kind}Tokenizer"
     (tmp_path / "a.txt").write_text(text)
     words = ["--input", tmp_path / "a.txt", "--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size"]
     code, told = trained(capsys, *words, size)
@@ -502,9 +464,7 @@ TORN = {
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
-def test_a_tokenizers_bad_line_is_named_or_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_a_tokenizers_bad_line_is_named_or_left_out(tmp_path: Path, capsys, kind: str) -> None:
     good = [json.dumps({"text": f"word {i} and another word, {i * i}"}) for i in range(99)]
     words = ["--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size", 290]
     for name, (line, reason) in TORN.items():
@@ -512,9 +472,8 @@ def test_a_tokenizers_bad_line_is_named_or_left_out(
         path.write_text("\n".join([*good[:2], line, *good[2:]]), errors="surrogateescape")
         code, told = trained(capsys, "--input", path, *words)
         assert code == 3 and not (tmp_path / "m.model").exists() and not (tmp_path / "m").exists()
-        wanted = (
-            rf"train_tokenizer.py: {re.escape(str(path))}:3: .*{reason}.*; --max-bad-fraction leaves bad lines out\n"
-        )
+        named = rf"train_tokenizer.py: {re.escape(str(path))}:3: .*{reason}.*"
+        wanted = f"{named}; --max-bad-fraction leaves bad lines out\n"
         assert re.fullmatch(wanted, told), told
     code, told = trained(capsys, "--input", path, *words, "--max-bad-fraction", "0.009")
     assert code == 3 and "1 of 100 lines are bad (1 not-utf-8), more than max_bad_fraction=0.009 of the input" in told

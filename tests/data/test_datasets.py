@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from token_files import numbered
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
-from megalite.data.samples import epochs as cache
 from megalite.data.samples.blend import build_blend, parse_data_path
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.source import Dataset
-from tools.preprocess.indexed_writer import IndexedWriter
 
 
-def write(prefix: Path, documents: int, length: int = 10, first: int = 0) -> str:
-    with IndexedWriter(prefix, np.int32) as writer:
-        writer.add_many(first + np.arange(documents * length), np.full(documents, length))
-        writer.finish()
+def write(prefix: Path, documents: int, first: int = 0) -> str:
+    numbered(prefix, [10] * documents, first)
     return str(prefix)
 
 
@@ -100,39 +95,11 @@ def test_other_data_seed_or_split_has_other_files(tmp_path: Path) -> None:
             prefix = write(tmp_path / "a", 51)  # the same name, other documents
         dataset(prefix, directory, seed=2 if step == 1 else 1).samples(np.array([0]))[0]
         if step == 3:
-            data = IndexedDataset(prefix)
-            GptDataset(data, range(50), 7, 1, "train", directory).samples(np.array([0]))[
-                0
-            ]  # the first data's lengths again
+            data = IndexedDataset(prefix)  # the first data's lengths again
+            GptDataset(data, range(50), 7, 1, "train", directory).samples(np.array([0]))
         found = {p.name for p in directory.iterdir() if p.suffix == ".npy"}
         assert len(found - seen) == (2 if step < 3 else 0)
         seen = found
-
-
-@pytest.mark.parametrize("damage", ["truncated", "pickled", "empty", "shape", "order", "starts"])
-def test_damaged_cache_is_rebuilt_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
-    prefix, directory = write(tmp_path / "a", 50), tmp_path / "cache"
-    want = dataset(prefix, None).samples(np.arange(60))
-    dataset(prefix, directory).samples(np.arange(60))
-    for path in directory.glob("*.order.npy" if damage != "starts" else "*.starts.npy"):
-        if damage == "truncated":
-            path.write_bytes(path.read_bytes()[:-3])
-        elif damage == "empty":
-            path.write_bytes(b"")
-        elif damage == "pickled":
-            np.save(path, np.array([{"a": 1}], object), allow_pickle=True)
-        elif damage == "shape":
-            np.save(path, np.zeros(49, np.int32))
-        else:
-            array = np.load(path)
-            array[7] = 10**6
-            np.save(path, array)
-    with caplog.at_level(logging.WARNING):
-        assert np.array_equal(dataset(prefix, directory).samples(np.arange(60)), want)
-    assert "damaged index cache" in caplog.text
-    caplog.clear()
-    assert np.array_equal(dataset(prefix, directory).samples(np.arange(60)), want)
-    assert not caplog.text  # it was repaired
 
 
 def test_cache_directory_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,36 +108,3 @@ def test_cache_directory_that_cannot_be_made_is_no_error(tmp_path: Path, caplog:
     got = dataset(prefix, tmp_path / "file").samples(np.arange(10))
     assert np.array_equal(got, dataset(prefix, None).samples(np.arange(10)))
     assert "building the index in memory" in caplog.text
-
-
-def _build(prefix: str, directory: str, results: object) -> None:
-    rows = dataset(prefix, Path(directory)).samples(np.arange(150))
-    results.put(int((rows * np.arange(1, rows.size + 1).reshape(rows.shape)).sum()))  # type: ignore[attr-defined]
-
-
-def test_processes_that_build_one_cache_at_once(tmp_path: Path) -> None:
-    prefix, directory = write(tmp_path / "a", 3000), tmp_path / "cache"
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [context.Process(target=_build, args=(prefix, str(directory), results)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    sums = {results.get(timeout=30) for _ in processes}
-    for process in processes:
-        process.join(30)
-        assert process.exitcode == 0
-    _build(prefix, str(tmp_path / "other"), results)
-    assert sums == {results.get(timeout=30)}
-    assert not list(directory.glob("*.partial"))
-
-
-def test_cache_is_whole_or_absent_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix, directory = write(tmp_path / "a", 50), tmp_path / "cache"
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache.np, "save", full)
-    got = dataset(prefix, directory).samples(np.arange(10))
-    assert not [p for p in directory.iterdir() if p.suffix != ".lock"]
-    assert np.array_equal(got, dataset(prefix, None).samples(np.arange(10)))

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-import tokenizers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from token_files import byte_level_bpe, write
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
@@ -24,7 +23,6 @@ from megalite.data.samples.packed_dataset import PackedDataset
 from megalite.data.samples.permutation import fold
 from megalite.data.tokenizers.hugging_face_files import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
-from tools.preprocess.indexed_writer import IndexedWriter
 
 PRE, MID, SUF, PAD, EOD, SPLIT = range(6)
 SAMPLE = st.lists(st.one_of(st.integers(6, 99), st.sampled_from([EOD, EOD, SPLIT])), min_size=1, max_size=80)
@@ -171,25 +169,12 @@ LINES = [f"def function_{i}(x):\n    return x + {i * i}  # ünïcode 漢字 {i}\
 def codecs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Fim]]:
     """A byte-level BPE and a SentencePiece model with its space before the first word."""
     out = tmp_path_factory.mktemp("codecs")
-    bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
     names = ["<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(LINES, trainer)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(line.strip() for line in LINES),
-        model_prefix=str(out / "spm"),
-        model_type="bpe",
-        vocab_size=420,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        user_defined_symbols=["\n"],
-        minloglevel=2,
-    )
+    bpe = byte_level_bpe(LINES, 420, names)
+    how = dict(model_type="bpe", vocab_size=420, hard_vocab_limit=False, byte_fallback=True, minloglevel=2)
+    how |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, user_defined_symbols=["\n"])
+    how |= dict(sentence_iterator=iter(line.strip() for line in LINES), model_prefix=str(out / "spm"))
+    sentencepiece.SentencePieceTrainer.train(**how)
     spm = SentencePieceTokenizer(out / "spm.model")
     v = spm.vocab_size
     return {
@@ -278,17 +263,10 @@ def test_a_shorter_sample_is_filled(codecs: dict[str, tuple[Tokenizer, Fim]]) ->
     assert out[: len(whole)].tolist() == whole.tolist() and set(out[len(whole) :].tolist()) == {options.pad}
 
 
-# the dataset
-
-
 @pytest.fixture
 def plain(tmp_path: Path) -> GptDataset:
-    with IndexedWriter(tmp_path / "a", np.int32) as writer:
-        for document in range(40):
-            writer.add([*range(10 + 20 * document, 10 + 20 * document + document % 13), EOD])
-        writer.finish()
-    data = IndexedDataset(tmp_path / "a")
-    return GptDataset(data, range(len(data)), 32, 1)
+    texts = [[*range(10 + 20 * d, 10 + 20 * d + d % 13), EOD] for d in range(40)]
+    return GptDataset(IndexedDataset(write(tmp_path / "a", texts, np.int32)), range(40), 32, 1)
 
 
 def test_samples_are_pure_and_keep_their_length(plain: GptDataset) -> None:

@@ -10,20 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from token_files import numbered
 
 from megalite.data.errors import DataError
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import build_blend
 from megalite.data.samples.ledger import Ledger, Total
 from tools.ledger import table
-from tools.preprocess.indexed_writer import IndexedWriter
-
-
-def write(prefix: Path, lengths: list[int], first: int) -> str:
-    with IndexedWriter(prefix, np.int32) as writer:
-        writer.add_many(first + np.arange(sum(lengths)), np.array(lengths))
-        writer.finish()
-    return str(prefix)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     for k, tokens in enumerate((600, 960, 300)):
         cuts = np.sort(rng.choice(tokens, 20, replace=False))
         lengths = np.diff(np.concatenate([[0], cuts, [tokens]])).tolist()
-        made.append(write(folder / "abc"[k], lengths, 1000 * k))
+        made.append(numbered(folder / "abc"[k], lengths, 1000 * k).prefix)
     return made[0], made[1], made[2]
 
 
@@ -76,15 +69,12 @@ def test_totals_are_what_was_read(files: tuple[str, str, str]) -> None:
             assert totals[prefix].documents == np.isin(own, begins).sum()
 
 
+ERA = st.tuples(st.integers(0, 60), st.sampled_from([4, 8, 16]), st.integers(1, 5), st.integers(1, 5))
+
+
 @settings(max_examples=40)
 @example([(33, 16, 1, 1), (32, 4, 5, 1), (23, 16, 1, 1)])
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 60), st.sampled_from([4, 8, 16]), st.integers(1, 5), st.integers(1, 5)),
-        min_size=2,
-        max_size=4,
-    )
-)
+@given(st.lists(ERA, min_size=2, max_size=4))
 def test_every_token_once_per_epoch_whatever_the_blend_becomes(
     files: tuple[str, str, str], eras: list[tuple[int, int, int, int]]
 ) -> None:
@@ -140,26 +130,16 @@ def test_another_seed_and_a_damaged_ledger_are_refused(files: tuple[str, str, st
     with pytest.raises(DataError, match="seed=1, but the data so far came in the order of seed 2"):
         ledger([a], 8).go_on(saved)
     good = ledger([a], 8).to_json(30)
-    for damage in (
-        {"version": 9},
-        {"eras": []},
-        {"eras": "x"},
-        {"consumed": -1},
-        {"sources": []},
-        {"sources": [{}]},
-        {"eras": [{**good["eras"][0], "begin": 31}]},
-    ):
+    odd = [{"eras": eras} for eras in ([], "x", [{**good["eras"][0], "begin": 31}])]
+    for damage in ({"version": 9}, {"consumed": -1}, {"sources": []}, {"sources": [{}]}, *odd):
         with pytest.raises(DataError, match="ledger is damaged"):
             ledger([a], 8).go_on({**good, **damage})
 
 
 def test_table() -> None:
-    text = table([Total("data/a", 1_000_000, 320, 0.5), Total("b", 12, 1, 3.25)])
-    assert [line.split() for line in text.splitlines()] == [
-        ["source", "tokens", "documents", "epochs"],
-        ["data/a", "1,000,000", "320", "0.500"],
-        ["b", "12", "1", "3.250"],
-    ]
+    rows = table([Total("data/a", 1_000_000, 320, 0.5), Total("b", 12, 1, 3.25)]).splitlines()
+    want = ("source tokens documents epochs", "data/a 1,000,000 320 0.500", "b 12 1 3.250")
+    assert [line.split() for line in rows] == [line.split() for line in want]
 
 
 def test_kills_and_other_numbers_of_ranks_leave_the_order_as_it_was(files: tuple[str, str, str]) -> None:

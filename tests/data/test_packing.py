@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import numbered
 
 from megalite.data.errors import DataError
-from megalite.data.files.indexed import IndexedDataset
 from megalite.data.samples.batches import Batches
 from megalite.data.samples.blend import Blend
 from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.packed_dataset import PackedDataset, cut_end_to_end, label_mask
 from megalite.data.samples.packing import Packing, Pieces, pack
-from tools.preprocess.indexed_writer import IndexedWriter
 
 PAD = 10**6
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=60)
@@ -91,21 +90,13 @@ def test_capacity_without_a_label_is_refused() -> None:
         pack(np.array([3], np.int32), 1)
 
 
-def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
-    """Every token of the file is another number: 0, 1, 2, ..."""
-    with IndexedWriter(prefix, np.int32) as writer:
-        writer.add_many(np.arange(sum(lengths)), np.array(lengths, np.int64))
-        writer.finish()
-    return IndexedDataset(prefix)
-
-
 @settings(max_examples=50)
 @given(lengths=LENGTHS, seq_length=st.integers(1, 20), seed=st.integers(0, 9), first=st.integers(0, 3))
 def test_every_label_counts_once_per_epoch(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, seed: int, first: int
 ) -> None:
     lengths = [*lengths, 2]
-    data = write(tmp_path_factory.mktemp("p") / "a", lengths)
+    data = numbered(tmp_path_factory.mktemp("p") / "a", lengths)
     documents = range(min(first, len(lengths) - 1), len(lengths))
     dataset = PackedDataset(data, documents, seq_length, seed, PAD)
     bins = dataset.plan.num_bins
@@ -127,7 +118,7 @@ def test_every_label_counts_once_per_epoch(
 
 
 def test_epochs_differ_and_samples_are_pure(tmp_path: Path) -> None:
-    data = write(tmp_path / "a", np.random.default_rng(0).integers(1, 30, 400).tolist())
+    data = numbered(tmp_path / "a", np.random.default_rng(0).integers(1, 30, 400).tolist())
     dataset = PackedDataset(data, range(400), 64, 5, PAD)
     bins = dataset.plan.num_bins
     index = np.arange(2 * bins)
@@ -150,19 +141,14 @@ def test_epochs_differ_and_samples_are_pure(tmp_path: Path) -> None:
 
 def test_bits_never_change(tmp_path: Path) -> None:
     """Resume over versions needs the same order: these numbers are part of the format."""
-    dataset = PackedDataset(write(tmp_path / "a", [3, 9, 0, 4, 2, 6, 1]), range(7), 9, 1234, 99)
-    assert [row.tolist() for row in dataset.samples(np.arange(6))] == [
-        [3, 4, 5, 6, 7, 8, 9, 10, 11, 24],
-        [0, 1, 2, 16, 17, 99, 99, 99, 99, 99],
-        [18, 19, 20, 21, 22, 23, 12, 13, 14, 15],
-        [18, 19, 20, 21, 22, 23, 12, 13, 14, 15],
-        [24, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-        [0, 1, 2, 16, 17, 99, 99, 99, 99, 99],
-    ]
+    dataset = PackedDataset(numbered(tmp_path / "a", [3, 9, 0, 4, 2, 6, 1]), range(7), 9, 1234, 99)
+    bins = ([*range(3, 12), 24], [0, 1, 2, 16, 17, *[99] * 5], [*range(18, 24), *range(12, 16)], [24, *range(3, 12)])
+    want = [bins[n] for n in (0, 1, 2, 2, 3, 1)]
+    assert [row.tolist() for row in dataset.samples(np.arange(6))] == want
 
 
 def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
-    data = write(tmp_path / "a", [4, 0, 23, 6, 1, 3])
+    data = numbered(tmp_path / "a", [4, 0, 23, 6, 1, 3])
     dataset = PackedDataset(data, range(1, 6), 9, 3, PAD)
     for i in range(2 * dataset.plan.num_bins):
         for position, token in enumerate(dataset.samples(np.array([i]))[0].tolist()):
@@ -175,12 +161,10 @@ def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
 
 
 def test_describe_tells_padding_and_cuts(tmp_path: Path) -> None:
-    data = write(tmp_path / "a", [5, 5, 12])  # pieces 5, 5, 10, 3 in samples of 10
+    data = numbered(tmp_path / "a", [5, 5, 12])  # pieces 5, 5, 10, 3 in samples of 10
     text = PackedDataset(data, range(3), 9, 1, PAD).describe(6)
-    assert text == (
-        f"{data.prefix}: 3 documents, 22 tokens, 2.00 epochs; packed into 3 samples, 23.33 % padding, "
-        "1 documents cut (end to end: about 2)"
-    )
+    packed = "packed into 3 samples, 23.33 % padding, 1 documents cut (end to end: about 2)"
+    assert text == f"{data.prefix}: 3 documents, 22 tokens, 2.00 epochs; {packed}"
 
 
 def test_cuts_of_plain_concatenation_are_as_predicted() -> None:
@@ -195,14 +179,14 @@ def test_cuts_of_plain_concatenation_are_as_predicted() -> None:
 
 
 def test_too_little_data_is_refused(tmp_path: Path) -> None:
-    data = write(tmp_path / "a", [1, 0, 1, 5])
+    data = numbered(tmp_path / "a", [1, 0, 1, 5])
     for documents in (range(0), range(3)):
         with pytest.raises(DataError, match="no document of two tokens or more among"):
             PackedDataset(data, documents, 4, 1, PAD)
 
 
 def test_feeds_batches_and_blends(tmp_path: Path) -> None:
-    parts = [PackedDataset(write(tmp_path / name, [7, 3, 20, 2]), range(4), 8, 1, PAD) for name in "ab"]
+    parts = [PackedDataset(numbered(tmp_path / name, [7, 3, 20, 2]), range(4), 8, 1, PAD) for name in "ab"]
     mixed = Blend(parts, [1, 3])
     tokens = np.concatenate([m.tokens for m in Batches(mixed, 2, 0, 1, PAD + 1).at(0, 8)])
     assert tokens.shape == (8, 9) and "packed into" in mixed.describe(8)

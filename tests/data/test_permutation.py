@@ -37,13 +37,6 @@ def test_in_order_around_squares(n: int) -> None:
     assert a == n
 
 
-def test_any_part_can_be_computed_alone() -> None:
-    n = 100_003
-    whole = permute(np.arange(n), n, 5)
-    some = np.array([99_999, 0, 7, 50_000])
-    assert np.array_equal(permute(some, n, 5), whole[some])
-
-
 def test_bits_never_change() -> None:
     """Resume over versions needs the same order: these numbers are part of the format."""
     assert permute(np.arange(8), 8, fold(1234, "train")).tolist() == GOLDEN_8

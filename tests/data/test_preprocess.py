@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import programs
 import pytest
+from token_files import documents_of, limit_files
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
@@ -21,7 +19,6 @@ from megalite.data.files.sidecar import check_tokenizer, read_info
 from megalite.data.tokenizers.tokenizer_types import build_tokenizer
 from tools import python_corpus, train_tokenizer
 from tools.preprocess import text_input
-from tools.preprocess import workers as worker_module
 from tools.preprocess.records import parse_line
 from tools.preprocess.text_input import expand
 from tools.preprocess.token_run import preprocess
@@ -37,8 +34,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def run_tool(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return programs.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    return programs.python("tools/preprocess_data.py", *map(str, arguments), **options)
 
 
 def test_documents_and_sidecar(tmp_path: Path) -> None:
@@ -51,23 +47,15 @@ def test_documents_and_sidecar(tmp_path: Path) -> None:
     )
     assert got.returncode == 0, got.stderr
     assert "3 documents, 11 tokens (uint16)" in got.stdout
-    data = IndexedDataset(tmp_path / "out/my_text_document")
     want = [[*map(ord, text), 256] for text in ("abc", "d", "xy\nz")]  # the empty document is left out
-    assert [data.document(i).tolist() for i in range(len(data))] == want
+    assert documents_of(IndexedDataset(tmp_path / "out/my_text_document")) == want
     tokenizer = build_tokenizer("ByteTokenizer")
-    assert read_info(tmp_path / "out/my_text_document") == {
-        "version": 1,
-        "documents": 3,
-        "tokens": 11,
-        "records": 4,
-        "empty": 1,
-        "bad": {},
-        "append_eod": True,
-        "bytes": 8,
-        "source_bytes": 74,
-        "sources": ["b.jsonl", "a.txt"],
-        "tokenizer": {"name": "ByteTokenizer", "fingerprint": tokenizer.fingerprint, "vocab_size": 257, "eod": 256},
-    }
+    counts = dict(
+        version=1, documents=3, tokens=11, records=4, empty=1, bad={}, append_eod=True, bytes=8, source_bytes=74
+    )
+    made_by = {"name": "ByteTokenizer", "fingerprint": tokenizer.fingerprint, "vocab_size": 257, "eod": 256}
+    found = read_info(tmp_path / "out/my_text_document")
+    assert found == counts | {"sources": ["b.jsonl", "a.txt"], "tokenizer": made_by}
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
 
 
@@ -139,18 +127,6 @@ def test_bad_line_in_a_worker_ends_the_tool(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def _die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_worker_that_dies_is_an_error_and_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_work", _die)
-    write_jsonl(tmp_path / "a.jsonl", ["abc"] * 50)
-    with pytest.raises(DataError, match="a worker process ended with code -9; -9 means that memory ran out"):
-        preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), workers=2, job=BYTES)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 def test_killed_run_leaves_nothing_that_looks_complete_and_can_be_repeated(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["some text, again and again " * 20] * 40_000)
     prefix = tmp_path / "o"
@@ -174,12 +150,7 @@ def test_full_disk_is_an_error_and_the_earlier_pair_stays(tmp_path: Path) -> Non
     arguments = ("--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer")
     assert run_tool("--input", tmp_path / "a.jsonl", *arguments, "--workers", "1").returncode == 0
     write_jsonl(tmp_path / "a.jsonl", ["x" * 1000] * 200)
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-
-    got = run_tool("--input", tmp_path / "a.jsonl", *arguments, "--workers", "1", preexec_fn=limit)
+    got = run_tool("--input", tmp_path / "a.jsonl", *arguments, "--workers", "1", preexec_fn=limit_files)
     assert got.returncode == 3 and "File too large; nothing was written" in got.stderr
     assert len(IndexedDataset(tmp_path / "o_text_document")) == 1
     assert not list(tmp_path.glob("*.partial"))
@@ -207,17 +178,15 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     jobs = [Job({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": model}, fast=True) for model in models]
     [prefix] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "o"), jobs[1])
     check_tokenizer(prefix, build_tokenizer("Llama2Tokenizer", models[1]))  # the same model under another name
-    with pytest.raises(
-        DataError, match=rf"made with {models[1]} \(vocabulary 310\), but this run has {models[0]} \(300\): give"
-    ):
+    said = rf"made with {models[1]} \(vocabulary 310\), but this run has {models[0]} \(300\): give"
+    with pytest.raises(DataError, match=said):
         check_tokenizer(prefix, build_tokenizer("SentencePieceTokenizer", models[0]))
     [small] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "s"), jobs[0])
     with pytest.raises(DataError, match=rf"made with {models[0]} \(fingerprint \w+\), but this run has {models[1]}"):
         check_tokenizer(small, build_tokenizer("SentencePieceTokenizer", models[1]))
     check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=320))  # stands for any, if it is large enough
-    with pytest.raises(
-        DataError, match=r"m310.model \(vocabulary 310\), but this run has NullTokenizer\(300\) \(300\)"
-    ):
+    said = r"m310.model \(vocabulary 310\), but this run has NullTokenizer\(300\) \(300\)"
+    with pytest.raises(DataError, match=said):
         check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=300))
     Path(prefix + ".json").write_text('{"tokenizer": {"fingerprint": 5}}')
     with pytest.raises(DataError, match="o_text_document.json: damaged"):
@@ -237,17 +206,11 @@ def test_tokenizer_training_takes_text_evenly_up_to_a_bound() -> None:
 
 def test_python_corpus(tmp_path: Path) -> None:
     root = tmp_path / "lib"
-    for name, text in {
-        "b.py": "b = 1\n" * 20,
-        "a/c.py": "c = 'ü'\n" * 20,
-        "a/copy.py": "b = 1\n" * 20,
-        "z.py": "z = 1\n" * 20,
-        "tiny.py": "",
-        "site-packages/x.py": "x = 1\n" * 20,
-        "note.txt": "n",
-    }.items():
+    texts = {"b.py": "b = 1\n", "a/c.py": "c = 'ü'\n", "a/copy.py": "b = 1\n", "z.py": "z = 1\n"}
+    texts |= {"tiny.py": "", "note.txt": "n", "site-packages/x.py": "x = 1\n"}
+    for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text, encoding="utf-8")
+        (root / name).write_text(text * 20, encoding="utf-8")
     (root / "latin.py").write_bytes(b"# \xe9\n" * 30)
     made = []
     for out in ("one", "two"):

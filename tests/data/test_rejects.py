@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import programs
 import pytest
 from data.test_preprocess import BAD_LINES, BYTES, run_tool, write_jsonl
 
@@ -21,22 +19,11 @@ from tools.preprocess.rejects import judge
 from tools.preprocess.token_run import preprocess
 
 REASONS = {
-    "not json": "not-json",
-    "cut": "not-json",
-    "null": "not-an-object",
-    "number": "not-an-object",
-    "list": "not-an-object",
-    "missing key": "key-missing",
-    "not a string": "not-a-string",
-    "null text": "not-a-string",
-    "invalid utf-8": "not-utf-8",
-    "byte order mark": "byte-order-mark",
-    "raw nul": "not-json",
-    "lone surrogate": "lone-surrogate",
-    "nan": "not-json",
-    "same key twice": "duplicate-key",
-    "deep": "nested-too-deeply",
-    "two objects": "not-json",
+    **dict.fromkeys(("not json", "cut", "raw nul", "nan", "two objects"), "not-json"),
+    **dict.fromkeys(("null", "number", "list"), "not-an-object"),
+    **dict.fromkeys(("not a string", "null text"), "not-a-string"),
+    **{"missing key": "key-missing", "invalid utf-8": "not-utf-8", "same key twice": "duplicate-key"},
+    **{"deep": "nested-too-deeply", "byte order mark": "byte-order-mark", "lone surrogate": "lone-surrogate"},
 }
 
 
@@ -52,9 +39,8 @@ def test_every_kind_of_bad_line_is_left_out_counted_and_shown(tmp_path: Path, wo
     reasons = list(REASONS.values())
     assert info["bad"] == {reason: reasons.count(reason) for reason in reasons}
     rows = [json.loads(line) for line in (tmp_path / "o.rejects.jsonl").read_bytes().splitlines()]
-    assert [(row["file"], row["line"], row["reason"]) for row in rows] == [
-        (source[0], 1 + 4 * i, reason) for i, reason in enumerate(reasons)
-    ]
+    found = [(row["file"], row["line"], row["reason"]) for row in rows]
+    assert found == [(source[0], 1 + 4 * i, reason) for i, reason in enumerate(reasons)]
     for row, name in zip(rows, REASONS, strict=True):
         raw, detail = BAD_LINES[name]
         assert detail in row["detail"]
@@ -135,22 +121,16 @@ def test_fraction_outside_its_range(tmp_path: Path, fraction: float) -> None:
 
 def test_standard_input_and_mixed_files_and_progress(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("b")
-    tool = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
-    command = [sys.executable, str(tool), "--input", "-", str(tmp_path / "b.txt"), "--output-prefix", tmp_path / "o"]
-    command += ["--tokenizer-type", "ByteTokenizer", "--workers", "2", "--log-interval", "1"]
-    got = programs.run(
-        [*map(str, command), "--partitions", "4"],
-        input='{"text": "a"}\n{"text": "c"}',
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = ["--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer", "--workers", "2"]
+    command += ["--log-interval", "1"]
+    lines = '{"text": "a"}\n{"text": "c"}'
+    got = run_tool("--input", "-", tmp_path / "b.txt", *command, "--partitions", "4", input=lines)
     assert got.returncode == 0, got.stderr
     assert "note: --partitions changes nothing" in got.stderr
     assert "2 documents, 2 tokens: " in got.stderr and "MB/s" in got.stderr
     data = IndexedDataset(tmp_path / "o_text_document")
     assert [chr(data.document(i)[0]) for i in range(len(data))] == ["a", "c", "b"]
-    got = run_tool("--input", tmp_path / "b.txt", *map(str, command[5:]), "--overwrite")
+    got = run_tool("--input", tmp_path / "b.txt", *command, "--overwrite")
     assert got.returncode == 0 and "% of the input" in got.stderr
-    got = run_tool("--input", tmp_path / "b.txt", *map(str, command[5:]), "--split-sentences")
+    got = run_tool("--input", tmp_path / "b.txt", *command, "--split-sentences")
     assert got.returncode == 2 and "--split-sentences is for BERT and T5" in got.stderr

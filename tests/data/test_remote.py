@@ -15,9 +15,12 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import token_files
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import documents_of as documents
+from token_files import full
 
 from megalite.data.errors import DataError
 from megalite.data.files import block_cache as blocks
@@ -86,16 +89,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 
 
 def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: type[np.generic] = np.uint16) -> str:
-    prefix.parent.mkdir(exist_ok=True)
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add(np.array(document, np.int64))
-        writer.finish()
-    return f"flaky://{prefix}"
-
-
-def documents(data: IndexedDataset) -> list[list[int]]:
-    return [data.document(i).tolist() for i in range(len(data))]
+    return f"flaky://{token_files.write(prefix, documents, dtype)}"
 
 
 def stored(directory: Path) -> list[Path]:
@@ -142,13 +136,9 @@ def test_every_byte_is_fetched_once_and_kept(tmp_path: Path) -> None:
     url, size = write(tmp_path / "a"), (tmp_path / "a.bin").stat().st_size
     for _ in range(2):
         assert documents(IndexedDataset(url, cache_path=tmp_path / "c")) == DOCUMENTS
-    assert sorted(r[1:] for r in Flaky.reads if r[0].endswith(".bin")) == [
-        (a, min(a + 64, size)) for a in range(0, size, 64)
-    ]
-    assert (
-        sum(end - start for path, start, end in Flaky.reads if path.endswith(".idx"))
-        == (tmp_path / "a.idx").stat().st_size
-    )
+    fetched = {end: sorted(r[1:] for r in Flaky.reads if r[0].endswith(end)) for end in (".bin", ".idx")}
+    assert fetched[".bin"] == [(a, min(a + 64, size)) for a in range(0, size, 64)]
+    assert sum(end - start for start, end in fetched[".idx"]) == (tmp_path / "a.idx").stat().st_size
     IndexedDataset(url)
     assert len(list((tmp_path / "default" / "remote").glob("a-*/copy.index"))) == 1  # $MEGALITE_CACHE
 
@@ -219,9 +209,7 @@ def test_source_that_changes_is_refused_and_its_new_content_read_at_the_next_sta
     other = [[token + 1 for token in document] for document in DOCUMENTS] + ([] if same_size else [[1, 2, 3]])
     time.sleep(0.01)
     write(tmp_path / "a", other)
-    with pytest.raises(
-        DataError, match=r"a.bin: changed while it was in use: \d+ bytes, mtime=.* now \d+ bytes, mtime="
-    ):
+    with pytest.raises(DataError, match=r"a.bin: changed while it was in use: \d+ bytes, mtime=.* now \d+ bytes, mt"):
         data.tokens[200:300]
     assert data.tokens[0:10].tolist() == [t for d in DOCUMENTS for t in d][:10]  # what was fetched stays right
     assert documents(IndexedDataset(url, cache_path=cache)) == other
@@ -239,9 +227,8 @@ def test_lasting_faults_end_after_a_bounded_number_of_attempts(tmp_path: Path) -
     url = write(tmp_path / "a")
     data = IndexedDataset(url, cache_path=tmp_path / "c")
     Flaky.reads, Flaky.faults = [], [ConnectionResetError("reset by peer")] * 100
-    with pytest.raises(
-        DataError, match=r"a.bin: reading bytes 0..63 failed 6 times, the last time with ConnectionResetError: rese"
-    ):
+    said = "a.bin: reading bytes 0..63 failed 6 times, the last time with ConnectionResetError: reset by peer"
+    with pytest.raises(DataError, match=said):
         data.tokens[0:3]
     assert len(Flaky.reads) == remote.ATTEMPTS
     Flaky.reads, Flaky.faults = [], [PermissionError("403")] * 100
@@ -265,9 +252,7 @@ def test_what_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError, match="give a directory for copies"):
         IndexedDataset(url, cache_path=tmp_path / "file")
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(
-        sys.modules["fsspec.registry"]._registry, "s3", raising=False
-    )  # where another test has opened it
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # another test has opened it
     with pytest.raises(DataError, match=r"s3://b/a.idx: Install s3fs"):
         IndexedDataset("s3://b/a", cache_path=tmp_path)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
@@ -323,19 +308,21 @@ def test_opening_a_block_counts_as_use(tmp_path: Path) -> None:
     assert [path.name for path in stored(cache) if path.stat().st_mtime > 1000] == ["00000000.block"]
 
 
-def test_full_disk_is_told_once_and_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_is_told_once_and_no_error(tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     data = IndexedDataset(write(tmp_path / "a"), cache_path=tmp_path / "c")
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(blocks.os, "replace", full)
     with caplog.at_level(logging.WARNING):
         assert documents(data) == DOCUMENTS
     assert caplog.text.count("No space left on device); they are fetched each time") == 1
     assert not stored(tmp_path / "c") and not list(tmp_path.glob("c/remote/*/*.partial"))
+
+
+def weighed(data: IndexedDataset, seed: int) -> int:
+    """A number of all tokens, read in an order of the seed."""
+    begins, counts = data.spans(np.random.default_rng(seed).permutation(len(data)))
+    out = np.empty(int(counts.sum()), np.int64)
+    data.copy(begins, counts, out)
+    return int((out * np.arange(out.size)).sum())
 
 
 READER = """
@@ -355,11 +342,7 @@ def cat_file(self, path, start=None, end=None, **options):
     return original(self, path, start=start, end=end)
 test_remote.Flaky.cat_file = cat_file
 data = IndexedDataset(url, cache_path=cache)
-order = np.random.default_rng(int.from_bytes(url.encode()[-1:])).permutation(len(data))
-begins, counts = data.spans(order)
-out = np.empty(int(counts.sum()), np.int64)
-data.copy(begins, counts, out)
-print(int((out * np.arange(out.size)).sum()))
+print(test_remote.weighed(data, url.encode()[-1]))
 """
 
 
@@ -373,11 +356,7 @@ def test_processes_that_read_at_once_fetch_each_block_once(tmp_path: Path) -> No
     lines = journal.read_text().splitlines()
     sizes = {suffix: (tmp_path / f"a{suffix}").stat().st_size for suffix in (".bin", ".idx")}
     assert sorted(lines) == sorted(f"{suffix} {start}" for suffix in sizes for start in range(0, sizes[suffix], 64))
-    data = IndexedDataset(tmp_path / "a")
-    begins, counts = data.spans(np.random.default_rng(ord("a")).permutation(len(data)))
-    out = np.empty(int(counts.sum()), np.int64)
-    data.copy(begins, counts, out)
-    assert int(sums[0]) == int((out * np.arange(out.size)).sum())
+    assert int(sums[0]) == weighed(IndexedDataset(tmp_path / "a"), ord("a"))
 
 
 def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
@@ -402,8 +381,7 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
 
 def test_fsspec_is_imported_for_urls_only(tmp_path: Path) -> None:
     write(tmp_path / "a")
-    code = f"import sys; from megalite.data.samples.gpt_dataset import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
+    code = f"import sys; from megalite.data.files.indexed import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
     code += "print([m for m in sys.modules if m.startswith('fsspec') or m == 'megalite.data.files.remote'])"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert result.stdout == "[]\n", result.stderr

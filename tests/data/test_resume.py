@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from typing import Any
 import programs
 import pytest
 from data.test_text_input import write_gz, write_lines, write_parquet, write_zst
+from token_files import limit_files
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
@@ -104,9 +105,8 @@ def test_killed_at_random_moments(corpus: Path, want: dict[str, bytes], tmp_path
     whole = time.perf_counter() - begin
     kills = 0
     for _ in range(40):
-        status = in_child(
-            lambda: preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS), rng.uniform(0, whole)
-        )
+        resume = functools.partial(preprocess, inputs(corpus), str(prefix), resume=True, **SETTINGS)
+        status = in_child(resume, rng.uniform(0, whole))
         assert status in (0, -signal.SIGKILL)
         kills += status != 0
         if kills == 4:
@@ -185,8 +185,7 @@ def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: 
     )
     prefix = tmp_path / "o"
     command = [sys.executable, "-c", code, "--input", *inputs(corpus), "--output-prefix", str(prefix), "--append-eod"]
-    command += ["--tokenizer-type", "ByteTokenizer", "--workers", str(workers)]
-    command += ["--max-bad-fraction", "0.5"]
+    command += ["--tokenizer-type", "ByteTokenizer", "--workers", str(workers), "--max-bad-fraction", "0.5"]
     process = programs.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     entries, deadline = Path(f"{prefix}.journal"), time.monotonic() + 60
     while time.monotonic() < deadline and not (entries.exists() and entries.read_bytes().count(b"\n") > 3):
@@ -194,21 +193,21 @@ def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: 
     process.kill()
     process.wait()
     assert entries.exists() and not looks_complete(prefix)
-    plain = programs.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    def typed(*more: str) -> subprocess.CompletedProcess[str]:
+        return programs.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    plain, again, third = typed(), typed("--resume"), typed("--resume")
     assert plain.returncode == 3 and "continue it with --resume, or discard it with" in plain.stderr
-    again = programs.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert again.returncode == 0, again.stderr
-    assert "resuming after" in again.stderr and contents(prefix) == want
-    third = programs.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert third.returncode == 0 and "complete already" in third.stderr and contents(prefix) == want
+    assert again.returncode == third.returncode == 0, again.stderr
+    assert "resuming after" in again.stderr and "complete already" in third.stderr and contents(prefix) == want
 
 
 def test_disk_full_then_resumed(corpus: Path, want: dict[str, bytes], tmp_path: Path) -> None:
     prefix, message = tmp_path / "o", tmp_path / "message"
 
     def run() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        limit_files(100_000)
         try:
             preprocess(inputs(corpus), str(prefix), **SETTINGS)
         except DataError as error:
@@ -223,9 +222,7 @@ def test_disk_full_then_resumed(corpus: Path, want: dict[str, bytes], tmp_path: 
     assert contents(prefix) == want
 
 
-def test_worker_that_dies_loses_nothing(
-    corpus: Path, want: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_dies_loses_nothing(corpus: Path, want: dict[str, bytes], tmp_path: Path, monkeypatch) -> None:
     prefix, note = tmp_path / "o", token_run.TokenRun._note
 
     def note_and_kill(run: token_run.TokenRun) -> None:
@@ -235,7 +232,10 @@ def test_worker_that_dies_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(token_run.TokenRun, "_note", note_and_kill)
-        with pytest.raises(DataError, match="a worker process ended with code -9.*continue from there with --resume"):
+        with pytest.raises(
+            DataError,
+            match="a worker process ended with code -9; -9 means that memory.*continue from there with --resume",
+        ):
             preprocess(inputs(corpus), str(prefix), workers=2, **SETTINGS)
     preprocess(inputs(corpus), str(prefix), workers=2, resume=True, **SETTINGS)
     assert contents(prefix) == want
@@ -251,20 +251,16 @@ def test_what_differs_is_refused_and_nothing_is_lost(corpus: Path, want: dict[st
     prefix = tmp_path / "o"
     stopped(corpus, prefix)
     before = contents(prefix)
+    other = Job({"tokenizer_type": "NullTokenizer", "vocab_size": 501}, append_eod=True)
+    kept = "an interrupted run was kept here: continue it with --resume, or discard it with --overwrite"
     others: list[tuple[dict[str, Any], str]] = [
-        (
-            {"job": Job({"tokenizer_type": "NullTokenizer", "vocab_size": 501}, append_eod=True)},
-            "the interrupted run had tokenizer",
-        ),
+        ({"job": other}, "the interrupted run had tokenizer"),
         ({"job": BYTES}, "the interrupted run had append_eod true, this one has false"),
-        (
-            {"resume": False},
-            "an interrupted run was kept here: continue it with --resume, or discard it with --overwrite",
-        ),
+        ({"resume": False}, kept),
     ]
-    for other, reason in others:
+    for changed, reason in others:
         with pytest.raises(DataError, match=reason):
-            preprocess(inputs(corpus), str(prefix), **{"resume": True, **SETTINGS, **other})
+            preprocess(inputs(corpus), str(prefix), **{"resume": True, **SETTINGS, **changed})
     with pytest.raises(DataError, match="the interrupted run had files"):
         preprocess(inputs(corpus)[1:], str(prefix), resume=True, **SETTINGS)
     assert contents(prefix) == before
@@ -317,9 +313,8 @@ def test_bad_line_late_in_the_run_can_be_passed_by_resuming(tmp_path: Path) -> N
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write("[]\n")
     source, prefix = [str(tmp_path / "a.jsonl")], str(tmp_path / "o")
-    with pytest.raises(
-        DataError, match=r"a.jsonl:2001: is not a JSON object but list; .*continue from there with --resume"
-    ):
+    said = r"a.jsonl:2001: is not a JSON object but list; .*continue from there with --resume"
+    with pytest.raises(DataError, match=said):
         preprocess(source, prefix, job=BYTES)
     [pair] = preprocess(source, prefix, resume=True, max_bad_fraction=0.01, job=BYTES)
     assert len(IndexedDataset(pair)) == 2000

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from token_files import numbered
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed import IndexedDataset
@@ -18,15 +19,6 @@ from megalite.data.samples.epochs import build_epoch
 from megalite.data.samples.gpt_dataset import GptDataset
 from megalite.data.samples.permutation import fold
 from megalite.data.samples.token_line import Line
-from tools.preprocess.indexed_writer import IndexedWriter
-
-
-def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
-    """Every token of the file is another number: 0, 1, 2, ..."""
-    with IndexedWriter(prefix, np.int32) as writer:
-        writer.add_many(np.arange(sum(lengths)), np.array(lengths, np.int64))
-        writer.finish()
-    return IndexedDataset(prefix)
 
 
 def first_sample(epoch: int, tokens: int, seq_length: int) -> int:
@@ -50,7 +42,7 @@ def epoch_stream(data: IndexedDataset, documents: range, key_lengths: NDArray[np
 def test_every_token_is_used_once_per_epoch(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, seed: int, first: int
 ) -> None:
-    data = write(tmp_path_factory.mktemp("s") / "a", lengths)
+    data = numbered(tmp_path_factory.mktemp("s") / "a", lengths)
     documents = range(min(first, len(lengths) - 1), len(lengths))
     tokens = sum(lengths[documents.start :])
     assume(tokens >= seq_length + 1)
@@ -68,14 +60,11 @@ def test_every_token_is_used_once_per_epoch(
 
 def test_samples_are_the_windows_of_the_documented_stream(tmp_path: Path) -> None:
     lengths, seq_length = [3, 0, 11, 1, 7, 0, 5], 4
-    data = write(tmp_path / "a", lengths)
+    data = numbered(tmp_path / "a", lengths)
     dataset = GptDataset(data, range(len(lengths)), seq_length, 9)
-    tokens = sum(lengths)
-    counts = [first_sample(e, tokens, seq_length) for e in range(4)]
-    keep = np.array(lengths, np.int32)
-    stream = np.concatenate(
-        [epoch_stream(data, range(7), keep, fold(fold(9, "train"), "documents", e)) for e in range(4)]
-    )
+    counts = [first_sample(e, sum(lengths), seq_length) for e in range(4)]
+    keys, keep = [fold(fold(9, "train"), "documents", e) for e in range(4)], np.array(lengths, np.int32)
+    stream = np.concatenate([epoch_stream(data, range(7), keep, key) for key in keys])
     for e in range(3):
         got = {tuple(row) for row in dataset.samples(np.arange(counts[e], counts[e + 1])).tolist()}
         want = {tuple(stream[j * 4 : j * 4 + 5].tolist()) for j in range(counts[e], counts[e + 1])}
@@ -83,17 +72,17 @@ def test_samples_are_the_windows_of_the_documented_stream(tmp_path: Path) -> Non
 
 
 def test_epochs_and_samples_are_shuffled_differently(tmp_path: Path) -> None:
-    dataset = GptDataset(write(tmp_path / "a", [50] * 40), range(40), 10, 1)
+    dataset = GptDataset(numbered(tmp_path / "a", [50] * 40), range(40), 10, 1)
     assert dataset.num_tokens == 2000
     first, second = dataset.samples(np.arange(200)), dataset.samples(np.arange(200, 400))
     assert not np.array_equal(first, second)
     assert (first[1:, 0] < first[:-1, 0]).any()
-    other = GptDataset(write(tmp_path / "b", [50] * 40), range(40), 10, 2).samples(np.arange(200))
+    other = GptDataset(numbered(tmp_path / "b", [50] * 40), range(40), 10, 2).samples(np.arange(200))
     assert not np.array_equal(first, other)
 
 
 def test_one_at_a_time_in_any_order_is_the_same(tmp_path: Path) -> None:
-    data = write(tmp_path / "a", [5, 17, 2, 30])
+    data = numbered(tmp_path / "a", [5, 17, 2, 30])
     dataset = GptDataset(data, range(4), 6, 3)
     together = dataset.samples(np.arange(60))
     fresh = GptDataset(data, range(4), 6, 3)
@@ -103,7 +92,7 @@ def test_one_at_a_time_in_any_order_is_the_same(tmp_path: Path) -> None:
 
 def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
     lengths = [4, 0, 9, 6]
-    data = write(tmp_path / "a", lengths)
+    data = numbered(tmp_path / "a", lengths)
     dataset = GptDataset(data, range(1, 4), 5, 3)
     for i in range(12):
         for position, token in enumerate(dataset.samples(np.array([i]))[0].tolist()):
@@ -115,8 +104,9 @@ def test_where_names_the_document_of_every_token(tmp_path: Path) -> None:
 def test_too_little_data_is_refused(tmp_path: Path) -> None:
     for lengths in ([], [0, 0], [3], [2, 2]):
         with pytest.raises(DataError, match="tokens in .* documents, fewer than one sample of seq_length 4"):
-            GptDataset(write(tmp_path / "a", lengths), range(len(lengths)), 4, 1)
-    assert GptDataset(write(tmp_path / "a", [5]), range(1), 4, 1).samples(np.array([0]))[0].tolist() == [0, 1, 2, 3, 4]
+            GptDataset(numbered(tmp_path / "a", lengths), range(len(lengths)), 4, 1)
+    one = GptDataset(numbered(tmp_path / "a", [5]), range(1), 4, 1)
+    assert one.samples(np.array([0])).tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_billions_of_samples_need_no_table() -> None:
@@ -133,16 +123,11 @@ def test_billions_of_samples_need_no_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "documents", "sizes"),
+    "split,documents,sizes",
     [
-        ("969, 30, 1", 1000, (969, 30, 1)),
-        ("99,1,0", 200, (198, 2, 0)),
-        ("1", 5, (5, 0, 0)),
-        ("0.5,0.5", 10, (5, 5, 0)),
-        ("'99,1,0'", 200, (198, 2, 0)),
-        ('"3 1"', 8, (6, 2, 0)),
-        ("949,50,1", 2000, (1898, 100, 2)),
-        ("2,1,1", 8, (4, 2, 2)),
+        *[("969, 30, 1", 1000, (969, 30, 1)), ("99,1,0", 200, (198, 2, 0)), ("949,50,1", 2000, (1898, 100, 2))],
+        *[("0.5,0.5", 10, (5, 5, 0)), ("1", 5, (5, 0, 0)), ("2,1,1", 8, (4, 2, 2))],
+        *[("'99,1,0'", 200, (198, 2, 0)), ('"3 1"', 8, (6, 2, 0))],
     ],
 )
 def test_split(split: str, documents: int, sizes: tuple[int, ...]) -> None:

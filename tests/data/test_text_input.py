@@ -71,9 +71,7 @@ def texts_from(path: Path, start: Position | None = None) -> list[tuple[Position
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_texts_from_any_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_every_format_gives_the_texts_from_any_position(tmp_path: Path, monkeypatch, name: str) -> None:
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)
     texts = [f"text {i} ü\n" * (i % 13) for i in range(400)]
     WRITERS[name](tmp_path / name, texts)
@@ -128,9 +126,7 @@ def test_the_text_of_a_compressed_file_is_larger_than_the_file(tmp_path: Path) -
         assert len(data) < len(raw) / 2 or name == "a.jsonl"
 
 
-def test_longer_than_a_document_may_be_is_left_out_and_never_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_longer_than_a_document_may_be_is_left_out_and_never_held(tmp_path: Path, monkeypatch) -> None:
     for module in (text_input, records):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 3000)
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 700)

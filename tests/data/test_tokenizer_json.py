@@ -12,19 +12,17 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from token_files import byte_level_bpe
+
+from megalite.config.options import build
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json, differs, read_sentencepiece
+from megalite.data.tokenizers.tokenizer_types import build_tokenizer
+from megalite.train.life.export_hf import tokenizer_files
+from tools import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import train_tokenizer  # noqa: E402
-
-from megalite.config.options import build  # noqa: E402
-from megalite.data.errors import DataError  # noqa: E402
-from megalite.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from megalite.data.tokenizers.tokenizer_json import as_tokenizer_json, differs, read_sentencepiece  # noqa: E402
-from megalite.data.tokenizers.tokenizer_types import build_tokenizer  # noqa: E402
-from megalite.train.life.export_hf import tokenizer_files  # noqa: E402
-
 CORPUS = [
     *(ROOT / "LICENSE").read_text().splitlines(True),  # a text that stays: which ties a model has hangs on it
     "漢字かなカナ 한국어\n",
@@ -67,24 +65,13 @@ def by_tool(folder: Path, special: list[str]) -> Tokenizer:
 
 def trained(folder: Path, **options: Any) -> Tokenizer:
     usual = {"vocab_size": 500, "minloglevel": 2, "hard_vocab_limit": False, "normalization_rule_name": "identity"}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_prefix=str(folder / "mine"), **{**usual, **options}
-    )
+    train = sentencepiece.SentencePieceTrainer.train
+    train(sentence_iterator=iter(CORPUS), model_prefix=str(folder / "mine"), **{**usual, **options})
     return build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(folder / "mine.model"))
 
 
 def gpt2(folder: Path) -> Tokenizer:
-    from tokenizers import Tokenizer as Library
-    from tokenizers import models, pre_tokenizers, trainers
-
-    model: Any = Library(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    model.train_from_iterator(CORPUS, trainer)
-    model.model.save(str(folder))
+    byte_level_bpe(CORPUS, 400).model.save(str(folder))
     files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
     return build_tokenizer("GPT2BPETokenizer", **files)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from megalite.models.gpt import Batch, Stage
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.plan.arrangement import arrange, build_stages
 from megalite.train.setup import SetupError
+from tools import convert_checkpoint
 from tools.generate import line_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,16 +47,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[An
 
 def their_text(model: Any, prompt: list[int], most: int, stops: list[int] | int = 2) -> list[int]:
     ids = torch.tensor([prompt])
+    how = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most, pad_token_id=0)
     with torch.no_grad():
-        found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=most,
-            eos_token_id=stops,
-            pad_token_id=0,
-        )
-    return found[0].tolist()
+        return model.generate(ids, eos_token_id=stops, **how)[0].tolist()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,9 +128,6 @@ def test_a_layout_that_does_not_fit_is_refused(models) -> None:
 
 
 def test_a_checkpoint_says_the_same_as_the_directory_it_came_from(models, tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "tools"))
-    import convert_checkpoint
-
     _, folder = models("qwen3")
     assert convert_checkpoint.main(["--from-hf", str(folder), "--save", str(tmp_path)]) == 0
     assert _texts(str(tmp_path), 1, 1) == _texts(str(folder), 1, 1)
@@ -148,17 +138,14 @@ def test_a_checkpoint_says_the_same_as_the_directory_it_came_from(models, tmp_pa
 
 @settings(max_examples=40)
 @given(
-    st.integers(1, 3),
-    st.integers(1, 2),
+    st.tuples(*map(st.integers, (1, 1, 2), (3, 2, 9))),
     st.sampled_from([1, 3]),
-    st.integers(2, 9),
     st.none() | st.integers(1, 10),
     st.data(),
 )
-def test_attention_to_a_cache_is_attention(
-    B: int, G: int, repeat: int, T: int, window: int | None, data: st.DataObject
-) -> None:
+def test_attention_to_a_cache_is_attention(sizes: tuple, repeat: int, window: int | None, data: st.DataObject) -> None:
     """A few queries per sample, at a place of its own; what lies behind them, or before the window, does not matter."""
+    B, G, T = sizes
     torch.manual_seed(0)
     q = torch.randn(T, B, G * repeat, 4, dtype=torch.float64)
     k, v = torch.randn(2, T, B, G, 4, dtype=torch.float64)
@@ -260,10 +247,8 @@ def test_a_prompt_draws_the_same_alone_and_among_others(models) -> None:
 
 
 def tool(*flags: str, ok: bool = True) -> str:
-    words = [sys.executable, str(ROOT / "tools/generate.py"), *flags]
-    done = programs.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert (done.returncode == 0) == ok, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    done = programs.python("tools/generate.py", *flags)
+    assert (done.returncode == 0) == ok and "Traceback" not in done.stderr, done.stdout + done.stderr
     return done.stdout if ok else done.stderr
 
 

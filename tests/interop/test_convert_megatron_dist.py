@@ -122,13 +122,9 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "inside": (lambda f, c: _metadata(f, lambda d: setattr(d, "planner_data", Evil(c))), "names posix.system"),
     "method": (lambda f, c: _metadata(f, lambda d: setattr(d, "planner_data", Sneaky(c))), r"names \w+.getattr|names pathlib"),
     "in common": (lambda f, c: torch.save({"args": Evil(c)}, f / "common.pt"), "names posix.system"),
-    "in a chunk": (
-        lambda f, c: (
-            torch.save(Evil(c), f / "__0_0.distcp"),
-            _metadata(f, lambda d: _places(d, offset=0, length=(f / "__0_0.distcp").stat().st_size)),
-        ),
-        "cannot be read .UnpicklingError",
-    ),
+    "in a chunk": (lambda f, c: (torch.save(Evil(c), f / "__0_0.distcp"),
+                                 _metadata(f, lambda d: _places(d, offset=0, length=(f / "__0_0.distcp").stat().st_size))),
+                   "cannot be read .UnpicklingError"),
     "truncated": (lambda f, c: os.truncate(f / ".metadata", 100), "refused: pickle data was truncated"),
     "garbage": (lambda f, c: (f / ".metadata").write_bytes(b"\x80\x04" + bytes(range(256))), "refused: invalid load key"),
     "parent": (lambda f, c: _metadata(f, lambda d: _places(d, relative_path="../x")), "'../x', which is not a file"),

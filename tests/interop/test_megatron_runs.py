@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from megalite.train.start.origin import start_run
 from megalite.train.start.resume import saved_config
 from megalite.train.step import train_step
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 BASE = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu "
@@ -50,9 +48,8 @@ def first_loss(folder: str, flags: str) -> tuple[float, list[str]]:
     """(loss of the first step of a run that begins with `folder`, the notes of its start) on this rank."""
     import torch.distributed as dist
 
-    config = parse(folder, *flags.split())
     ranks = Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks()
-    run = build_run(config, ranks, CPU)
+    run = build_run(config := parse(folder, *flags.split()), ranks, CPU)
     _, notes = foreign.start(run, config) or start_run(run, config)
     loss = train_step(run).loss
     run.close()
@@ -66,13 +63,13 @@ def theirs(folder: Path, kind: str, case: Case) -> Path:
     return folder
 
 
+KINDS = [(kind, case) for kind in FORMATS for case in (GPT, LLAMA)]
+
+
 @pytest.mark.parametrize(
     "kind,case",
-    [
-        pytest.param(kind, case, id=f"{kind}-{name}", marks=() if (kind == "torch") == (case is GPT) else RARELY)
-        for kind in FORMATS
-        for name, case in (("gpt", GPT), ("llama", LLAMA))
-    ],
+    [pytest.param(*pair, marks=() if (pair[0] == "torch") == (pair[1] is GPT) else RARELY) for pair in KINDS],
+    ids=[f"{kind}-{'gpt' if case is GPT else 'llama'}" for kind, case in KINDS],
 )
 def test_the_first_loss_is_that_of_the_converted_checkpoint(kind: str, case: Case, tmp_path: Path) -> None:
     folder, ours = theirs(tmp_path / "theirs", kind, case), tmp_path / "ours"
@@ -95,9 +92,8 @@ def test_pretrained_checkpoint_and_the_folder_of_one_iteration(kind: str, tmp_pa
         parse(str(one), "--ckpt-step", "8")
     assert first_loss(str(folder), f"{flags} --ckpt-step 7")[0] == want
     assert first_loss(str(tmp_path / "none"), f"{flags} --pretrained-checkpoint {folder}")[0] == want
-    with pytest.raises(
-        SetupError, match="holds no such checkpoint, but the directory has iter_0000007; give --ckpt-step"
-    ):
+    only = "holds no such checkpoint, but the directory has iter_0000007; give --ckpt-step"
+    with pytest.raises(SetupError, match=only):
         parse(folder, "--ckpt-step", "8", "--vocab-size", str(V))
 
 
@@ -157,14 +153,11 @@ NULL, BYTES = (["--tokenizer-type", f"{kind}Tokenizer"] for kind in ("Null", "By
     rarely([[], NULL, BYTES], [BYTES], lambda words: words[-1] if words else "none", guards=("megalite/interop",)),
 )
 def test_the_vocabulary_survives_the_way_there_and_back(tokenizer: list[str], tmp_path: Path) -> None:
-    flags = (
-        "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1 --train-iters 1"
-    )
+    flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1"
+    flags += f" --train-iters 1 --lr 1 --mock-data --eval-iters 0 --device cpu --log-interval 1 --save {tmp_path}/run"
     size = [] if "ByteTokenizer" in tokenizer else ["--vocab-size", "101"]
     true = {0: 101, 2: 101 if size else 257}[len(tokenizer)]
-    words = [*flags.split(), *size, *tokenizer, "--lr", "1", "--mock-data", "--eval-iters", "0", "--device", "cpu"]
-    words += ["--save", str(tmp_path / "run"), "--log-interval", "1"]
-    done = programs.run([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, capture_output=True, text=True)
+    done = programs.python("pretrain_gpt.py", *flags.split(), *size, *tokenizer)
     assert done.returncode == 0, done.stderr
     tp = ["--target-tensor-parallel-size", "2"]
     assert tool("--load", tmp_path / "run", "--to-megatron", tmp_path / "there", *tp, "--check") == 0
@@ -200,9 +193,8 @@ def test_a_checkpoint_from_when_the_end_of_document_was_not_counted() -> None:
     folder = FOLDER / "0.1.0" / "fp64" / "iter_0000002"
     manifest = manifests.load(folder)
     rows = manifest.state["vocab_size"]
-    text = manifest.state["config"].replace(
-        f"\nvocab_size = {rows}\n", f'\ntokenizer_type = "NullTokenizer"\nvocab_size = {rows - 1}\n'
-    )
+    told = f'\ntokenizer_type = "NullTokenizer"\nvocab_size = {rows - 1}\n'
+    text = manifest.state["config"].replace(f"\nvocab_size = {rows}\n", told)
     for size in (rows, rows - 1):
         state = {**manifest.state, "config": text, "vocab_size": size}
         data = saved_config(replace(manifest, state=state), folder).data

@@ -3,7 +3,6 @@ the trainer and by every tool. Nothing is unpickled on the way of a model from t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
@@ -11,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,6 +32,9 @@ from megalite.parallel.mesh import Mesh
 from megalite.train.setup import SetupError, build_run
 from megalite.train.start import foreign_weights as foreign
 from megalite.train.start.origin import start_run
+from tools import checkpoint
+from tools import convert_checkpoint as convert
+from tools import preprocess_data as preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = FOLDER / megalite.__version__ / "fp64" / "iter_0000002"
@@ -56,17 +57,6 @@ def ran() -> Iterator[list[str]]:
     watching = []
     yield watching
     watching = None
-
-
-def tool_of(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"planted_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-checkpoint, convert, preprocess = (tool_of(n) for n in ("checkpoint", "convert_checkpoint", "preprocess_data"))
 
 
 class Evil:
@@ -92,9 +82,7 @@ def test_the_hook_sees_a_pickle(ran: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", [0, 4])
-def test_in_every_file_of_a_run(
-    protocol: int, tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_every_file_of_a_run(protocol: int, tmp_path: Path, ran: list[str], capsys, monkeypatch) -> None:
     case, canary, run_folder = CASES["fp64"], tmp_path / "canary", tmp_path / "run"
     evil = pickle.dumps(Evil(canary), protocol)
     monkeypatch.chdir(tmp_path)
@@ -167,9 +155,7 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
         index = {"weight_map": dict.fromkeys(file.keys(), "model.safetensors")}
     (tmp_path / "model" / INDEX).write_text(json.dumps(index))
     evil = pickle.dumps(Evil(tmp_path / "canary"), 4)
-    flags = (
-        "--micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr 1 --mock-data --use-checkpoint-args".split()
-    )
+    flags = "--micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr 1 --mock-data".split()
     names = sorted(path.name for path in (tmp_path / "model").iterdir())
     assert len(names) == 7
     ran.clear()  # what has made the model
@@ -177,7 +163,8 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
         folder = shutil.copytree(tmp_path / "model", tmp_path / "bad")
         (folder / name).write_bytes(evil)
         weights = name in ("config.json", "model.safetensors", INDEX)
-        begin = lambda: foreign.with_source(cli.parse([*flags, "--load", str(folder)], PRESETS))  # noqa: B023, E731
+        words = [*flags, "--use-checkpoint-args", "--load", str(folder)]
+        begin = lambda: foreign.with_source(cli.parse(words, PRESETS))  # noqa: B023, E731
         text = refused(lambda: generate.load_model(folder, Mesh.alone()))  # noqa: B023
         code = convert.main(["--from-hf", str(folder), "--save", str(tmp_path / "out")])
         said = "".join(capsys.readouterr())
@@ -192,9 +179,7 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
     assert ran == [] and not (tmp_path / "canary").exists()
 
 
-def test_from_text_to_text_nothing_is_unpickled(
-    tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_text_to_text_nothing_is_unpickled(tmp_path: Path, ran: list[str], monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.jsonl").write_text('{"text": "the river rose"}\n' * 20)
     words = "--input text.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1 --append-eod"

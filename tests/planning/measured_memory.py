@@ -40,10 +40,11 @@ def storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 class Live(TorchDispatchMode):
-    """`peak`: bytes of storages made under this mode that were alive at once."""
+    """`peak`: bytes of storages made under this mode that were alive at once. `collect`: garbage is none of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, collect: bool = False) -> None:
         super().__init__()
+        self.collect = collect
         self.live = self.peak = 0
         self.sizes: dict[int, int] = {}
 
@@ -58,6 +59,8 @@ class Live(TorchDispatchMode):
                 self.sizes[storage._cdata] = storage.nbytes()
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._gone, storage._cdata)
+        if self.collect and self.live > self.peak:
+            gc.collect()
         self.peak = max(self.peak, self.live)
         return out
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +26,6 @@ from megalite.train.setup import SetupError, build_run
 from megalite.train.sources import Sources, open_sources
 from megalite.train.step import train_step
 
-ROOT = Path(__file__).resolve().parents[2]
 S, B, D, L, M = 16, 2, 32, 4, 4
 MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
  --micro-batch-size {B} --train-iters 3 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
@@ -53,9 +50,8 @@ def bytes_of(*tensors: torch.Tensor) -> int:
 def _real(flags: str) -> Real:
     """Of a second step, of the final batch size, with all that the first one left to be gathered."""
     plan, sources = arranged(flags, dist.get_world_size())
-    run = build_run(
-        plan.config, Ranks(dist.get_rank(), plan.world), torch.device("cpu"), sources=sources, arrangement=plan
-    )
+    ranks = Ranks(dist.get_rank(), plan.world)
+    run = build_run(plan.config, ranks, torch.device("cpu"), sources=sources, arrangement=plan)
     run.state.consumed_samples = run.batch_sizes.steps[-1][0]
     train_step(run)
     run.buffer.wait_gather()
@@ -65,38 +61,36 @@ def _real(flags: str) -> Real:
     run.close()
     flats = [x for flats in run.optimizer.state for x in flats.values()] + run.optimizer.main
     shared = {flat.untyped_storage().data_ptr() for flat in run.buffer.weights.flats}
+    stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
     held = {
         "weights": bytes_of(*run.buffer.weights.flats),
         "gradients": bytes_of(*run.buffer.grads.flats),
         "optimizer": bytes_of(*(x for x in flats if x.untyped_storage().data_ptr() not in shared)),
-        "rotary tables": sum(
-            bytes_of(*(stage.rope or ())) for stage in run.pipeline.stages if isinstance(stage, Stage)
-        ),
+        "rotary tables": sum(bytes_of(*(stage.rope or ())) for stage in stages),
     }
     return calls, {name: size for name, size in held.items() if size}
+
+
+VPP = "--num-virtual-stages-per-pipeline-rank 2"
+IN_BF16 = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+
+
+def rarely(*rows: tuple[int, str]) -> list[Any]:
+    return [pytest.param(*row, marks=pytest.mark.everything) for row in rows]
 
 
 @pytest.mark.parametrize(
     "world,flags",
     [
-        (2, TP),
-        (2, PP),
-        (2, ""),
-        (2, "--no-use-distributed-optimizer"),
-        (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2"),
+        *((2, flags) for flags in (TP, PP, "", "--no-use-distributed-optimizer", f"{PP} {VPP}")),
         (2, f"{PP} --pipeline-schedule gpipe --bf16 {LLAMA}"),
-        (
-            2,
-            f"{TP} --recompute-granularity full --recompute-method uniform --bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
-        ),
+        (2, f"{TP} --recompute-granularity full --recompute-method uniform {IN_BF16}"),
         (2, f"{TP} --recompute-granularity selective --recompute-modules core_attn layernorm mlp {LLAMA}"),
         (2, f"{TP} --attention-dropout 0.1 --hidden-dropout 0.1 --z-loss-coeff 1e-4 --fp16"),
         (2, "--bf16 --grad-reduce-in-bf16 --no-overlap-param-gather --no-overlap-grad-reduce --optimizer sgd"),
         (4, f"{TP} {PP} --split-backward {LLAMA}"),
         (4, f"{TP} --use-tp-pp-dp-mapping --bf16 --rampup-batch-size 4 4 8"),
-        pytest.param(
-            8, f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --bf16 {LLAMA}", marks=pytest.mark.everything
-        ),
+        *rarely((8, f"{TP} {PP} {VPP} --bf16 {LLAMA}")),
     ],
 )
 def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: str) -> None:
@@ -145,21 +139,11 @@ LIKE_8B = """--preset llama3-8b --bf16 --micro-batch-size 1 --global-batch-size 
  --train-iters 2"""
 
 
-@pytest.mark.parametrize(
-    "world,flags",
-    [
-        (4, "--pp 4"),
-        pytest.param(2, TP, marks=pytest.mark.everything),
-        pytest.param(4, "--pp 4 --num-virtual-stages-per-pipeline-rank 2", marks=pytest.mark.everything),
-        pytest.param(4, "--pp 4 --split-backward", marks=pytest.mark.everything),
-        pytest.param(4, "--pp 4 --recompute-granularity full --recompute-method uniform", marks=pytest.mark.everything),
-        pytest.param(
-            4,
-            "--pp 4 --recompute-granularity selective --recompute-modules layernorm mlp",
-            marks=pytest.mark.everything,
-        ),
-    ],
-)
+FULL, PARTS = "--recompute-granularity full --recompute-method uniform", "layernorm mlp"
+MORE = [VPP, "--split-backward", FULL, f"--recompute-granularity selective --recompute-modules {PARTS}"]
+
+
+@pytest.mark.parametrize("world,flags", [(4, "--pp 4"), *rarely((2, TP), *((4, f"--pp 4 {more}") for more in MORE))])
 def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     """Of Llama 3 8B, first and last stage. The plan leaves out the buffers of one layer, and messages: below 4 %."""
     config, _ = cli.read(f"{LIKE_8B} {flags}".split(), PRESETS)
@@ -189,14 +173,11 @@ def test_ranks_agree_with_each_other() -> None:
 
 
 def test_a_collective_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather_linear = mlp.gather_linear
-    monkeypatch.setattr(
-        mlp, "gather_linear", lambda x, weights, tp, later: gather_linear(x, weights, Axis("tp"), later)
-    )
+    real = mlp.gather_linear
+    monkeypatch.setattr(mlp, "gather_linear", lambda x, weights, tp, later: real(x, weights, Axis("tp"), later))
     plan, sources = arranged(f"{TP} --global-batch-size 8", 4)
-    with pytest.raises(
-        SetupError, match=r"^rank 3 \(dp 1, tp 1\) cannot take a step .*RuntimeError.*megalite/models/gpt"
-    ):
+    where = r"^rank 3 \(dp 1, tp 1\) cannot take a step .*RuntimeError.*megalite/models/gpt"
+    with pytest.raises(SetupError, match=where):
         rehearse(plan, sources, 3)
 
 
@@ -209,10 +190,8 @@ def test_a_message_of_another_shape_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     plan, sources = arranged(f"{TP} {PP} --global-batch-size 8", 4)
     assert rehearse(plan, sources, 2).issued
-    with (
-        monkeypatch.context() as patched,
-        pytest.raises(SetupError, match="^rank 2 .*cannot take a step.*kernels/cross_entropy"),
-    ):
+    refused = pytest.raises(SetupError, match="^rank 2 .*cannot take a step.*kernels/cross_entropy")
+    with monkeypatch.context() as patched, refused:
         patched.setattr(runtime, "torch", SimpleNamespace(**{**vars(torch), "empty": whole}))
         rehearse(plan, sources, 2)
 
@@ -226,14 +205,12 @@ try:
     runpy.run_path("pretrain_gpt.py", run_name="__main__")
 finally:
     print(most() - before, file=sys.stderr)"""
-    words = [sys.executable, "-c", code, *flags]
-    done = programs.run(words, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    done = programs.python("-c", code, *flags, timeout=240)
     return done.returncode, done.stdout, done.stderr
 
 
-ELSEWHERE = (
-    "--data-path /nowhere/tokens --tokenizer-type GPT2BPETokenizer --vocab-file /nowhere/v --merge-file /nowhere/m"
-)
+ELSEWHERE = "--data-path /nowhere/tokens --tokenizer-type GPT2BPETokenizer"
+ELSEWHERE += " --vocab-file /nowhere/v --merge-file /nowhere/m"
 
 
 def test_a_rank_of_a_command_line_whose_files_are_not_here() -> None:

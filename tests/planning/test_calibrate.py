@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import programs
@@ -20,7 +19,6 @@ from megalite.plan.step_time import step_time
 from tools.bench import plan_accuracy
 from tools.planning.calibrate import calibrate
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --seq-length 32 --micro-batch-size 2 "
     "--hidden-dropout 0 --attention-dropout 0 --mock-data --train-iters 1 --lr 1 --device cpu --global-batch-size 8"
@@ -28,9 +26,8 @@ TINY = (
 
 
 def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
-    measured = dataclasses.replace(
-        default_profile("h100"), blocks={"layer": (1.0, 2.0, 0.0)}, shape="some", message=Link(1e-6, 2e9)
-    )
+    known = {"blocks": {"layer": (1.0, 2.0, 0.0)}, "shape": "some", "message": Link(1e-6, 2e9)}
+    measured = dataclasses.replace(default_profile("h100"), **known)
     for profile in (*DEFAULTS.values(), measured):
         profile.save(tmp_path / "p.json")
         assert read_profile(tmp_path / "p.json") == profile
@@ -90,10 +87,8 @@ def test_layouts_of_the_accuracy_bench_are_runs_that_can_be() -> None:
 
 
 def test_pairs_that_are_equal_do_not_count_as_ranked() -> None:
-    rows = [
-        {"tokens": 1, "predicted_s": predicted, "measured_s": measured}
-        for predicted, measured in ((1.0, 1.0), (2.0, 3.0), (0.9, 3.1))
-    ]
+    times = ((1.0, 1.0), (2.0, 3.0), (0.9, 3.1))
+    rows = [{"tokens": 1, "predicted_s": predicted, "measured_s": measured} for predicted, measured in times]
     assert plan_accuracy.ranked_alike(rows) == (1, 2)
 
 
@@ -101,9 +96,7 @@ def test_pairs_that_are_equal_do_not_count_as_ranked() -> None:
 def test_the_accuracy_bench_calibrates_runs_and_compares(tmp_path: Path) -> None:
     words = ["tools/bench/plan_accuracy.py", "--layouts", "1x2", "2x4", "--seconds", "2", "--steps", "2"]
     out = tmp_path / "found.json"
-    done = programs.run(
-        [sys.executable, *words, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=110
-    )
+    done = programs.python(*words, "--json", str(out), timeout=110)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [row["layout"] for row in rows] == ["1x2", "2x4"] and all(row["measured_s"] > 0 for row in rows)

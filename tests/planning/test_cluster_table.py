@@ -71,16 +71,16 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
     assert cluster("cpu", 2).nodes == 1 and cluster("h100", 4).nodes == 1
 
 
+MINE = '[device]\nname = "x"\nmemory_gib = inf\nmemory_gb_per_s = 1'
+
+
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text,said",
     [
         ("[device]", "device.name is missing"),
         ('device = ["h100"]', "is not in the table"),
         ("[device]\nname = 5\nmemory_gib = 1\nmemory_gb_per_s = 1", "device.name=5 is no text"),
-        (
-            '[device]\nname = "x"\nmemory_gib = inf\nmemory_gb_per_s = 1',
-            "device.memory_gib=inf is not a number above 0",
-        ),
+        (MINE, "device.memory_gib=inf is not a number above 0"),
         ("[inside]\ngb_per_s = inf", "inside.gb_per_s=inf is not a number above 0"),
     ],
 )

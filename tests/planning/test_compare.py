@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import sys
 from pathlib import Path
 
 import programs
@@ -15,7 +14,6 @@ from megalite.plan.cluster import Cluster, read_cluster
 from tools.pictures.run import read_run
 from tools.planning.compare import CompareError, Row, arrangement_of, cluster_of, compare, main, text
 
-ROOT = Path(__file__).resolve().parents[2]
 L, D, V, S, B, M = 4, 32, 64, 16, 2, 4
 FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
  --micro-batch-size {B} --global-batch-size {M * B} --train-iters 6 --lr 0.01 --mock-data --vocab-size {V} --eval-iters 0
@@ -27,8 +25,7 @@ FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "mine"
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS.split(), "--run-dir", str(folder)]
-    done = programs.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = programs.python("pretrain_gpt.py", *FLAGS.split(), "--run-dir", str(folder), timeout=120)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -75,12 +72,8 @@ def test_what_is_measured_is_what_the_files_say(run: Path, here: Cluster) -> Non
     assert rows["optimizer"].measured == pytest.approx(seconds["optimizer"] / count)
     assert rows["bubble and messages"].measured == pytest.approx(seconds["bubble"] / count)
     timeline = json.loads((run / "timeline.json").read_text())
-    busy = [
-        (span["end_s"], span["end_s"] - span["start_s"])
-        for rank in timeline["ranks"]
-        for span in rank["spans"]
-        if span["action"][0] in "FB"
-    ]
+    spans = [span for rank in timeline["ranks"] for span in rank["spans"] if span["action"][0] in "FB"]
+    busy = [(span["end_s"], span["end_s"] - span["start_s"]) for span in spans]
     assert len(busy) == 2 * 2 * M
     waits = 1 - sum(length for _, length in busy) / (2 * max(end for end, _ in busy))
     assert rows["bubble of the pipeline"].measured == pytest.approx(waits)
@@ -117,12 +110,7 @@ def test_the_table(run: Path, cluster_file: Path, capsys: pytest.CaptureFixture[
     assert any(line.startswith("data not predicted") for line in lines)
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {"part", "unit", "predicted", "measured", "note", "ratio"} == rows[0].keys()
-    assert text([Row("step", "s", 1.0, 2.0)]).split() == [
-        "predicted",
-        "measured",
-        "ratio",
-        *"step 1 s 2 s 0.50".split(),
-    ]
+    assert text([Row("step", "s", 1.0, 2.0)]).split() == "predicted measured ratio step 1 s 2 s 0.50".split()
 
 
 def test_what_a_run_did_not_write_is_said(run: Path, here: Cluster) -> None:
@@ -147,9 +135,7 @@ def test_the_cluster_is_that_of_the_run(run: Path) -> None:
     assert [list(layers) for layers in made.stages] == [list(range(*both)) for both in told.about["layers"]]
 
 
-def test_what_cannot_be_compared_is_refused(
-    run: Path, here: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_compared_is_refused(run: Path, here: Cluster, tmp_path: Path, capsys) -> None:
     with pytest.raises(CompareError, match="no files of a run"):
         compare(tmp_path / "nothing")
     events = run / "events.jsonl"
@@ -159,9 +145,8 @@ def test_what_cannot_be_compared_is_refused(
     events.write_text(told)
     config = run / "run_config.toml"
     options = config.read_text()
-    config.write_text(
-        options.replace("pipeline_model_parallel_size = 2", "pipeline_model_parallel_size = 2\nnonsense = 1")
-    )
+    pp = "pipeline_model_parallel_size = 2"
+    config.write_text(options.replace(pp, f"{pp}\nnonsense = 1"))
     with pytest.raises(CompareError, match="nonsense"):
         compare(run, here)
     config.unlink()

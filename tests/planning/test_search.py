@@ -169,13 +169,11 @@ def test_what_the_command_line_fixes_is_not_searched() -> None:
 
 
 def test_flags_of_options_are_read_as_these_options() -> None:
+    usual = "--lr 1 --train-iters 1 --micro-batch-size 1 --mock-data".split()
     for preset in ("gpt2", "llama3-8b", "qwen3-8b"):
-        config, _ = cli.read(
-            ["--preset", preset, *"--lr 1 --train-iters 1 --micro-batch-size 1 --mock-data".split()], PRESETS
-        )
+        config, _ = cli.read(["--preset", preset, *usual], PRESETS)
         names = {name for section in ("model", "data") for name in getattr(config, section).__dataclass_fields__}
-        words = as_flags(config, names - {"mock_data"})
-        again, _ = cli.read([*words, *"--lr 1 --train-iters 1 --micro-batch-size 1 --mock-data".split()], PRESETS)
+        again, _ = cli.read([*as_flags(config, names - {"mock_data"}), *usual], PRESETS)
         assert again.model == config.model and again.data == config.data
     assert {*LAYOUT, *HOW} <= {name for part in (config.parallel, config.train) for name in part.__dataclass_fields__}
 
