@@ -23,7 +23,7 @@ ranks share do not wait, nor does q then.
 from __future__ import annotations
 
 from megalite.config.options import ModelConfig
-from megalite.kernels.activation import ACTIVATIONS
+from megalite.kernels.activation import activation_named
 
 STAT_BYTES = 4  # of a statistic of a row: fp32
 
@@ -33,7 +33,7 @@ def layer_saved(model: ModelConfig, size: int, tp: int = 1, again: tuple[str, ..
     backward of a layer that is recomputed. `again`: the parts that leave nothing behind but their inputs."""
     m = model
     D, q, kv = m.hidden_size / tp, m.num_attention_heads * m.head_size / tp, max(m.groups / tp, 1) * m.head_size
-    up = m.ffn_size * (ACTIVATIONS[m.activation].width) / tp
+    up = m.ffn_size * activation_named(m.activation).width / tp
     moved = m.qk_layernorm or any(m.rotary)  # k is not what the matmul gave, which v still holds
     elements = (3 if m.parallel_residual else 4) * D + (3 if m.qk_layernorm else 2) * q + (3 if moved else 2) * kv + up
     elements -= 2 * D * ("layernorm" in again) + up * ("mlp" in again)
@@ -48,7 +48,7 @@ def layer_waiting(model: ModelConfig, size: int, tp: int = 1) -> float:
     m = model
     D, q, F = m.hidden_size, m.num_attention_heads * m.head_size / tp, m.ffn_size / tp
     qkv = D / tp + q + 2 * m.groups * m.head_size / tp if tp <= m.groups else 0.0
-    return size * (qkv + q + D + D / tp + F * (ACTIVATIONS[m.activation].width) + F + D)
+    return size * (qkv + q + D + D / tp + F * activation_named(m.activation).width + F + D)
 
 
 def mean_keys(model: ModelConfig, seq_length: int) -> float:
@@ -72,7 +72,7 @@ def layer_parts(model: ModelConfig, seq_length: int) -> tuple[float, float, floa
     q, kv = m.num_attention_heads * m.head_size, m.groups * m.head_size
     return (
         2.0 * D * (q + 2 * kv) + 2.0 * q * D,
-        2.0 * D * F * (ACTIVATIONS[m.activation].width + 1),
+        2.0 * D * F * (activation_named(m.activation).width + 1),
         4.0 * q * mean_keys(m, seq_length),
     )
 

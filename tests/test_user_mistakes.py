@@ -97,7 +97,7 @@ MISTAKES = {
         f"{GOOD} --lr-decay-style cosin --activation gleu --normalization rms_norm --optimizer lion --hidden-size 100 "
         "--position-embedding-type rope --ddp 4",
         "lr_decay_style='cosin' is not one of constant, linear, cosine, inverse-square-root, WSD; did you mean cosine?",
-        "activation='gleu' is not one of gelu, gelu_erf, swiglu, squared_relu; did you mean gelu?",
+        "activation='gleu' is not one of gelu, gelu_erf, squared_relu, swiglu; did you mean gelu?",
         "normalization='rms_norm' is not one of LayerNorm, RMSNorm; did you mean RMSNorm?",
         "optimizer=lion is not supported: there is AdamW and SGD; use adam",
         "hidden_size=100 is not a multiple of num_attention_heads=8: use 96 or 112, or set --kv-channels",

@@ -21,7 +21,7 @@ from megalite.config.console import Bar
 from megalite.config.options import ModelConfig
 from megalite.config.pattern import read_pattern
 from megalite.interop.convert import Ours
-from megalite.interop.megatron.args import SAME
+from megalite.interop.megatron.args import FLAGGED, SAME
 from megalite.interop.megatron.names import FUSED, MEGATRON
 from megalite.interop.megatron.rank_files import FILES, TRACKER
 from megalite.interop.new_directory import new_directory
@@ -98,13 +98,15 @@ def write_args(
     """
     if model.parallel_residual:
         raise CheckpointError("parallel_residual=True is not in Megatron-LM; export to Hugging Face instead")
+    if model.activation not in (*FLAGGED, "gelu", "gelu_erf"):
+        raise CheckpointError(f"activation={model.activation} is not in Megatron-LM; keep megalite's own checkpoint")
     values = {name: getattr(model, name) for name in SAME}
     if model.position_embedding_type != "yarn":
         values |= {name: None for name in SAME if name.startswith("yarn_")}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size, "num_query_groups": model.groups}
     values |= {"norm_epsilon": model.norm_epsilon, "rotary_base": int(model.rotary_base)}
     values |= {"max_position_embeddings": model.positions, "add_position_embedding": True}
-    values |= {name: model.activation == name for name in ("swiglu", "squared_relu")}
+    values |= {name: model.activation == name for name in FLAGGED}
     values |= {"window_size": model.window_size}
     for name in ("window_attn_skip_freq", "no_rope_freq"):
         values[name] = _pattern(getattr(model, name), model.num_layers)

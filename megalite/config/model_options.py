@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalite.config.activations import ACTIVATIONS
 from megalite.config.field import model, training
 from megalite.config.pattern import read_pattern
 
@@ -31,7 +32,7 @@ class ModelConfig:
     activation: str = model(
         "gelu",
         "feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
-        choices=("gelu", "gelu_erf", "swiglu", "squared_relu"),
+        choices=ACTIVATIONS,
         refused={
             **dict.fromkeys(("silu", "swish"), "here it comes with its gate; use swiglu"),
             **dict.fromkeys(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megalite.kernels.activation import ACTIVATIONS
+from megalite.kernels.activation import activation_named
 from megalite.nn.later import Later
 from megalite.nn.linear import add_bias, gather_linear, linear_scatter
 from megalite.nn.parameter import Maker
@@ -18,7 +18,7 @@ from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
 class MLP(nn.Module):
-    """`activation` is a name of kernels/activation.py; its width (1 or 2) says whether it is gated."""
+    """`activation` is the name of a file in kernels/activations/; its width (1 or 2) says whether it is gated."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class MLP(nn.Module):
     ):
         super().__init__()
         self.tp = make.mesh.tp
-        self.activation = ACTIVATIONS[activation]  # or compiled (models/compiled.py)
+        self.activation = activation_named(activation)  # or compiled (models/compiled.py)
         D, F, zero = hidden_size, ffn_size, Constant(0.0)
         gated = self.activation.width == 2
         up, lead, shards = ("gate_up", (2, F), ((1, "tp"),)) if gated else ("up", (F,), ((0, "tp"),))

@@ -15,7 +15,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -424,6 +424,9 @@ def test_activations_and_flags_that_change_the_model() -> None:
         assert read_args(argparse.Namespace(**{**base, **flags}), "")["activation"] == want
     with pytest.raises(CheckpointError, match="(?s)window_size=\\(128, 128\\).*softmax_type='learnable'"):
         read_args(argparse.Namespace(**base, softmax_type="learnable", window_size=(128, 128)), "")
+    own = replace(build(read_args(argparse.Namespace(**base), "")).model, activation="mish")  # of a new file
+    with pytest.raises(CheckpointError, match="activation=mish is not in Megatron-LM"):
+        write_args(own, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
 
 
 ROPE, YARN = {"position_embedding_type": "rope"}, {"position_embedding_type": "yarn"}

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.kernels.activation import ACTIVATIONS
+from megalite.kernels.activation import activation_named
+from megalite.kernels.activations.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
 from megalite.kernels.blocked_attention import Drop
@@ -31,7 +32,6 @@ from megalite.kernels.dropout import dropout, dropout_add, dropout_add_reference
 from megalite.kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
 from megalite.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from megalite.kernels.rope import RopeScaling, apply_rope, apply_rope_reference, rope_tables
-from megalite.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 
 Make = Callable[[], list[Tensor]]
 LAYOUTS = ("contiguous", "gapped", "transposed")
@@ -87,8 +87,8 @@ def gelu_twin(tanh: bool) -> Callable[..., Any]:
     return activated(*(functools.partial(fn, tanh=tanh) for fn in pair))
 
 
-def gelu_run(name: str) -> Callable[..., Any]:
-    return activated(ACTIVATIONS[name].forward, ACTIVATIONS[name].backward)
+def activation_run(name: str) -> Callable[..., Any]:
+    return activated(activation_named(name).forward, activation_named(name).backward)
 
 
 def roped(fn: Callable[..., Tensor], scaling: RopeScaling | None = None, part: float = 1.0) -> Callable[..., Tensor]:
@@ -222,14 +222,14 @@ OPS: dict[str, Op] = {
     ),
     "rope by sample": Op(roped(apply_rope), roped(apply_rope_reference), tuple(positioned(s) for s in HEADS)),
     "swiglu": Op(
-        activated(ACTIVATIONS["swiglu"].forward, ACTIVATIONS["swiglu"].backward),
+        activation_run("swiglu"),
         activated(swiglu_forward_reference, swiglu_backward_reference),
         tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
     ),
-    "gelu": Op(gelu_run("gelu"), gelu_twin(True), tuple(normals(s, s) for s in FEEDS)),
-    "gelu_erf": Op(gelu_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s) for s in FEEDS)),
-    "bias_gelu": Op(gelu_run("gelu"), gelu_twin(True), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
-    "bias_gelu_erf": Op(gelu_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
+    "gelu": Op(activation_run("gelu"), gelu_twin(True), tuple(normals(s, s) for s in FEEDS)),
+    "gelu_erf": Op(activation_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s) for s in FEEDS)),
+    "bias_gelu": Op(activation_run("gelu"), gelu_twin(True), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
+    "bias_gelu_erf": Op(activation_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
     "attention": Op(
         attended(attention),
         attended(attention_reference),

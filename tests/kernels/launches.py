@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels import bias_gelu, layer_norm, rms_norm, swiglu
+from megalite.kernels import bias_gelu, layer_norm, rms_norm
+from megalite.kernels.activations import swiglu
 from megalite.kernels.adamw import adamw_
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.cross_entropy import stats_and_grad_

@@ -81,7 +81,7 @@ def on_cards() -> list[Any]:
     folder = "megalite/kernels"
 
     def of(row: tuple[Work, int]) -> Any:
-        file = {"attention": "flash_attention"}.get(row[0].op, row[0].op)
+        file = {"attention": "flash_attention", "swiglu": "activations/swiglu"}.get(row[0].op, row[0].op)
         mark = pytest.mark.everything(guards=(f"{folder}/{file}.py",))
         return pytest.param(*row, id=f"{row[0].name}-{row[1]}", marks=() if row in often else mark)
 

@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import activation_run
 from torch import Tensor
 
-from megalite.kernels.activation import ACTIVATIONS
+from megalite.config.activations import ACTIVATIONS
+from megalite.kernels.activation import activation_named
 from megalite.kernels.attention import Documents, attention, in_sixteens, readable
 from megalite.kernels.blocked_attention import Drop
 from megalite.kernels.dropout import dropout, dropout_add, fold, keep_mask
@@ -61,7 +63,7 @@ def plain_swiglu(u: Tensor) -> Tensor:
 
 
 def act_linear(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda u, w: linear_scatter(u, w, TP, ACTIVATIONS[name])
+    return lambda u, w: linear_scatter(u, w, TP, activation_named(name))
 
 
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[tuple[int, ...]]]]] = {
@@ -179,10 +181,16 @@ def test_llama3_scaling_leaves_short_waves_and_stretches_long_ones() -> None:
     assert (stretched <= angle + 1e-12).all() and short.any() and long.any()
 
 
-def test_widths_are_what_the_functions_need() -> None:
-    for name, activation in ACTIVATIONS.items():
-        u = normal(2, 6)
-        assert activation.forward(u).shape[-1] == 6 // activation.width, name
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activations_width_and_backward_are_those_of_its_forward(name: str) -> None:
+    """Of every file of kernels/activations/: backward's gradients and its `a` against differences in fp64."""
+    activation = activation_named(name)
+    u, v, bias = normal(2, 3, 4 * activation.width), normal(2, 3, 4, seed=1), normal(4 * activation.width, seed=2)
+    assert activation.forward(u).shape == v.shape
+    for added in [(), (bias,)][: 1 + activation.takes_bias]:
+        assert torch.autograd.gradcheck(activation_run(name), [x.requires_grad_() for x in (u, v, *added)])
+    half = [x.detach().bfloat16() for x in (u, v)]
+    assert [x.dtype for x in (activation.forward(half[0]), *activation.backward(*half))] == [torch.bfloat16] * 3
 
 
 DOCUMENTS = Documents(

@@ -15,16 +15,8 @@ from formulas import head_flops, layer_parts, layer_saved, layer_waiting
 
 from megalite.config import cli
 from megalite.config.options import ModelConfig
-from megalite.kernels import activation
-from megalite.kernels.activation import ACTIVATIONS, Activation
 from megalite.models.families import PRESETS
-from megalite.nn import mlp
-from megalite.plan.arrangement import arrange
-from megalite.plan.cluster import cluster
-from megalite.plan.cost import Costs
-from megalite.plan.kinds import Setting, embedding_bill, head_bill, kinds_of, layers_bill, model_flops
-from megalite.plan.memory import memory
-from megalite.plan.profile import default_profile
+from megalite.plan.kinds import Setting, embedding_bill, head_bill, kinds_of, layers_bill
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention"
@@ -150,30 +142,3 @@ for tp in (1, 2):
 assert "torch._dynamo" not in sys.modules and "triton" not in sys.modules"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_new_activation_prices_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of docs/architecture.md: a gated one, whose three numbers nobody writes down."""
-
-    def forward(u: torch.Tensor) -> torch.Tensor:
-        gate, up = u.chunk(2, -1)
-        return gate.relu() * up
-
-    def backward(u: torch.Tensor, da: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gate, up = u.chunk(2, -1)
-        r = gate.relu()
-        return r * up, torch.cat([da * up * (gate > 0), da * r], -1)
-
-    gated = Activation(forward, backward, 2)
-    model = replace(model_of(KINDS["llama"]), activation="reglu", ffn_hidden_size=1344)
-    for module in (activation, mlp):
-        monkeypatch.setattr(module, "ACTIVATIONS", {**ACTIVATIONS, "reglu": gated})
-    config = cli.parse(f"{BASE} {KINDS['llama']}".split(), PRESETS)
-    plain, made = (arrange(replace(config, model=m), 1, 1000) for m in (config.model, model))
-    assert made.parameters == plain.parameters and made.costs == plain.costs  # as wide as SwiGLU
-    assert model_flops(made.config.model, 1024) == model_flops(plain.config.model, 1024)
-    assert made.held == plain.held  # the input of an activation is what is saved
-    graphs = replace(default_profile("h100"), dispatch_s=0.0)  # or the host is what a layer as small as this waits for
-    price = lambda one: Costs(one, cluster("h100", 1), graphs).stages()[0].all  # noqa: E731
-    assert price(made)[0] > price(plain)[0] and price(made)[1] > price(plain)[1]  # no kernel of its own: more traffic
-    assert memory(made)[0].peak > memory(plain)[0].peak

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope, swiglu
+from megalite.kernels import bias_gelu, dropout, layer_norm, rms_norm, rope
+from megalite.kernels.activations import swiglu
 from megalite.kernels.dispatch import tile_for
 from tools.bench.kernel_attention_case import attention_cases
 from tools.bench.kernel_case import Case, Fn, Make, Sizes, Tile, Tiles, blocks, streams

@@ -48,6 +48,8 @@ SAME: Mapping[str, Any] = {
     "embedding_init_method_std": None,
     "qk_layernorm": False,
 }
+# activations that are a flag of their own there; the others that there are, are forms of gelu
+FLAGGED = ("swiglu", "squared_relu")
 # argument -> the values that change nothing
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
@@ -134,7 +136,7 @@ def _given(args: Namespace, name: str, default: Any) -> Any:
 
 
 def _activation(args: Namespace) -> str:
-    for name in ("swiglu", "squared_relu"):
+    for name in FLAGGED:
         if getattr(args, name, False):
             return name
     flags = {"add_bias_linear": True, "bias_gelu_fusion": True, "openai_gelu": False}

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.kernels.activation import Activation
 from megalite.kernels.dispatch import TileSizes, as_rows, ceil_div, fit, kernel, use_triton
 
 if TYPE_CHECKING:
@@ -103,3 +104,6 @@ def swiglu_forward(u: Tensor) -> Tensor:
 def swiglu_backward(u: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
     """a [..., F] once more, and the gradient du [..., 2F]."""
     return backward(u, da, BACKWARD) if use_triton(u) else swiglu_backward_reference(u, da)
+
+
+ACTIVATION = Activation(swiglu_forward, swiglu_backward, width=2)

@@ -1,0 +1,69 @@
+"""The example of docs/architecture.md: an activation is one new file, and everything trains, plans and prices it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import documents
+import pytest
+
+PAGE = documents.ROOT / "docs/architecture.md"
+GUARDED = ("docs/architecture.md", "megalite/config/activations.py", "megalite/kernels", "megalite/nn", "megalite/plan")
+SHAPE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+ --micro-batch-size 2 --global-batch-size 4 --vocab-size 100 --mock-data --train-iters 4 --eval-iters 0
+ --log-interval 1 --lr 1e-3 --activation"""
+# in the copy: train with the activation, plan a run with it, and print what the plan and the log line know of it
+PRICED = """import json, sys
+from dataclasses import replace
+import pretrain_gpt
+from megalite.config import cli
+from megalite.models.families import PRESETS
+from megalite.plan.arrangement import arrange
+from megalite.plan.cluster import cluster
+from megalite.plan.kinds import model_flops
+from megalite.plan.memory import memory
+from megalite.plan.profile import default_profile
+from megalite.plan.step_time import step_time
+from tools import plan
+
+trained = pretrain_gpt.main([*sys.argv[1:], "mish", "--save", "run"])
+planned = plan.main([*sys.argv[1:], "mish", "--device", "h100", "--num-gpus", "1"])
+figures = {}
+for name in ("gelu", "mish"):
+    one = arrange(cli.parse([*sys.argv[1:], name], PRESETS), 1, 100)
+    on_card = replace(default_profile("h100"), dispatch_s=0.0)  # or the host is what so small a layer waits for
+    alike = [model_flops(one.config.model, one.padded_vocab), one.parameters, one.costs, one.held]
+    figures[name] = [alike, step_time(one, cluster("h100", 1), on_card).parts["compute"], memory(one)[0].peak]
+print(json.dumps([trained, planned, figures]))"""
+
+
+def in_copy(words: list[str], folder: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.everything(guards=GUARDED)
+@pytest.mark.timeout(500)
+def test_an_activation_is_one_file(tmp_path: Path) -> None:
+    copy = documents.copy_parts(("megalite", "tools", "pretrain_gpt.py"), tmp_path)
+    (example,) = [text for language, text in documents.fences(PAGE) if language == "python" and "mish" in text]
+    (copy / "megalite/kernels/activations/mish.py").write_text(example)
+
+    trained, planned, figures = json.loads(in_copy(["-c", PRICED, *SHAPE.split()], copy).splitlines()[-1])
+    steps = [json.loads(line) for line in (copy / "run/metrics.jsonl").read_text().splitlines()]
+    assert trained == planned == 0 and len(steps) == 4 and steps[-1]["train/loss"] < steps[0]["train/loss"]
+    (alike, seconds, peak), (alike_of_gelu, seconds_of_gelu, peak_of_gelu) = figures["mish"], figures["gelu"]
+    assert alike == alike_of_gelu  # only matmuls count as FLOPs, and what is saved is the input
+    logged = [step["perf/tflops_per_gpu"] / step["perf/tokens_per_s_per_gpu"] for step in steps]
+    assert logged == pytest.approx([alike[0] / 1e12] * 4)
+    assert seconds > seconds_of_gelu and peak > peak_of_gelu  # no kernel of its own: more traffic, more at once
+    bench = ["tools/benchmark.py", "--steps", "1", "--warmup", "1", "--repeats", "1", "--json", "bench.json"]
+    in_copy([*bench, *SHAPE.split(), "mish"], copy)
+    ((run,),) = [row["runs"] for row in json.loads((copy / "bench.json").read_text())["rows"]]
+    assert run["losses"][0] == steps[0]["train/loss"] and run["flops_per_step"] == 4 * 64 * alike[0]
