@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from card import everywhere
+from card.simulator import everywhere
 
 ROOT = Path(__file__).resolve().parent.parent
 # of tests for a card those that launch no kernel of Triton's

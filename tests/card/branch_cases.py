@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from train_cases import SMALL
 
-from card import cuda
-from card.device import Card, simulated
-from card.graphs import CUDAGraph
 from card.mentions import Mention, Watch, mentions
+from card.simulator import cuda
+from card.simulator.device import Card, simulated
+from card.simulator.graphs import CUDAGraph
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.parallel.launch import Ranks

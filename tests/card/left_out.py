@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from card import nccl, streams
-from card.trace import Comm
+from card.simulator import nccl, streams
+from card.simulator.trace import Comm
 from megalite.checkpoint.run import background_save
 from megalite.optim.param_gather import ParamGather
 from megalite.parallel import comm

@@ -19,9 +19,9 @@ from ranks import run_ranks
 from test_layouts import COMMON
 from train_cases import pretrain
 
-from card import nccl
-from card.trace import Fact
-from card.world import on_card
+from card.simulator import nccl
+from card.simulator.trace import Fact
+from card.simulator.world import on_card
 from megalite.config import cli
 from megalite.generate.generation import continue_texts, load_model
 from megalite.generate.sampling import Sampling

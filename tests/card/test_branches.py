@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from card import cuda
 from card.branch_cases import CASES, tried, watched
 from card.mentions import mentions
+from card.simulator import cuda
 from examples import quickstart
 from megalite.config import cli
 from megalite.config.check import check

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from card import nccl
-from card.clocks import Race, races
-from card.device import Card
 from card.left_out import Left, heard, sites, without
-from card.trace import Fact, HostAccess, Launch
-from card.world import on_card
+from card.simulator import nccl
+from card.simulator.clocks import Race, races
+from card.simulator.device import Card
+from card.simulator.trace import Fact, HostAccess, Launch
+from card.simulator.world import on_card
 from megalite.checkpoint.run.background_save import HostCopy
 from megalite.checkpoint.run.saver import Saver
 from megalite.config import cli

@@ -10,9 +10,9 @@ from cover import rarely
 from test_layouts import COVER, GPT, LLAMA, NAME, ROWS, Row, row
 
 from card import runs
-from card.clocks import races
-from card.queues import STRICTEST, Traces, disorder, eager, hangs, unequal
-from card.trace import Comm, CommWait, Fact
+from card.simulator.clocks import races
+from card.simulator.queues import STRICTEST, Traces, disorder, eager, hangs, unequal
+from card.simulator.trace import Comm, CommWait, Fact
 
 RAMP = "--rampup-batch-size 4 4 8"
 NOT_BEHIND = "--no-overlap-grad-reduce --no-overlap-param-gather"

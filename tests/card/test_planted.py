@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from card.device import Card, simulated
+from card.simulator.device import Card, simulated
+from card.simulator.waits import waits_of
 from card.test_trainer import COMMON, LLAMA, ONCE
-from card.waits import waits_of
 from megalite.config import cli
 from megalite.models import gpt
 from megalite.models.families import PRESETS

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from test_layouts import GPT, LLAMA
 
 from card import runs
-from card.queues import disorder
+from card.simulator.queues import disorder
 from megalite.optim import grad_reduce
 from megalite.optim.param_gather import ParamGather
 from megalite.pipeline import runtime

@@ -14,10 +14,10 @@ import pytest
 from cover import rarely
 from train_cases import pretrain
 
-from card.device import Card, simulated
+from card.simulator.device import Card, simulated
+from card.simulator.trace import Launch
+from card.simulator.waits import WaitAt, times, waits_of
 from card.test_trainer import COMMON, LLAMA
-from card.trace import Launch
-from card.waits import WaitAt, times, waits_of
 from megalite.config import cli
 from megalite.generate.generation import continue_texts, load_model
 from megalite.generate.sampling import Sampling

@@ -12,8 +12,8 @@ import pytest
 import torch
 from train_cases import SMALL, pretrain
 
-from card import cuda
-from card.device import simulated
+from card.simulator import cuda
+from card.simulator.device import simulated
 from megalite.config import cli
 from megalite.config.options import Config
 from megalite.models.families import PRESETS

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from card import nccl
-from card.device import simulated
-from card.trace import Launch
-from card.waits import waits_of
+from card.simulator import nccl
+from card.simulator.device import simulated
+from card.simulator.trace import Launch
+from card.simulator.waits import waits_of
 from megalite.config import cli
 from megalite.kernels.adamw import adamw_
 from megalite.models.families import PRESETS

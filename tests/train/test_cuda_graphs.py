@@ -1,6 +1,6 @@
 """--cuda-graph-impl: replayed micro-batches train bit by bit as eager ones.
 
-On a CPU a tape (card/tape.py) stands for the card's graph and keeps its rules.
+On a CPU a tape (card/simulator/tape.py) stands for the card's graph and keeps its rules.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from card.tape import Tape
+from card.simulator.tape import Tape
 from ranks import run_ranks
 from torch import Tensor
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.kernels.dispatch import Kernel
 
 if TYPE_CHECKING:
-    from card.device import Card
+    from card.simulator.device import Card
 
 
 def _launcher(card: Card, original: Callable[..., Any]) -> Callable[..., Any]:

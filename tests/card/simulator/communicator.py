@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from card.trace import Comm
+from card.simulator.trace import Comm
 
 SAID = 160  # bytes in which a rank says what it is about to do
 _STEP_S = 0.05

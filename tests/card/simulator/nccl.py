@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from card.communicator import Carrier, Communicator, Operation, Place, copy_of
-from card.trace import DEFAULT, Comm, CommDone, CommWait, Fact, HostWait, Span, Stream
+from card.simulator.communicator import Carrier, Communicator, Operation, Place, copy_of
+from card.simulator.trace import DEFAULT, Comm, CommDone, CommWait, Fact, HostWait, Span, Stream
 
 NAME = "simulated_nccl"
 _FLOAT8 = {torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}

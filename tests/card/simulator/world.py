@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from card import nccl
-from card.device import Card, simulated
+from card.simulator import nccl
+from card.simulator.device import Card, simulated
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from card.device import Card, simulated
-from card.trace import Alloc, Free, HostAccess, HostWait, Launch, RecordStream
+from card.simulator.device import Card, simulated
+from card.simulator.trace import Alloc, Free, HostAccess, HostWait, Launch, RecordStream
 from megalite.kernels import cross_entropy
 
 
@@ -23,7 +23,7 @@ def card() -> Iterator[Card]:
 
 def line_of(fn: Callable[..., Any], after: int = 1) -> str:
     """The place of the `after`-th line of a function, as a trace names it."""
-    return f"tests/card/test_device.py:{fn.__code__.co_firstlineno + after}"
+    return f"tests/card/simulator/test_device.py:{fn.__code__.co_firstlineno + after}"
 
 
 MADE: dict[str, Callable[[torch.device], Tensor]] = {

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from card import nccl
-from card.communicator import Disorder
-from card.trace import Comm, CommWait, Fact, HostWait
+from card.simulator import nccl
+from card.simulator.communicator import Disorder
+from card.simulator.trace import Comm, CommWait, Fact, HostWait
 from megalite.parallel.comm import all_gather_flat, reduce_scatter_flat
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/NCCLUtils.hpp"

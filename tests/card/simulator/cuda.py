@@ -4,9 +4,9 @@
 
 Listed is what the package, tools and examples use, and what torch itself asks for on their behalf; torch's own code and
 triton's may see the rest of the real module, which has no card either. Every function has the parameters of the real one
-or the first of them (tests/card/test_cuda.py compares), so what the stand-in takes, torch takes.
+or the first of them (tests/card/simulator/test_cuda.py compares), so what the stand-in takes, torch takes.
 
-Tensors are none of its business: card/device.py says which are on the card and writes Alloc, Free and Launch, of which
+Tensors are none of its business: card/simulator/device.py says which are on the card and writes Alloc, Free and Launch, of which
 the figures of memory here are counted. All of them are of the card that the main thread has chosen.
 """
 
@@ -24,10 +24,10 @@ from unittest import mock
 import torch
 import torch.cuda.memory
 
-from card import graphs, state, streams
-from card.state import Figures, Listed, Machine, Unlisted, machine, unlisted
-from card.streams import index_of
-from card.trace import Fact, Stream
+from card.simulator import graphs, state, streams
+from card.simulator.state import Figures, Listed, Machine, Unlisted, machine, unlisted
+from card.simulator.streams import index_of
+from card.simulator.trace import Fact, Stream
 
 REAL = torch.cuda
 TORCHES = ("torch", "triton")  # whose own code may see what is not listed
@@ -238,7 +238,7 @@ class Module(types.ModuleType):
     """`torch.cuda` or a module below it: its names are `listed`; of the `real` one only torch itself sees more."""
 
     def __init__(self, real: types.ModuleType, listed: dict[str, Any]):
-        super().__init__(real.__name__, "the stand-in of tests/card/cuda.py")
+        super().__init__(real.__name__, "the stand-in of tests/card/simulator/cuda.py")
         self.__dict__.update({name: real.__dict__.get(name) for name in ("__path__", "__spec__", "__file__")})
         self.__dict__.update(listed, _real=real)
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from card import cuda, graphs, streams
-from card.state import Machine, Unlisted
-from card.trace import Alloc, Fact, Free, HostWait, Record, RecordStream, Wait
+from card.simulator import cuda, graphs, streams
+from card.simulator.state import Machine, Unlisted
+from card.simulator.trace import Alloc, Fact, Free, HostWait, Record, RecordStream, Wait
 from megalite.parallel.clock import Clock
 
 CLASSES = (streams.Stream, streams.Event, graphs.CUDAGraph, graphs.graph, cuda.StreamContext, cuda.device)

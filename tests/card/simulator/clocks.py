@@ -20,7 +20,7 @@ In place all-gathers do not write what they send. NCCL's tensors: torch 2.8 and 
 operation alive until `wait()` (or until its watchdog sees the end of one that nobody waits for) and never calls
 record_stream; before it called record_stream. Here nothing is kept, which is right under either.
 Pinned memory: CachingHostAllocator notes the copies that torch makes from and to it, and gives the block out when they
-are over; Free of it is no race. The host as a whole is one agent (card/trace.py): what one thread waits for counts for
+are over; Free of it is no race. The host as a whole is one agent (card/simulator/trace.py): what one thread waits for counts for
 all, so a wait that another thread happens to make up for is missed.
 """
 
@@ -30,8 +30,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from card.intervals import Intervals
-from card.trace import (
+from card.simulator.intervals import Intervals
+from card.simulator.trace import (
     Alloc,
     Comm,
     CommDone,

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from card.trace import DEFAULT, Alloc, Fact, Free, HostWait, Record, Stream
+from card.simulator.trace import DEFAULT, Alloc, Fact, Free, HostWait, Record, Stream
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 USERS = tuple(str(ROOT / name) for name in ("megalite/", "tools/", "examples/", "pretrain_gpt.py"))
 HERE = str(ROOT / "tests/card/")
 BLOCK, SEGMENT = 512, 2 << 20  # bytes: the caching allocator's unit, and what it takes from the card at least
@@ -41,7 +41,7 @@ class Listed:
 def unlisted(what: str) -> Unlisted:
     error = Unlisted(
         f"torch.cuda: {what} is asked for at {caller()} and the stand-in has no such thing: list it in tests/card, "
-        "where tests/card/test_cuda.py holds it against torch's own"
+        "where tests/card/simulator/test_cuda.py holds it against torch's own"
     )
     if _machines:
         _machines[-1].unlisted.append(error)

@@ -2,7 +2,7 @@
 
     folder/sitecustomize.py = TEXT, PYTHONPATH=folder        Python reads it before anything else
 
-A process begins on a card; NCCL is card/nccl.py. Ranks are forked from such a process, and
+A process begins on a card; NCCL is card/simulator/nccl.py. Ranks are forked from such a process, and
 each takes its own card with `torch.cuda.set_device`. When the process ends, what was mixed or asked for without being
 listed is said, and the exit code is 9. What cannot be simulated is Triton on a card: kernels are torch's, but for the
 programs in INTERPRETED, which run them in Triton's interpreter.
@@ -16,14 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 INTERPRETED = ("tools/bench/kernels.py",)
 CARDS = "SIMULATED_CARDS"
 _kept: list[Any] = []
 TEXT = f"""
 import sys
 sys.path += {[str(ROOT), str(ROOT / "tests")]!r}
-from card import everywhere
+from card.simulator import everywhere
 everywhere.begin()
 """
 WITHOUT = ("gpu_report.py", "gpu_report_smoke.py", "gpu_report_tests.py", "resource_tracker import main")  # no torch
@@ -45,8 +45,8 @@ def on_a_card() -> None:
     import torch
     import torch.distributed as dist
 
-    from card import nccl
-    from card.device import simulated
+    from card.simulator import nccl
+    from card.simulator.device import simulated
 
     whole = simulated(cards=int(os.environ.get(CARDS, "1")))
     _kept.append(whole)  # its end is that of the process
@@ -64,7 +64,7 @@ def on_a_card() -> None:
     def told() -> None:
         mixed = [f"mixed at {fact.where}: {fact.what}" for fact in card.mixed]
         card.running = False
-        from card import state
+        from card.simulator import state
 
         lost = [str(error) for machine in state._machines for error in machine.unlisted]
         if mixed or lost:

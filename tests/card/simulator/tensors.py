@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from card.memory import Side
+from card.simulator.memory import Side
 
 if TYPE_CHECKING:
-    from card.device import Card
+    from card.simulator.device import Card
 
 CPU = torch.device("cpu")
 FACTORIES = """zeros ones empty full arange rand randn randint randperm linspace logspace eye empty_strided scalar_tensor

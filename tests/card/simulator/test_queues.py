@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from card.queues import STRICTEST, Model, Traces, all_end, disorder, eager, hangs, told, unequal
-from card.trace import Comm, CommWait, Fact, HostRead, HostWait, Launch, Record, Stream, Wait
+from card.simulator.queues import STRICTEST, Model, Traces, all_end, disorder, eager, hangs, told, unequal
+from card.simulator.trace import Comm, CommWait, Fact, HostRead, HostWait, Launch, Record, Stream, Wait
 from megalite.pipeline.schedule import Action, Op, plan
 
 ONE, MANY = Model("one"), Model("many")

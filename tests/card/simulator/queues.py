@@ -1,4 +1,4 @@
-"""Whether the ranks of a run, each with its own queues, can all come to their end. Pure: reads traces (card/trace.py).
+"""Whether the ranks of a run, each with its own queues, can all come to their end. Pure: reads traces (card/simulator/trace.py).
 
     disorder(traces)            what is wrong, in words; [] where all ranks fit together
     hangs(traces, model)        what waits for what, if all ranks run on cards of that model
@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from card.communicator import describe
-from card.trace import DEFAULT, Comm, CommWait, Fact, HostRead, HostWait, Launch, Record, Stream, Wait
+from card.simulator.communicator import describe
+from card.simulator.trace import DEFAULT, Comm, CommWait, Fact, HostRead, HostWait, Launch, Record, Stream, Wait
 
 Traces = Mapping[int, Sequence[Fact]]
 MESSAGES = ("send", "recv")

@@ -1,4 +1,4 @@
-"""CUDA graphs of the stand-in for torch.cuda: a capture records on a tape (card/tape.py) and refuses what CUDA refuses.
+"""CUDA graphs of the stand-in for torch.cuda: a capture records on a tape (card/simulator/tape.py) and refuses what CUDA refuses.
 
 Refused are, in the capturing thread (in all of them under "global"): a wait of the host for the card, so `.item()` and a
 copy that blocks, too; a query of an event; a wait for what was recorded outside of the capture; a second capture;
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from card.state import Listed, caller, machine, unlisted
-from card.tape import Tape
-from card.trace import DEFAULT, HostRead, HostWait, Stream
+from card.simulator.state import Listed, caller, machine, unlisted
+from card.simulator.tape import Tape
+from card.simulator.trace import DEFAULT, HostRead, HostWait, Stream
 
 MODES = ("global", "thread_local", "relaxed")
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.cuda._utils import _get_device_index
 
-from card import graphs
-from card.state import Listed, caller, machine, unlisted
-from card.trace import HostWait, Record, RecordStream, Wait
-from card.trace import Stream as Number
+from card.simulator import graphs
+from card.simulator.state import Listed, caller, machine, unlisted
+from card.simulator.trace import HostWait, Record, RecordStream, Wait
+from card.simulator.trace import Stream as Number
 
 
 def index_of(device: Any) -> int:

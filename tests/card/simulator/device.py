@@ -33,11 +33,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from card import cuda, launches, marks, operations, tensors
-from card.memory import Memory, Side
-from card.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
+from card.simulator import cuda, launches, marks, operations, tensors
+from card.simulator.memory import Memory, Side
+from card.simulator.trace import Fact, HostAccess, HostRead, HostWait, Launch, Mark, Mixed, Span, Stream
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OURS = tuple(str(ROOT / name) for name in ("megalite/", "tools/", "pretrain_gpt.py", "tests/"))
 MACHINERY = str(Path(__file__).parent / "")
 
@@ -62,7 +62,7 @@ class Card:
         if self.running:
             self.trace.append(fact)
 
-    # what card/nccl.py asks for
+    # what card/simulator/nccl.py asks for
 
     def stream(self) -> Stream:
         return cuda.current_stream_id()

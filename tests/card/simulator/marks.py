@@ -14,7 +14,7 @@ from megalite.pipeline.runtime import Pipeline
 from megalite.train import loop, setup, step
 
 if TYPE_CHECKING:
-    from card.device import Card
+    from card.simulator.device import Card
 
 # where a function is looked up -> what its time is called
 NAMES = (

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from work import calls
 
-from card.clocks import races
-from card.trace import (
+from card.simulator.clocks import races
+from card.simulator.trace import (
     Alloc,
     Comm,
     CommDone,

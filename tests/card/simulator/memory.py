@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from card.trace import Alloc, Fact, Free, Span, Stream
+from card.simulator.trace import Alloc, Fact, Free, Span, Stream
 
 Side = Literal["card", "pinned", "host", "nobody"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from card.trace import Fact, HostRead, HostWait, Mark
+from card.simulator.trace import Fact, HostRead, HostWait, Mark
 
 
 @dataclass(frozen=True)
