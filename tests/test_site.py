@@ -23,7 +23,9 @@ HEAVY = ("torch", "numpy", "safetensors", "tokenizers")  # what docstrings are r
 
 def copied(folder: Path) -> Path:
     """What a build reads, in a folder where it can be broken, and packages that cannot be imported."""
-    documents.copy_parts((*PARTS, "tests/chaos/README.md", "tests/card/simulator/README.md", "tests/test_layouts.py"), folder)
+    documents.copy_parts(
+        (*PARTS, "tests/chaos/README.md", "tests/card/simulator/README.md", "tests/test_layouts.py"), folder
+    )
     for name in HEAVY:
         (folder / "heavy" / name).mkdir(parents=True)
         (folder / "heavy" / name / "__init__.py").write_text("raise SystemExit('imported')\n")
