@@ -21,6 +21,7 @@ from megalite.parallel.launch import Ranks
 from megalite.parallel.mesh import Axis
 from megalite.pipeline import runtime
 from megalite.plan.arrangement import Arrangement, arrange
+from megalite.plan.memory import memory
 from megalite.train.rehearsal import Issued, issued, rehearse
 from megalite.train.setup import SetupError, build_run
 from megalite.train.sources import Sources, open_sources
@@ -145,15 +146,14 @@ MORE = [VPP, "--split-backward", FULL, f"--recompute-granularity selective --rec
 
 @pytest.mark.parametrize("world,flags", [(4, "--pp 4"), *rarely((2, TP), *((4, f"--pp 4 {more}") for more in MORE))])
 def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
-    """Of Llama 3 8B, first and last stage. The plan leaves out the buffers of one layer, and messages: below 4 %."""
+    """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written."""
     config, _ = cli.read(f"{LIKE_8B} {flags}".split(), PRESETS)
     sources = open_sources(config.data, config.model.seq_length, config.train.seed, 0)
     plan = arrange(config, world, sources.vocab_size)
     for rank in {0, world - 1}:
         done = rehearse(plan, sources, rank)
         position = done.mesh.pp.rank
-        planned = plan.holdings[position].state + plan.activations[position]
-        assert 0.96 * done.peak < planned < done.peak
+        assert memory(plan)[position].peak == pytest.approx(done.peak, rel=0.003)
         if plan.split is None and config.train.recompute_granularity is None:  # else a backward makes a part of it
             assert done.in_flight == pytest.approx(plan.activations[position], rel=0.03)
 
