@@ -20,6 +20,7 @@ from train_cases import SMALL, TP2_PP2, signalled
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARDS = ("megalite/train/life/stop.py", "megalite/parallel/local_ranks.py", "pretrain_gpt.py")
+RARELY = pytest.mark.everything(guards=GUARDS)
 LONG = [*SMALL, "--train-iters", "100000"]
 
 
@@ -32,6 +33,8 @@ def status_in(folder: Path) -> dict[str, Any]:
     [
         *(pytest.param(name, ["--nproc", "2"], id=f"{name}-two") for name in ("SIGTERM", "SIGINT", "SIGXCPU")),
         *(pytest.param(name, [], id=f"{name}-one process") for name in ("SIGTERM", "SIGUSR1", "SIGHUP")),
+        *(pytest.param(name, ["--nproc", "2"], id=f"{name}-two", marks=RARELY) for name in ("SIGUSR1", "SIGHUP")),
+        *(pytest.param(name, [], id=f"{name}-one process", marks=RARELY) for name in ("SIGINT", "SIGXCPU")),
     ],
 )
 def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str, layout: list[str]) -> None:
@@ -55,11 +58,9 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     ("layout", "number"),
     [
-        pytest.param([], signal.SIGINT, id="one process", marks=pytest.mark.everything(guards=GUARDS)),
+        pytest.param([], signal.SIGINT, id="one process", marks=RARELY),
         pytest.param(["--nproc", "2"], signal.SIGINT, id="two"),
-        pytest.param(
-            ["--nproc", "2"], signal.SIGQUIT, id="two, Ctrl-backslash", marks=pytest.mark.everything(guards=GUARDS)
-        ),
+        pytest.param(["--nproc", "2"], signal.SIGQUIT, id="two, Ctrl-backslash", marks=RARELY),
     ],
 )
 def test_ctrl_c_while_torch_is_imported_ends_it_at_once(
