@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megalite.config.activations import ACTIVATIONS
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -30,6 +32,8 @@ class Activation:
 
 @functools.cache
 def activation_named(name: str) -> Activation:
-    """The activation that megalite/kernels/activations/<name>.py defines. Raises ModuleNotFoundError where there is no
-    such file."""
+    """The activation that megalite/kernels/activations/<name>.py defines. Raises ValueError where there is no such
+    file: only what is in that folder is ever imported by name."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation={name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     return importlib.import_module(f"megalite.kernels.activations.{name}").ACTIVATION
