@@ -13,6 +13,8 @@ ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
 SCHEDULES = ("1f1b", "gpipe", "breadth-first")
 ONLY_ONE = (1, "is not supported yet; use 1")
 LONGEST_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
+SHARED_OUT = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # of ZeRO 0, 1, 2, 3
+TO_THREE = (3, "is above 3; use 0, 1, 2 or 3")
 NO_SHARE, TO_TWO = (1, "is no share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
 
 
@@ -54,7 +56,21 @@ class ParallelConfig:
     zero_bubble_max_pending_backward: int | None = how(
         None, "forwards that may wait for their weight gradients; default: the memory of the schedule that is not split"
     )
-    use_distributed_optimizer: bool = how(True, "shard optimizer state over dp (ZeRO-1)")
+    use_distributed_optimizer: bool = how(True, "shard optimizer state over dp (ZeRO-1); off: ZeRO-0")
+    zero_stage: int | None = how(
+        None, "what dp shares out: 1 the optimizer, 2 gradients too, 3 weights too, 0 nothing; default 1", most=TO_THREE
+    )
+    use_megatron_fsdp: bool = how(
+        False, "ZeRO-3, or as the next option says", flags=("--use-torch-fsdp2=true", "--use-custom-fsdp=true")
+    )
+    data_parallel_sharding_strategy: str | None = how(None, "the stages 0 to 3 by name", choices=SHARED_OUT)
+    zero_hold: str = how(
+        "auto",
+        "stage 3: weights are whole for a layer, or for a run of a chunk of the pipeline; auto: chunk if it has several",
+        choices=("auto", "layer", "chunk"),
+        flags=("--torch-fsdp2-no-reshard-after-forward=chunk",),
+    )
+    num_distributed_optimizer_instances: int = how(1, "sets of dp ranks that each have all of the state", above=0)
     overlap_grad_reduce: bool = how(True, "reduce gradients during the last backward")
     grad_reduce_in_bf16: bool = how(False, "round gradients to bf16 for their sum over dp; each rank adds up in fp32")
     overlap_param_gather: bool = how(True, "gather weights during the next forward")
@@ -67,6 +83,15 @@ class ParallelConfig:
     distributed_timeout_seconds_after_init: float | None = how(
         None, "how long a collective may take in training, seconds; default: as at start-up", most=LONGEST_TIMEOUT
     )
+
+    @property
+    def shared_out(self) -> int:
+        """The ZeRO stage that these options come to."""
+        if self.zero_stage is not None:
+            return self.zero_stage
+        if self.data_parallel_sharding_strategy is not None and self.use_megatron_fsdp:
+            return SHARED_OUT.index(self.data_parallel_sharding_strategy)
+        return 3 if self.use_megatron_fsdp else int(self.use_distributed_optimizer)
 
     @property
     def model_parallel_size(self) -> int:

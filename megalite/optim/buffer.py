@@ -29,7 +29,11 @@ DEFAULT_BUCKET_SIZE = 40_000_000  # elements
 
 
 def lay_out_chunks(
-    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, decoupled: bool = False
+    chunks: Sequence[nn.Module],
+    mesh: Mesh,
+    bucket_size: int | None = None,
+    decoupled: bool = False,
+    by_unit: bool = False,
 ) -> tuple[list[nn.Parameter], Layout]:
     """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i."""
     found: dict[int, tuple[int, nn.Parameter]] = {}
@@ -39,7 +43,7 @@ def lay_out_chunks(
     parameters = [p for _, p in found.values()]
     entries = [Entry(spec_of(p), p.numel(), chunk, unit_of(p)) for chunk, p in found.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, decoupled=decoupled)
+    return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, decoupled=decoupled, by_unit=by_unit)
 
 
 class ParamBuffer:
@@ -47,6 +51,9 @@ class ParamBuffer:
 
     reduce_in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
     decoupled       embedding and head have a learning rate of their own
+    zero_stage      2: gradients of matrices come and go, 3: their weights, too (arXiv:1910.02054); what is owned is
+                    the mesh's affair (bucket_rule.py)
+    hold_chunks     these weights come for a run of a chunk, not for each unit
     """
 
     def __init__(
@@ -59,26 +66,32 @@ class ParamBuffer:
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
         decoupled: bool = False,
+        zero_stage: int = 1,
+        hold_chunks: bool = False,
     ):
-        self.parameters, self.layout = parameters, layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled)
+        self.parameters, self.layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled, zero_stage > 1)
+        parameters, layout = self.parameters, self.layout
         dtypes, device = {p.dtype for p in parameters}, parameters[0].device
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
         dtype = dtypes.pop()
         self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16)
-        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters)
-        self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device)
+        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters, elastic=zero_stage > 2)
+        self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device, elastic=zero_stage > 1)
         self.grad_reduce = reduce = GradReduce(parameters, self.grads, overlap_grad_reduce)
-        self.param_gather = gather = ParamGather(parameters, self.weights, chunks, overlap_param_gather)
+        self.param_gather = gather = ParamGather(parameters, self.weights, chunks, overlap_param_gather, hold_chunks)
         # what the others call
         self.sinks, self.begin_all, self.finish = reduce.sinks, reduce.begin_all, reduce.finish
-        self.on_last_backward, self.gather, self.wait_gather = reduce.on_last_backward, gather.gather, gather.wait
+        self.on_last_backward, self.after_run = reduce.on_last_backward, reduce.after_run
+        self.gather, self.wait_gather = gather.gather, gather.wait
+        self.come, self.go = gather.come, gather.go
 
     def first_gradient(self) -> Tensor:
         """Of the reduced ones, what this rank owns of the first bucket."""
         return self.grads.owned(self.layout.buckets[0])
 
     def first_weights(self) -> Tensor:
-        """The first bucket, once no weight is on its way."""
+        """The first bucket, once no weight is on its way; of one that comes and goes what this rank owns."""
         self.wait_gather()
-        return self.weights.whole(self.layout.buckets[0])
+        bucket = self.layout.buckets[0]
+        return self.weights.whole(bucket) if self.weights.stays(bucket) else self.weights.owned(bucket)

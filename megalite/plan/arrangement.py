@@ -30,7 +30,7 @@ from megalite.models.specs import specs_of
 from megalite.nn.parameter import Maker
 from megalite.optim.buffer import lay_out_chunks
 from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
-from megalite.pipeline.schedule import Action, Cost, Held, Placement, Split, group_sizes, in_flight, plan
+from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
 from megalite.plan.holding import Holding, ModuleBytes, element_bytes
@@ -72,8 +72,15 @@ class Arrangement:
     def sizes(self) -> Sizes:
         """What parallel/mesh.py makes a mesh of."""
         p = self.config.parallel
-        instances = 1 if p.use_distributed_optimizer else None
+        instances = p.num_distributed_optimizer_instances if p.shared_out else None
         return Sizes(tp=self.tp, pp=self.pp, cp=self.cp, instances=instances, dp_outermost=p.use_tp_pp_dp_mapping)
+
+    @property
+    def sharing(self) -> Sharing:
+        """How often what dp shares out meets."""
+        p = self.config.parallel
+        by_chunk = p.zero_hold == "chunk" or (p.zero_hold == "auto" and self.chunks > 1)
+        return Sharing(every_run=p.shared_out > 1, by_chunk=by_chunk and p.shared_out > 2)
 
     @property
     def padded_vocab(self) -> int:
@@ -376,9 +383,11 @@ def arrange(config: Config, world: int, vocab_size: int) -> Arrangement:
     return made
 
 
-def build_stages(made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False) -> list[Stage]:
-    """This rank's chunks of the model; `meta`: without memory."""
-    make = Maker(mesh, dtype, made.config.train.seed, meta)
+def build_stages(
+    made: Arrangement, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False
+) -> list[Stage]:
+    """This rank's chunks of the model; `meta`, `deferred`: as a Maker has it."""
+    make = Maker(mesh, dtype, made.config.train.seed, meta, deferred)
     return [build_stage(made, make, made.stages, s) for s in made.placement.stages(mesh.pp.rank)]
 
 

@@ -126,7 +126,7 @@ def build_run(
         shared_memory=override("shared_memory", p.shared_memory),
     )
     choose(p.kernels, p.attention_kernel)
-    stages = build_stages(made, mesh, dtype or made.dtype)
+    stages = build_stages(made, mesh, dtype or made.dtype, deferred=True)
     if t.compile:
         compile_blocks(stages, compile_backend)
     buffer, pipeline = _build_pipeline(made, stages, mesh, dtype or made.dtype, graphs)
@@ -173,6 +173,8 @@ def _build_pipeline(
             overlap_param_gather=p.overlap_param_gather,
             reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
             decoupled=config.optim.decoupled_lr is not None,
+            zero_stage=p.shared_out,
+            hold_chunks=made.sharing.by_chunk,
         )
     options: dict[str, Any] = dict(
         schedule=p.pipeline_schedule,
@@ -180,7 +182,8 @@ def _build_pipeline(
         group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
         width=config.model.hidden_size,
         dtype=dtype,
-        on_last_backward=buffer.on_last_backward,
+        store=buffer,
+        sharing=made.sharing,
     )
     if graphs is None:
         return buffer, Pipeline(stages, mesh, **options)
