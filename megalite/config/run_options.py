@@ -66,7 +66,7 @@ class ParallelConfig:
     data_parallel_sharding_strategy: str | None = how(None, "the stages 0 to 3 by name", choices=SHARED_OUT)
     zero_hold: str = how(
         "auto",
-        "stage 3: weights are whole for a layer, or for a run of a chunk of the pipeline; auto: chunk if it has several",
+        "ZeRO-3: weights are whole for a layer, or for a run of a pipeline chunk; auto: chunk if a rank has several",
         choices=("auto", "layer", "chunk"),
         flags=("--torch-fsdp2-no-reshard-after-forward=chunk",),
     )

@@ -1,8 +1,8 @@
 """The memory of weights or of gradients: a flat tensor for each bucket, so that each can come and go by itself.
 
-                  whole                              owned
-    stays         always there                       this rank's part of it
-    comes, goes   from `come` to `go` (elastic.py)   memory of its own, always there
+              whole                              owned
+stays         always there                       this rank's part of it
+comes, goes   from `come` to `go` (elastic.py)   memory of its own, always there
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class FlatStorage:
         """Of a parameter what this rank owns: which of its elements, and where in `owned`."""
         return self.rules[bucket.kind].owned_part(bucket, slot)
 
-    def kept(self, bucket: Bucket, slot: Slot) -> Tensor:
+    def kept(self, slot: Slot) -> Tensor:
         """Of a parameter what is always there: all of it, or where the bucket comes and goes what this rank owns."""
+        bucket = self.layout.buckets[slot.bucket]
         return self.part(slot) if self.stays(bucket) else self.owned_part(bucket, slot).of(self.owned(bucket))

@@ -21,8 +21,9 @@ Rejected: hooks that count backward passes to find the last one; they break when
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ class GradReduce:
         # of each bucket, entries whose gradient is of this run of backwards; all else is left from the last
         self.begun: list[set[int]] = [set() for _ in self.buckets]
         self._summed: set[int] = set()  # buckets that come and go whose owned part has a sum of this step
-        self.before_reduce: Callable[[Bucket], None] = lambda bucket: None  # sees what this rank has of the sum
+        self._shown_to: Callable[[Bucket], None] | None = None
         self.sinks: dict[str, Sink] = {}
         self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
         for b, bucket in enumerate(self.buckets):
@@ -103,6 +104,15 @@ class GradReduce:
                 node = get_gradient_edge(p).node
                 node.register_hook(_lander(p, sink))
                 self._nodes.append(node)
+
+    @contextlib.contextmanager
+    def shown_to(self, look: Callable[[Bucket], None]) -> Iterator[None]:
+        """Inside, `look` gets each bucket before it is reduced: this rank's own sum."""
+        self._shown_to = look
+        try:
+            yield
+        finally:
+            self._shown_to = None
 
     def begin_all(self) -> None:
         """Zero what got no gradient in this run so far: all that come are added."""
@@ -163,7 +173,8 @@ class GradReduce:
             for other in list(self.reducing):
                 self.settle(other)
         self._begin_rest(bucket)
-        self.before_reduce(bucket)
+        if self._shown_to is not None:
+            self._shown_to(bucket)
         self.reducing[b] = None
         if not rule.is_summed:
             return

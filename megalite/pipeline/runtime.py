@@ -42,9 +42,7 @@ MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
 class Store(Protocol):
     """What has the weights and gradients of the chunks. `of_step`: it is the chunk's last run in the step."""
 
-    def on_last_backward(
-        self, chunk: int, sinks: Iterable[GradientSink] | None = None, of_step: bool = True
-    ) -> None:
+    def on_last_backward(self, chunk: int, sinks: Iterable[GradientSink] | None = None, of_step: bool = True) -> None:
         """Before the last backward of a run, or, where that is split, its last W, of these sinks."""
 
     def after_run(self, chunk: int, of_step: bool = True) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels.dispatch import Kernel, planning
+from megalite.parallel.elastic import listening
 
 META = torch.device("meta")
 aten: Any = torch.ops.aten
@@ -66,6 +67,7 @@ class Meta(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._inside.enter_context(planning(self))
+        self._inside.enter_context(listening(self))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -129,12 +131,21 @@ class Meta(TorchDispatchMode):
             return
 
         def gone(_: Any) -> None:
-            self.live -= size
-            del self._alive[key]
+            if self._alive.get(key) is life:
+                self.live -= size
+                del self._alive[key]
 
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = life = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def came(self, flat: Tensor) -> None:
+        self._count(flat.untyped_storage())
+
+    def goes(self, flat: Tensor) -> None:
+        storage = flat.untyped_storage()
+        if self._alive.pop(storage._cdata, None) is not None:
+            self.live -= storage.nbytes()
 
     def counts(self, storage: int) -> bool:
         """Whether its bytes are counted."""
