@@ -93,6 +93,7 @@ GPIPE, BREADTH = "--pipeline-schedule gpipe", "--pipeline-schedule breadth-first
 APART = "--no-overlap-grad-reduce --no-overlap-param-gather"
 PARTS = "--recompute-granularity selective --recompute-modules "
 CORE = PARTS + "core_attn"
+OUTER = "--outer-dp-sharding-strategy optim"
 ZERO2, ZERO3 = "--zero-stage 2", "--zero-stage 3"
 ROWS = [
     row("gpt tp2", 2, GPT, tp=2),
@@ -198,6 +199,17 @@ ROWS = [
     row("llama z-loss ZeRO-3 dp2 micro-batch 1", 2, LLAMA + ZLOSS, extra=f"{ZERO3} --micro-batch-size 1"),
     row("gpt ZeRO-2 hybrid 2x2", 4, GPT, extra=f"{ZERO2} --num-distributed-optimizer-instances 2"),
     row("llama ZeRO-3 hybrid 2x2", 4, LLAMA, extra=f"{ZERO3} --num-distributed-optimizer-instances 2"),
+    row(
+        "gpt ZeRO-2 hybrid 2x2 once more pp2 tied",
+        8,
+        GPT,
+        pp=2,
+        extra=f"{ZERO2} --num-distributed-optimizer-instances 2 {OUTER}",
+    ),
+    row(
+        "llama ZeRO-3 hybrid 2x2 once more", 4, LLAMA, extra=f"{ZERO3} --num-distributed-optimizer-instances 2 {OUTER}"
+    ),
+    row("gpt ZeRO-1 hybrid 2x2 once more tp2", 8, GPT, tp=2, extra=f"--num-distributed-optimizer-instances 2 {OUTER}"),
     row("gpt ZeRO-1 hybrid 2x2 pp2 tied", 8, GPT, pp=2, extra="--num-distributed-optimizer-instances 2"),
 ]
 

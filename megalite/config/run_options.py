@@ -70,7 +70,13 @@ class ParallelConfig:
         choices=("auto", "layer", "chunk"),
         flags=("--torch-fsdp2-no-reshard-after-forward=chunk",),
     )
-    num_distributed_optimizer_instances: int = how(1, "sets of dp ranks that each have all of the state", above=0)
+    num_distributed_optimizer_instances: int = how(1, "sets of dp ranks that each hold all that is shared", above=0)
+    outer_dp_sharding_strategy: str = how(
+        "no_shard",
+        "optim: these sets share out among them what the optimizer keeps",
+        choices=SHARED_OUT[:2],
+        flags=("--enable-full-sharding-in-hsdp=optim",),
+    )
     overlap_grad_reduce: bool = how(True, "reduce gradients during the last backward")
     grad_reduce_in_bf16: bool = how(False, "round gradients to bf16 for their sum over dp; each rank adds up in fp32")
     overlap_param_gather: bool = how(True, "gather weights during the next forward")

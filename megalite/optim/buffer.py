@@ -54,6 +54,7 @@ class ParamBuffer:
     zero_stage      2: gradients of matrices come and go, 3: their weights, too (arXiv:1910.02054); what is owned is
                     the mesh's affair (bucket_rule.py)
     hold_chunks     these weights come for a run of a chunk, not for each unit
+    once_more       replicas share out among them what the optimizer keeps
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class ParamBuffer:
         decoupled: bool = False,
         zero_stage: int = 1,
         hold_chunks: bool = False,
+        once_more: bool = False,
     ):
         self.parameters, self.layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled, zero_stage > 1)
         parameters, layout = self.parameters, self.layout
@@ -75,7 +77,7 @@ class ParamBuffer:
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
         dtype = dtypes.pop()
-        self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16)
+        self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16, once_more)
         self.weights = FlatStorage(layout, self.rules, dtype, device, parameters, elastic=zero_stage > 2)
         self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device, elastic=zero_stage > 1)
         self.grad_reduce = reduce = GradReduce(parameters, self.grads, overlap_grad_reduce)

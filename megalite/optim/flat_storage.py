@@ -1,8 +1,10 @@
 """The memory of weights or of gradients: a flat tensor for each bucket, so that each can come and go by itself.
 
-              whole                              owned
-stays         always there                       this rank's part of it
-comes, goes   from `come` to `go` (elastic.py)   memory of its own, always there
+                  whole                              held
+    stays         always there                       this rank's part of it
+    comes, goes   from `come` to `go` (elastic.py)   memory of its own, always there
+
+What a rank owns is all that it holds, or where that is shared out once more (bucket_rule.py) a part of it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class FlatStorage:
         self.layout, self.rules, self.dtype = layout, rules, dtype
         self.flats: list[Tensor] = []  # of the buckets, in order
         self._elastic: dict[int, Elastic] = {}
-        self._owned: dict[int, Tensor] = {}  # of these
+        self._held: dict[int, Tensor] = {}  # of these
         # views, made while there is memory: torch takes none of a tensor that has none
         self._mine: list[Tensor] = []
         self._parts: dict[Slot, Tensor] = {}
@@ -51,25 +53,25 @@ class FlatStorage:
                 flat = memory.flat
             else:
                 flat = torch.zeros(bucket.size, dtype=dtype, device=device)
-            owned = rules[bucket.kind].owned(bucket)
+            held = rules[bucket.kind].held(bucket)
             self.flats.append(flat)
-            self._mine.append(flat[owned.start : owned.stop])
+            self._mine.append(flat[held.start : held.stop])
             self._parts |= {slot: flat[slot.start : slot.stop] for slot in bucket.slots}
             if comes:
                 self._mine[-1].zero_()  # its padding
             for p, slot in ((parameters[slot.entry], slot) for slot in bucket.slots if parameters):
                 view = self.part(slot).view_as(p)
-                write_initial(p, view, self.owned_part(bucket, slot).span if comes else None)
+                write_initial(p, view, rules[bucket.kind].held_part(bucket, slot).span if comes else None)
                 p.data = view
             if comes:
-                self._owned[bucket.number] = self.mine(bucket).clone()
+                self._held[bucket.number] = self.mine(bucket).clone()
                 self.go(bucket)
 
     @property
     def nbytes(self) -> int:
         """That are always there."""
         stay = (flat.nbytes for n, flat in enumerate(self.flats) if n not in self._elastic)
-        return sum(stay) + sum(owned.nbytes for owned in self._owned.values())
+        return sum(stay) + sum(held.nbytes for held in self._held.values())
 
     def stays(self, bucket: Bucket) -> bool:
         """Whether the whole bucket is always there."""
@@ -93,12 +95,18 @@ class FlatStorage:
         return self.flats[bucket.number]
 
     def mine(self, bucket: Bucket) -> Tensor:
-        """This rank's part of the whole bucket; where that stays, what it owns."""
+        """This rank's part of the whole bucket; where that stays, what it holds."""
         return self._mine[bucket.number]
+
+    def held(self, bucket: Bucket) -> Tensor:
+        """The elements that are this rank's part of those that share the bucket out."""
+        return self.mine(bucket) if self.stays(bucket) else self._held[bucket.number]
 
     def owned(self, bucket: Bucket) -> Tensor:
         """The elements that this rank owns."""
-        return self.mine(bucket) if self.stays(bucket) else self._owned[bucket.number]
+        held, owned, rule = self.held(bucket), self.rules[bucket.kind].owned(bucket), self.rules[bucket.kind]
+        first = owned.start - rule.held(bucket).start
+        return held[first : first + len(owned)]
 
     def part(self, slot: Slot) -> Tensor:
         """All elements of a parameter, flat."""
@@ -109,6 +117,7 @@ class FlatStorage:
         return self.rules[bucket.kind].owned_part(bucket, slot)
 
     def kept(self, slot: Slot) -> Tensor:
-        """Of a parameter what is always there: all of it, or where the bucket comes and goes what this rank owns."""
+        """Of a parameter what is always there: all of it, or where the bucket comes and goes what this rank holds."""
         bucket = self.layout.buckets[slot.bucket]
-        return self.part(slot) if self.stays(bucket) else self.owned_part(bucket, slot).of(self.owned(bucket))
+        held_part = self.rules[bucket.kind].held_part
+        return self.part(slot) if self.stays(bucket) else held_part(bucket, slot).of(self.held(bucket))

@@ -14,7 +14,7 @@ first gradient of a run until its reduction is through, and is reduced once for 
 
     backward, last of a run   layer 3 lands | layer 2 lands  | layer 1 lands
     reduce-scatter                          | layer 3        | layer 2          at most two whole at once
-    owned sum                                     += layer 3 |  += layer 2
+    sum of what is held                           += layer 3 |  += layer 2
 
 Rejected: hooks that count backward passes to find the last one; they break when a micro-batch skips a layer.
 """
@@ -92,7 +92,7 @@ class GradReduce:
         self._rounded: dict[int, Tensor] = {}  # what is owned of buckets on their way in another dtype
         # of each bucket, entries whose gradient is of this run of backwards; all else is left from the last
         self.begun: list[set[int]] = [set() for _ in self.buckets]
-        self._summed: set[int] = set()  # buckets that come and go whose owned part has a sum of this step
+        self._summed: set[int] = set()  # buckets that come and go of which what is held has a sum of this step
         self._shown_to: Callable[[Bucket], None] | None = None
         self.sinks: dict[str, Sink] = {}
         self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
@@ -180,15 +180,15 @@ class GradReduce:
             return
         whole, mine = self.grads.whole(bucket), self.grads.mine(bucket)
         if rule.moved_as is not None:
-            owned, whole = rule.owned(bucket), whole.to(rule.moved_as)
-            mine = self._rounded[b] = whole[owned.start : owned.stop]
+            held, whole = rule.held(bucket), whole.to(rule.moved_as)
+            mine = self._rounded[b] = whole[held.start : held.stop]
         if rule.is_shared_out:
             self.reducing[b] = start_reduce_scatter_into(mine, whole, rule.shard)
         else:
             self.reducing[b] = start_all_reduce(whole, rule.replica)
 
     def settle(self, b: int) -> bool:
-        """Wait for the sum of a bucket that comes and goes, add what this rank owns of it to those of earlier runs of
+        """Wait for the sum of a bucket that comes and goes, add what this rank holds of it to those of earlier runs of
         the step, and let go of the rest. False: the bucket stays."""
         bucket = self.buckets[b]
         if self.grads.stays(bucket):
@@ -196,8 +196,8 @@ class GradReduce:
         work = self.reducing.pop(b)
         assert work is not None  # it is shared out
         work.wait()
-        part, owned = self._rounded.pop(b, self.grads.mine(bucket)), self.grads.owned(bucket)
-        owned.add_(part) if b in self._summed else owned.copy_(part)
+        part, held = self._rounded.pop(b, self.grads.mine(bucket)), self.grads.held(bucket)
+        held.add_(part) if b in self._summed else held.copy_(part)
         self._summed.add(b)
         self.grads.go(bucket)
         self.begun[b].clear()
@@ -214,9 +214,11 @@ class GradReduce:
             if not self.settle(b) and work is not None:
                 work.wait()
         for b, rounded in self._rounded.items():
-            self.grads.owned(self.buckets[b]).copy_(rounded)
+            self.grads.held(self.buckets[b]).copy_(rounded)
         self._rounded.clear()
         for bucket in self.buckets:
+            if (outer := self.rules[bucket.kind].outer).size > 1:
+                start_reduce_scatter_into(self.grads.owned(bucket), self.grads.held(bucket), outer).wait()
             for axis in self.rules[bucket.kind].sums:
                 all_reduce_(self.grads.owned(bucket), axis)
         for bucket in self.buckets:

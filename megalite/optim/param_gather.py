@@ -44,6 +44,7 @@ class ParamGather:
         self._shards: dict[int, Axis] = {}  # buckets of which there is something to gather, over which axis
         self._to_gather: list[int] = []  # in the order in which every rank starts them
         self._gathering: dict[int, Pending] = {}
+        self._outer: dict[int, Pending] = {}  # what replicas get of each other of what they hold
         self._buckets = buckets = weights.layout.buckets
         for b, bucket in enumerate(buckets):
             if (rule := weights.rules[bucket.kind]).is_shared_out:
@@ -91,21 +92,31 @@ class ParamGather:
     def gather(self) -> None:
         """What stays, in order of use. GATHERS_AHEAD are under way at a time, and one that is waited for starts the
         next: with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all at once would hold up every kernel behind
-        them."""
+        them. What replicas share out among them comes before, from all of them at once."""
+        for b in self._in_order(list(self._shards)):
+            bucket, outer = self._buckets[b], self.weights.rules[self._buckets[b].kind].outer
+            if outer.size > 1:
+                self._outer[b] = start_all_gather_into(self.weights.held(bucket), self.weights.owned(bucket), outer)
         self._begin_in_order([b for b in self._shards if self.weights.stays(self._buckets[b])])
         if not self.overlap:
             self.wait()
 
+    def _in_order(self, buckets: list[int]) -> list[int]:
+        """Of use."""
+        return sorted(buckets, key=lambda b: (self._buckets[b].chunk, -b))
+
     def _begin_in_order(self, buckets: list[int]) -> None:
-        self._to_gather += sorted(buckets, key=lambda b: (self._buckets[b].chunk, -b))
+        self._to_gather += self._in_order(buckets)
         while self._to_gather and len(self._gathering) < GATHERS_AHEAD:
             self._start(self._to_gather.pop(0))
 
     def _start(self, b: int) -> None:
         bucket = self._buckets[b]
         self.weights.come(bucket)
-        whole, owned = self.weights.whole(bucket), self.weights.owned(bucket)
-        self._gathering[b] = start_all_gather_into(whole, owned, self._shards[b])
+        if b in self._outer:
+            self._outer.pop(b).wait()
+        whole, held = self.weights.whole(bucket), self.weights.held(bucket)
+        self._gathering[b] = start_all_gather_into(whole, held, self._shards[b])
 
     def _start_next(self) -> None:
         if self._to_gather:
@@ -120,9 +131,11 @@ class ParamGather:
             self._start_next()
 
     def wait(self) -> None:
-        """All weights that stay are whole."""
+        """All weights that stay are whole, and all that a rank holds is there."""
         while self._gathering:
             self._finish(next(iter(self._gathering)))
+        while self._outer:
+            self._outer.pop(next(iter(self._outer))).wait()
 
     # ---- weights that come and go
 
@@ -176,7 +189,8 @@ class ParamGather:
         """A run of the chunk's forwards or backwards is near: gather what both need. Its ends, which backward does not
         read, come with their use."""
         read = {b for unit in self._read_again for b in self._needs[unit]}
-        self._begin_in_order([b for b in read if self._buckets[b].chunk == chunk])
+        mine = [b for b in read if self._buckets[b].chunk == chunk]
+        self._begin_in_order([b for b in mine if not self.weights.is_there(self._buckets[b])])
 
     def go(self, chunk: int) -> None:
         """The run is through."""

@@ -93,7 +93,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Flat tensors: x [n], out [n * size], of which `x` may be this rank's part."""
-    if axis.direct is None and not x.is_cuda:
+    if axis.direct is None and x.device.type == "cpu":
         x = x.clone()  # gloo's input must not alias its output
     return _gather(out, x, axis)
 

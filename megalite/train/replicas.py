@@ -71,7 +71,8 @@ def disagreement(run: Run) -> Tensor:
     for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
         stays, copy = buffer.weights.stays(bucket), buffer.weights.owned(bucket)
         over = _copied_over(bucket.kind.home, stays)
-        sums[over] = _sum_of_bits(buffer.weights.whole(bucket) if stays else copy) + sums.get(over, 0)
+        copies = buffer.weights.whole(bucket) if stays else buffer.weights.held(bucket)
+        sums[over] = _sum_of_bits(copies) + sums.get(over, 0)
         if not optimizer.same:
             casts = (_sum_of_bits(block.to(copy.dtype)) for block in main.split(BLOCK))
             total[1] += sum(casts, -_sum_of_bits(copy)).remainder(PRIME)
@@ -82,7 +83,7 @@ def disagreement(run: Run) -> Tensor:
 
 
 def _copied_over(home: str, stays: bool) -> str:
-    """The axis of data that has copies of a bucket's weights: of those that come and go only of what a rank owns."""
+    """The axis of data that has copies of a bucket's weights: of those that come and go only of what a rank holds."""
     return HOMES[home][0] if stays else {"dense": "replica", "expert": "expert_replica"}[home]
 
 

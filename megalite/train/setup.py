@@ -175,6 +175,7 @@ def _build_pipeline(
             decoupled=config.optim.decoupled_lr is not None,
             zero_stage=p.shared_out,
             hold_chunks=made.sharing.by_chunk,
+            once_more=p.outer_dp_sharding_strategy == "optim",
         )
     options: dict[str, Any] = dict(
         schedule=p.pipeline_schedule,
