@@ -13,6 +13,7 @@ from typing import Any
 
 from megalite.config.check_files import checkpoint_problems, data_problems, files_effects
 from megalite.config.check_model import layout_problems, model_effects, model_problems
+from megalite.config.check_sharing import instances_problem, sharing_effects, sharing_problems
 from megalite.config.check_training import training_effects, training_problems
 from megalite.config.field import facts_of, flag_of
 from megalite.config.options import SECTIONS, Config, ModelConfig, options
@@ -39,6 +40,7 @@ def check(
         *model_problems(config.model, tp, say),
         *layout_problems(config, say),
         *training_problems(config, say),
+        *sharing_problems(config, say),
         *checkpoint_problems(c, say),
         *_machine(config, say),
         *data_problems(config.data, tp, complete or (c.load is None and c.pretrained_checkpoint is None), say),
@@ -51,7 +53,12 @@ def without_effect(config: Config) -> list[Problem]:
     """What does nothing, or less than expected, beside the other options; Megatron-LM takes it in silence, so it is no
     error."""
     say = Say(config)
-    of_run = (*training_effects(config, say), *files_effects(config, say), *_log_effects(config, say))
+    of_run = (
+        *training_effects(config, say),
+        *sharing_effects(config, say),
+        *files_effects(config, say),
+        *_log_effects(config, say),
+    )
     return [*model_effects(config.model, say), *of_run]
 
 
@@ -132,6 +139,7 @@ def _world(config: Config, world_size: int, say: Say) -> Iterator[Problem]:
         yield say(text, profile_ranks=beyond, world=world_size, last=world_size - 1)
     if config.train.as_rank is not None and config.train.as_rank >= world_size:
         yield say("{=as_rank} is not among {world} ranks; give 0 to {last}", world=world_size, last=world_size - 1)
+    yield from instances_problem(config, dp, say)
     yield from _batch_sizes(config, dp, say)
 
 
