@@ -58,7 +58,10 @@ class ParallelConfig:
     )
     use_distributed_optimizer: bool = how(True, "shard optimizer state over dp (ZeRO-1); off: ZeRO-0")
     zero_stage: int | None = how(
-        None, "what dp shares out: 1 the optimizer, 2 gradients too, 3 weights too, 0 nothing; default 1", most=TO_THREE
+        None,
+        "what dp shares out: 1 the optimizer, 2 gradients too, 3 weights too, 0 nothing; default 1",
+        least=0,
+        most=TO_THREE,
     )
     use_megatron_fsdp: bool = how(
         False, "ZeRO-3, or as the next option says", flags=("--use-torch-fsdp2=true", "--use-custom-fsdp=true")
