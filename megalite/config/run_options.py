@@ -69,7 +69,7 @@ class ParallelConfig:
     data_parallel_sharding_strategy: str | None = how(None, "the stages 0 to 3 by name", choices=SHARED_OUT)
     zero_hold: str = how(
         "auto",
-        "ZeRO-3: weights are whole for a layer, or for a run of a pipeline chunk; auto: chunk if a rank has several",
+        "ZeRO-3: weights are whole for a layer, or for a run of a pipeline chunk; auto: chunk if a rank has 4 or more",
         choices=("auto", "layer", "chunk"),
         flags=("--torch-fsdp2-no-reshard-after-forward=chunk",),
     )

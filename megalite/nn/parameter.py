@@ -53,10 +53,12 @@ class Maker:
 def write_initial(parameter: nn.Parameter, into: Tensor, span: range | None = None) -> None:
     """Write the parameter's initial values into a tensor of its shape; of a deferred one at least the elements `span`
     of the flattened tensor."""
-    draw = parameter.__dict__.pop("draw", None)
+    draw = getattr(parameter, "draw", None)
     if draw is None:
         into.copy_(parameter.data)
-    elif not into.is_meta:
+        return
+    del parameter.draw
+    if not into.is_meta:
         draw(into, span=span)
 
 

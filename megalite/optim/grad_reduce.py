@@ -81,7 +81,8 @@ def _lander(p: nn.Parameter, sink: Sink) -> Callable[..., None]:
 class GradReduce:
     """Puts a sink on each of `parameters`, the entries of the layout of `grads`.
 
-    overlap  reductions begin in the last backward; else all of them in `finish`
+    overlap  reductions begin in the last backward; else all of them in `finish`, and those of buckets that come and go
+             are waited for where they begin
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], grads: FlatStorage, overlap: bool):
@@ -132,21 +133,17 @@ class GradReduce:
         """The next backward of `chunk` is the last of its run, and of the step: reduce each bucket when its last
         gradient lands. `sinks`: where the weight gradients that come next are the last, those; all other gradients are
         there. `of_step` False: more runs follow, so buckets that stay are not reduced."""
-        if not self.overlap:
-            return
         coming = None if sinks is None else {sink.slot[1] for sink in sinks if isinstance(sink, Sink)}
-        for bucket in self._of(chunk, of_step):
+        for bucket in self._of(chunk, of_step and self.overlap):
             entries = {s.entry for s in bucket.slots if coming is None or s.entry in coming}
             self._waiting[bucket.number] = entries
         self._start_full()
 
     def after_run(self, chunk: int, of_step: bool = True) -> None:
         """The run is through: what has not been reduced on the way is, so that all ranks reduce as often."""
-        for bucket in self._of(chunk, of_step):
-            b = bucket.number
-            if not self.overlap or b in self._waiting:
-                self._waiting.pop(b, None)
-                self._start(b)
+        for bucket in self._of(chunk, of_step and self.overlap):
+            if self._waiting.pop(bucket.number, None) is not None:
+                self._start(bucket.number)
 
     def _of(self, chunk: int, of_step: bool) -> list[Bucket]:
         """Buckets of a chunk that a run ends for."""
@@ -184,6 +181,8 @@ class GradReduce:
             mine = self._rounded[b] = whole[held.start : held.stop]
         if rule.is_shared_out:
             self.reducing[b] = start_reduce_scatter_into(mine, whole, rule.shard)
+            if not self.overlap:
+                self.settle(b)
         else:
             self.reducing[b] = start_all_reduce(whole, rule.replica)
 

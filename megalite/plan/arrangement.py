@@ -33,7 +33,7 @@ from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
-from megalite.plan.holding import Holding, ModuleBytes, element_bytes
+from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes
 from megalite.plan.kinds import Setting
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
@@ -77,9 +77,10 @@ class Arrangement:
 
     @property
     def sharing(self) -> Sharing:
-        """How often what dp shares out meets."""
+        """How often what dp shares out meets. A run of forwards, one of backwards and the next of both may be whole at
+        once: with fewer chunks than that, all weights would be."""
         p = self.config.parallel
-        by_chunk = p.zero_hold == "chunk" or (p.zero_hold == "auto" and self.chunks > 1)
+        by_chunk = p.zero_hold == "chunk" or (p.zero_hold == "auto" and self.chunks >= 4)
         return Sharing(every_run=p.shared_out > 1, by_chunk=by_chunk and p.shared_out > 2)
 
     @property
@@ -310,15 +311,14 @@ class Arrangement:
 
     def _holding(self, rank: int) -> Holding:
         mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
-        chunks = build_stages(self, mesh, self.dtype, meta=True)
-        _, layout = lay_out_chunks(chunks, mesh, self.config.parallel.ddp_bucket_size, decoupled)
-        weight, gradient, state = self.bytes_of_element
-        return Holding(
-            local=sum(e.numel for e in layout.entries),
-            weights=layout.size * weight,
-            gradients=layout.size * gradient,
-            optimizer=layout.size // mesh.shard.size * state,
-        )
+        chunks, p = build_stages(self, mesh, self.dtype, meta=True), self.config.parallel
+        _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, decoupled, p.shared_out > 1)
+        return Holding.of(layout, self._shares(mesh), self.bytes_of_element)
+
+    def _shares(self, mesh: Mesh) -> Shares:
+        p, n = self.config.parallel, mesh.shard.size
+        once_more = mesh.replica.size if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
+        return Shares(n if p.shared_out > 2 else 1, n if p.shared_out > 1 else 1, n * once_more)
 
     @cached_property
     def elements(self) -> tuple[int, ...]:
@@ -332,7 +332,8 @@ class Arrangement:
         """Without the layout's padding, which `holdings` has."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
         first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
-        each = weight + gradient + state / make.mesh.shard.size
+        shares = self._shares(make.mesh)
+        each = weight / shares.weights + gradient / shares.gradients + state / shares.optimizer
 
         def of(module: nn.Module | None) -> float:
             return each * sum(p.numel() for p in module.parameters()) if module is not None else 0.0
@@ -341,7 +342,7 @@ class Arrangement:
         return ModuleBytes(layers, of(first.embedding), of(last.head))
 
     @property
-    def _group(self) -> int:
+    def group_size(self) -> int:
         """The number of micro-batches of the first group."""
         p = self.config.parallel
         return group_sizes(self.microbatches, self.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[0]
@@ -349,7 +350,7 @@ class Arrangement:
     @property
     def told(self) -> int:
         """The number of groups that the figures describe."""
-        return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self._group))
+        return max(LONG, TOLD_ACTIONS // (3 * self.placement.num_stages * self.group_size))
 
     @property
     def told_rows(self) -> Sequence[Sequence[Action]]:
@@ -358,7 +359,7 @@ class Arrangement:
 
     def _rows(self, split: Split | None, groups: int) -> tuple[int, Sequence[Sequence[Action]]]:
         """(micro-batches, the actions of each pipeline rank for them) of a step, or of its first `groups` groups."""
-        p, m, group = self.config.parallel, self.microbatches, self._group
+        p, m, group = self.config.parallel, self.microbatches, self.group_size
         size = p.microbatch_group_size_per_virtual_pipeline_stage
         if m > groups * group:
             m, size = groups * group, group

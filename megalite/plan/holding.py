@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,8 +10,17 @@ import numpy as np
 import torch
 
 from megalite.optim.flat_storage import main_dtype
+from megalite.optim.layout import Layout
 from megalite.pipeline.schedule import Placement
 from megalite.plan.sums import Sums
+
+
+class Shares(NamedTuple):
+    """How many ranks share out weights, gradients, and what the optimizer keeps."""
+
+    weights: int
+    gradients: int
+    optimizer: int
 
 
 @dataclass(frozen=True)
@@ -19,9 +28,29 @@ class Holding:
     """The bytes that each rank of one pipeline position always holds."""
 
     local: int  # elements of this rank's shares of the parameters
+    elements: int  # of all buckets, with their padding
     weights: int
     gradients: int
     optimizer: int
+    units: Mapping[str, int]  # elements of what comes and goes, by unit of the model
+
+    @classmethod
+    def of(cls, layout: Layout, shares: Shares, bytes_of_element: tuple[int, int, int]) -> Holding:
+        """What stays of weights and gradients is whole."""
+        units: dict[str, int] = {}
+        for bucket in layout.buckets:
+            if bucket.kind.unit and shares.gradients > 1:
+                units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.size
+        comes = sum(units.values())
+        weight, gradient, state = bytes_of_element
+        return cls(
+            local=sum(e.numel for e in layout.entries),
+            elements=layout.size,
+            weights=(layout.size - comes + comes // shares.weights) * weight,
+            gradients=(layout.size - comes + comes // shares.gradients) * gradient,
+            optimizer=layout.size // shares.optimizer * state,
+            units=units,
+        )
 
     @property
     def state(self) -> int:

@@ -124,7 +124,7 @@ class Meta(TorchDispatchMode):
 
     def _count(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._alive or not self.counts(key):
+        if not size or key in self._alive or not self.counts(key):
             return
 
         def on_free(_: Any) -> None:

@@ -216,7 +216,7 @@ LAYOUTS = {
     "tp2 pp2 split": (SPLIT, ""),
     "dp2 ZeRO-3": (ZERO, ""),
     "dp4 ZeRO-3 hybrid": (HYBRID, "--global-batch-size 16"),
-    "pp2 dp2 vpp2 ZeRO-3": (PP, f"--num-virtual-stages-per-pipeline-rank 2 --num-layers 4 {ZERO}"),
+    "pp2 dp2 vpp2 ZeRO-3": (PP, f"--num-virtual-stages-per-pipeline-rank 2 --num-layers 4 {ZERO} --zero-hold chunk"),
     "pp2 vpp2": (PP, "--num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
 }
 QUICK = {"dp2", "tp2", "pp2", "tp2 pp2 split", "dp2 ZeRO-3", "dp4 ZeRO-3 hybrid"}

@@ -105,7 +105,7 @@ def test_full_recomputation_gathers_no_third_time() -> None:
 def test_chunks_are_whole_for_their_runs() -> None:
     """Interleaved over 2 chunks, 4 micro-batches in groups of 2: a reduction for each group, and no more than three of
     the chunks' gathers at once."""
-    flags = f"--zero-stage 3 {PP} --global-batch-size 16"
+    flags = f"--zero-stage 3 --zero-hold chunk {PP} --global-batch-size 16"
     for units, sets, times, _ in run_ranks(4, _watched, flags):
         blocks = [unit for unit in units if unit.startswith("layers")]
         assert len(blocks) == 2 and all(times[f"g {unit}"] == 2 for unit in blocks)
