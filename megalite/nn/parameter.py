@@ -57,7 +57,7 @@ def write_initial(parameter: nn.Parameter, into: Tensor, span: range | None = No
     if draw is None:
         into.copy_(parameter.data)
         return
-    del parameter.draw
+    del parameter.draw  # pyright: ignore[reportAttributeAccessIssue]
     if not into.is_meta:
         draw(into, span=span)
 

@@ -14,6 +14,7 @@ Four parts: what is done with a bucket of each kind and who owns what (bucket_ru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -46,15 +47,26 @@ def lay_out_chunks(
     return parameters, lay_out(entries, bucket_size=size, sizes=mesh.sizes, decoupled=decoupled, by_unit=by_unit)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What data-parallel ranks share out beside what the optimizer keeps (arXiv:1910.02054).
+
+    stage      2: gradients of matrices come and go, 3: their weights, too
+    by_chunk   these weights come for a run of a chunk, not for each unit
+    once_more  replicas share out among them what the optimizer keeps
+    """
+
+    stage: int = 1
+    by_chunk: bool = False
+    once_more: bool = False
+
+
 class ParamBuffer:
     """Takes over the storage of all parameters of `chunks` (modules whose parameters carry `.spec`).
 
     reduce_in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
     decoupled       embedding and head have a learning rate of their own
-    zero_stage      2: gradients of matrices come and go, 3: their weights, too (arXiv:1910.02054); what is owned is
-                    the mesh's affair (bucket_rule.py)
-    hold_chunks     these weights come for a run of a chunk, not for each unit
-    once_more       replicas share out among them what the optimizer keeps
+    shared          what comes and goes
     """
 
     def __init__(
@@ -67,21 +79,22 @@ class ParamBuffer:
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
         decoupled: bool = False,
-        zero_stage: int = 1,
-        hold_chunks: bool = False,
-        once_more: bool = False,
+        shared: Shared = Shared(),  # noqa: B008 (frozen)
     ):
-        self.parameters, self.layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled, zero_stage > 1)
+        self.every_run, self.by_chunk = shared.stage > 1, shared.by_chunk
+        self.parameters, self.layout = lay_out_chunks(chunks, mesh, bucket_size, decoupled, shared.stage > 1)
         parameters, layout = self.parameters, self.layout
         dtypes, device = {p.dtype for p in parameters}, parameters[0].device
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
         dtype = dtypes.pop()
-        self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16, once_more)
-        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters, elastic=zero_stage > 2)
-        self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device, elastic=zero_stage > 1)
+        self.mesh, self.rules = mesh, rules_for(layout, mesh, reduce_in_bf16, shared.once_more)
+        self.weights = FlatStorage(layout, self.rules, dtype, device, parameters, elastic=shared.stage > 2)
+        self.grads = FlatStorage(layout, self.rules, main_dtype(dtype), device, elastic=shared.stage > 1)
         self.grad_reduce = reduce = GradReduce(parameters, self.grads, overlap_grad_reduce)
-        self.param_gather = gather = ParamGather(parameters, self.weights, chunks, overlap_param_gather, hold_chunks)
+        self.param_gather = gather = ParamGather(
+            parameters, self.weights, chunks, overlap_param_gather, shared.by_chunk
+        )
         # what the others call
         self.sinks, self.begin_all, self.finish = reduce.sinks, reduce.begin_all, reduce.finish
         self.on_last_backward, self.after_run = reduce.on_last_backward, reduce.after_run

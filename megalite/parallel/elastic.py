@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Listener(Protocol):
+class Watcher(Protocol):
     """Is told of memory that comes and goes, which is no operation of torch's: no dispatch mode sees it."""
 
     def came(self, flat: Tensor) -> None:
@@ -21,17 +21,17 @@ class Listener(Protocol):
         """Its memory is about to be given back."""
 
 
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 @contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Inside, `listener` is told by every Elastic."""
-    token = _listener.set(listener)
+def listening(watcher: Watcher) -> Iterator[None]:
+    """Inside, `watcher` is told by every Elastic."""
+    token = _watcher.set(watcher)
     try:
         yield
     finally:
-        _listener.reset(token)
+        _watcher.reset(token)
 
 
 class Elastic:
@@ -55,13 +55,13 @@ class Elastic:
         """Allocate the memory unless it is there, with arbitrary values; return the flat tensor."""
         if not self.is_there:
             self.flat.untyped_storage().resize_(self._bytes)
-            if (listener := _listener.get()) is not None:
-                listener.came(self.flat)
+            if (watcher := _watcher.get()) is not None:
+                watcher.came(self.flat)
         return self.flat
 
     def go(self) -> None:
         """Free the memory. On CUDA the allocator may give it to the current stream at once, so wait first for any other
         stream that still reads it (parallel/streams.py)."""
-        if self.is_there and (listener := _listener.get()) is not None:
-            listener.goes(self.flat)
+        if self.is_there and (watcher := _watcher.get()) is not None:
+            watcher.goes(self.flat)
         self.flat.untyped_storage().resize_(0)

@@ -40,7 +40,11 @@ MESSAGES = "bubble"  # the clock's phase of messages and of waiting for them
 
 
 class Store(Protocol):
-    """What has the weights and gradients of the chunks. `of_step`: it is the chunk's last run in the step."""
+    """What has the weights and gradients of the chunks, and how often it is told (schedule.Sharing). `of_step`: it is
+    the chunk's last run in the step."""
+
+    every_run: bool
+    by_chunk: bool
 
     def on_last_backward(self, chunk: int, sinks: Iterable[GradientSink] | None = None, of_step: bool = True) -> None:
         """Before the last backward of a run, or, where that is split, its last W, of these sinks."""
@@ -57,6 +61,8 @@ class Store(Protocol):
 
 class Plain:
     """A store that has nothing to reduce or gather."""
+
+    every_run = by_chunk = False
 
     def on_last_backward(
         self, chunk: int, sinks: Iterable[GradientSink] | None = None, of_step: bool = True
@@ -112,7 +118,7 @@ class Pipeline:
     """The chunks of one pipeline rank.
 
     split        how backward is split, if it is
-    store        what has their weights and gradients; `sharing`: how often it is told (schedule.with_sharing)
+    store        what has their weights and gradients
     group_size   micro-batches that run through a chunk before the next one (schedule.group_sizes)
     width        hidden size D of the activations that travel, [S / tp, B, D] in `dtype`
     """
@@ -128,11 +134,11 @@ class Pipeline:
         group_size: int | None = None,
         split: Split | None = None,
         store: Store = Plain(),  # noqa: B008 (has no state)
-        sharing: Sharing = Sharing(),  # noqa: B008
     ):
         self.group_size, self.split = group_size, split
         self.stages, self.mesh, self.schedule = list(stages), mesh, schedule
-        self.width, self.dtype, self.store, self.sharing = width, dtype, store, sharing
+        self.width, self.dtype, self.store = width, dtype, store
+        self.sharing = Sharing(store.every_run, store.by_chunk)
         self.place = Placement(mesh.pp.size, len(self.stages))
         self.last = self.place.num_stages - 1
         self.timeline: list[Timed] | None = None  # set to [] to record the next step

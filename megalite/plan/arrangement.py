@@ -33,7 +33,7 @@ from megalite.parallel.mesh import Mesh, Sizes, plan_mesh
 from megalite.pipeline.schedule import Action, Cost, Held, Placement, Sharing, Split, group_sizes, in_flight, plan
 from megalite.pipeline.simulate import Simulated, Simulation, simulate
 from megalite.plan.batch_size import BatchSizes
-from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes
+from megalite.plan.holding import Holding, ModuleBytes, Shares, element_bytes, sharing
 from megalite.plan.kinds import Setting
 from megalite.plan.partition import evenly, fastest, ranges, splits
 from megalite.plan.stage_costs import StageCosts, stage_costs
@@ -77,11 +77,7 @@ class Arrangement:
 
     @property
     def sharing(self) -> Sharing:
-        """How often what dp shares out meets. A run of forwards, one of backwards and the next of both may be whole at
-        once: with fewer chunks than that, all weights would be."""
-        p = self.config.parallel
-        by_chunk = p.zero_hold == "chunk" or (p.zero_hold == "auto" and self.chunks >= 4)
-        return Sharing(every_run=p.shared_out > 1, by_chunk=by_chunk and p.shared_out > 2)
+        return sharing(self.config.parallel, self.chunks)
 
     @property
     def padded_vocab(self) -> int:
@@ -313,12 +309,7 @@ class Arrangement:
         mesh, decoupled = self._mesh(rank), self.config.optim.decoupled_lr is not None
         chunks, p = build_stages(self, mesh, self.dtype, meta=True), self.config.parallel
         _, layout = lay_out_chunks(chunks, mesh, p.ddp_bucket_size, decoupled, p.shared_out > 1)
-        return Holding.of(layout, self._shares(mesh), self.bytes_of_element)
-
-    def _shares(self, mesh: Mesh) -> Shares:
-        p, n = self.config.parallel, mesh.shard.size
-        once_more = mesh.replica.size if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
-        return Shares(n if p.shared_out > 2 else 1, n if p.shared_out > 1 else 1, n * once_more)
+        return Holding.of(layout, Shares.of(p, mesh), self.bytes_of_element)
 
     @cached_property
     def elements(self) -> tuple[int, ...]:
@@ -332,7 +323,7 @@ class Arrangement:
         """Without the layout's padding, which `holdings` has."""
         make, (weight, gradient, state) = Maker(self._mesh(0), self.dtype, 0, meta=True), self.bytes_of_element
         first, last = (build_stage(self, make, [range(0), range(0)], number) for number in (0, 1))
-        shares = self._shares(make.mesh)
+        shares = Shares.of(self.config.parallel, make.mesh)
         each = weight / shares.weights + gradient / shares.gradients + state / shares.optimizer
 
         def of(module: nn.Module | None) -> float:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megalite.config.run_options import ParallelConfig
 from megalite.optim.flat_storage import main_dtype
 from megalite.optim.layout import Layout
-from megalite.pipeline.schedule import Placement
+from megalite.parallel.mesh import Mesh
+from megalite.pipeline.schedule import Placement, Sharing
 from megalite.plan.sums import Sums
 
 
@@ -21,6 +23,12 @@ class Shares(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
+
+    @classmethod
+    def of(cls, p: ParallelConfig, mesh: Mesh) -> Shares:
+        n = mesh.shard.size
+        outer = mesh.replica.size if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
+        return cls(n if p.shared_out > 2 else 1, n if p.shared_out > 1 else 1, n * outer)
 
 
 @dataclass(frozen=True)
@@ -77,3 +85,10 @@ def element_bytes(dtype: torch.dtype, states: Sequence[str]) -> tuple[int, int, 
     wide = main_dtype(dtype).itemsize
     main = 0 if wide == dtype.itemsize else wide
     return dtype.itemsize, wide, main + sum(2 if state == "bf16" else 4 for state in states)
+
+
+def sharing(p: ParallelConfig, chunks: int) -> Sharing:
+    """How often what dp shares out meets, on ranks with so many chunks. A run of forwards, one of backwards and the
+    next of both may be whole at once: with fewer chunks than that, all weights would be."""
+    by_chunk = p.zero_hold == "chunk" or (p.zero_hold == "auto" and chunks >= 4)
+    return Sharing(every_run=p.shared_out > 1, by_chunk=by_chunk and p.shared_out > 2)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megalite.plan.whole import Whole
+from megalite.plan.whole import WholeUnits
 
 if TYPE_CHECKING:
     from megalite.pipeline.schedule import Action
@@ -79,7 +79,7 @@ class _Walk:
         from megalite.pipeline.schedule import Op
 
         self.ops, self.most_sent = Op, SENT
-        self.made, self.last, self.whole = made, len(made.stages) - 1, Whole(made, rank)
+        self.made, self.last, self.whole = made, len(made.stages) - 1, WholeUnits(made, rank)
         self.edge = made.edge
         self.bills: dict[int, list[tuple[Bill, list[str]]]] = {}  # of each stage, with the units that each is of
         self.kept = self.most = 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megalite.plan.arrangement import Arrangement
 
 
-class Whole:
+class WholeUnits:
     """On one pipeline rank. A unit is known by its name: "embedding", "layers.17", "head"."""
 
     def __init__(self, made: Arrangement, rank: int):

@@ -19,7 +19,7 @@ from megalite.kernels.dispatch import choose
 from megalite.models.compiled import Backend, compile_blocks
 from megalite.models.gpt import Stage
 from megalite.optim.adamw import AdamW, ApexAdamW
-from megalite.optim.buffer import ParamBuffer
+from megalite.optim.buffer import ParamBuffer, Shared
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule, Rates, WeightDecaySchedule
 from megalite.optim.rule import Rule
@@ -173,9 +173,7 @@ def _build_pipeline(
             overlap_param_gather=p.overlap_param_gather,
             reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
             decoupled=config.optim.decoupled_lr is not None,
-            zero_stage=p.shared_out,
-            hold_chunks=made.sharing.by_chunk,
-            once_more=p.outer_dp_sharding_strategy == "optim",
+            shared=Shared(p.shared_out, made.sharing.by_chunk, p.outer_dp_sharding_strategy == "optim"),
         )
     options: dict[str, Any] = dict(
         schedule=p.pipeline_schedule,
@@ -184,7 +182,6 @@ def _build_pipeline(
         width=config.model.hidden_size,
         dtype=dtype,
         store=buffer,
-        sharing=made.sharing,
     )
     if graphs is None:
         return buffer, Pipeline(stages, mesh, **options)
